@@ -1,0 +1,30 @@
+# `make demo` grows eight small networks on real data; `make test` runs the tests. Both make a virtual environment first.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# One thread a process: the arrays are small, and sums then come in one order.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test install install-dev
+
+demo: install
+	$(VENV)/bin/esper grow digits --envs 8 --controller heuristic --run runs/demo --overwrite
+
+test: install-dev
+	$(VENV)/bin/python -m pytest -n 2
+
+install: $(VENV)/installed
+
+install-dev: $(VENV)/installed-dev
+
+# The packages are editable, so only a change of what they need calls for another installation.
+$(VENV)/installed: pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/installed
