@@ -1,0 +1,1 @@
+"""Leyline: the contracts. Stages, operations, slots, config, records and protocols; it imports nothing of ours."""

@@ -1,0 +1,65 @@
+"""What a controller can do: operations, the heads of a decision, and which heads matter for which operation."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Op(IntEnum):
+    """One operation on one slot, per environment and step."""
+
+    WAIT = 0
+    GERMINATE = 1  # plant a seed in a dormant slot
+    ADVANCE = 2  # start blending a trained seed in
+    SET_ALPHA = 3  # move a holding seed to another dose
+    PRUNE = 4  # remove a seed
+    FOSSILIZE = 5  # keep a holding seed for good
+
+
+class Head(IntEnum):
+    """The parts of a decision, in the order in which they are chosen."""
+
+    OP = 0
+    SLOT = 1
+    BLUEPRINT = 2
+    BLEND = 3
+    TEMPO = 4
+    TARGET = 5
+
+
+class Blend(IntEnum):
+    """How a seed's change delta enters the stream h at dose alpha."""
+
+    ADD = 0  # h + alpha * delta
+    GATE = 1  # h + alpha * g(u) * delta
+    MULTIPLY = 2  # h * (1 + alpha * tanh(delta))
+
+
+RELEVANT: NDArray[np.bool_] = np.zeros((len(Op), len(Head)), bool)
+"""(operations, heads): whether a head matters for an operation. Masks, log-probabilities, losses and telemetry read it."""
+RELEVANT[:, Head.OP] = True
+RELEVANT[Op.GERMINATE, :] = True
+RELEVANT[[Op.ADVANCE, Op.FOSSILIZE], Head.SLOT] = True
+RELEVANT[Op.SET_ALPHA, [Head.SLOT, Head.TEMPO, Head.TARGET]] = True
+RELEVANT[Op.PRUNE, [Head.SLOT, Head.TEMPO]] = True
+RELEVANT.setflags(write=False)
+
+
+class Actions(NamedTuple):
+    """One decision per environment; every field is (E,) int64. A head that does not matter is not read."""
+
+    op: Ints  # an Op
+    slot: Ints  # index of a slot of the task
+    blueprint: Ints  # index into the task's menu
+    blend: Ints  # a Blend
+    tempo: Ints  # index into `Space.tempos`
+    target: Ints  # index into `Space.targets`
+
+    @classmethod
+    def wait(cls, envs: int) -> "Actions":
+        """WAIT for each of `envs` environments."""
+        return cls(*(np.zeros(envs, np.int64) for _ in Head))

@@ -1,0 +1,242 @@
+"""The configuration tree: the one source of YAML files, `--set`, and the reference that `esper config` prints.
+
+Every field says in one line what it means and, where it has one, its unit. Unknown keys are refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from esper.leyline.errors import InputError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DataConfig(_Section):
+    """What an optimizer step sees."""
+
+    batch: int = Field(64, ge=1, description="training examples per environment and batch [examples]")
+    batches_per_step: int = Field(16, ge=1, description="batches per environment and step [batches]")
+
+
+class OptimizerConfig(_Section):
+    """The optimizer of every row, host or seed."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="adamw (Loshchilov and Hutter) or sgd with momentum")
+    lr: float = Field(5e-3, gt=0, description="learning rate")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled for adamw, added to the gradient for sgd")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adamw uses betas .9 and .999")
+    clip: float | None = Field(None, gt=0, description="largest gradient norm of a row; null does not clip")
+    accumulate: int = Field(1, ge=1, description="batches whose mean gradient makes one optimizer step [batches]")
+
+
+class LifecycleConfig(_Section):
+    """What may be planted, and how it enters the network."""
+
+    max_seeds: int = Field(2, ge=0, description="seeds in the budget per environment, fossils included [seeds]")
+    max_training: int = Field(1, ge=1, description="seeds incubating at once per environment [seeds]")
+    embargo: int = Field(2, ge=0, description="rest of a slot after a prune [steps]")
+    min_prune_age: int = Field(1, ge=0, description="life of a seed before it may be pruned [steps]")
+    auto_advance: bool = Field(False, description="advance a seed as soon as its gate passes, without an action")
+    incubation: Literal["shadow", "ste"] = Field(
+        "shadow", description="what an incubating seed minimises (docs/lifecycle.md)"
+    )
+    proximal: float = Field(1.0, ge=0, description="weight of |change|^2 / |stream|^2 in the ste objective")
+    isolation: Literal["open", "isolated"] = Field(
+        "open", description="isolated: no gradient through what a live seed reads, until it is fossilized"
+    )
+    ramp: Literal["linear", "cosine", "sigmoid"] = Field("linear", description="shape of the path of alpha")
+    tempos: Annotated[tuple[int, ...], Field(min_length=1)] = Field(
+        (0, 1, 2, 4, 8), description="ramp lengths a decision may choose; 0 only to prune or set alpha [steps]"
+    )
+    targets: Annotated[tuple[float, ...], Field(min_length=1)] = Field(
+        (0.25, 0.5, 0.75, 1.0), description="alphas a decision may choose"
+    )
+
+    @pydantic.field_validator("tempos")
+    @classmethod
+    def _tempos(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(v < 0 for v in value) or not any(v > 0 for v in value) or 0 not in value or len(set(value)) < len(value):
+            raise ValueError("tempos must be distinct, hold 0 and one length above 0, and none below 0")
+        return value
+
+    @pydantic.field_validator("targets")
+    @classmethod
+    def _targets(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if any(not 0 < v <= 1 for v in value) or len(set(value)) < len(value):
+            raise ValueError("targets must be distinct and lie in (0, 1]")
+        return value
+
+
+class GatesConfig(_Section):
+    """What a seed must show before it advances (G2) and before it is kept (G5)."""
+
+    min_training: int = Field(2, ge=0, description="incubation before ADVANCE [steps]")
+    gain_z: float = Field(1.0, description="incubation gain must exceed this many standard errors")
+    min_holding: int = Field(2, ge=0, description="trial before FOSSILIZE [steps]")
+    min_contribution: float = Field(0.0, description="lower confidence bound of the contribution must exceed it")
+    z: float = Field(1.0, ge=0, description="width of that confidence bound [standard errors]")
+    permissive: bool = Field(False, description="ask only for the dwell and that the number was measured")
+
+
+class ProbeConfig(_Section):
+    """What is measured on the probe split after every step."""
+
+    sensors_every: int = Field(1, ge=1, description="cadence of the growth sensors [steps]")
+
+
+class RewardConfig(_Section):
+    """The objective J = metric - rent * ln(1 + added parameters / host parameters)."""
+
+    objective: Literal["metric", "log_loss"] = Field(
+        "metric", description="the task's metric, or minus the loss [nats]"
+    )
+    rent: float = Field(0.1, ge=0, description="price of parameters: doubling the network costs rent * ln 2")
+
+
+class TelemetryConfig(_Section):
+    """What is written to events.jsonl. It never changes what is computed."""
+
+    level: Literal["off", "run", "step"] = Field("step", description="off; run: all but step rows; step: everything")
+
+
+class HeuristicConfig(_Section):
+    """The rule `heuristic`."""
+
+    start: int = Field(2, ge=0, description="plant from this decision on; before it the metric says little [steps]")
+    threshold: float = Field(0.9, description="plant only where the metric is under it")
+    slack: int = Field(4, ge=0, description="time left beyond the shortest life of a seed when it is planted [steps]")
+    blueprint: str = Field("bypass-mlp", description="what it plants; the first of the menu where the task lacks it")
+    min_rank: float = Field(0.25, description="plant only at slots whose relative participation ratio is under it")
+    tie: float = Field(1.5, ge=1, description="up to this many times the lowest ratio is a tie: the first slot wins")
+    patience: int = Field(3, ge=1, description="prune a seed that its gate has refused for this long [steps]")
+
+
+class Config(_Section):
+    """Everything that was asked for, after defaults."""
+
+    task: str = Field("digits", description="name of the task; `esper tasks` lists them")
+    controller: str = Field("heuristic", description="never, random-valid, heuristic, or a schedule file")
+    envs: int = Field(8, ge=1, description="environments, twins not counted")
+    steps: int = Field(24, ge=1, description="steps in an episode")
+    seed: int = Field(0, ge=0, lt=2**63, description="run seed: every draw is a hash of it and of what it is for")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:i")
+    twin: bool = Field(True, description="train a never-grow twin of every environment beside it")
+    mapping: Literal["auto", "vmap", "loop"] = Field(
+        "auto", description="how stacked modules run: auto takes the fastest that the module allows"
+    )
+    models: Literal["all", "best", "none"] = Field("all", description="which grown networks are exported")
+    slots: tuple[str, ...] | None = Field(None, description="slots that may be used, by name; null for all of the task")
+    blueprints: tuple[str, ...] | None = Field(None, description="menu, by name; null for that of the task")
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lifecycle: LifecycleConfig = LifecycleConfig()
+    gates: GatesConfig = GatesConfig()
+    probe: ProbeConfig = ProbeConfig()
+    reward: RewardConfig = RewardConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    heuristic: HeuristicConfig = HeuristicConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _whole_accumulations(self) -> "Config":
+        if self.data.batches_per_step % self.optimizer.accumulate:
+            raise ValueError(
+                f"optimizer.accumulate is {self.optimizer.accumulate}, which does not divide data.batches_per_step "
+                f"({self.data.batches_per_step}); choose a divisor"
+            )
+        return self
+
+
+def build_config(*layers: Mapping[str, Any]) -> Config:
+    """A config from nested mappings; a later layer gives way to none before it. InputError on the first bad key or value."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = _merge(merged, layer)
+    try:
+        return Config.model_validate(merged)
+    except pydantic.ValidationError as error:
+        raise InputError(_sentence(error)) from None
+
+
+def parse_setting(text: str) -> dict[str, Any]:
+    """`a.b=value` as a nested mapping, the value read as YAML. InputError where there is no key or no value."""
+    name, equals, value = text.partition("=")
+    if not name.strip() or not equals:
+        raise InputError(f"--set {text!r} is not of the form key=value, for example --set data.batch=32")
+    try:
+        parsed: Any = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise InputError(f"--set {text!r}: {value!r} cannot be read as YAML; quote it") from None
+    for part in reversed(name.strip().split(".")):
+        parsed = {part: parsed}
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def load_config_file(path: str) -> dict[str, Any]:
+    """A YAML file as a nested mapping. InputError where it cannot be read or is no mapping."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise InputError(f"--config {path}: {error.strerror}; give a readable YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise InputError(f"--config {path} is not valid YAML; `esper config --yaml` prints one to start from") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InputError(f"--config {path} holds a {type(content).__name__}, not a mapping of keys to values")
+    return content
+
+
+def dump_config(config: Config) -> str:
+    """The config as YAML that `load_config_file` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def reference(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every field, depth first, as strings."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from reference(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, _type_name(field.annotation), _default(field.default), field.description or ""
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    for old, new in (("typing.", ""), ("Literal", ""), ("tuple[", "list["), (", ...", ""), ("None", "null")):
+        text = text.replace(old, new)
+    if text.startswith("Annotated["):
+        text = text.removeprefix("Annotated[").split("], ")[0] + "]"
+    return text.replace("['", "").replace("']", "").replace("', '", " | ")
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        old = merged.get(name)
+        merged[name] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _sentence(error: pydantic.ValidationError) -> str:
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown config key {path!r}; `esper config` lists the keys"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{path}: {message}, not {first['input']!r}; `esper config` lists what is accepted" if path else message

@@ -1,0 +1,53 @@
+"""What the parts ask of each other."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.leyline.actions import Actions
+from esper.leyline.slots import SlotSpec
+from esper.leyline.view import Outcome, View
+
+
+@runtime_checkable
+class PolicyClient(Protocol):
+    """A controller: a rule, a learner, a replay. The engine knows nothing else of it."""
+
+    def act(self, view: View) -> Actions:
+        """One decision per environment; what the masks refuse becomes a refused action, and changes nothing."""
+        ...
+
+    def store(self, outcome: Outcome) -> None:
+        """The result of the decisions just made."""
+        ...
+
+    def update(self) -> Mapping[str, float]:
+        """Learn, after a round. Returns figures for telemetry."""
+        ...
+
+
+class Host(Protocol):
+    """A network in segments with named slots between them; `esper.kasmina.SegmentedHost` is one."""
+
+    @property
+    def segments(self) -> Iterable[nn.Module]:
+        """Run one after the other; segment k maps (B, ...) to (B, ...)."""
+        ...
+
+    @property
+    def slots(self) -> Sequence[SlotSpec]:
+        """In the order in which the network meets them."""
+        ...
+
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class Reward(Protocol):
+    """What a step was worth."""
+
+    def __call__(self, outcome: Outcome) -> Mapping[str, NDArray[np.float64]]:
+        """Named components, each (E,), whose sum is the reward."""
+        ...

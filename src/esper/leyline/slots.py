@@ -1,0 +1,28 @@
+"""Where a host can grow, and what a seed may read there."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """The shape of the stream at a slot, after the batch axis."""
+
+    VECTOR = "vector"  # (D,)
+
+
+class Tap(StrEnum):
+    """What a seed reads."""
+
+    HERE = "here"  # the stream at the slot: depth
+    BEFORE = "before"  # the stream as it entered the segment in front of the slot: a bypass
+    INPUT = "input"  # the input of the host: a skip
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """A place between two segments of a host where a seed may be planted."""
+
+    name: str
+    after: int  # index of the segment whose output the slot changes
+    width: int  # features of the stream at the slot
+    kind: Kind = Kind.VECTOR

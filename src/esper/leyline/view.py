@@ -1,0 +1,137 @@
+"""The records that the engine and a controller exchange. E environments, S slots, K blueprints of the menu."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.actions import Actions
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+class Seeds(NamedTuple):
+    """Every slot of every environment: the only place where a stage or an alpha is stored."""
+
+    stage: NDArray[np.int8]  # (E, S) Stage
+    age: NDArray[np.int32]  # (E, S) steps in the present stage
+    life: NDArray[np.int32]  # (E, S) steps since germination; 0 when empty
+    blueprint: NDArray[np.int16]  # (E, S) index into the menu, -1 when empty
+    blend: NDArray[np.int8]  # (E, S) Blend
+    alpha: NDArray[np.float32]  # (E, S) the dose of this step's training, [0, 1]
+    ramp: NDArray[np.float32]  # (E, S, 3) alpha at the start, alpha at the end, length in steps
+    doomed: Bools  # (E, S) ramping down to be pruned
+
+
+class Transitions(NamedTuple):
+    """Changes of stage, in order of environment and slot; every field is (n,)."""
+
+    env: NDArray[np.int64]
+    slot: NDArray[np.int64]
+    source: NDArray[np.int8]  # Stage
+    target: NDArray[np.int8]  # Stage
+
+
+class Estimate(NamedTuple):
+    """Mean of per-example differences with its standard error; both are nan where `measured` is False."""
+
+    mean: Floats
+    se: Floats
+    measured: Bools
+
+    @classmethod
+    def absent(cls, *shape: int) -> "Estimate":
+        """Nothing measured yet."""
+        return cls(np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape, bool))
+
+
+class Measurements(NamedTuple):
+    """What the last step's training and probe measured. Losses in nats (or squared units), metrics as the task defines."""
+
+    metric: Floats  # (E,) on the probe split, at the real doses
+    loss: Floats  # (E,) on the probe split, at the real doses
+    train_loss: Floats  # (E,) mean over the step's batches; nan before the first step
+    gradient_norm: Floats  # (E,) of the host's rows, mean over the step; nan before the first step
+    contribution: Estimate  # (E, S) metric at the real doses minus metric with the slot at dose 0; live seeds
+    contribution_loss: Estimate  # (E, S) loss with the slot at dose 0 minus loss at the real doses; live seeds
+    gain: Estimate  # (E, S) loss at the real doses minus loss with the slot at dose 1; incubating seeds
+    seed_gradient_norm: Floats  # (E, S) mean over the step; nan where no seed trained
+    seed_gradient_finite: Bools  # (E, S) a seed trained and every gradient of the step was finite
+    participation: Floats  # (E, S) participation ratio of the stream at the slot / its width, in (0, 1]
+    sensor_age: int  # steps since the sensors were computed
+
+
+class Masks(NamedTuple):
+    """What may be done now. A later head's mask is indexed by the choices it depends on."""
+
+    op: Bools  # (E, O)
+    slot: Bools  # (E, O, S) given the op; all False for WAIT
+    blueprint: Bools  # (E, S, K) given the slot of a GERMINATE
+    blend: Bools  # (E, S, Bl) given the slot of a GERMINATE
+    tempo: Bools  # (E, O, S, T) given the op and the slot
+    target: Bools  # (E, O, S, A) given the op and the slot
+
+
+class BlueprintInfo(NamedTuple):
+    """A blueprint of the menu, as a controller sees it."""
+
+    name: str
+    tap: str
+
+
+class Space(NamedTuple):
+    """What does not change in a run: the names behind the indices, and the key of every environment."""
+
+    slots: tuple[str, ...]
+    blueprints: tuple[BlueprintInfo, ...]
+    tempos: tuple[int, ...]  # steps
+    targets: tuple[float, ...]
+    cost: NDArray[np.int64]  # (S, K) parameters that each blueprint would add at each slot, blended by ADD
+    fits: Bools  # (S, K)
+    max_seeds: int
+    seed: int  # run seed
+    instance: NDArray[np.int64]  # (E,)
+
+
+class View(NamedTuple):
+    """All that a controller may know when it decides."""
+
+    space: Space
+    episode: int
+    step: int  # steps taken in this episode
+    steps: int  # length of an episode
+    seeds: Seeds
+    masks: Masks
+    measurements: Measurements
+    host_params: NDArray[np.int64]  # (E,)
+    added_params: NDArray[np.int64]  # (E,) of the seeds in BLENDING, HOLDING or FOSSILIZED
+
+
+class Scores(NamedTuple):
+    """A network on the probe split; every field is (E,)."""
+
+    metric: Floats
+    loss: Floats
+    added_params: NDArray[np.int64]
+
+
+class Outcome(NamedTuple):
+    """What one step did, measured after the action acted."""
+
+    episode: int
+    step: int  # the step that was taken, counted from 0
+    actions: Actions
+    accepted: Bools  # (E,)
+    before: Scores
+    after: Scores
+    host_params: NDArray[np.int64]  # (E,)
+    terminal: bool  # the episode ended, for every environment
+    exported: Scores | None  # at the end: the network that would be exported, every unfinished slot at dose 0
+
+
+def take(record: Any, rows: slice) -> Any:
+    """A record of arrays, nested or not, cut to some environments along the leading axis; scalars stay."""
+    if isinstance(record, tuple):
+        return type(record)(*(take(field, rows) for field in record))
+    return record[rows] if isinstance(record, np.ndarray) else record

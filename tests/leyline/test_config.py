@@ -1,0 +1,137 @@
+import re
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.leyline.config import Config, build_config, dump_config, load_config_file, parse_setting, reference
+from esper.leyline.errors import InputError
+
+
+def test_a_config_written_as_yaml_is_read_back_equal(tmp_path):
+    config = build_config(
+        {"task": "spirals", "envs": 3, "slots": ["a", "b"], "optimizer": {"clip": 0.5}, "lifecycle": {"tempos": [0, 3]}}
+    )
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert build_config(load_config_file(str(tmp_path / "config.yaml"))) == config
+
+
+def test_the_defaults_written_as_yaml_are_the_defaults():
+    assert build_config(yaml.safe_load(dump_config(Config()))) == Config()
+
+
+def test_a_later_layer_overrides_an_earlier_one_key_by_key():
+    config = build_config({"data": {"batch": 8, "batches_per_step": 2}}, {"data": {"batch": 16}})
+    assert (config.data.batch, config.data.batches_per_step) == (16, 2)
+
+
+def test_layers_are_left_as_they_were():
+    first = {"data": {"batch": 8}}
+    build_config(first, {"data": {"batch": 16}})
+    assert first == {"data": {"batch": 8}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"nope": 1}, "'nope'"),
+        ({"data": {"nope": 1}}, "'data.nope'"),
+        ({"envs": 0}, "envs"),
+        ({"steps": 0}, "steps"),
+        ({"seed": -1}, "seed"),
+        ({"data": {"batch": "many"}}, "data.batch"),
+        ({"device": "tpu"}, "device"),
+        ({"models": "some"}, "models"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
+        ({"optimizer": {"accumulate": 5}}, "optimizer.accumulate"),
+        ({"lifecycle": {"tempos": [1, 2]}}, "lifecycle.tempos"),
+        ({"lifecycle": {"tempos": [0]}}, "lifecycle.tempos"),
+        ({"lifecycle": {"targets": [0.5, 1.5]}}, "lifecycle.targets"),
+        ({"data": 5}, "data"),
+    ],
+)
+def test_bad_input_is_one_sentence_that_names_the_key(settings, names):
+    with pytest.raises(InputError) as caught:
+        build_config(settings)
+    assert names in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().envs = 9  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("envs=4", {"envs": 4}),
+        ("data.batch=32", {"data": {"batch": 32}}),
+        ("twin=false", {"twin": False}),
+        ("slots=[a, b]", {"slots": ["a", "b"]}),
+        ("optimizer.clip=null", {"optimizer": {"clip": None}}),
+        ("controller=a=b.yaml", {"controller": "a=b.yaml"}),
+    ],
+)
+def test_a_setting_is_a_nested_mapping_with_a_yaml_value(text, expected):
+    assert parse_setting(text) == expected
+
+
+def test_a_small_number_in_scientific_notation_is_a_number():
+    assert build_config(parse_setting("optimizer.lr=1e-4")).optimizer.lr == 1e-4
+
+
+@pytest.mark.parametrize("text", ["envs", "=4", " =4", "envs=[1"])
+def test_a_setting_of_another_form_is_refused(text):
+    with pytest.raises(InputError, match="--set"):
+        parse_setting(text)
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "just text", "{a: [", "\xff"])
+def test_a_file_that_is_no_mapping_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(InputError, match=r"bad\.yaml"):
+        load_config_file(str(path))
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(InputError, match=r"absent\.yaml"):
+        load_config_file(str(tmp_path / "absent.yaml"))
+
+
+def test_an_empty_file_sets_nothing(tmp_path):
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert load_config_file(str(tmp_path / "empty.yaml")) == {}
+
+
+def flat(tree: dict, prefix: str = "") -> dict:
+    items = ((prefix + key, value) for key, value in tree.items())
+    return {
+        k: v
+        for key, value in items
+        for k, v in (flat(value, f"{key}.") if isinstance(value, dict) else {key: value}).items()
+    }
+
+
+def test_the_reference_holds_every_key_with_its_default_and_a_meaning():
+    rows = {key: (kind, default, meaning) for key, kind, default, meaning in reference()}
+    defaults = flat(Config().model_dump(mode="json"))
+    assert list(rows) == list(defaults)
+    for key, (kind, default, meaning) in rows.items():
+        assert kind, key
+        assert meaning, key
+        assert "\n" not in meaning, key
+        assert yaml.safe_load(default) == defaults[key], key
+
+
+def test_types_in_the_reference_are_for_people():
+    for key, kind, _, _ in reference():
+        assert not re.search(r"typing|Literal|Annotated|FieldInfo|class", kind), (key, kind)
+
+
+@given(st.sampled_from([row[0] for row in reference()]))
+def test_every_key_of_the_reference_can_be_set_to_its_default(key):
+    default = {row[0]: row[2] for row in reference()}[key]
+    assert build_config(parse_setting(f"{key}={default}")) == Config()
