@@ -1,0 +1,1 @@
+"""Kasmina: the body. Stacked hosts, seeds, blueprints, blending and the lifecycle."""

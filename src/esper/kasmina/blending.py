@@ -1,0 +1,51 @@
+"""How a seed's change enters the stream. n rows, B examples, D features."""
+
+import torch
+from torch import Tensor
+
+from esper.leyline.actions import Blend
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), written (1 + tanh(x / 2)) / 2: torch's own takes another code path for the last elements of a
+    tensor, so that a row's value would depend on how many rows there are.
+    """
+    return (1 + torch.tanh(x / 2)) / 2
+
+
+def blend_change(h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor, blend: Tensor | None) -> Tensor:
+    """The change c of a slot, whose output is y = h + c.
+
+        ADD       c = alpha * delta
+        GATE      c = alpha * g * delta,           g = sigmoid(gate)
+        MULTIPLY  c = alpha * h * tanh(delta)
+
+    h, delta: (n, B, D); gate: (n, B, 1), None when no row gates; alpha, blend: (n, 1, 1); blend None when every row is ADD.
+    Rows are selected, never multiplied by a mask: 0 times nan is nan.
+    """
+    change = delta
+    if gate is not None:
+        assert blend is not None
+        change = torch.where(blend.eq(Blend.GATE), sigmoid(gate) * delta, change)
+    if blend is not None:
+        change = torch.where(blend.eq(Blend.MULTIPLY), h * torch.tanh(delta), change)
+    return alpha * change
+
+
+class Straight(torch.autograd.Function):
+    """Straight-through incubation: the value is h, bit for bit; the gradient goes unchanged to h and to the change.
+
+    Never h + (c - c.detach()), which passes a nan of the seed on to the host.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, h: Tensor, change: Tensor, rows: Tensor) -> Tensor:
+        """h (E, B, D), change (n, B, D), rows (n,) int64: which rows of h the changes belong to."""
+        ctx.save_for_backward(rows)
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The gradient of the output, whole for h and its rows for the change."""
+        (rows,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradients[0], gradients[0].index_select(0, rows), None

@@ -1,0 +1,5 @@
+"""Blueprints: what a seed can be."""
+
+from esper.kasmina.blueprints.catalog import BLUEPRINTS, Blueprint, blueprint, check, count, drawn_with, get_blueprint
+
+__all__ = ["BLUEPRINTS", "Blueprint", "blueprint", "check", "count", "drawn_with", "get_blueprint"]

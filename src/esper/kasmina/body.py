@@ -1,0 +1,454 @@
+"""The body of a population: stacked hosts, stacked seeds, and a forward pass at any dose.
+
+E environments, S slots, K blueprints of the menu, B examples, X branches.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.kasmina.blending import Straight, blend_change
+from esper.kasmina.blueprints import Blueprint, count, drawn_with
+from esper.kasmina.blueprints.vector import zero_linear
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.lifecycle import Edits
+from esper.kasmina.stack import Mapping, Rows, Stack
+from esper.leyline.actions import Blend
+from esper.leyline.slots import Kind, SlotSpec, Tap
+from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
+from esper.leyline.view import Bools, Seeds
+
+Indices = NDArray[np.int64]
+
+
+class Seed(nn.Module):
+    """What a slot holds: the change of a blueprint, and the map of the GATE blend, which starts at g = 1/2."""
+
+    def __init__(self, delta: nn.Module, reads: int) -> None:
+        super().__init__()
+        self.delta = delta
+        self.gate = zero_linear(reads, 1)
+
+
+class Branches(NamedTuple):
+    """Further evaluations that leave the pass of their environment at a slot and run on from there at doses of their own.
+
+    Sorted by `slot`. What comes before the slot is shared with the environment's own pass.
+    """
+
+    env: Indices  # (X,)
+    slot: Indices  # (X,) the first slot whose dose differs
+    dose: NDArray[np.float32]  # (X, S)
+
+    @classmethod
+    def at(cls, env: Indices, slot: Indices, dose: NDArray[np.float32]) -> tuple["Branches", Indices]:
+        """Branches from unsorted arrays, and the order that sorts them: row i of the result is row order[i] of the input."""
+        order = np.lexsort((env, slot))
+        return cls(env[order], slot[order], dose[order]), order
+
+
+class _Call(NamedTuple):
+    """One form of one slot, run over the rows of a pass that carry it (n of them)."""
+
+    stack: Stack
+    rows: Rows  # rows of the stack
+    where: Tensor | None  # (n,) rows of the pass; None when they are all of them, in order
+    taps: tuple[Tap, ...]  # what the rows read, one or more
+    tap: dict[Tap, Tensor]  # (n, 1, 1) bool, the rows that read a tap, for all taps but the first
+    alpha: Tensor  # (n, 1, 1)
+    blend: Tensor | None  # (n, 1, 1); None when every row is ADD
+    gated: bool  # some row blends by GATE
+    attached: Tensor | None  # (n, 1, 1) bool, rows whose read passes a gradient on; None when all do
+    frozen: bool
+    straight: bool
+
+
+class _Join(NamedTuple):
+    """What a pass does with branches at one segment."""
+
+    host: Rows  # rows of the host for the branches that run already
+    env: Tensor | None  # branches that leave the pass at the slot behind the segment
+
+
+class Route(NamedTuple):
+    """A forward pass at given doses, worked out once and run for as many batches as the doses hold."""
+
+    rows: int
+    base: tuple[tuple[_Call, ...], ...]  # a tuple of calls for each slot
+    branch: tuple[tuple[_Call, ...], ...]
+    joins: tuple[_Join, ...]  # one for each segment; empty without branches
+    origin: Tensor | None  # (X,) the environment of each branch
+
+
+class Pass(NamedTuple):
+    """What a forward pass returns."""
+
+    output: Tensor  # (E, B, C)
+    branches: Tensor | None  # (X, B, C), in the order of the branches
+    streams: tuple[Tensor, ...]  # (E, B, D) the stream in front of each slot, where asked for
+    proximal: Tensor | None  # () sum over straight-through seeds of |c|^2 / |h|^2
+
+
+class Body:
+    """All hosts and seeds of a population.
+
+    `host` is one stack, run segment by segment, so that its optimizer is one operation whatever the number of segments.
+    `stacks[slot, form]` holds the seeds of one form at one slot, and `envs[slot, form]` which environment each row belongs
+    to. Rows are kept in the order: those that train with the host, doomed ones, incubating ones, ones not run yet; each by
+    environment. Every pass then reads a contiguous run of rows.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], nn.Module],
+        menu: Sequence[Blueprint],
+        rows: int,
+        example: Tensor,
+        *,
+        mapping: Mapping = "auto",
+        isolated: bool = False,
+        moments: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Room for `rows` hosts, all zero until `plant_host`.
+
+        example (B, ...) is some input of the task; `moments` names the columns that an optimizer keeps beside every value.
+        """
+        with drawn_with(0):
+            host = factory()
+        assert isinstance(host, SegmentedHost)
+        self.slots: tuple[SlotSpec, ...] = host.slots
+        self.menu = tuple(menu)
+        self.isolated = isolated
+        self.device = torch.device(device)
+        self.dtype = example.dtype
+        self._moments = tuple(moments)
+        self.host = Stack(host, rows, mapping=mapping, moments=moments, device=device, dtype=self.dtype)
+        self.host_params = count(host)
+        self.segments = len(host.segments)
+        self._mapping: Mapping = mapping
+        self._slot_after = {slot.after: index for index, slot in enumerate(self.slots)}
+        self.reads = self._widths(host, example)
+        self.fits: Bools = self.reads > 0
+        self.cost = np.array(
+            [
+                [b.parameters(r, slot.width) if r else 0 for b, r in zip(self.menu, reads, strict=True)]
+                for slot, reads in zip(self.slots, self.reads, strict=True)
+            ],
+            np.int64,
+        ).reshape(len(self.slots), len(self.menu))
+        self.forms, self.form_of = self._forms()
+        self.stacks: dict[tuple[int, int], Stack] = {}
+        self.envs: dict[tuple[int, int], Indices] = {}
+        self._skips = any(entry.tap == Tap.INPUT for entry in self.menu)
+        self._tap_of = np.array([_TAPS.index(entry.tap) for entry in self.menu])
+
+    # Surgery.
+
+    def plant_host(self, row: int, module: nn.Module) -> None:
+        """Put a freshly initialised host into a row."""
+        self.host.write(row, module)
+
+    def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
+        """Make and free modules as the edits say, and put rows in the order of their new stages.
+
+        `birth_key(env, slot)` seeds the initialisation of a newborn. No other row's numbers change.
+        """
+        for (slot, form), envs in self.envs.items():
+            gone = edits.freed[edits.freed[:, 1] == slot, 0]
+            kept = np.flatnonzero(~np.isin(envs, gone))
+            self.stacks[slot, form].arrange(kept)
+            self.envs[slot, form] = envs[kept]
+        for env, slot in edits.born.tolist():
+            self._germinate(env, slot, seeds, birth_key(env, slot))
+        self.arrange(seeds)
+
+    def arrange(self, seeds: Seeds) -> None:
+        """Put the rows of every stack in the order that their stages ask for."""
+        for (slot, form), envs in self.envs.items():
+            order = np.lexsort((envs, _rank(seeds, envs, slot)))
+            self.stacks[slot, form].arrange(order)
+            self.envs[slot, form] = envs[order]
+
+    def clear(self) -> None:
+        """Free every seed."""
+        for key in self.envs:
+            self.envs[key] = np.zeros(0, np.int64)
+
+    def trainable(self, seeds: Seeds) -> dict[tuple[int, int], list[slice]]:
+        """The rows of each seed stack that an optimizer moves now: those that train with the host, and incubating ones."""
+        chosen = {}
+        for (slot, form), envs in self.envs.items():
+            ranks = _rank(seeds, envs, slot)
+            chosen[slot, form] = [_run(ranks == _WITH_HOST), _run(ranks == _INCUBATING)]
+        return chosen
+
+    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
+        """(E,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
+        counted = among(seeds.stage, stages)
+        slot = np.arange(len(self.slots))
+        blueprint = np.maximum(seeds.blueprint, 0)
+        cost = self.cost[slot, blueprint] + np.where(seeds.blend == Blend.GATE, self.reads[slot, blueprint] + 1, 0)
+        return np.asarray(np.where(counted, cost, 0).sum(1), np.int64)
+
+    def seed_module(self, seeds: Seeds, env: int, slot: int) -> Seed:
+        """A copy of a seed as a module of its own, at its true widths."""
+        blueprint = int(seeds.blueprint[env, slot])
+        key = slot, int(self.form_of[slot, blueprint])
+        row = int(np.flatnonzero(self.envs[key] == env)[0])
+        seed = self._build(slot, blueprint, 0)
+        self.stacks[key].read(row, seed)
+        return seed
+
+    # The forward pass.
+
+    def forward(self, x: Tensor, dose: NDArray[np.float32], seeds: Seeds, branches: Branches | None = None) -> Pass:
+        """Run every host at given doses: x (E, B, ...), dose (E, S) -> outputs (E, B, C). Changes no state."""
+        return self.run(x, self.route(dose, seeds, branches))
+
+    def route(
+        self,
+        dose: NDArray[np.float32],
+        seeds: Seeds,
+        branches: Branches | None = None,
+        *,
+        train: bool = False,
+        straight: bool = False,
+    ) -> Route:
+        """Work out a pass. A row at dose 0 is not run.
+
+        With `train`, a branch is a shadow: the one seed that it adds at its slot learns, all else is constant. With
+        `straight`, incubating seeds run behind the host in the pass itself.
+        """
+        envs = np.arange(len(dose))
+        base = []
+        for s in range(len(self.slots)):
+            calls = self._calls(s, envs, dose[:, s], seeds, frozen=False)
+            if straight:
+                incubating = np.where(seeds.stage[:, s] == Stage.TRAINING, np.float32(1), np.float32(0))
+                calls += self._calls(s, envs, incubating, seeds, frozen=False, straight=True)
+            base.append(tuple(calls))
+        if branches is None or not len(branches.env):
+            return Route(len(dose), tuple(base), (), (), None)
+        branch, joins = [], []
+        for segment in range(self.segments):
+            at = self._slot_after.get(segment)
+            running = int(np.searchsorted(branches.slot, self._first_slot(segment)))
+            owners = branches.env[:running]
+            host: Rows = slice(0, len(dose)) if np.array_equal(owners, envs) else owners
+            joining = branches.env[branches.slot == at] if at is not None else np.zeros(0, np.int64)
+            joins.append(_Join(host, self._send(joining) if len(joining) else None))
+            if at is not None:
+                there = running + len(joining)
+                joined = np.arange(there) >= running
+                doses = branches.dose[:there, at]
+                if train:
+                    old, new = np.where(joined, np.float32(0), doses), np.where(joined, doses, np.float32(0))
+                    calls = self._calls(at, branches.env[:there], old, seeds, frozen=True)
+                    calls += self._calls(at, branches.env[:there], new, seeds, frozen=False)
+                else:
+                    calls = self._calls(at, branches.env[:there], doses, seeds, frozen=True)
+                branch.append(tuple(calls))
+        return Route(len(dose), tuple(base), tuple(branch), tuple(joins), self._send(branches.env))
+
+    def run(self, x: Tensor, route: Route, *, streams: bool = False, keys: Indices | None = None) -> Pass:
+        """Run a route over a batch x (E, B, ...); `keys` (E,) seeds dropout in training mode."""
+        h, kept, penalty = x, [], None
+        extra: Tensor | None = None
+        origin: Tensor | None = None
+        rows = slice(0, route.rows)
+        for segment in range(self.segments):
+            before, h = h, self.host(h, rows, part=f"segments.{segment}", keys=keys)
+            at = self._slot_after.get(segment)
+            extra_before = extra
+            if extra is not None:
+                extra = self.host(extra, route.joins[segment].host, part=f"segments.{segment}", frozen=True)
+            if at is None:
+                continue
+            env = route.joins[segment].env if route.joins else None
+            if env is not None:
+                extra = _append(extra, h.detach().index_select(0, env))
+                extra_before = _append(extra_before, before.detach().index_select(0, env))
+                origin = _append(origin, x.index_select(0, env)) if self._skips else None
+            if streams:
+                kept.append(h)
+            for call in route.base[at]:
+                h, proximal = self._grow(call, h, before, x)
+                if proximal is not None:
+                    penalty = proximal if penalty is None else penalty + proximal
+            if extra is not None:
+                assert extra_before is not None
+                for call in route.branch[at]:
+                    extra, _ = self._grow(call, extra, extra_before, origin)
+        return Pass(h, extra, tuple(kept), penalty)
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode of every module."""
+        self.host.train(mode)
+        for stack in self.stacks.values():
+            stack.train(mode)
+
+    # Inside.
+
+    def _grow(self, call: _Call, h: Tensor, before: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The stream behind a slot, and the proximal term of straight-through seeds."""
+        sources = {Tap.HERE: h, Tap.BEFORE: before}
+        if x is not None:
+            sources[Tap.INPUT] = x
+        first, *others = call.taps
+        u = _rows(sources[first], call.where)
+        for tap in others:
+            u = torch.where(call.tap[tap], _rows(sources[tap], call.where), u)
+        stream = _rows(h, call.where) if call.blend is not None or call.straight else h
+        if call.straight:
+            u, stream = u.detach(), stream.detach()
+        elif call.attached is not None:
+            u = torch.where(call.attached, u, u.detach())
+        delta = call.stack(u, call.rows, part="delta", frozen=call.frozen)
+        gate = call.stack(u, call.rows, part="gate", frozen=call.frozen) if call.gated else None
+        change = blend_change(stream, delta, gate, call.alpha, call.blend)
+        if call.straight:
+            where = call.where if call.where is not None else torch.arange(len(h), device=h.device)
+            ratio = change.square().sum((1, 2)) / stream.square().sum((1, 2))
+            return Straight.apply(h, change, where), ratio.sum()  # type: ignore[no-untyped-call]
+        return (h + change if call.where is None else h.index_add(0, call.where, change)), None
+
+    def _calls(
+        self, slot: int, envs: Indices, dose: NDArray[np.float32], seeds: Seeds, *, frozen: bool, straight: bool = False
+    ) -> list[_Call]:
+        """The forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
+        calls = []
+        for (at, form), owners in self.envs.items():
+            if at != slot or not len(owners):
+                continue
+            row_of = np.full(len(seeds.stage), -1, np.int64)
+            row_of[owners] = np.arange(len(owners))
+            where = np.flatnonzero((dose > 0) & (row_of[envs] >= 0))
+            if not len(where):
+                continue
+            # In the order of the stack's rows, so that a pass over the environments reads them in one contiguous run.
+            where = where[np.argsort(row_of[envs[where]], kind="stable")]
+            rows, env = row_of[envs[where]], envs[where]
+            contiguous = np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
+            blend = seeds.blend[env, slot]
+            taps = self._tap_of[seeds.blueprint[env, slot]]
+            used = np.unique(taps).tolist()
+            detached = np.zeros(len(env), bool)
+            if self.isolated:
+                detached = seeds.stage[env, slot] != Stage.FOSSILIZED
+            calls.append(
+                _Call(
+                    stack=self.stacks[slot, form],
+                    rows=slice(int(rows[0]), int(rows[0]) + len(rows)) if contiguous else rows,
+                    where=None if np.array_equal(where, np.arange(len(envs))) else self._send(where),
+                    taps=tuple(_TAPS[t] for t in used),
+                    tap={_TAPS[t]: self._column(taps == t) for t in used[1:]},
+                    alpha=self._column(dose[where].astype(np.float64)).to(self.dtype),
+                    blend=self._column(blend.astype(np.int64)) if blend.any() else None,
+                    gated=bool((blend == Blend.GATE).any()),
+                    attached=self._column(~detached) if detached.any() else None,
+                    frozen=frozen,
+                    straight=straight,
+                )
+            )
+        return calls
+
+    def _germinate(self, env: int, slot: int, seeds: Seeds, key: int) -> None:
+        blueprint = int(seeds.blueprint[env, slot])
+        at = slot, int(self.form_of[slot, blueprint])
+        if at not in self.stacks:
+            self.stacks[at] = Stack(
+                self.forms[at], 2, mapping=self._mapping, moments=self._moments, device=self.device, dtype=self.dtype
+            )
+            self.envs[at] = np.zeros(0, np.int64)
+        stack, envs = self.stacks[at], self.envs[at]
+        stack.reserve(len(envs) + 1)
+        stack.write(len(envs), self._build(slot, blueprint, key))
+        self.envs[at] = np.append(envs, env)
+
+    def _build(self, slot: int, blueprint: int, key: int) -> Seed:
+        reads = int(self.reads[slot, blueprint])
+        with drawn_with(key):
+            return Seed(self.menu[blueprint].build(reads, self.slots[slot].width), reads).to(self.dtype)
+
+    def _widths(self, host: SegmentedHost, example: Tensor) -> Indices:
+        """(S, K) the width that each blueprint reads at each slot, 0 where it does not fit."""
+        shapes, x = [tuple(example.shape[1:])], example.to("cpu")
+        host = host.to(dtype=example.dtype).eval()
+        with torch.no_grad():
+            for segment in host.segments:
+                x = segment(x)
+                shapes.append(tuple(x.shape[1:]))
+        reads = np.zeros((len(self.slots), len(self.menu)), np.int64)
+        for s, slot in enumerate(self.slots):
+            read = {Tap.HERE: shapes[slot.after + 1], Tap.BEFORE: shapes[slot.after], Tap.INPUT: shapes[0]}
+            for k, entry in enumerate(self.menu):
+                if entry.kind == slot.kind == Kind.VECTOR and len(read[entry.tap]) == 1:
+                    reads[s, k] = read[entry.tap][0]
+        return reads
+
+    def _forms(self) -> tuple[dict[tuple[int, int], Seed], Indices]:
+        """Group the menu of each slot into forms: one module class and width read, run as one stack.
+
+        The module of a form is its largest member, which holds the others in its leading corner.
+        """
+        forms: dict[tuple[int, int], Seed] = {}
+        form_of = np.full(self.reads.shape, -1, np.int64)
+        for s in range(len(self.slots)):
+            groups: dict[tuple[object, int], list[int]] = {}
+            for k, entry in enumerate(self.menu):
+                if self.fits[s, k]:
+                    delta = self._build(s, k, 0).delta
+                    same = type(delta) if getattr(delta, "pads", False) else entry.name
+                    groups.setdefault((same, int(self.reads[s, k])), []).append(k)
+            for index, members in enumerate(groups.values()):
+                largest = max(members, key=lambda k: int(self.cost[s, k]))
+                form_of[s, members] = index
+                forms[s, index] = self._build(s, largest, 0)
+        return forms, form_of
+
+    def _first_slot(self, segment: int) -> int:
+        """Index of the first slot that is not in front of a segment."""
+        return sum(slot.after < segment for slot in self.slots)
+
+    def _send(self, rows: Indices) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
+
+    def _column(self, values: NDArray[np.generic]) -> Tensor:
+        """(n,) on the host -> (n, 1, 1) on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)[:, None, None]
+
+
+_TAPS = tuple(Tap)
+_WITH_HOST, _DOOMED, _INCUBATING, _IDLE = range(4)
+
+
+def _rank(seeds: Seeds, envs: Indices, slot: int) -> Indices:
+    """(n,) the group of each row in the order of a stack."""
+    stage, alpha, doomed = seeds.stage[envs, slot], seeds.alpha[envs, slot], seeds.doomed[envs, slot]
+    rank = np.full(len(envs), _IDLE, np.int64)
+    rank[among(stage, ADDED)] = _WITH_HOST
+    rank[doomed & (alpha > 0)] = _DOOMED
+    rank[doomed & (alpha == 0)] = _IDLE
+    rank[stage == Stage.TRAINING] = _INCUBATING
+    assert among(stage, IN_BUDGET).all(), "a stack holds a seed that its slot does not"
+    return rank
+
+
+def _run(chosen: Bools) -> slice:
+    """The contiguous run of rows that are chosen."""
+    rows = np.flatnonzero(chosen)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
+
+
+def _rows(stream: Tensor, where: Tensor | None) -> Tensor:
+    """Some rows of a stream, or all; a node of its own in the graph either way, so that gradients are summed in one order."""
+    return stream.view_as(stream) if where is None else stream.index_select(0, where)
+
+
+def _append(rows: Tensor | None, more: Tensor) -> Tensor:
+    return more if rows is None else torch.cat([rows, more])

@@ -1,0 +1,192 @@
+"""Grown networks as plain PyTorch: one module, one folder, loadable where only torch is installed."""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from esper.kasmina.blending import sigmoid
+from esper.kasmina.blueprints import count, drawn_with, get_blueprint
+from esper.kasmina.body import Body, Seed
+from esper.kasmina.host import SegmentedHost
+from esper.leyline.actions import Blend
+from esper.leyline.errors import InputError
+from esper.leyline.slots import Tap
+from esper.leyline.stages import IN_BUDGET, Stage
+from esper.leyline.view import Seeds
+
+FORMAT = 1
+MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
+
+
+class Graft(NamedTuple):
+    """A fossilized seed of one network."""
+
+    after: int  # segment whose output it changes
+    tap: Tap
+    blend: Blend
+    alpha: float
+
+
+class GrownNetwork(nn.Module):
+    """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, C)."""
+
+    def __init__(self, host: SegmentedHost, seeds: Sequence[nn.Module], grafts: Sequence[Graft]) -> None:
+        super().__init__()
+        self.segments = host.segments
+        self.seeds = nn.ModuleList(seeds)
+        self.grafts = tuple(grafts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, C)."""
+        h = x
+        for index, segment in enumerate(self.segments):
+            before, h = h, segment(h)
+            for seed, graft in zip(self.seeds, self.grafts, strict=True):
+                if graft.after == index:
+                    h = _grow(seed, graft, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x})
+        return h
+
+
+def _grow(seed: nn.Module, graft: Graft, sources: Mapping[Tap, Tensor]) -> Tensor:
+    h, u = sources[Tap.HERE], sources[graft.tap]
+    delta = seed.get_submodule("delta")(u)
+    if graft.blend == Blend.GATE:
+        delta = sigmoid(seed.get_submodule("gate")(u)) * delta
+    elif graft.blend == Blend.MULTIPLY:
+        delta = h * torch.tanh(delta)
+    grown: Tensor = h + graft.alpha * delta
+    return grown
+
+
+def grown_network(
+    factory: Callable[[], nn.Module], body: Body, seeds: Seeds, env: int, example: Tensor
+) -> tuple[GrownNetwork, dict[str, Any]]:
+    """The network of an environment on the CPU in evaluation mode, and its topology.
+
+    Only fossilized seeds are in it; `topology["unfinished"]` names the slots of seeds that were left out.
+    """
+    with drawn_with(0):
+        host = factory()
+    assert isinstance(host, SegmentedHost)
+    body.host.read(env, host.to(body.dtype))
+    modules, grafts, grown, unfinished = [], [], [], []
+    for s, slot in enumerate(body.slots):
+        stage = Stage(seeds.stage[env, s])
+        if stage in IN_BUDGET and stage != Stage.FOSSILIZED:
+            unfinished.append(slot.name)
+        if stage != Stage.FOSSILIZED:
+            continue
+        entry, blend = body.menu[seeds.blueprint[env, s]], Blend(seeds.blend[env, s])
+        alpha, reads = float(seeds.alpha[env, s]), int(body.reads[s, seeds.blueprint[env, s]])
+        seed = body.seed_module(seeds, env, s)
+        modules.append(_trim(seed, blend))
+        grafts.append(Graft(slot.after, entry.tap, blend, alpha))
+        grown.append(
+            {
+                "slot": slot.name,
+                "after": slot.after,
+                "blueprint": entry.name,
+                "blend": blend.name.lower(),
+                "alpha": alpha,
+                "reads": reads,
+                "writes": slot.width,
+            }
+        )
+    network = GrownNetwork(host, modules, grafts).to("cpu").eval()
+    named = None
+    if dataclasses.is_dataclass(factory) and not isinstance(factory, type):  # a host that a file can name
+        named = {"name": type(factory).name, "arguments": dataclasses.asdict(factory)}
+    topology = {
+        "format": FORMAT,
+        "host": named,
+        "dtype": str(body.dtype).removeprefix("torch."),
+        "input": list(example.shape[1:]),
+        "parameters": count(network),
+        "host_parameters": body.host_params,
+        "seeds": grown,
+        "unfinished": unfinished,
+    }
+    return network, topology
+
+
+def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
+    """A seed without the map that its blend does not use."""
+    if blend != Blend.GATE:
+        del seed.gate
+    return seed
+
+
+def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], example: Tensor) -> None:
+    """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone.
+
+    example (B, ...) with B >= 2 fixes the shape and dtype of an input.
+    """
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(network, (example,), dynamic_shapes=({0: batch},))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        new = Path(scratch) / folder.name  # renamed when whole, so that a killed run leaves no half of a network
+        new.mkdir()
+        save_file({name: value.contiguous() for name, value in network.state_dict().items()}, new / MODEL)
+        (new / TOPOLOGY).write_text(json.dumps(topology, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        torch.export.save(program, new / PROGRAM)
+        if folder.exists():
+            shutil.rmtree(folder)
+        new.rename(folder)
+
+
+def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
+    """Rebuild a saved network from topology.json and model.safetensors; `host` makes a host of the saved architecture.
+
+    Raises InputError, naming the file, where one is missing, is not what it should be, or does not fit the host.
+    """
+    topology = read_topology(folder)
+    with drawn_with(0):
+        base = host()
+    if not isinstance(base, SegmentedHost):
+        raise InputError(f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost")
+    modules, grafts = [], []
+    for seed in topology["seeds"]:
+        modules.append(_seed_module(seed))
+        grafts.append(
+            Graft(seed["after"], get_blueprint(seed["blueprint"]).tap, Blend[seed["blend"].upper()], seed["alpha"])
+        )
+    network = GrownNetwork(base, modules, grafts).to(getattr(torch, topology["dtype"]))
+    try:
+        network.load_state_dict(load_file(folder / MODEL))
+    except OSError as error:
+        raise InputError(f"{folder / MODEL}: {error.strerror or error}; export the network again") from None
+    except Exception as error:  # safetensors and load_state_dict each have their own; both mean the file does not fit
+        reason = str(error).splitlines()[-1].strip()
+        raise InputError(
+            f"{folder / MODEL} does not fit the network of {TOPOLOGY}: {reason}; export it again"
+        ) from None
+    return network.eval()
+
+
+def read_topology(folder: Path) -> dict[str, Any]:
+    """topology.json of an exported network. InputError where it is missing, damaged or of another format."""
+    path = folder / TOPOLOGY
+    try:
+        topology = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give a folder that `esper grow` or `esper export` wrote") from None
+    except ValueError:
+        raise InputError(f"{path} is not valid JSON; export the network again") from None
+    if not isinstance(topology, dict) or topology.get("format") != FORMAT:
+        found = topology.get("format") if isinstance(topology, dict) else None
+        raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {FORMAT}")
+    return topology
+
+
+def _seed_module(seed: Mapping[str, Any]) -> nn.Module:
+    built = Seed(get_blueprint(seed["blueprint"]).build(seed["reads"], seed["writes"]), seed["reads"])
+    return _trim(built, Blend[seed["blend"].upper()])

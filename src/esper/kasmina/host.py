@@ -1,0 +1,71 @@
+"""The contract of a host: segments with named slots between them."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from esper.leyline.errors import InputError
+from esper.leyline.slots import SlotSpec
+
+
+class SegmentedHost(nn.Module):
+    """Segments run one after the other; slot s changes the stream that segment `slots[s].after` returns.
+
+    A host whose every operation acts on trailing axes, each example by itself, may set `stacks = True`: a stack then calls
+    it with parameters that carry a leading row axis, (E, *shape), and inputs (E, B, ...), which costs what hand-written
+    batched arithmetic costs. Any other module is run by vmap or by a loop, with the same numbers.
+    """
+
+    stacks = False
+
+    def __init__(self, segments: Iterable[nn.Module], slots: Sequence[SlotSpec]) -> None:
+        super().__init__()
+        self.segments = nn.ModuleList(segments)
+        self.slots = tuple(slots)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, C), without any seed."""
+        for segment in self.segments:
+            x = segment(x)
+        return x
+
+
+@torch.no_grad()
+def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
+    """Run a host on a few examples x (B, ...) of its task and hold it against what it declares.
+
+    Raises InputError where it is no SegmentedHost, a slot's place or width is not what it says, or the outputs are not
+    (B, outputs).
+    """
+    if not isinstance(host, SegmentedHost):
+        raise InputError(f"the host factory returned a {type(host).__name__}; return an esper.SegmentedHost")
+    names = [slot.name for slot in host.slots]
+    places = [slot.after for slot in host.slots]
+    if len(set(names)) < len(names) or not all(names):
+        raise InputError(f"the host's slots are named {names}; give every slot a name of its own")
+    if places != sorted(set(places)) or any(not 0 <= place < len(host.segments) - 1 for place in places):
+        raise InputError(
+            f"the host's slots sit after segments {places}; give increasing indices from 0 to {len(host.segments) - 2}, "
+            "one slot a place and none after the last segment"
+        )
+    training = host.training
+    host.eval()
+    slots = {slot.after: slot for slot in host.slots}
+    for index, segment in enumerate(host.segments):
+        try:
+            x = segment(x)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"segment {index} of the host cannot run on what it is given: {reason}; mend its widths"
+            ) from None
+        slot = slots.get(index)
+        if slot is not None and (x.dim() != 2 or x.shape[1] != slot.width):
+            raise InputError(
+                f"slot {slot.name!r} declares width {slot.width}, but the stream there has shape {tuple(x.shape[1:])}; "
+                "declare the width of the segment's output"
+            )
+    host.train(training)
+    if x.dim() != 2 or x.shape[1] != outputs:
+        raise InputError(f"the host returns {tuple(x.shape[1:])} per example, but the task has {outputs} outputs")

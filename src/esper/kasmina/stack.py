@@ -1,0 +1,339 @@
+"""N copies of one module as one object. N rows, B examples; P parameters of one copy."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.modules.dropout import _DropoutNd
+
+from esper.leyline.errors import InputError
+
+# A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not
+# contiguous. The optimizer gains more from one contiguous tensor of all gradients than backward loses.
+warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
+
+Mapping = Literal["auto", "vmap", "loop"]
+Way = Literal["direct", "vmap", "loop"]
+Rows = slice | NDArray[np.int64]
+"""Which rows of a stack a call runs: a contiguous slice costs nothing, an index array gathers."""
+
+
+class _Place(NamedTuple):
+    """Where one parameter of the module lives in a row."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    owners: tuple[tuple[nn.Module, str], ...]  # more than one where a parameter is shared inside the module
+
+    def of(self, rows: Tensor) -> Tensor:
+        """This parameter of rows (n, P), as a view (n, *shape)."""
+        columns = rows[:, self.start : self.stop]
+        return columns.unflatten(1, self.shape) if self.shape else columns.squeeze(1)
+
+
+class _Part(NamedTuple):
+    """A submodule that a call runs, what it holds, and how it is run."""
+
+    prefix: str
+    module: nn.Module
+    places: tuple[_Place, ...]
+    buffers: tuple[str, ...]  # names of columns
+    way: Way
+
+
+class Stack:
+    """Copies of a module whose parameters live in one (capacity, P) tensor, a row a copy.
+
+    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, and what an
+    optimizer adds. Row surgery (`write`, `copy`, `arrange`) treats all columns alike, so whatever is added later is
+    snapshotted, moved and freed with the rest. Parameters that do not require a gradient come last in a row, after the
+    first `trained` columns.
+
+    A call runs the module over rows in the fastest way that the module allows; the stored numbers are the same for all:
+    'direct' calls the module once with stacked parameters, when every operation of it acts on trailing axes, each example
+    by itself (`module.stacks`); 'vmap' maps any module in one call; 'loop' runs replicas whose parameters are views of the rows,
+    which also allows dropout, and is faster for convolutions on a CPU.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        capacity: int,
+        *,
+        mapping: Mapping = "auto",
+        moments: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`.
+
+        Raises InputError where `mapping` is 'vmap' and the module has dropout.
+        """
+        self.template = copy.deepcopy(module).to(device=device, dtype=dtype)
+        self.module = copy.deepcopy(self.template)  # the copy that calls rebind to the rows
+        self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in self.module.modules())
+        self.mapping = mapping
+        if mapping == "vmap" and self.random:
+            raise InputError("mapping 'vmap' cannot draw dropout by key; set mapping to 'loop' or 'auto'")
+        named = sorted(self.module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
+        places, start = [], 0
+        for name, parameter in named:
+            owners = tuple(
+                (owner, own)
+                for owner in self.module.modules()
+                for own, p in owner._parameters.items()
+                if p is parameter
+            )
+            places.append(_Place(name, parameter.shape, start, start + parameter.numel(), owners))
+            start += parameter.numel()
+        self.places: tuple[_Place, ...] = tuple(places)
+        self.size = start
+        self.trained = sum(p.numel() for _, p in named if p.requires_grad)
+        self.dtype = named[0][1].dtype if named else torch.get_default_dtype()
+        self.device = torch.device(device)
+        self.buffers = {f"buffer.{name}": value for name, value in self.module.named_buffers()}
+        self.columns: dict[str, Tensor] = {
+            name: torch.zeros(capacity, start, dtype=self.dtype, device=self.device)
+            for name in ("value", "gradient", *moments)
+        }
+        for name, value in self.buffers.items():
+            self.columns[name] = value.expand(capacity, *value.shape).clone()
+        self.steps = np.zeros(capacity, np.int64)  # optimizer steps that each row has taken
+        self.rates = np.ones(capacity)  # factor on the learning rate of each row
+        self._leaves: dict[tuple[str, int, int, bool], list[Tensor]] = {}
+        self._replicas: dict[bool, list[nn.Module]] = {}
+        self._parts: dict[str, _Part] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for."""
+        return len(self.columns["value"])
+
+    def part(self, path: str) -> _Part:
+        """A submodule by its dotted path ('' is the whole module), looked up once."""
+        found = self._parts.get(path)
+        if found is None:
+            prefix = f"{path}." if path else ""
+            module = self.module.get_submodule(path)
+            found = self._parts[path] = _Part(
+                prefix,
+                module,
+                tuple(place for place in self.places if place.name.startswith(prefix)),
+                tuple(name for name in self.buffers if name.startswith(f"buffer.{prefix}")),
+                self._way(module),
+            )
+        return found
+
+    def _way(self, part: nn.Module) -> Way:
+        if self.mapping != "auto":
+            return self.mapping
+        convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in part.modules())
+        if self.random or (convolves and self.device.type == "cpu"):
+            return "loop"
+        return "direct" if getattr(self.module, "stacks", False) or getattr(part, "stacks", False) else "vmap"
+
+    def __call__(
+        self, x: Tensor, rows: Rows, *, part: str = "", frozen: bool = False, keys: NDArray[np.int64] | None = None
+    ) -> Tensor:
+        """Run the module, or the submodule named `part`, over rows: x (n, B, ...) -> (n, B, ...).
+
+        With `frozen`, parameters are constants of the graph while gradients still flow through x. `keys` (n,) seeds the
+        dropout of each row in training mode. A single row is run beside a ghost of itself, because a product of one row
+        takes another kernel than one of several, and a row's numbers must not depend on its neighbours.
+        """
+        what = self.part(part)
+        if what.way == "loop":
+            return self._loop(x, rows, part, frozen, keys)
+        tensors = self._parameters(what, rows, frozen)
+        at = rows if isinstance(rows, slice) else self._index(rows)
+        kept = {name: self.columns[name][at] for name in what.buffers}
+        buffers, single = kept, len(x) == 1
+        # x becomes a node of its own in either case: the module's gradients for it are then summed before they meet those of
+        # its other users, and the order of a sum, which decides its last bit, does not depend on the number of rows.
+        x = torch.cat([x, x]) if single else x.view_as(x)
+        if single:
+            tensors = [torch.cat([t, t]) for t in tensors]
+            buffers = {name: torch.cat([b, b]) for name, b in kept.items()}
+        if what.way == "direct":
+            # Products of a row depend in their last bit on whether its first element lies on a multiple of 16 bytes, so on
+            # where the row stands; examples of 0 behind the last one put every row of any width on such a multiple.
+            examples = x.shape[1]
+            if examples % 4:
+                x = torch.cat([x, x.new_zeros(len(x), -examples % 4, *x.shape[2:])], 1)
+            self._bind(what, tensors, buffers)
+            y: Tensor = what.module(x)[:, :examples] if examples % 4 else what.module(x)
+        else:
+            start = len(what.prefix)
+            inner = {place.name[start:]: t for place, t in zip(what.places, tensors, strict=True)} | {
+                name[start + len("buffer.") :]: b for name, b in buffers.items()
+            }
+            y = vmap(lambda p, v: functional_call(what.module, p, (v,)))(inner, x)
+        if single:
+            y = y[:1]
+            for name, buffer in kept.items():
+                buffer.copy_(buffers[name][:1])
+        return y
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode of the module, as nn.Module.train."""
+        self.module.train(mode)
+        for replica in (r for replicas in self._replicas.values() for r in replicas):
+            replica.train(mode)
+
+    # Row surgery.
+
+    @torch.no_grad()
+    def write(self, row: int, module: nn.Module) -> None:
+        """Put a fresh module into a row: its parameters and buffers in the leading corner, everything else 0."""
+        self.clear(row)
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        for place in self.places:
+            _corner(self.columns["value"][row, place.start : place.stop].view(place.shape), parameters[place.name])
+        for name in self.buffers:
+            _corner(self.columns[name][row], buffers[name.removeprefix("buffer.")])
+
+    @torch.no_grad()
+    def read(self, row: int, module: nn.Module) -> nn.Module:
+        """Fill a module of the same form, or a smaller one, from the leading corner of a row; returns it."""
+        parameters = dict(module.named_parameters())
+        for place in self.places:
+            parameter = parameters[place.name]
+            stored = self.columns["value"][row, place.start : place.stop].view(place.shape)
+            parameter.copy_(stored[tuple(slice(0, k) for k in parameter.shape)])
+        buffers = dict(module.named_buffers())
+        for name in self.buffers:
+            target = buffers[name.removeprefix("buffer.")]
+            target.copy_(self.columns[name][row][tuple(slice(0, k) for k in target.shape)])
+        return module
+
+    @torch.no_grad()
+    def copy(self, source: int, target: int) -> None:
+        """Make a row equal to another, in every column."""
+        for column in self.columns.values():
+            column[target] = column[source]
+        self.steps[target], self.rates[target] = self.steps[source], self.rates[source]
+
+    @torch.no_grad()
+    def clear(self, row: int) -> None:
+        """Empty a row, in every column."""
+        for column in self.columns.values():
+            column[row] = 0
+        self.steps[row], self.rates[row] = 0, 1.0
+
+    @torch.no_grad()
+    def arrange(self, rows: NDArray[np.int64]) -> None:
+        """Move rows so that row i becomes what row rows[i] was; rows past len(rows) are free."""
+        if np.array_equal(rows, np.arange(len(rows))):
+            return
+        index = self._index(rows)
+        for column in self.columns.values():
+            column[: len(rows)] = column[index]
+        self.steps[: len(rows)], self.rates[: len(rows)] = self.steps[rows], self.rates[rows]
+
+    @torch.no_grad()
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` rows."""
+        if capacity <= self.capacity:
+            return
+        extra = max(capacity, 2 * self.capacity) - self.capacity
+        for name, column in self.columns.items():
+            self.columns[name] = torch.cat([column, column.new_zeros(extra, *column.shape[1:])])
+        self.steps = np.concatenate([self.steps, np.zeros(extra, np.int64)])
+        self.rates = np.concatenate([self.rates, np.ones(extra)])
+        self._leaves.clear()
+        self._replicas.clear()
+
+    def parameter(self, name: str, column: str = "value") -> Tensor:
+        """One parameter of every row, (capacity, *shape), as a view of a column."""
+        return next(place for place in self.places if place.name == name).of(self.columns[column])
+
+    # How the ways of running get at the rows.
+
+    def _parameters(self, what: _Part, rows: Rows, frozen: bool) -> list[Tensor]:
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(self.capacity)
+            return self._views(what, start, stop, frozen)
+        index = self._index(rows)
+        return [leaf.index_select(0, index) for leaf in self._views(what, 0, self.capacity, frozen)]
+
+    def _views(self, what: _Part, start: int, stop: int, frozen: bool) -> list[Tensor]:
+        """The parameters of a run of rows as leaves whose .grad are views of the gradient column, made once."""
+        key = (what.prefix, start, stop, frozen)
+        found = self._leaves.get(key)
+        if found is None:
+            value, gradient = self.columns["value"][start:stop], self.columns["gradient"][start:stop]
+            found = []
+            for place in what.places:
+                leaf = place.of(value).detach()
+                if place.stop <= self.trained and not frozen:
+                    leaf.requires_grad_()
+                    leaf.grad = place.of(gradient).detach()
+                found.append(leaf)
+            self._leaves[key] = found
+        return found
+
+    def _bind(self, what: _Part, tensors: list[Tensor], buffers: dict[str, Tensor]) -> None:
+        """Give the module stacked parameters; cheaper than functional_call, and nobody else holds this copy."""
+        for place, tensor in zip(what.places, tensors, strict=True):
+            for owner, name in place.owners:
+                owner._parameters[name] = tensor  # type: ignore[assignment]
+        for name, buffer in buffers.items():
+            path, _, own = name.removeprefix("buffer.").rpartition(".")
+            self.module.get_submodule(path)._buffers[own] = buffer
+
+    def _index(self, rows: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(rows).to(self.device)
+
+    def _loop(self, x: Tensor, rows: Rows, part: str, frozen: bool, keys: NDArray[np.int64] | None) -> Tensor:
+        chosen = range(self.capacity)[rows] if isinstance(rows, slice) else rows
+        replicas = self._replica_rows(frozen)
+        parts = [replicas[row].get_submodule(part) for row in chosen]
+        if not (self.random and self.module.training):
+            return torch.stack([module(v) for module, v in zip(parts, x.unbind(0), strict=True)])
+        assert keys is not None, "dropout in training mode is drawn by key"
+        outputs = []
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            for module, v, key in zip(parts, x.unbind(0), keys & ((1 << 63) - 1), strict=True):
+                torch.manual_seed(int(key))
+                outputs.append(module(v))
+        return torch.stack(outputs)
+
+    def _replica_rows(self, frozen: bool) -> list[nn.Module]:
+        """One module a row whose parameters and buffers are views of the row, made once."""
+        if frozen not in self._replicas:
+            replicas = []
+            value, gradient = self.columns["value"], self.columns["gradient"]
+            for row in range(self.capacity):
+                replica = copy.deepcopy(self.template)
+                for place, shared in zip(self.places, self._sites(replica), strict=True):
+                    leaf = value[row, place.start : place.stop].view(place.shape).detach()
+                    if place.stop <= self.trained and not frozen:
+                        leaf.requires_grad_()
+                        leaf.grad = gradient[row, place.start : place.stop].view(place.shape).detach()
+                    for owner, name in shared:
+                        owner._parameters[name] = leaf  # type: ignore[assignment]
+                for name in self.buffers:
+                    path, _, own = name.removeprefix("buffer.").rpartition(".")
+                    replica.get_submodule(path)._buffers[own] = self.columns[name][row]
+                replica.train(self.module.training)
+                replicas.append(replica)
+            self._replicas[frozen] = replicas
+        return self._replicas[frozen]
+
+    def _sites(self, replica: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+        """The owners of every place, in a copy of the module."""
+        path = {module: name for name, module in self.module.named_modules()}
+        return [[(replica.get_submodule(path[owner]), name) for owner, name in place.owners] for place in self.places]
+
+
+def _corner(target: Tensor, source: Tensor) -> None:
+    target[tuple(slice(0, k) for k in source.shape)] = source
