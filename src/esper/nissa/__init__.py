@@ -1,0 +1,1 @@
+"""Nissa: telemetry. Event rows and the hub that writes them."""

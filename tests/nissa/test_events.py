@@ -1,0 +1,217 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from esper.leyline.actions import Actions, Op
+from esper.leyline.stages import Stage
+from esper.leyline.view import BlueprintInfo, Outcome, Scores, Seeds, Space, Transitions
+from esper.nissa.events import EpisodeRow, LifecycleRow, RunRow, StepRow, decode, encode, episode_rows, lifecycle_rows
+
+ENVS, SLOTS = 2, 3
+
+
+def space() -> Space:
+    menu = (BlueprintInfo("bypass", "before"), BlueprintInfo("mlp", "here"))
+    shape = (SLOTS, len(menu))
+    return Space(
+        slots=("a", "b", "c"),
+        blueprints=menu,
+        tempos=(0, 2),
+        targets=(1.0,),
+        cost=np.ones(shape, np.int64),
+        fits=np.ones(shape, bool),
+        max_seeds=2,
+        seed=0,
+        instance=np.arange(ENVS),
+    )
+
+
+def seeds(stage: list[list[Stage]], blueprint: list[list[int]]) -> Seeds:
+    shape = (ENVS, SLOTS)
+    return Seeds(
+        stage=np.array(stage, np.int8),
+        age=np.zeros(shape, np.int32),
+        life=np.zeros(shape, np.int32),
+        blueprint=np.array(blueprint, np.int16),
+        blend=np.zeros(shape, np.int8),
+        alpha=np.full(shape, 0.5, np.float32),
+        ramp=np.zeros((*shape, 3), np.float32),
+        doomed=np.zeros(shape, bool),
+    )
+
+
+D, G, T, B, H, F, P, E = Stage
+EMPTY = seeds([[D] * SLOTS] * ENVS, [[-1] * SLOTS] * ENVS)
+
+
+def scores(metric: float) -> Scores:
+    return Scores(np.full(ENVS, metric), np.full(ENVS, np.nan), np.array([7, 0]))
+
+
+def outcome(exported: Scores | None) -> Outcome:
+    return Outcome(
+        episode=1,
+        step=4,
+        actions=Actions.wait(ENVS),
+        accepted=np.ones(ENVS, bool),
+        before=scores(0.5),
+        after=scores(0.75),
+        host_params=np.array([10, 10]),
+        terminal=True,
+        exported=exported,
+    )
+
+
+def changes(before: Seeds, after: Seeds) -> Transitions:
+    env, slot = np.nonzero(before.stage != after.stage)
+    return Transitions(env, slot, before.stage[env, slot], after.stage[env, slot])
+
+
+def rows_between(before: Seeds, after: Seeds) -> list[LifecycleRow]:
+    return list(lifecycle_rows(2, 3, space(), changes(before, after), before, after))
+
+
+def test_one_row_per_change_of_stage():
+    rows = rows_between(EMPTY, seeds([[D, G, D], [D, D, T]], [[-1, 1, -1], [-1, -1, 0]]))
+    assert [(row.env, row.slot, row.from_stage, row.to_stage, row.blueprint) for row in rows] == [
+        (0, "b", "DORMANT", "GERMINATED", "mlp"),
+        (1, "c", "DORMANT", "TRAINING", "bypass"),
+    ]
+
+
+def test_equal_seeds_give_no_rows():
+    assert rows_between(EMPTY, EMPTY) == []
+
+
+def test_a_seed_that_is_gone_is_named_by_what_it_was_in_every_row_of_its_end():
+    before = seeds([[B, D, D], [D, D, D]], [[1, -1, -1], [-1, -1, -1]])
+    after = seeds([[E, D, D], [D, D, D]], [[-1, -1, -1], [-1, -1, -1]])
+    path = Transitions(np.array([0, 0]), np.array([0, 0]), np.array([B, P], np.int8), np.array([P, E], np.int8))
+    rows = list(lifecycle_rows(0, 3, space(), path, before, after))
+    assert [(row.from_stage, row.to_stage, row.blueprint) for row in rows] == [
+        ("BLENDING", "PRUNED", "mlp"),
+        ("PRUNED", "EMBARGOED", "mlp"),
+    ]
+
+
+def test_a_slot_that_rested_has_no_blueprint():
+    before = seeds([[E, D, D], [D, D, D]], [[-1] * 3] * 2)
+    (row,) = rows_between(before, EMPTY)
+    assert row.blueprint is None
+
+
+def test_a_lifecycle_row_names_its_ends_from_and_to():
+    (row,) = rows_between(EMPTY, seeds([[G, D, D], [D, D, D]], [[0, -1, -1], [-1, -1, -1]]))
+    written = json.loads(encode(row))
+    assert written["kind"] == "lifecycle"
+    assert (written["from"], written["to"]) == ("DORMANT", "GERMINATED")
+    assert (written["episode"], written["step"], written["env"]) == (2, 3, 0)
+
+
+def test_only_fossilized_seeds_are_grown_and_the_others_in_place_are_unfinished():
+    after = seeds([[F, H, D], [T, D, P]], [[0, 1, -1], [1, -1, -1]])
+    first, second = episode_rows(outcome(scores(0.75)), space(), after)
+    assert (first.grown, first.fossilized, first.unfinished) == ({"a": "bypass"}, 1, ["b"])
+    assert (second.grown, second.fossilized, second.unfinished) == ({}, 0, ["a"])
+    assert (first.step, first.env, second.env) == (5, 0, 1)
+
+
+def test_an_episode_row_holds_the_scores_of_the_exported_network():
+    first, _ = episode_rows(outcome(scores(0.25)), space(), EMPTY)
+    assert (first.metric, first.added_params, first.host_params) == (0.25, 7, 10)
+
+
+def step_row(**over: object) -> StepRow:
+    fields: dict[str, object] = {
+        "episode": 0,
+        "step": 0,
+        "metric": np.array([0.5, np.nan]),
+        "loss": [1.0, 2.0],
+        "train_loss": np.array([np.inf, 1.0]),
+        "op": ["WAIT", "GERMINATE"],
+        "slot": [None, "a"],
+        "accepted": np.array([True, False]),
+        "stage": np.array([[0, 1, 2], [3, 4, 5]], np.int8),
+        "alpha": np.full((2, 3), 0.25, np.float32),
+        "added_params": np.array([0, 7]),
+    }
+    return StepRow(**(fields | over))  # type: ignore[arg-type]
+
+
+def test_what_is_not_a_number_is_null_in_the_file():
+    written = json.loads(encode(step_row()), parse_constant=pytest.fail)
+    assert written["metric"] == [0.5, None]
+    assert written["train_loss"] == [None, 1.0]
+    assert written["twin_metric"] is None
+
+
+def test_arrays_are_written_as_lists():
+    written = json.loads(encode(step_row()))
+    assert written["stage"] == [[0, 1, 2], [3, 4, 5]]
+    assert written["alpha"] == [[0.25] * 3] * 2
+    assert written["accepted"] == [True, False]
+
+
+def test_numpy_scalars_are_written_as_numbers():
+    row = LifecycleRow(
+        episode=np.int64(1),  # type: ignore[arg-type]
+        step=0,
+        env=0,
+        slot="a",
+        from_stage="DORMANT",
+        to_stage="GERMINATED",
+        blueprint=None,
+        alpha=np.float64(0.5),
+    )
+    assert json.loads(encode(row))["episode"] == 1
+    assert json.loads(encode(row))["alpha"] == 0.5
+
+
+def test_an_unknown_type_in_a_row_is_refused():
+    with pytest.raises(TypeError, match="cannot hold"):
+        encode(step_row(metric=object()))
+
+
+@pytest.mark.parametrize("kind", [RunRow, StepRow, LifecycleRow, EpisodeRow])
+def test_every_row_is_read_back_as_it_was(kind):
+    rows = {
+        StepRow: step_row(metric=[0.5, None], loss=[1.0, 2.0], train_loss=[1.0, 2.0]),
+        RunRow: RunRow(
+            status="running",
+            task="digits",
+            controller="never",
+            envs=2,
+            steps=3,
+            seed=0,
+            device="cpu",
+            slots=["a"],
+            blueprints=["mlp"],
+            host_params=5,
+        ),
+        LifecycleRow: LifecycleRow(
+            episode=0, step=1, env=1, slot="b", from_stage="TRAINING", to_stage="BLENDING", blueprint="mlp", alpha=0.5
+        ),
+        EpisodeRow: next(iter(episode_rows(outcome(scores(0.5)), space(), EMPTY))),
+    }
+    row = decode(encode(rows[kind]))
+    assert type(row) is kind
+    assert encode(row) == encode(rows[kind])
+
+
+def test_a_line_is_one_line():
+    assert encode(step_row()).count(b"\n") == 1
+
+
+def test_ops_that_act_on_no_slot_name_none():
+    from esper.nissa.events import _decisions
+
+    actions = Actions.wait(ENVS)._replace(op=np.array([Op.WAIT, Op.PRUNE]), slot=np.array([1, 2]))
+    assert _decisions(actions, space()) == (["WAIT", "PRUNE"], [None, "c"])
+
+
+def test_a_loss_that_was_not_measured_is_null_in_an_episode_row():
+    first, _ = episode_rows(outcome(scores(0.5)), space(), EMPTY)
+    assert math.isnan(first.loss)
+    assert json.loads(encode(first))["loss"] is None

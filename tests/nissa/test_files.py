@@ -1,0 +1,110 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from esper.leyline.errors import InputError
+from esper.nissa.files import OWN, check_folder, create_folder, is_run, write_atomic
+
+
+def make_run(folder):
+    folder.mkdir(parents=True)
+    for name in ("config.yaml", "events.jsonl", "summary.json"):
+        (folder / name).write_text("old")
+    (folder / "models" / "env-000").mkdir(parents=True)
+    (folder / "models" / "env-000" / "topology.json").write_text("old")
+    return folder
+
+
+def test_a_file_is_written_whole_under_its_name_alone(tmp_path):
+    write_atomic(tmp_path / "a.json", "one")
+    write_atomic(tmp_path / "a.json", b"two")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "two"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    (tmp_path / "a.json").mkdir()  # a rename over a folder fails
+    with pytest.raises(OSError, match=r"a\.json"):
+        write_atomic(tmp_path / "a.json", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("make", [lambda folder: None, lambda folder: folder.mkdir()])
+def test_a_new_or_an_empty_folder_is_taken(tmp_path, make):
+    folder = tmp_path / "run"
+    make(folder)
+    check_folder(folder)
+    create_folder(folder)
+    assert folder.is_dir()
+
+
+def test_parents_are_made(tmp_path):
+    create_folder(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+
+
+def test_checking_makes_nothing(tmp_path):
+    check_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_kept(tmp_path):
+    folder = make_run(tmp_path / "run")
+    with pytest.raises(InputError, match=r"already holds a run.*--overwrite"):
+        create_folder(folder)
+    assert (folder / "summary.json").read_text() == "old"
+
+
+def test_overwriting_removes_what_is_ours_and_nothing_else(tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / "notes.txt").write_text("mine")
+    create_folder(folder, overwrite=True)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert not is_run(folder)
+
+
+def test_overwriting_follows_no_link_out_of_the_folder(tmp_path):
+    folder = make_run(tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "keep.txt").write_text("mine")
+    (folder / "checkpoints").symlink_to(elsewhere)
+    create_folder(folder, overwrite=True)
+    assert (elsewhere / "keep.txt").read_text() == "mine"
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_other_files_is_refused_even_to_overwrite(tmp_path, overwrite):
+    (tmp_path / "summary.json").write_text("not of a run")
+    with pytest.raises(InputError, match="holds other files and no run"):
+        create_folder(tmp_path, overwrite)
+    assert (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_file_in_the_way_is_named(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        check_folder(tmp_path / "file" / below)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(InputError, match="no permission"):
+            check_folder(tmp_path / "run")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that nobody may write to")
+def test_a_file_system_that_takes_no_folder_is_refused():
+    with pytest.raises(InputError, match="name another folder"):
+        create_folder(Path("/proc/esper-run"))
+
+
+def test_the_config_goes_last():
+    assert OWN[-1] == "config.yaml"

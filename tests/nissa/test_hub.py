@@ -1,0 +1,112 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from esper.nissa.events import LifecycleRow, Row, StepRow
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import JsonLines, Memory, OutputError
+
+
+def change(env: int = 0) -> LifecycleRow:
+    return LifecycleRow(
+        episode=0, step=0, env=env, slot="a", from_stage="DORMANT", to_stage="GERMINATED", blueprint="mlp", alpha=0.0
+    )
+
+
+def step() -> StepRow:
+    return StepRow(
+        episode=0,
+        step=0,
+        metric=[0.5],
+        loss=[1.0],
+        train_loss=[1.0],
+        op=["WAIT"],
+        slot=[None],
+        accepted=[True],
+        stage=[0],
+        alpha=[[0.0]],
+        added_params=[0],
+    )
+
+
+def rows(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_numbered_from_0_without_a_gap(tmp_path):
+    with Hub([JsonLines(tmp_path / "events.jsonl")]) as hub:
+        hub.extend(change(env) for env in range(5))
+        hub.emit(step())
+    written = rows(tmp_path / "events.jsonl")
+    assert [row["seq"] for row in written] == list(range(6))
+    assert all(row["time"] > 0 and row["kind"] for row in written)
+
+
+def test_numbers_go_on_where_they_stopped(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with Hub([JsonLines(path)]) as hub:
+        hub.extend([change(), change()])
+    with Hub([JsonLines(path)], seq=hub.seq) as hub:
+        hub.emit(change())
+    assert [row["seq"] for row in rows(path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("level", "kinds"), [("off", []), ("run", [LifecycleRow]), ("step", [StepRow, LifecycleRow])])
+def test_a_level_leaves_out_rows_but_no_numbers(level, kinds):
+    memory = Memory()
+    with Hub([memory], level) as hub:
+        hub.extend([step(), change()])
+    assert [type(row) for row in memory.rows] == kinds
+    assert [row.seq for row in memory.rows] == list(range(len(kinds)))
+    assert [kind for kind in (StepRow, LifecycleRow) if hub.wants(kind)] == kinds
+
+
+def test_every_output_gets_every_row(tmp_path):
+    first, second = Memory(), Memory()
+    with Hub([first, second]) as hub:
+        hub.extend([step(), change()])
+    assert first.rows == second.rows
+    assert len(first.rows) == 2
+
+
+def test_a_hub_without_outputs_takes_rows():
+    with Hub() as hub:
+        hub.emit(step())
+    assert hub.seq == 1
+
+
+def test_a_row_is_in_the_file_when_emit_returns(tmp_path):
+    with Hub([JsonLines(tmp_path / "events.jsonl")]) as hub:
+        hub.emit(change())
+        assert len(rows(tmp_path / "events.jsonl")) == 1
+
+
+def test_no_rows_no_file(tmp_path):
+    with Hub([JsonLines(tmp_path / "events.jsonl")], "off") as hub:
+        hub.emit(change())
+        hub.flush()
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_stops_the_run_with_a_sentence():
+    with Hub([JsonLines(Path("/dev/full"))]) as hub, pytest.raises(OutputError, match="No space left"):
+        hub.emit(change())
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    missing = tmp_path / "absent" / "events.jsonl"
+    with Hub([JsonLines(missing)]) as hub, pytest.raises(OutputError, match="absent"):
+        hub.emit(change())
+
+
+def test_a_failed_output_takes_no_number():
+    class Broken(Memory):
+        def write(self, row: Row) -> None:
+            raise OutputError("broken")
+
+    hub = Hub([Broken()])
+    with pytest.raises(OutputError):
+        hub.emit(change())
+    assert hub.seq == 0
