@@ -1,0 +1,379 @@
+"""The engine: a vector environment whose step trains, probes and edits a whole population. E environments, S slots."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from esper.kasmina.blueprints import Blueprint, drawn_with, get_blueprint
+from esper.kasmina.body import Body
+from esper.kasmina.export import grown_network
+from esper.kasmina.gates import judge
+from esper.kasmina.host import check_host
+from esper.kasmina.lifecycle import apply, dormant, edits, legal, tick, transitions
+from esper.leyline.actions import Actions
+from esper.leyline.config import Config
+from esper.leyline.errors import InputError
+from esper.leyline.keys import Purpose, scalar
+from esper.leyline.protocols import PolicyClient
+from esper.leyline.stages import Stage
+from esper.leyline.task import Split, Task
+from esper.leyline.view import (
+    BlueprintInfo,
+    Estimate,
+    Floats,
+    Masks,
+    Measurements,
+    Outcome,
+    Scores,
+    Seeds,
+    Space,
+    View,
+    take,
+)
+from esper.nissa.events import episode_rows, lifecycle_rows, step_row
+from esper.nissa.hub import Hub
+from esper.tolaria.data import SharedBatchIterator
+from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.probe import Coalitions, coalitions, probe, spread
+from esper.tolaria.runtime import PhaseTimer, read_packet, resolve_device
+from esper.tolaria.training import Trained, train
+
+
+@dataclass
+class ParallelEnvState:
+    """All stacked state of a population: what a checkpoint holds, and nothing that follows from it.
+
+    Rows are the environments, then their twins, then, where there would be one row alone, a ghost that nobody sees.
+    """
+
+    body: Body  # parameters, buffers and moments of every host and seed
+    seeds: Seeds  # (rows, S)
+    instance: NDArray[np.int64]  # (rows,) which host, data order and births a row has
+    measurements: Measurements  # of the last step
+    scores: Scores  # (rows,) of the last step
+    masks: Masks  # (rows, ...) of the next decision
+    episode: int
+    step: int  # steps taken in the episode
+    batch: int  # batches taken from the feed in the episode
+
+
+class _Figures(NamedTuple):
+    """`Probed`, read: the same fields as arrays."""
+
+    loss: Floats
+    metric: Floats
+    branch_loss: Floats
+    branch_metric: Floats
+    loss_rise: Floats
+    metric_fall: Floats
+    participation: Floats | None
+
+
+class VectorizedEngine:
+    """Trains E environments as one object.
+
+        engine = VectorizedEngine(task, config)
+        engine.run(client)                       # or view = engine.reset(); view, outcome = engine.step(actions)
+
+    A step reads the device once, whatever E, S and the telemetry are. The test split of the task is dropped at once.
+    """
+
+    def __init__(self, task: Task, config: Config, hub: Hub | None = None) -> None:
+        """Raises InputError where the task, the config and the device do not fit together."""
+        task = task.sealed()
+        self.config = config
+        self.device = resolve_device(config.device)
+        self.hub = hub or Hub()
+        self.timer = PhaseTimer(self.device)
+        self.rows = config.envs * (2 if config.twin else 1)
+        stacked = max(self.rows, 2)
+        instance = np.zeros(stacked, np.int64)
+        instance[: self.rows] = np.tile(np.arange(config.envs), self.rows // config.envs)
+
+        menu = _menu(task, config)
+        with drawn_with(0):
+            check_host(task.host(), task.train.x[:2], task.objective.outputs)
+        self._task = task
+        self._objective = task.objective
+        self._optimizer = StackedOptimizer(config.optimizer)
+        self._feed = SharedBatchIterator(task.train, instance, config.seed, config.data.batch, self.device)
+        self._probe = Split(task.probe.x.to(self.device), task.probe.y.to(self.device))
+        body = Body(
+            task.host,
+            menu,
+            stacked,
+            task.train.x[:2],
+            mapping=config.mapping,
+            isolated=config.lifecycle.isolation == "isolated",
+            moments=self._optimizer.rule.moments,
+            device=self.device,
+        )
+        self._space = Space(
+            slots=tuple(slot.name for slot in body.slots),
+            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
+            tempos=config.lifecycle.tempos,
+            targets=config.lifecycle.targets,
+            cost=body.cost,
+            fits=body.fits & _selected(body, config)[:, None],
+            max_seeds=config.lifecycle.max_seeds,
+            seed=config.seed,
+            instance=instance,
+        )
+        self.space = self._space._replace(instance=instance[: config.envs])
+        seeds = dormant(stacked, len(body.slots))
+        measurements = _unmeasured(stacked, len(body.slots))
+        self.state = ParallelEnvState(
+            body=body,
+            seeds=seeds,
+            instance=instance,
+            measurements=measurements,
+            scores=Scores(measurements.metric, measurements.loss, np.zeros(stacked, np.int64)),
+            masks=self._legal(seeds, measurements),
+            episode=-1,
+            step=0,
+            batch=0,
+        )
+
+    def reset(self) -> View:
+        """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders."""
+        state = self.state
+        state.episode, state.step, state.batch = state.episode + 1, 0, 0
+        state.body.clear()
+        state.seeds = dormant(*state.seeds.stage.shape)
+        self._feed.reset(state.episode)
+        built: dict[int, nn.Module] = {}
+        for row, instance in enumerate(state.instance.tolist()):
+            if instance not in built:
+                with drawn_with(scalar(self.config.seed, Purpose.HOST, instance, state.episode)):
+                    built[instance] = self._task.host()
+            state.body.plant_host(row, built[instance])
+        with self.timer.phase("probe"):
+            self._measure(None)
+        return self._view()
+
+    def step(self, actions: Actions) -> tuple[View, Outcome]:
+        """apply -> train -> tick -> probe -> close, for one decision per environment (E,).
+
+        Returns what the next decision may be based on, and the outcome of this one, measured after it acted.
+        """
+        config, state = self.config, self.state
+        assert state.episode >= 0, "reset() begins an episode"
+        assert state.step < config.steps, "the episode is over; reset() begins the next"
+        before = state.scores
+
+        with self.timer.phase("apply"):
+            decided = state.seeds
+            applied, changes, accepted = apply(
+                decided, self._everywhere(actions), state.masks, self._space, config.lifecycle
+            )
+            state.body.edit(changes, applied, self._birth_key)
+            state.seeds = applied
+        with self.timer.phase("train"):
+            trained = train(
+                state.body,
+                applied,
+                self._feed,
+                self._optimizer,
+                self._objective,
+                config,
+                (state.instance, state.episode),
+            )
+            state.batch = self._feed.batch
+        with self.timer.phase("tick"):
+            gates = judge(applied, state.measurements, config.gates)
+            state.seeds = tick(applied, gates, config.lifecycle)
+            state.body.edit(edits(applied, state.seeds), state.seeds, self._birth_key)
+            state.step += 1
+        terminal = state.step == config.steps
+        with self.timer.phase("probe"):
+            exported = self._measure(trained, terminal=terminal)
+        with self.timer.phase("close"):
+            envs = slice(0, config.envs)
+            view = self._view()
+            outcome = Outcome(
+                episode=state.episode,
+                step=state.step - 1,
+                actions=actions,
+                accepted=accepted[envs],
+                before=take(before, envs),
+                after=take(state.scores, envs),
+                host_params=view.host_params,
+                terminal=terminal,
+                exported=take(exported, envs) if exported is not None else None,
+            )
+            self._report(view, outcome, (decided, applied, state.seeds))
+        return view, outcome
+
+    def run(self, client: PolicyClient, rounds: int = 1) -> None:
+        """Play whole episodes, one a round, and let the client learn after each."""
+        for _ in range(rounds):
+            view = self.reset()
+            while view.step < self.config.steps:
+                view, outcome = self.step(client.act(view))
+                client.store(outcome)
+            client.update()
+
+    def evaluate(self, split: Split) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Metric and loss on a split of the networks that would be exported now, each (rows,): environments, then twins."""
+        state = self.state
+        final = state.seeds._replace(
+            stage=np.where(state.seeds.stage == Stage.FOSSILIZED, state.seeds.stage, np.int8(Stage.DORMANT))
+        )
+        here = Split(split.x.to(self.device), split.y.to(self.device))
+        nothing = coalitions(dormant(*final.stage.shape), terminal=False)
+        probed = probe(state.body, final, here, self._objective, nothing, sensors=False)
+        metric, loss = read_packet((probed.metric, probed.loss))
+        return metric[: self.rows], loss[: self.rows]
+
+    def exported_params(self) -> NDArray[np.int64]:
+        """(rows,) parameters of the networks that would be exported now."""
+        added = self.state.body.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
+        return (self.state.body.host_params + added)[: self.rows]
+
+    def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:
+        """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
+        assert 0 <= env < self.config.envs
+        return grown_network(self._task.host, self.state.body, self.state.seeds, env, self._task.train.x[:2])
+
+    # The parts of a step.
+
+    def _measure(self, trained: Trained | None, *, terminal: bool = False) -> Scores | None:
+        """Probe every row, read the one packet of the step, and set measurements, scores and masks.
+
+        Returns the scores of the exported networks at the end of an episode.
+        """
+        state, config = self.state, self.config
+        asked = coalitions(state.seeds, terminal=terminal)
+        sensors = state.step % config.probe.sensors_every == 0
+        probed = probe(state.body, state.seeds, self._probe, self._objective, asked, sensors=sensors)
+        parts = probed[:-1]
+        optional = [probed.participation] if probed.participation is not None else []
+        training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
+        packet = read_packet([*parts, *optional, *training])
+        figures = _Figures._make([*packet[: len(parts)], packet[len(parts)] if optional else None])
+        state.measurements = _unpack(state, asked, figures, trained, packet[len(parts) + len(optional) :])
+        added = state.body.added_params(state.seeds)
+        state.scores = Scores(state.measurements.metric, state.measurements.loss, added)
+        state.masks = self._legal(state.seeds, state.measurements)
+        if not terminal:
+            return None
+        branch, env = asked.exported
+        metric, loss = state.scores.metric.copy(), state.scores.loss.copy()
+        metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
+        return Scores(metric, loss, state.body.added_params(state.seeds, frozenset({Stage.FOSSILIZED})))
+
+    def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
+        return legal(seeds, judge(seeds, measurements, self.config.gates), self._space, self.config.lifecycle)
+
+    def _everywhere(self, actions: Actions) -> Actions:
+        """The environments' decisions, and WAIT for every other row."""
+        rows, envs = len(self.state.instance), self.config.envs
+        assert all(head.shape == (envs,) for head in actions), f"a decision has shape ({envs},) in every head"
+        return Actions(
+            *(np.concatenate([np.asarray(head, np.int64), np.zeros(rows - envs, np.int64)]) for head in actions)
+        )
+
+    def _birth_key(self, env: int, slot: int) -> int:
+        state = self.state
+        instance = int(state.instance[env])
+        return scalar(self.config.seed, Purpose.BIRTH, instance, state.episode, state.step, slot)
+
+    def _view(self) -> View:
+        state, envs = self.state, slice(0, self.config.envs)
+        return View(
+            space=self.space,
+            episode=state.episode,
+            step=state.step,
+            steps=self.config.steps,
+            seeds=take(state.seeds, envs),
+            masks=take(state.masks, envs),
+            measurements=take(state.measurements, envs),
+            host_params=np.full(self.config.envs, state.body.host_params, np.int64),
+            added_params=state.scores.added_params[envs],
+        )
+
+    def _report(self, view: View, outcome: Outcome, path: Sequence[Seeds]) -> None:
+        """Events of a step: changes of stage, the step itself, and the episode where it ends."""
+        envs = slice(0, self.config.envs)
+        for before, after in itertools.pairwise(path):
+            changes = transitions(take(before, envs), take(after, envs))
+            self.hub.extend(lifecycle_rows(outcome.episode, outcome.step, self.space, changes, before, after))
+        twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
+        self.hub.emit(step_row(view, outcome, twin_metric=twins))
+        if outcome.terminal:
+            self.hub.extend(episode_rows(outcome, self.space, view.seeds))
+
+
+def _menu(task: Task, config: Config) -> tuple[Blueprint, ...]:
+    names = config.blueprints if config.blueprints is not None else task.menu
+    if not names:
+        raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
+    return tuple(get_blueprint(name) for name in names)
+
+
+def _selected(body: Body, config: Config) -> NDArray[np.bool_]:
+    """(S,) the slots that may be used."""
+    names = [slot.name for slot in body.slots]
+    if config.slots is None:
+        return np.ones(len(names), bool)
+    for name in config.slots:
+        if name not in names:
+            raise InputError(f"the host has no slot {name!r}; it has {', '.join(names) or 'none'}")
+    return np.array([name in config.slots for name in names], bool)
+
+
+def _unmeasured(rows: int, slots: int) -> Measurements:
+    nothing, shape = np.full(rows, np.nan), (rows, slots)
+    return Measurements(
+        metric=nothing,
+        loss=nothing,
+        train_loss=nothing,
+        gradient_norm=nothing,
+        contribution=Estimate.absent(*shape),
+        contribution_loss=Estimate.absent(*shape),
+        gain=Estimate.absent(*shape),
+        seed_gradient_norm=np.full(shape, np.nan),
+        seed_gradient_finite=np.zeros(shape, bool),
+        participation=np.full(shape, np.nan),
+        sensor_age=0,
+    )
+
+
+def _unpack(
+    state: ParallelEnvState,
+    asked: Coalitions,
+    figures: _Figures,
+    trained: Trained | None,
+    training: list[NDArray[np.float64]],
+) -> Measurements:
+    """The packet of a step as measurements over (rows, S)."""
+    shape = state.seeds.stage.shape
+    fresh = _unmeasured(*shape)
+    branch, env, slot = asked.alone
+    gain = Estimate.absent(*shape)
+    gain.mean[env, slot], gain.se[env, slot] = -figures.loss_rise[branch, 0], figures.loss_rise[branch, 1]
+    gain.measured[env, slot] = True
+    seed_norm = fresh.seed_gradient_norm
+    if trained is not None:
+        for (at, owners), norm in zip(trained.seed_owners, training[2:], strict=True):
+            seed_norm[owners, at] = norm
+    participation, sensor_age = figures.participation, 0
+    if participation is None:
+        participation, sensor_age = state.measurements.participation, state.measurements.sensor_age + 1
+    return fresh._replace(
+        metric=figures.metric,
+        loss=figures.loss,
+        train_loss=training[0] if trained is not None else fresh.train_loss,
+        gradient_norm=training[1] if trained is not None else fresh.gradient_norm,
+        contribution=spread(figures.metric_fall, asked.without, shape),
+        contribution_loss=spread(figures.loss_rise, asked.without, shape),
+        gain=gain,
+        seed_gradient_finite=np.isfinite(seed_norm),
+        participation=participation,
+        sensor_age=sensor_age,
+    )

@@ -1,0 +1,144 @@
+"""Stacked optimizers: one step of every row at once, each with its own step count and rate. n rows, P parameters."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.kasmina.stack import Rows, Stack
+from esper.leyline.config import OptimizerConfig
+
+
+def adamw_(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, config: "AdamW") -> None:
+    """One step of AdamW, in place; value, gradient, first, second (n, P), factors (3, n, 1).
+
+        m_t = b1 m + (1 - b1) g        v_t = b2 v + (1 - b2) g^2
+        p_t = (1 - lr wd) p - lr / (1 - b1^t) * m_t / (sqrt(v_t / (1 - b2^t)) + eps)
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2. With c = sqrt(1 - b2^t) the factors
+    are lr c / (1 - b1^t), eps c and 1 - lr wd, worked out in float64 for each row's own t and lr.
+    """
+    rate, epsilon, keep = factors
+    first.lerp_(gradient, 1 - config.betas[0])
+    second.mul_(config.betas[1]).addcmul_(gradient, gradient, value=1 - config.betas[1])
+    update = second.sqrt().add_(epsilon)
+    torch.div(first, update, out=update)
+    if config.weight_decay:
+        value.mul_(keep)
+    value.addcmul_(update, rate, value=-1)
+
+
+def sgd_(value: Tensor, gradient: Tensor, buffer: Tensor, factors: Tensor, config: "SGD") -> None:
+    """One step of SGD with momentum, in place; value, gradient, buffer (n, P), factors (1, n, 1).
+
+        b_t = momentum b + g + wd p        p_t = p - lr b_t
+
+    As torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
+    """
+    if config.weight_decay:
+        gradient = gradient.add(value, alpha=config.weight_decay)
+    buffer.mul_(config.momentum).add_(gradient)
+    value.addcmul_(buffer, factors[0], value=-1)
+
+
+class Rule(Protocol):
+    """What differs between optimizers."""
+
+    moments: tuple[str, ...]  # the columns that it keeps beside every value
+
+    def factors(self, steps: NDArray[np.int64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(f, n) the numbers of each row's next step, given how many it has taken and its learning rate factor."""
+        ...
+
+    def update(self, columns: dict[str, Tensor], factors: Tensor) -> None:
+        """One step in place; columns (n, P), factors (f, n, 1)."""
+        ...
+
+
+class AdamW:
+    """AdamW with betas .9 and .999 and eps 1e-8."""
+
+    moments: tuple[str, ...] = ("first_moment", "second_moment")
+    betas = (0.9, 0.999)
+    eps = 1e-8
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.lr, self.weight_decay = config.lr, config.weight_decay
+
+    def factors(self, steps: NDArray[np.int64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Bias corrections and rates of every row, (3, n)."""
+        t, lr = steps + 1.0, self.lr * rates
+        c = np.sqrt(1 - self.betas[1] ** t)
+        return np.stack([lr * c / (1 - self.betas[0] ** t), self.eps * c, 1 - lr * self.weight_decay])
+
+    def update(self, columns: dict[str, Tensor], factors: Tensor) -> None:
+        """One step in place."""
+        adamw_(columns["value"], columns["gradient"], columns["first_moment"], columns["second_moment"], factors, self)
+
+
+class SGD:
+    """SGD with momentum."""
+
+    moments: tuple[str, ...] = ("momentum",)
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
+
+    def factors(self, steps: NDArray[np.int64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Learning rate of every row, (1, n)."""
+        return (self.lr * rates)[None]
+
+    def update(self, columns: dict[str, Tensor], factors: Tensor) -> None:
+        """One step in place."""
+        sgd_(columns["value"], columns["gradient"], columns["momentum"], factors, self)
+
+
+class StackedOptimizer:
+    """Steps rows of stacks. What is not among the rows of a call does not move at all, moments included.
+
+    Each row is a network, or a seed, of its own: its gradient norm, its clipping, its step count and its rate.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.clip = config.clip
+        self.rule: Rule
+        self.rule = AdamW(config) if config.name == "adamw" else SGD(config)
+
+    def plan(self, stack: Stack, rows: Rows, count: int) -> Tensor:
+        """The factors of the next `count` steps of some rows, (count, f, n, 1) on the device: one transfer a phase."""
+        steps, rates = stack.steps[rows], stack.rates[rows]
+        factors = np.stack([self.rule.factors(steps + k, rates) for k in range(count)])
+        return torch.from_numpy(factors[..., None]).to(stack.device, stack.dtype, non_blocking=True)
+
+    @torch.no_grad()
+    def step(self, stack: Stack, rows: Rows, factors: Tensor) -> Tensor:
+        """Move some rows by their gradients, and set the gradients of those rows to 0.
+
+        factors (f, n, 1) is one entry of a plan. Returns the gradient norms (n,) before clipping, not finite where some
+        gradient is not.
+        """
+        stack.steps[rows] += 1
+        trained = slice(0, stack.trained)
+        names = ("value", "gradient", *self.rule.moments)
+        if isinstance(rows, slice):
+            columns = {name: stack.columns[name][rows, trained] for name in names}
+            norm = self._update(columns, factors)
+            columns["gradient"].zero_()
+            return norm
+        index = torch.from_numpy(rows).to(stack.device)
+        columns = {name: stack.columns[name][index, trained] for name in names}
+        norm = self._update(columns, factors)
+        columns["gradient"].zero_()
+        for name in names:
+            stack.columns[name][index, trained] = columns[name]
+        return norm
+
+    def _update(self, columns: dict[str, Tensor], factors: Tensor) -> Tensor:
+        gradient = columns["gradient"]
+        norm: Tensor = torch.linalg.vector_norm(gradient, dim=1)
+        if self.clip is not None:
+            gradient.mul_((self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None])
+        self.rule.update(columns, factors)
+        return norm

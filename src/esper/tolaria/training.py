@@ -1,0 +1,119 @@
+"""The train pass of a step: K stacked batches of every row, nothing read from the device. E rows, S slots, B examples."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.kasmina.body import Body, Branches, Indices
+from esper.kasmina.stack import Rows, Stack
+from esper.leyline.config import Config
+from esper.leyline.keys import Purpose, key
+from esper.leyline.stages import ADDED, Stage, among
+from esper.leyline.task import Objective
+from esper.leyline.view import Seeds
+from esper.tolaria.data import SharedBatchIterator
+from esper.tolaria.optimizer import StackedOptimizer
+
+
+class Trained(NamedTuple):
+    """What the pass accumulated, on the device."""
+
+    loss: Tensor  # (E,) mean training loss over the step's batches
+    gradient_norm: Tensor  # (E,) of the host's rows, mean over the step's optimizer steps
+    seed_norms: tuple[Tensor, ...]  # (n,) likewise, for each entry of `seed_owners`
+    seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the environments (n,) that the norms belong to
+
+
+class _Group(NamedTuple):
+    """Rows of a stack that the optimizer moves in this step."""
+
+    stack: Stack
+    rows: Rows
+    factors: Tensor  # (steps, f, n, 1)
+    norm: Tensor  # (n,) running sum
+
+
+def shadows(seeds: Seeds) -> Branches:
+    """One branch for each incubating seed: the network with this one seed at dose 1, every other at its own dose."""
+    env, slot = np.nonzero(seeds.stage == Stage.TRAINING)
+    dose = doses(seeds)[env]
+    dose[np.arange(len(env)), slot] = 1
+    return Branches.at(env, slot, dose)[0]
+
+
+def doses(seeds: Seeds) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """(E, S) the dose at which every slot acts on its network now."""
+    return np.where(among(seeds.stage, ADDED), seeds.alpha, np.float32(0))
+
+
+def train(
+    body: Body,
+    seeds: Seeds,
+    feed: SharedBatchIterator,
+    optimizer: StackedOptimizer,
+    objective: Objective,
+    config: Config,
+    dropout: tuple[Indices, int],
+) -> Trained:
+    """Train every row on the step's batches.
+
+    `dropout` is (instance (E,), episode): with the seed and the batch number it keys the dropout of modules that have it.
+    The rows that are optimised are exactly those that are trainable: hosts, and seeds in TRAINING, BLENDING (not doomed),
+    HOLDING or FOSSILIZED.
+    """
+    shadow = config.lifecycle.incubation == "shadow"
+    branches = shadows(seeds) if shadow else None
+    route = body.route(doses(seeds), seeds, branches, train=True, straight=not shadow)
+    accumulate = config.optimizer.accumulate
+    updates = config.data.batches_per_step // accumulate
+    rows = len(seeds.stage)
+    host = _group(body.host, slice(0, rows), optimizer, updates)
+    groups, owners = [], []
+    for (slot, form), runs in body.trainable(seeds).items():
+        for run in runs:
+            if run.stop > run.start:
+                groups.append(_group(body.stacks[slot, form], run, optimizer, updates))
+                owners.append((slot, body.envs[slot, form][run]))
+    _check_trainable(seeds, owners)
+
+    body.train(True)
+    loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
+    for update in range(updates):
+        for _ in range(accumulate):
+            keys = None
+            if body.host.random:
+                keys = key(config.seed, Purpose.DROPOUT, dropout[0], dropout[1], feed.batch)
+            x, y = next(feed)
+            result = body.run(x, route, keys=keys)
+            losses = objective.loss(result.output, y).mean(1)
+            total = losses.sum()
+            if result.branches is not None:
+                assert route.origin is not None
+                total = total + objective.loss(result.branches, y.index_select(0, route.origin)).mean(1).sum()
+            if result.proximal is not None:
+                total = total + config.lifecycle.proximal * result.proximal
+            (total if accumulate == 1 else total / accumulate).backward()
+            loss += losses.detach()
+        for group in (host, *groups):
+            group.norm.add_(optimizer.step(group.stack, group.rows, group.factors[update]))
+    return Trained(
+        loss / config.data.batches_per_step,
+        host.norm / updates,
+        tuple(group.norm / updates for group in groups),
+        tuple(owners),
+    )
+
+
+def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer, updates: int) -> _Group:
+    norm = torch.zeros(rows.stop - rows.start, dtype=stack.dtype, device=stack.device)
+    return _Group(stack, rows, optimizer.plan(stack, rows, updates), norm)
+
+
+def _check_trainable(seeds: Seeds, owners: list[tuple[int, Indices]]) -> None:
+    optimised = np.zeros(seeds.stage.shape, bool)
+    for slot, envs in owners:
+        optimised[envs, slot] = True
+    trains = among(seeds.stage, ADDED | {Stage.TRAINING}) & ~seeds.doomed
+    assert np.array_equal(optimised, trains), "the rows that are optimised are not the rows that are trainable"

@@ -1,0 +1,69 @@
+"""Small populations for tests: a task that trains in milliseconds, and a client that replays what it is told."""
+
+import numpy as np
+import torch
+
+from esper.leyline.actions import Actions, Op
+from esper.leyline.config import build_config
+from esper.tasks.custom import task_from
+from esper.tasks.hosts import MLP
+
+MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
+
+
+def blobs(*, dtype=torch.float32, examples=160, classes=3, hidden=(3, 5), menu=MENU, stacks=True):
+    """Noisy clusters, and a slim host with two slots."""
+    generator = torch.Generator().manual_seed(5)
+    y = torch.arange(examples) % classes
+    centres = torch.randn(classes, 6, generator=generator, dtype=torch.float64)
+    x = centres[y] + 0.8 * torch.randn(examples, 6, generator=generator, dtype=torch.float64)
+    factory = MLP(inputs=6, width=8, hidden=hidden, outputs=classes)
+
+    def host():
+        made = factory()
+        made.stacks = stacks
+        return made.to(dtype)
+
+    return task_from("blobs", x.to(dtype), y, host=host, classes=classes, menu=menu)
+
+
+def small_config(*layers, **top):
+    """A config of short steps."""
+    base = {"envs": 3, "steps": 8, "twin": False, "data": {"batch": 12, "batches_per_step": 3}}
+    return build_config(
+        base,
+        {"lifecycle": {"max_training": 2}, "gates": {"permissive": True, "min_training": 1, "min_holding": 1}},
+        *layers,
+        top,
+    )
+
+
+class Script:
+    """Decisions by (step, env): {(2, 0): (op, slot, blueprint, blend, tempo index, target index)}; WAIT elsewhere."""
+
+    def __init__(self, decisions):
+        self.decisions, self.outcomes, self.views = decisions, [], []
+
+    def act(self, view):
+        self.views.append(view)
+        heads = np.zeros((6, len(view.host_params)), np.int64)
+        for (step, env), decision in self.decisions.items():
+            if step == view.step and env < heads.shape[1]:
+                heads[: len(decision), env] = decision
+        return Actions(*heads)
+
+    def store(self, outcome):
+        self.outcomes.append(outcome)
+
+    def update(self):
+        return {}
+
+
+GROW = {  # a whole life of environment 1 in slot 0, and of environment 2 in slot 1, pruned slowly
+    (0, 1): (Op.GERMINATE, 0, 1, 0, 2, 3),
+    (2, 1): (Op.ADVANCE, 0),
+    (5, 1): (Op.FOSSILIZE, 0),
+    (0, 2): (Op.GERMINATE, 1, 2, 2, 1, 3),
+    (2, 2): (Op.ADVANCE, 1),
+    (4, 2): (Op.PRUNE, 1, 0, 0, 2, 0),
+}

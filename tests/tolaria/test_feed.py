@@ -1,0 +1,140 @@
+"""The data feed: full batches, every example at most once an epoch, and orders that are keyed."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.leyline.errors import InputError
+from esper.leyline.task import Split
+from esper.tolaria.data import SharedBatchIterator
+
+CPU = torch.device("cpu")
+
+
+def make(instance, *, examples=23, batch=5, seed=0, episode=0):
+    """A feed of examples that are their own number, at the beginning of an episode."""
+    numbers = torch.arange(examples)
+    split = Split(torch.stack([numbers, -numbers], 1).float(), numbers)
+    feed = SharedBatchIterator(split, np.asarray(instance, np.int64), seed, batch, CPU)
+    feed.reset(episode)
+    return feed
+
+
+def take(feed, batches):
+    """(E, batches, B) the examples that each row saw."""
+    return torch.stack([next(feed)[1] for _ in range(batches)], 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(examples=st.integers(1, 40), batch=st.integers(1, 10), envs=st.integers(1, 5), seed=st.integers(0, 2**62))
+def test_an_epoch_gives_every_row_full_batches_and_no_example_twice(examples, batch, envs, seed):
+    if batch > examples:
+        return
+    feed = make(range(envs), examples=examples, batch=batch, seed=seed)
+    for _ in range(3):
+        epoch = take(feed, examples // batch)
+        assert epoch.shape == (envs, examples // batch, batch)
+        for row in epoch.flatten(1).tolist():
+            assert len(set(row)) == len(row)
+            assert set(row) <= set(range(examples))
+
+
+def test_an_epoch_whose_examples_come_out_even_holds_every_one_of_them():
+    epoch = take(make(range(3), examples=20, batch=5), 4)
+    assert all(sorted(row) == list(range(20)) for row in epoch.flatten(1).tolist())
+
+
+def test_no_example_is_left_out_of_every_epoch():
+    feed = make(range(3), examples=23, batch=5)
+    seen = torch.cat([take(feed, 4) for _ in range(20)], 1)
+    assert all(set(row) == set(range(23)) for row in seen.flatten(1).tolist())
+
+
+def test_features_and_labels_belong_together():
+    feed = make(range(4))
+    for _ in range(9):
+        x, y = next(feed)
+        assert x.shape == (4, 5, 2)
+        assert torch.equal(x[..., 0], y.float())
+        assert torch.equal(x[..., 1], -y.float())
+
+
+def test_targets_with_columns_keep_them():
+    y = torch.arange(36).float().view(12, 3)
+    feed = SharedBatchIterator(Split(y[:, :1].clone(), y), np.arange(2), 0, 4, CPU)
+    feed.reset(0)
+    x, target = next(feed)
+    assert target.shape == (2, 4, 3)
+    assert torch.equal(target[..., :1], x)
+
+
+@settings(max_examples=25, deadline=None)
+@given(envs=st.integers(2, 9), seed=st.integers(0, 2**62))
+def test_the_order_of_a_row_does_not_depend_on_how_many_there_are(envs, seed):
+    together = take(make(range(envs), seed=seed), 10)
+    for row in range(envs):
+        assert torch.equal(take(make([row], seed=seed), 10)[0], together[row])
+
+
+def test_rows_of_one_instance_share_an_order_and_other_instances_have_another():
+    seen = take(make([0, 1, 0, 2, 1]), 10)
+    for a, b in itertools.combinations(range(5), 2):
+        assert torch.equal(seen[a], seen[b]) == ((a, b) in {(0, 2), (1, 4)})
+
+
+def test_every_epoch_and_every_episode_and_every_seed_has_an_order_of_its_own():
+    orders = [
+        take(make([0], episode=episode, seed=seed), 12)[0, 4 * epoch : 4 * epoch + 4].flatten().tolist()
+        for episode in range(2)
+        for seed in range(2)
+        for epoch in range(3)
+    ]
+    assert len({tuple(order) for order in orders}) == len(orders)
+
+
+def test_an_episode_begins_again_with_the_same_order():
+    feed = make([0, 1])
+    first = take(feed, 7)
+    feed.reset(1)
+    take(feed, 3)
+    feed.reset(0)
+    assert torch.equal(take(feed, 7), first)
+
+
+@pytest.mark.parametrize("position", range(10))
+def test_setting_the_batch_resumes_exactly(position):
+    straight = take(make([0, 1, 1], episode=2), 12)
+    feed = make([0, 1, 1], episode=2)
+    feed.batch = position
+    assert torch.equal(take(feed, 12 - position), straight[:, position:])
+
+
+def test_a_feed_can_be_set_back():
+    feed = make([0, 1])
+    straight = take(feed, 9)
+    feed.batch = 2
+    assert torch.equal(take(feed, 7), straight[:, 2:])
+
+
+def test_the_position_counts_batches():
+    feed = make([0])
+    take(feed, 6)
+    assert feed.batch == 6
+
+
+def test_a_split_of_one_batch_gives_it_every_time():
+    seen = take(make([0], examples=5, batch=5), 3)
+    assert all(sorted(batch) == list(range(5)) for batch in seen[0].tolist())
+
+
+@pytest.mark.parametrize("examples", [1, 4])
+def test_a_split_smaller_than_a_batch_is_refused_in_a_sentence(examples):
+    with pytest.raises(InputError) as error:
+        make([0], examples=examples, batch=5)
+    sentence = str(error.value)
+    assert sentence.startswith(f"the train split has {examples} examples, fewer than data.batch (5);")
+    assert "\n" not in sentence
