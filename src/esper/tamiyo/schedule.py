@@ -1,0 +1,221 @@
+"""A fixed plan read from YAML, carried out by every environment as soon as its masks allow. E environments, N entries.
+
+A file is a list of entries:
+
+    - {at: 4, op: germinate, slot: s1, blueprint: bypass-mlp, keep: true}
+    - {at: 9, op: prune, slot: s0, tempo: 0}
+"""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import numpy as np
+import pydantic
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Ints, Op
+from esper.leyline.errors import InputError
+from esper.leyline.view import Bools, Masks, Space, View
+from esper.tamiyo.baselines import Rule, choices, complete, defaults
+
+_OPEN = (Head.BLUEPRINT, Head.BLEND, Head.TEMPO, Head.TARGET)  # what follows once the op and the slot are chosen
+_Name = TypeVar("_Name", bound=IntEnum)
+
+
+def _member(kind: type[_Name]) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, str) or value.upper() not in kind.__members__:
+            raise ValueError
+        return kind[value.upper()]
+
+    return parse
+
+
+def _listing(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names))
+
+
+class Entry(BaseModel):
+    """One line of a schedule. Heads left out take `baselines.defaults`, or what the masks allow where they refuse that.
+
+    The description of a field is the mend that its error names.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    at: int = Field(ge=0, lt=2**63, description="a step, a whole number from 0 on")
+    op: Annotated[Op, BeforeValidator(_member(Op))] = Field(description="one of " + _listing([op.name for op in Op]))
+    slot: str | None = Field(None, description="the name of a slot")
+    blueprint: str | None = Field(None, description="the name of a blueprint of the menu")
+    blend: Annotated[Blend, BeforeValidator(_member(Blend))] | None = Field(
+        None, description="one of " + _listing([blend.name for blend in Blend])
+    )
+    tempo: int | None = Field(None, ge=0, description="a ramp length, a whole number of steps from 0 on")
+    target: float | None = Field(None, gt=0, le=1, description="an alpha above 0 and up to 1")
+    keep: bool = Field(False, description="true or false")
+
+    @pydantic.model_validator(mode="after")
+    def _heads_that_matter(self) -> "Entry":
+        op = self.op.name
+        for head in (Head.SLOT, *_OPEN):
+            name = head.name.lower()
+            given = getattr(self, name) is not None
+            if given and not RELEVANT[self.op, head]:
+                raise ValueError(f"{op} takes no {name}; leave it out")
+            if not given and RELEVANT[self.op, head] and head in (Head.SLOT, Head.BLUEPRINT):
+                raise ValueError(f"{op} needs a {name}; add the name of one")
+        if self.op is Op.GERMINATE and self.tempo == 0:
+            raise ValueError("GERMINATE cannot take tempo 0; give a ramp of at least one step")
+        if self.keep and self.op is not Op.GERMINATE:
+            raise ValueError(f"keep goes with GERMINATE, not with {op}; leave it out")
+        return self
+
+
+class _Plan(NamedTuple):
+    """The entries as indices into a space: those listed, each followed by what its `keep` adds, then a closing WAIT."""
+
+    at: Ints  # (N,) steps
+    op: Ints  # (N,) Op
+    slot: Ints  # (N,)
+    wanted: Ints  # (N, heads) choice of each later head
+    free: Bools  # (N, heads) the entry left the head out, so that any choice will do
+    listed: Bools  # (N,) pending from the start; what a `keep` adds waits for its GERMINATE
+    starts: Bools  # (N, N) carrying out i makes j pending
+    ends: Bools  # (N, N) carrying out i ends the pendency of j
+
+
+class Schedule(Rule):
+    """The same plan in every environment.
+
+    At each decision an environment carries out, of its pending entries whose `at` has come and which its masks allow
+    now, the first in list order; an entry that is not yet valid waits, and holds up none behind it. Each entry is
+    carried out once an episode. `keep` puts an ADVANCE and a FOSSILIZE of the slot behind its GERMINATE in the list;
+    they are pending from the moment the seed is planted until the slot is planted anew. An entry whose `at` lies beyond
+    the end of the episode never comes.
+    """
+
+    def __init__(self, entries: Sequence[Entry], source: str = "schedule") -> None:
+        self.entries = tuple(entries)
+        self.source = source  # what errors call it
+        self._plan: _Plan | None = None
+        self._pending: Bools = np.zeros((0, 0), bool)  # (E, N)
+
+    def act(self, view: View) -> Actions:
+        """The entry whose turn it is, per environment, or WAIT. InputError where the space lacks what it names."""
+        if self._plan is None or view.step == 0:
+            self._plan = _plan(self.entries, view.space, self.source)
+            self._pending = np.tile(self._plan.listed, (len(view.masks.op), 1))
+        plan = self._plan
+        ready = self._pending & (plan.at <= view.step) & _valid(plan, view.masks)
+        turn = ready.argmax(1)  # the WAIT at the end is always ready
+        self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
+        return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.wanted[turn, head] for head in _OPEN})
+
+
+def load_schedule(path: str | Path) -> Schedule:
+    """A schedule from a YAML list of entries. InputError names the file, the entry and the mend."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; a schedule is a readable YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise InputError(f"{path} is not valid YAML; write one entry a line, as - {{at: 4, op: WAIT}}") from None
+    if not isinstance(content, list):
+        raise InputError(f"{path} holds no list of entries; write each on a line of its own, as - {{at: 4, op: WAIT}}")
+    return Schedule([_entry(item, f"{path}, entry {i}") for i, item in enumerate(content, 1)], str(path))
+
+
+def _entry(item: object, where: str) -> Entry:
+    if not isinstance(item, dict):
+        raise InputError(f"{where} is {item!r}, not a mapping; write it as {{at: 4, op: WAIT}}")
+    try:
+        return Entry.model_validate(item)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+    if not first["loc"]:
+        raise InputError(f"{where}: {first['msg'].removeprefix('Value error, ')}")
+    name = str(first["loc"][0])
+    if name not in Entry.model_fields:
+        raise InputError(f"{where}: {name!r} is no key of an entry; the keys are {_listing(list(Entry.model_fields))}")
+    accepted = Entry.model_fields[name].description
+    if first["type"] == "missing":
+        raise InputError(f"{where}: {name} is missing; give {accepted}")
+    raise InputError(f"{where}: {name} is {first['input']!r}; give {accepted}")
+
+
+def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
+    rows: list[tuple[Entry, int]] = []  # with the row of the GERMINATE that it belongs to, -1 for what is listed
+    for number, entry in enumerate(entries, 1):
+        _check(entry, space, f"{source}, entry {number}")
+        planting = len(rows)
+        rows.append((entry, -1))
+        if entry.keep:
+            rows += [(Entry(at=entry.at, op=op, slot=entry.slot), planting) for op in (Op.ADVANCE, Op.FOSSILIZE)]
+    rows.append((Entry(at=0, op=Op.WAIT), -1))
+
+    values: dict[Head, Sequence[object]] = {
+        Head.SLOT: space.slots,
+        Head.BLUEPRINT: [blueprint.name for blueprint in space.blueprints],
+        Head.BLEND: list(Blend),
+        Head.TEMPO: space.tempos,
+        Head.TARGET: space.targets,
+    }
+    usual = {Head.SLOT: 0, **defaults(space)}
+    wanted = np.zeros((len(rows), len(Head)), np.int64)
+    free = np.zeros((len(rows), len(Head)), bool)
+    for row, (entry, _) in enumerate(rows):
+        for head, known in values.items():
+            value = getattr(entry, head.name.lower())
+            free[row, head] = value is None
+            wanted[row, head] = usual[head] if value is None else known.index(value)
+
+    op = np.array([entry.op for entry, _ in rows], np.int64)
+    slot = wanted[:, Head.SLOT]
+    parent = np.array([planting for _, planting in rows], np.int64)
+    plants = (op == Op.GERMINATE)[:, None]
+    itself = np.eye(len(rows), dtype=bool) & (np.arange(len(rows)) < len(rows) - 1)  # the closing WAIT stays
+    return _Plan(
+        at=np.array([entry.at for entry, _ in rows], np.int64),
+        op=op,
+        slot=slot,
+        wanted=wanted,
+        free=free,
+        listed=parent < 0,
+        starts=parent == np.arange(len(rows))[:, None],
+        ends=itself | (plants & (parent >= 0) & (slot == slot[:, None])),
+    )
+
+
+def _check(entry: Entry, space: Space, where: str) -> None:
+    """InputError where the space lacks what an entry names, or the blueprint does not fit its slot."""
+    menu = [blueprint.name for blueprint in space.blueprints]
+    for name, given, known in (
+        ("slot", entry.slot, space.slots),
+        ("blueprint", entry.blueprint, menu),
+        ("tempo", entry.tempo, space.tempos),
+        ("target", entry.target, space.targets),
+    ):
+        if given is not None and given not in known:
+            raise InputError(f"{where}: there is no {name} {given!r} here; choose one of {_listing(known)}")
+    if entry.slot is not None and entry.blueprint is not None:
+        fits = space.fits[space.slots.index(entry.slot)]
+        if not fits[menu.index(entry.blueprint)]:
+            fitting = _listing([name for name, fit in zip(menu, fits, strict=True) if fit]) or "another slot"
+            raise InputError(f"{where}: {entry.blueprint} does not fit slot {entry.slot}; choose {fitting}")
+
+
+def _valid(plan: _Plan, masks: Masks) -> Bools:
+    """(E, N): whether the masks allow an entry now, with the choices that it names."""
+    shape = len(masks.op), len(plan.op)
+    op, slot = np.broadcast_to(plan.op, shape), np.broadcast_to(plan.slot, shape)
+    entry = np.arange(len(plan.op))
+    valid = choices(masks, Head.SLOT, op, slot)[:, entry, plan.slot]
+    for head in _OPEN:
+        allowed = choices(masks, head, op, slot)
+        valid &= np.where(plan.free[:, head], allowed.any(2), allowed[:, entry, plan.wanted[:, head]])
+    return valid

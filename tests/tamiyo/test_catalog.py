@@ -1,0 +1,42 @@
+import pytest
+
+from esper.leyline.config import Config
+from esper.leyline.errors import InputError
+from esper.leyline.protocols import PolicyClient
+from esper.tamiyo.catalog import CONTROLLERS, get_controller
+from esper.tamiyo.schedule import Schedule
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_every_controller_of_the_list_can_be_made(name, view):
+    controller = get_controller(name, Config())
+    assert isinstance(controller, PolicyClient)
+    assert len(controller.act(view()).op) == 1
+    assert controller.update() == {}
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+def test_the_path_of_a_schedule_is_a_controller(tmp_path, suffix):
+    path = tmp_path / f"plan.{suffix}"
+    path.write_text("- {at: 0, op: wait}\n")
+    assert isinstance(get_controller(str(path), Config()), Schedule)
+
+
+def test_every_call_makes_a_controller_of_its_own():
+    assert get_controller("heuristic", Config()) is not get_controller("heuristic", Config())
+
+
+def test_the_heuristic_has_the_settings_of_the_config():
+    config = Config.model_validate({"heuristic": {"threshold": 0.5}, "gates": {"z": 2.0}})
+    controller = get_controller("heuristic", config)
+    assert (controller.config, controller.gates) == (config.heuristic, config.gates)
+
+
+@pytest.mark.parametrize("name", ["always", "none.yaml", "plan.txt"])
+def test_an_unknown_controller_gets_the_known_ones_named(name):
+    with pytest.raises(InputError) as caught:
+        get_controller(name, Config())
+    assert str(caught.value) == (
+        f"unknown controller {name!r}; give one of never, random-valid, heuristic, or the path of a schedule file "
+        "(.yaml or .yml), which must exist"
+    )
