@@ -1,0 +1,167 @@
+"""A task from one's own examples and host."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from esper.kasmina.host import SegmentedHost, check_host
+from esper.leyline.config import build_config
+from esper.leyline.errors import InputError
+from esper.leyline.task import Objective, Task
+from esper.tasks.hosts import VECTOR_MENU
+from esper.tasks.objectives import Classification, Regression
+from esper.tasks.splits import check_examples, sizes_of, split, standardized
+
+
+def task_from(
+    name: str,
+    x: Any,
+    y: Any = None,
+    *,
+    host: Callable[[], SegmentedHost],
+    classes: int | None = None,
+    menu: Sequence[str] = VECTOR_MENU,
+    fractions: Sequence[float] = (0.6, 0.15, 0.1, 0.15),
+    seed: int = 0,
+    standardize: bool = False,
+    summary: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Task:
+    """A task from examples and a host factory.
+
+    x, y: tensors, NumPy arrays or what NumPy makes an array of: (N, ...) features, and (N,) whole-number labels or (N,)
+    or (N, C) floating-point targets. Or x alone: a map-style `torch.utils.data.Dataset` of (features, label or target)
+    pairs, read once and in full; what it draws at random is frozen. The task holds copies, on the CPU.
+
+    host: returns a freshly drawn `SegmentedHost` of any modules each time it is called.
+    classes: how many; None means as many as the largest label and 1, where y holds whole numbers, and regression, where
+    it holds floating-point numbers. To regress on counts, give y.float().
+    menu: names of the blueprints that a controller may plant.
+    fractions: of the examples in train, probe, validation and test, dealt class by class, the same for the same seed.
+    standardize: features less their mean over the train split, over their standard deviation; the grown network then
+    expects such features.
+    defaults: nested config, under what the user of the task sets.
+
+    Features become torch's default dtype, except that a float64 tensor stays float64; NumPy's float64 does not, since
+    it is what NumPy makes of any number. Whole-number features (bytes, counts) are converted and not scaled, because a
+    host's weights are floating point and only the caller knows their range. Targets take the dtype of the features.
+
+    Raises InputError, in one sentence, for examples, labels, splits, a host or defaults that cannot be used.
+    """
+    if not name:
+        raise InputError("the task has no name; give one, as in task('wine', ...)")
+    if isinstance(menu, str) or not menu:
+        raise InputError(f"menu is {menu!r}; give a list of blueprint names, as in ['bypass-linear']")
+    features, target = _examples(x, y)
+    objective: Objective
+    if target.is_floating_point() and classes is None:
+        target = target.unsqueeze(1) if target.dim() == 1 else target
+        check_examples(features, target, None)
+        objective = Regression(target.shape[1])
+    else:
+        if classes is None:
+            classes = int(target.max()) + 1 if target.numel() else 2
+        check_examples(features, target, classes)
+        objective = Classification(classes)
+    splits = split(features, target, sizes=sizes_of(fractions, len(features)), seed=seed)
+    if standardize:
+        splits = standardized(splits)
+    _check_factory(host, splits.train.x[:4], objective.outputs)
+    build_config(defaults or {})
+    return Task(
+        name=name,
+        summary=summary or f"{len(features):,} examples of your own, {objective.outputs} outputs, {objective.metric}",
+        host=host,
+        **splits._asdict(),
+        objective=objective,
+        menu=tuple(menu),
+        defaults=dict(defaults or {}),
+    )
+
+
+def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> None:
+    if isinstance(host, nn.Module) or not callable(host):
+        raise InputError(
+            f"host is a {type(host).__name__}; give a function that returns a fresh one, as lambda: MyHost()"
+        )
+    with torch.random.fork_rng(devices=[]):  # the check leaves the caller's random state as it was
+        first, second = host(), host()
+    if first is second:
+        raise InputError("the host factory returned the same module twice; build a new one in every call")
+    if isinstance(first, SegmentedHost):
+        for parameter_name, parameter in first.named_parameters():
+            if parameter.dtype != x.dtype:
+                raise InputError(
+                    f"the features are {x.dtype} and the host's {parameter_name} is {parameter.dtype}; "
+                    "convert the features, or build the host in their dtype"
+                )
+    check_host(first, x, outputs)
+
+
+def _examples(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    """Features in a floating-point dtype, and int64 labels or targets in the same dtype as the features, on the CPU."""
+    if isinstance(x, DataLoader):
+        raise InputError("x is a DataLoader; give its data set, x.dataset: the task makes its own batches")
+    if isinstance(x, Dataset):
+        if y is not None:
+            raise InputError("x is a Dataset, which brings its own labels, and y was given too; leave y out")
+        features, target = _read(x)
+    elif y is None:
+        raise InputError(
+            f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
+        )
+    else:
+        features, target = _tensor(x, "x"), _tensor(y, "y")
+    if features.is_complex() or target.is_complex():
+        raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
+    if features.dtype != torch.float64:
+        features = features.to(torch.get_default_dtype())
+    return features, target.to(features.dtype if target.is_floating_point() else torch.int64)
+
+
+def _read(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
+    if isinstance(dataset, IterableDataset):
+        raise InputError(
+            f"x is a {type(dataset).__name__}, an IterableDataset, whose examples have no index to split by; "
+            "read it into tensors x and y"
+        )
+    try:
+        count = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(f"x is a {type(dataset).__name__} without a length; give it __len__") from None
+    if not count:
+        raise InputError(f"x is a {type(dataset).__name__} of length 0; give examples")
+    features: list[Tensor] = []
+    targets: list[Tensor] = []
+    for index in range(count):
+        item = dataset[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise InputError(
+                f"example {index} of the Dataset is no pair but a {type(item).__name__}; "
+                "give pairs of features and a label or target"
+            )
+        for values, value, what in zip((features, targets), item, ("features", "label or target"), strict=True):
+            values.append(_tensor(value, f"the {what} of example {index}"))
+            if values[-1].shape != values[0].shape:
+                raise InputError(
+                    f"example {index} has {what} of shape {tuple(values[-1].shape)} and example 0 of shape "
+                    f"{tuple(values[0].shape)}; give every example one shape"
+                )
+    return torch.stack(features), torch.stack(targets)
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    """A detached tensor on the CPU; float64 from outside torch becomes the default dtype."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    try:
+        tensor = torch.from_numpy(np.array(value))
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{what} is a {type(value).__name__} that cannot be read as an array of numbers; give a tensor or an array"
+        ) from None
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor

@@ -1,0 +1,89 @@
+"""Hosts of our own: slim networks whose narrow segments leave a seed something to repair."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from torch import nn
+
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.layers import Linear
+from esper.leyline.errors import InputError
+from esper.leyline.slots import SlotSpec
+
+VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
+"""The default menu where the stream is a vector. A skip from the input is not in it: it leaves nothing to decide."""
+
+
+@dataclass(frozen=True)
+class MLP:
+    """A factory of multilayer perceptrons (B, inputs) -> (B, outputs) on a stream of `width` features.
+
+        segment 0:      Linear(inputs -> width)
+        segment k + 1:  Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)     then slot "block<k>"
+        last segment:   Linear(width -> outputs)
+
+    Segments have no residual path, so what a narrow one loses only a bypass can bring back. Weights are drawn from
+    torch's global generator, normal with the scale 1 / sqrt(fan in), or sqrt(2 / fan in) in front of a ReLU; biases
+    are 0.
+
+    Raises InputError where a size is not an integer from 1 on, or there is no hidden size.
+    """
+
+    name: ClassVar[str] = "mlp"
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hidden, list | tuple) or not self.hidden:
+            raise InputError(
+                f"hidden of an MLP host is {self.hidden!r}; give the inner widths of its blocks, as (4, 12)"
+            )
+        object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON has no tuples
+        sizes: dict[str, Any] = {"inputs": self.inputs, "width": self.width, "outputs": self.outputs}
+        sizes |= {f"hidden[{k}]": size for k, size in enumerate(self.hidden)}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise InputError(f"{name} of an MLP host is {size!r}; give a whole number from 1 on")
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        blocks = [
+            nn.Sequential(
+                _linear(self.width, inner, variance=2 / self.width),
+                nn.ReLU(),
+                _linear(inner, self.width, variance=1 / inner),
+            )
+            for inner in self.hidden
+        ]
+        embed = _linear(self.inputs, self.width, variance=1 / self.inputs)
+        head = _linear(self.width, self.outputs, variance=1 / self.width)
+        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width) for k in range(len(blocks))]
+        host = SegmentedHost([embed, *blocks, head], slots)
+        host.stacks = True
+        return host
+
+
+HOSTS: Mapping[str, type[MLP]] = MappingProxyType({MLP.name: MLP})
+"""The hosts that a saved network can name; their arguments are what `dataclasses.asdict` gives."""
+
+
+def host_from(name: str, arguments: Mapping[str, Any]) -> MLP:
+    """The host factory that a saved network names, from its JSON arguments. InputError where either is not known."""
+    if name not in HOSTS:
+        raise InputError(f"unknown host {name!r}; the hosts that can be rebuilt by name are {', '.join(HOSTS)}")
+    wanted = [field.name for field in fields(HOSTS[name])]
+    if set(arguments) != set(wanted):
+        raise InputError(f"host {name!r} was given the arguments {sorted(arguments)}; give exactly {wanted}")
+    return HOSTS[name](**arguments)
+
+
+def _linear(inputs: int, outputs: int, *, variance: float) -> Linear:
+    layer = Linear(inputs, outputs)
+    nn.init.normal_(layer.weight, std=variance**0.5)
+    nn.init.zeros_(layer.bias)
+    return layer

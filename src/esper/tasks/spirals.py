@@ -1,0 +1,54 @@
+"""Two spirals, and a host with one very narrow block."""
+
+import math
+
+import numpy as np
+import torch
+
+from esper.leyline import keys
+from esper.leyline.task import Task
+from esper.tasks.hosts import MLP, VECTOR_MENU
+from esper.tasks.objectives import Classification
+from esper.tasks.splits import split
+
+SUMMARY = "2,048 points on two interleaved spirals; an MLP that is narrow in the first of its three blocks"
+SIZES = (1024, 256, 256, 512)  # train, probe, validation, test; 16 batches of 64 are one epoch
+TURNS = 1.5  # of each spiral
+BAND = 0.05  # half width of a spiral; the spirals are 1 / (2 * TURNS) apart
+RADIUS = 2.0  # so that the features have a standard deviation near 1
+
+
+def spirals(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Task:
+    """Two Archimedean spirals, the one the other turned by half a turn; 2 features, 2 classes.
+
+        t = sqrt(u),   angle = 2 pi TURNS t + pi y,   r = t + BAND (2 v - 1),   x = RADIUS r (cos angle, sin angle)
+
+    with u, v uniform, so that points lie evenly along a spiral. After the two-spirals problem (Lang and Witbrock,
+    "Learning to tell two spirals apart", 1988), whose 194 points are too few for four splits, with half its turns. The
+    bands do not touch: an accuracy of 1 is possible. The points and splits are the same in every run, and the features
+    have torch's default dtype.
+
+    Raises InputError where a width is under 1.
+    """
+    x, y = spiral_points(sum(SIZES))
+    splits = split(x, y, sizes=SIZES, seed=0)
+    return Task(
+        name="spirals",
+        summary=SUMMARY,
+        host=MLP(inputs=2, width=width, hidden=hidden, outputs=2),
+        **splits._asdict(),
+        objective=Classification(2),
+        menu=VECTOR_MENU,
+        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 16}},
+    )
+
+
+def spiral_points(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(count, 2) features and (count,) int64 labels, which alternate."""
+    index = np.arange(count)
+    u, v = (keys.uniform(keys.key(draw, index)) for draw in range(2))
+    t, y = np.sqrt(u), index % 2
+    angle = 2 * math.pi * TURNS * t + math.pi * y
+    radius = RADIUS * (t + BAND * (2 * v - 1))
+    x = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return torch.from_numpy(x).to(torch.get_default_dtype()), torch.from_numpy(y)

@@ -1,0 +1,143 @@
+"""One set of examples into four splits. N examples, D features."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.leyline import keys
+from esper.leyline.errors import InputError
+from esper.leyline.task import Split
+
+_CPU = torch.device("cpu")
+_LISTED = 5  # examples that an error names
+
+
+class Splits(NamedTuple):
+    """What a task is made of; no two of them share an example or storage."""
+
+    train: Split
+    probe: Split
+    validation: Split
+    test: Split
+
+
+def check_examples(x: Tensor, y: Tensor, classes: int | None) -> None:
+    """Hold x (N, ...) and y, (N,) integer labels under `classes` or (N, C) targets, against what a task can use.
+
+    Raises InputError where there is no example, lengths or shapes do not fit, a feature or target is not finite, or a
+    label is no class.
+    """
+    if x.dim() == 0 or y.dim() == 0:
+        raise InputError("x or y is a single number; give one row of features and one label or target per example")
+    if len(x) != len(y):
+        raise InputError(f"x holds {len(x)} examples and y {len(y)}; give one label or target per example")
+    if len(x) == 0:
+        raise InputError("x and y hold no examples; give at least a few dozen")
+    if x.dim() == 1 or x[0].numel() == 0:
+        raise InputError(f"x has shape {tuple(x.shape)}; give at least one feature per example, as in (N, D)")
+    if not x.is_floating_point():
+        raise InputError(f"x has dtype {x.dtype}; give floating-point features, for example x.float()")
+    _check_finite(x, "features")
+    if classes is None:
+        if not y.is_floating_point():
+            raise InputError(f"y has dtype {y.dtype}; give floating-point targets, for example y.float()")
+        if y.dim() != 2 or y.shape[1] == 0:
+            raise InputError(f"y has shape {tuple(y.shape)}; give one row of targets per example, as in (N, C)")
+        _check_finite(y, "targets")
+        return
+    if y.is_floating_point():
+        raise InputError(f"y has dtype {y.dtype}, which holds no class labels; give whole numbers, as in y.long()")
+    if y.dim() != 1:
+        raise InputError(f"y has shape {tuple(y.shape)}; give one class label per example, as in (N,)")
+    if (y < 0).any():
+        raise InputError(f"y holds negative labels, in {_which(y < 0)}; number the classes from 0")
+    if classes < 2:
+        raise InputError(f"classes is {classes}; give examples of at least two classes, numbered from 0")
+    if (y >= classes).any():
+        raise InputError(
+            f"y holds labels over {classes - 1}, in {_which(y >= classes)}; number the classes from 0, or raise classes"
+        )
+
+
+def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, int]:
+    """How many of so many examples fall into train, probe, validation and test; they sum to `examples`.
+
+    Raises InputError where there are not four positive fractions that sum to 1.
+    """
+    if len(fractions) != 4 or not all(f > 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-6:
+        raise InputError(
+            f"fractions is {tuple(fractions)}; give four positive numbers that sum to 1, for train, probe, validation "
+            "and test"
+        )
+    cuts = [round(float(c) * examples) for c in np.cumsum(fractions)]
+    return cuts[0], cuts[1] - cuts[0], cuts[2] - cuts[1], examples - cuts[2]
+
+
+def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
+    """Deal examples into splits of the given sizes, which sum to N, the same for the same x, y, sizes and seed.
+
+    x: (N, ...), y: (N,) labels or (N, C) targets, both on the CPU.  Every split is a copy. Integer labels are dealt
+    class by class: the i-th of a class's n examples, in keyed order, takes the place (i + 1/2) / n in a queue that is
+    then cut, so every split has nearly its share of every class.
+
+    Raises InputError where a split has fewer than two examples, or a target that is the same in all of them.
+    """
+    assert len(sizes) == len(Splits._fields), sizes
+    assert sum(sizes) == len(x) == len(y), (sizes, x.shape, y.shape)
+    for name, size in zip(Splits._fields, sizes, strict=True):
+        if size < 2:
+            raise InputError(
+                f"the {name} split would hold {size} of {len(x)} examples; give more examples or raise its fraction, "
+                "so that it holds at least 2"
+            )
+    order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), len(x), _CPU)[0]
+    if not y.is_floating_point():
+        order = order[_places(y[order]).argsort(stable=True)]
+    splits = Splits(*(Split(x[part], y[part]) for part in order.split(list(sizes))))
+    if y.is_floating_point():
+        for name, part in zip(Splits._fields, splits, strict=True):
+            constant = (part.y == part.y[0]).all(0).nonzero().flatten().tolist()
+            if constant:
+                raise InputError(
+                    f"target {constant[0]} is the same in all {len(part.y)} examples of the {name} split, so it has no "
+                    "R2; drop that target, or give more examples"
+                )
+    return splits
+
+
+def standardized(splits: Splits) -> Splits:
+    """Every split's features less the train split's mean, over its standard deviation, feature by feature.
+
+    A feature that is constant in the train split is only centred.
+    """
+    x = splits.train.x
+    mean, deviation = x.mean(0), x.std(0, correction=0)
+    scale = torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation))
+    return Splits(*(Split((part.x - mean) / scale, part.y) for part in splits))
+
+
+def _places(labels: Tensor) -> Tensor:
+    """(N,) labels -> (N,) float64 places in (0, 1): (i + 1/2) / n for the i-th of a class's n examples."""
+    places = torch.empty(len(labels), dtype=torch.float64)
+    for label in labels.unique():
+        of_class = labels == label
+        count = int(of_class.sum())
+        places[of_class] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return places
+
+
+def _check_finite(values: Tensor, what: str) -> None:
+    bad = ~values.flatten(1).isfinite().all(1)
+    if bad.any():
+        raise InputError(
+            f"the {what} hold NaN or infinite values, in {_which(bad)}; drop those examples or fill them in"
+        )
+
+
+def _which(bad: Tensor) -> str:
+    rows = bad.nonzero().flatten().tolist()
+    listed = ", ".join(map(str, rows[:_LISTED])) + (", ..." if len(rows) > _LISTED else "")
+    return f"example{'s' if len(rows) > 1 else ''} {listed} ({len(rows)} of {len(bad)})"

@@ -1,0 +1,36 @@
+import pytest
+
+from esper.leyline.config import build_config
+from esper.leyline.errors import InputError
+from esper.tasks.catalog import TASKS, get_task, task_names
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_has_the_name_and_the_summary_under_which_it_is_listed(name: str) -> None:
+    task = get_task(name)
+    assert task.name == name
+    assert task.summary == task_names()[name]
+    assert "\n" not in task.summary
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_defaults_of_a_task_are_a_config(name: str) -> None:
+    build_config(get_task(name).defaults)
+
+
+def test_every_task_is_listed() -> None:
+    assert set(task_names()) == set(TASKS)
+
+
+def test_a_misspelt_task_is_refused_with_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"^unknown task 'digit'; the tasks are .*; did you mean 'digits'\?$"):
+        get_task("digit")
+
+
+def test_a_task_that_is_like_none_is_refused_with_the_list() -> None:
+    with pytest.raises(InputError, match=r"^unknown task 'mnist'; the tasks are digits, spirals$"):
+        get_task("mnist")
+
+
+def test_a_sealed_task_has_no_test_split() -> None:
+    assert get_task("digits").sealed().test is None

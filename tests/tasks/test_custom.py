@@ -1,0 +1,203 @@
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from esper.kasmina.host import SegmentedHost
+from esper.leyline.errors import InputError
+from esper.leyline.slots import SlotSpec
+from esper.leyline.task import Task
+from esper.tasks.custom import task_from
+from esper.tasks.hosts import MLP
+from esper.tasks.objectives import Classification, Regression
+
+N, D = 90, 4
+SPLITS = ("train", "probe", "validation", "test")
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(N, D, generator=draw), torch.arange(N) % 3
+
+
+class Pairs(Dataset[Any]):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(D), 0
+
+
+class Endless(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(D), 0
+
+
+def mlp(outputs: int = 3) -> MLP:
+    return MLP(inputs=D, width=5, hidden=(2,), outputs=outputs)
+
+
+def same_data(a: Task, b: Task) -> bool:
+    return all(
+        torch.equal(x, y) and x.dtype == y.dtype
+        for name in SPLITS
+        for x, y in zip(getattr(a, name), getattr(b, name), strict=True)
+    )
+
+
+def test_a_task_of_ones_own_takes_a_host_of_plain_modules() -> None:
+    def host() -> SegmentedHost:
+        segments = [nn.Linear(D, 8), nn.Sequential(nn.Linear(8, 2), nn.Tanh(), nn.Linear(2, 8)), nn.Linear(8, 3)]
+        return SegmentedHost(segments, [SlotSpec("middle", after=1, width=8)])
+
+    x, y = tensors()
+    task = task_from("mine", x, y, host=host, standardize=True)
+    assert task.objective == Classification(3)
+    assert [len(getattr(task, name).x) for name in SPLITS] == [54, 14, 8, 14]
+    assert task.train.x.mean(0).abs().max() < 1e-6
+
+
+def test_a_dataset_and_its_tensors_give_the_same_task() -> None:
+    x, y = tensors()
+    plain = task_from("t", x, y, host=mlp())
+    assert same_data(plain, task_from("t", TensorDataset(x, y), host=mlp()))
+    assert same_data(
+        plain, task_from("t", Pairs([(row.numpy(), int(label)) for row, label in zip(x, y, strict=True)]), host=mlp())
+    )
+
+
+def test_arrays_and_lists_give_the_same_task_as_tensors() -> None:
+    x, y = tensors()
+    plain = task_from("t", x, y, host=mlp())
+    assert same_data(plain, task_from("t", x.numpy(), y.numpy(), host=mlp()))
+    assert same_data(plain, task_from("t", x.tolist(), y.tolist(), host=mlp()))
+    assert same_data(plain, task_from("t", x.numpy().astype(np.float64), y.numpy().astype(np.uint16), host=mlp()))
+
+
+def test_another_seed_gives_another_split() -> None:
+    x, y = tensors()
+    assert same_data(task_from("t", x, y, host=mlp(), seed=3), task_from("t", x, y, host=mlp(), seed=3))
+    assert not same_data(task_from("t", x, y, host=mlp()), task_from("t", x, y, host=mlp(), seed=3))
+
+
+def test_floating_point_targets_make_a_regression() -> None:
+    x, _ = tensors()
+    assert task_from("t", x, x[:, 0], host=mlp(1)).train.y.shape == (54, 1)
+    assert task_from("t", x, x[:, :2].double(), host=mlp(2)).train.y.dtype == torch.float32
+    assert task_from("t", x, x[:, :2], host=mlp(2)).objective == Regression(2)
+
+
+def test_classes_may_be_more_than_the_labels_show() -> None:
+    x, y = tensors()
+    assert task_from("t", x, y, host=mlp(7), classes=7).objective == Classification(7)
+
+
+def test_bytes_become_floats_of_the_same_values() -> None:
+    x = torch.arange(N * D, dtype=torch.uint8).view(N, D)
+    task = task_from("t", x, torch.arange(N) % 3, host=mlp())
+    assert task.train.x.dtype == torch.float32
+    assert task.train.x.max() > 200
+
+
+def test_a_float64_tensor_stays_float64_and_wants_such_a_host() -> None:
+    x, y = tensors()
+    assert task_from("t", x.double(), y, host=lambda: mlp()().double()).train.x.dtype == torch.float64
+    sentence = "the features are torch.float64 and the host's segments.0.weight is torch.float32; convert the features"
+    with pytest.raises(InputError, match=f"^{sentence}"):
+        task_from("t", x.double(), y, host=mlp())
+
+
+def test_the_task_does_not_see_later_changes_of_the_data() -> None:
+    x, y = tensors()
+    task = task_from("t", x, y, host=mlp())
+    before = task.train.x.clone()
+    x.zero_()
+    assert torch.equal(task.train.x, before)
+
+
+def test_building_a_task_draws_nothing_from_the_callers_generator() -> None:
+    x, y = tensors()
+    state = torch.random.get_rng_state()
+    task_from("t", x, y, host=mlp())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_features_that_need_a_gradient_are_detached() -> None:
+    x, y = tensors()
+    assert not task_from("t", x.requires_grad_(), y, host=mlp()).train.x.requires_grad
+
+
+X, Y = tensors()
+ONE_HOST = mlp()()
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: task_from("", X, Y, host=mlp()), "the task has no name; give one, as in task('wine', ...)"),
+        (lambda: task_from("t", X, host=mlp()), "y is missing and x is a Tensor; give both, or a Dataset of"),
+        (
+            lambda: task_from("t", Stream(), host=mlp()),
+            "x is a Stream, an IterableDataset, whose examples have no index",
+        ),
+        (lambda: task_from("t", Endless(), host=mlp()), "x is a Endless without a length; give it __len__"),
+        (lambda: task_from("t", Pairs([]), host=mlp()), "x is a Pairs of length 0; give examples"),
+        (lambda: task_from("t", DataLoader(Pairs([1])), host=mlp()), "x is a DataLoader; give its data set, x.dataset"),
+        (lambda: task_from("t", Pairs([(X, Y)]), Y, host=mlp()), "x is a Dataset, which brings its own labels"),
+        (
+            lambda: task_from("t", Pairs([X[0]]), host=mlp()),
+            "example 0 of the Dataset is no pair but a Tensor; give pairs",
+        ),
+        (
+            lambda: task_from("t", Pairs([(X[0], 0), (X[0, :2], 1)]), host=mlp()),
+            "example 1 has features of shape (2,) and example 0 of shape (4,); give every example one shape",
+        ),
+        (
+            lambda: task_from("t", Pairs([(X[0], "cat")]), host=mlp()),
+            "the label or target of example 0 is a str that cannot be read as an array of numbers",
+        ),
+        (lambda: task_from("t", [[1.0], [1.0, 2.0]], Y, host=mlp()), "x is a list that cannot be read as an array"),
+        (lambda: task_from("t", X + 0j, Y, host=mlp()), "x or y holds complex numbers; give their real and imaginary"),
+        (lambda: task_from("t", X, Y[:3], host=mlp()), "x holds 90 examples and y 3; give one label or target"),
+        (lambda: task_from("t", X[:0], Y[:0], host=mlp()), "x and y hold no examples; give at least a few dozen"),
+        (lambda: task_from("t", X / 0, Y, host=mlp()), "the features hold NaN or infinite values, in examples 0, 1, 2"),
+        (
+            lambda: task_from("t", X, Y - 5, host=mlp()),
+            "y holds negative labels, in examples 0, 1, 2, 3, 4, ... (90 of",
+        ),
+        (lambda: task_from("t", X, 0 * Y, host=mlp()), "classes is 1; give examples of at least two classes"),
+        (
+            lambda: task_from("t", X, Y.float(), classes=3, host=mlp()),
+            "y has dtype torch.float32, which holds no class",
+        ),
+        (lambda: task_from("t", X, 0 * X, host=mlp(4)), "target 0 is the same in all 54 examples of the train split"),
+        (lambda: task_from("t", X[:9], Y[:9], host=mlp()), "the validation split would hold 1 of 9 examples"),
+        (lambda: task_from("t", X, Y, fractions=(0.7, 0.3), host=mlp()), "fractions is (0.7, 0.3); give four positive"),
+        (lambda: task_from("t", X, Y, host=mlp(), menu="affine"), "menu is 'affine'; give a list of blueprint names"),
+        (lambda: task_from("t", X, Y, host=mlp(), menu=()), "menu is (); give a list of blueprint names"),
+        (lambda: task_from("t", X, Y, host=mlp(), defaults={"step": 3}), "unknown config key 'step'"),
+        (
+            lambda: task_from("t", X, Y, host=ONE_HOST),
+            "host is a SegmentedHost; give a function that returns a fresh one",
+        ),
+        (lambda: task_from("t", X, Y, host=lambda: ONE_HOST), "the host factory returned the same module twice"),
+        (lambda: task_from("t", X, Y, host=lambda: nn.Linear(4, 3)), "the host factory returned a Linear"),
+        (lambda: task_from("t", X, Y, host=mlp(4)), "the host returns (4,) per example, but the task has 3 outputs"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_sentence(build: Callable[[], Task], sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
+        build()

@@ -1,0 +1,101 @@
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from esper.kasmina.host import check_host
+from esper.leyline.errors import InputError
+from esper.tasks.hosts import HOSTS, MLP, host_from
+
+FACTORY = MLP(inputs=7, width=6, hidden=(3, 1, 4), outputs=5)
+
+
+def test_a_host_is_what_it_declares() -> None:
+    check_host(FACTORY(), torch.randn(3, 7), outputs=5)
+
+
+def test_a_slot_follows_every_block() -> None:
+    assert [(slot.name, slot.after, slot.width) for slot in FACTORY().slots] == [
+        ("block0", 1, 6),
+        ("block1", 2, 6),
+        ("block2", 3, 6),
+    ]
+
+
+def test_a_block_has_no_residual_path() -> None:
+    block = FACTORY().segments[1]
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+    assert not block(torch.randn(3, 6)).any()
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+@pytest.mark.parametrize("examples", [1, 9, 64])
+@pytest.mark.parametrize("width", [1, 3, 8, 16])
+def test_stacked_parameters_compute_what_every_host_computes_alone(rows: int, examples: int, width: int) -> None:
+    factory = MLP(inputs=7, width=width, hidden=(3, 1), outputs=5)
+    hosts = [factory().double() for _ in range(rows)]
+    x = torch.randn(rows, examples, 7, dtype=torch.float64)
+    stacked = {n: torch.stack([dict(h.named_parameters())[n] for h in hosts]) for n, _ in hosts[0].named_parameters()}
+    alone = torch.stack([host(x[row]) for row, host in enumerate(hosts)])
+    assert hosts[0].stacks
+    torch.testing.assert_close(functional_call(hosts[0], stacked, x), alone, rtol=1e-10, atol=1e-12)
+
+
+def test_a_host_is_drawn_from_torchs_generator() -> None:
+    torch.manual_seed(3)
+    first, other = FACTORY().state_dict(), FACTORY().state_dict()
+    torch.manual_seed(3)
+    again = FACTORY().state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["segments.0.weight"], other["segments.0.weight"])
+
+
+def test_the_scale_of_weights_follows_their_fan_in_and_biases_are_zero() -> None:
+    torch.manual_seed(0)
+    state = MLP(inputs=400, width=500, hidden=(300,), outputs=200)().state_dict()
+    scale = {"0": 400**-0.5, "1.0": (2 / 500) ** 0.5, "1.2": 300**-0.5, "2": 500**-0.5}
+    for segment, expected in scale.items():
+        assert state[f"segments.{segment}.weight"].std().item() == pytest.approx(expected, rel=0.02)
+        assert not state[f"segments.{segment}.bias"].any()
+
+
+def test_a_host_comes_back_from_its_json_arguments() -> None:
+    saved = json.loads(json.dumps(dataclasses.asdict(FACTORY)))
+    assert host_from(MLP.name, saved) == FACTORY
+    assert hash(host_from(MLP.name, saved)) == hash(FACTORY)
+
+
+def test_every_host_is_listed_under_its_name() -> None:
+    assert all(factory.name == name for name, factory in HOSTS.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"width": 0}, "width of an MLP host is 0; give a whole number from 1 on"),
+        ({"inputs": 2.5}, "inputs of an MLP host is 2.5; give a whole number from 1 on"),
+        ({"outputs": True}, "outputs of an MLP host is True; give a whole number from 1 on"),
+        ({"hidden": (3, -1)}, "hidden[1] of an MLP host is -1; give a whole number from 1 on"),
+        ({"hidden": ()}, "hidden of an MLP host is (); give the inner widths of its blocks, as (4, 12)"),
+        ({"hidden": 3}, "hidden of an MLP host is 3; give the inner widths of its blocks, as (4, 12)"),
+    ],
+)
+def test_a_size_that_is_none_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        dataclasses.replace(FACTORY, **changes)
+
+
+def test_an_unknown_host_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"^unknown host 'cnn'; the hosts that can be rebuilt by name are mlp$"):
+        host_from("cnn", {})
+
+
+def test_arguments_of_another_host_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^host 'mlp' was given the arguments \['depth'\]; give exactly \['inputs'"):
+        host_from("mlp", {"depth": 3})
