@@ -1,0 +1,5 @@
+"""`python -m esper` is `esper`."""
+
+from esper.cli import main
+
+main()

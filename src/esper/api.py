@@ -1,0 +1,55 @@
+"""The two calls that most programs need: grow a population, and load a grown network."""
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from esper.kasmina.export import load_network, read_topology
+from esper.leyline.config import Config, build_config
+from esper.leyline.errors import InputError
+from esper.leyline.protocols import PolicyClient
+from esper.leyline.task import Task
+from esper.simic.grow import grow as grow_run
+from esper.tamiyo.catalog import get_controller
+from esper.tasks.hosts import host_from
+
+
+def grow(
+    task: Task,
+    config: Config | None = None,
+    *,
+    controller: PolicyClient | str = "heuristic",
+    run: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Grow a population on a task, evaluate it on the test split, and write the run folder where one is named.
+
+    Without a config the task's own defaults hold. `controller` is a name, a schedule file or any `PolicyClient`. Returns
+    the summary, the object that `esper grow --json` prints. Raises InputError on bad input, before anything is written.
+    """
+    config = config or build_config(task.defaults, {"task": task.name})
+    if isinstance(controller, str):
+        config = config.model_copy(update={"controller": controller})
+        controller = get_controller(controller, config)
+    return grow_run(task, config, controller, Path(run) if run is not None else None, overwrite=overwrite)
+
+
+def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """A grown network, in evaluation mode, from the folder that a run or `esper export` wrote: (B, ...) -> (B, C).
+
+    `host` is the factory that the task was made with; hosts of Esper's own tasks are known by name. Nothing in the folder
+    is executed. Raises InputError where a file is missing, damaged, or does not fit.
+    """
+    path = Path(folder)
+    topology = read_topology(path)
+    if host is None:
+        named = topology["host"]
+        if named is None:
+            raise InputError(
+                f"{path} holds a network on a host of your own; pass its factory: esper.load(folder, host=...)"
+            )
+        host = host_from(named["name"], named["arguments"])
+    return load_network(path, host)

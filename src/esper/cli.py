@@ -1,0 +1,311 @@
+"""The `esper` command: reads arguments, calls the library, prints. torch is loaded by the commands that need it."""
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from esper.leyline.errors import InputError
+
+app = typer.Typer(
+    name="esper",
+    help="Grow neural networks: a population of small hosts, seeds planted in their slots, and the rule that decides.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+EXTRAS = {
+    "gym": ("gymnasium",),
+    "vision": ("torchvision", "PIL"),
+    "text": ("datasets",),
+    "web": ("starlette", "uvicorn"),
+    "tui": ("textual",),
+    "ray": ("ray",),
+    "export": ("tensorboard", "wandb", "mlflow"),
+}
+"""The modules that each extra of pyproject.toml brings."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and leave with its exit code: 0, 1 (failed), 2 (bad input) or 130 (interrupted)."""
+    try:
+        app(arguments)
+    except InputError as error:
+        _fail(error, 2)
+    except OSError as error:
+        _fail(error, 1)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        try:
+            typer.echo(f"esper {importlib.metadata.version('esper')}")
+        except importlib.metadata.PackageNotFoundError:
+            typer.echo("esper, run from its sources")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def grow(
+    task: Annotated[str, typer.Argument(help="A task of `esper tasks`.")],
+    controller: Annotated[str | None, typer.Option(help="never, random-valid, heuristic, or a schedule file.")] = None,
+    # numbers are taken as text, so that the config alone says what is accepted
+    envs: Annotated[str | None, typer.Option(metavar="E", help="Environments, twins not counted.")] = None,
+    steps: Annotated[str | None, typer.Option(metavar="T", help="Steps in an episode.")] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Run seed.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda[:i]", help="Where to run.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")] = None,
+    config_file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML to start from.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any key of `esper config`; may be repeated.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is in the folder.")] = False,
+    models: Annotated[str | None, typer.Option(metavar="all|best|none", help="Which networks to export.")] = None,
+    slots: Annotated[str | None, typer.Option(metavar="NAME,...", help="Slots that may be used.")] = None,
+    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Train never-grow twins beside.")] = None,
+) -> None:
+    """Grow a population on a task, compare it with its never-grow twins, and export the networks.
+
+    The task's own settings give way to FILE, that to --set, and that to the other options.
+    """
+    import torch
+
+    from esper.leyline.config import build_config, load_config_file, parse_setting
+    from esper.simic.grow import grow as run_population
+    from esper.tamiyo.catalog import get_controller
+    from esper.tasks.catalog import get_task
+
+    torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
+    chosen = get_task(task)
+    options = {
+        "controller": controller,
+        "envs": envs,
+        "steps": steps,
+        "seed": seed,
+        "device": device,
+        "models": models,
+        "slots": None if slots is None else [name.strip() for name in slots.split(",")],
+        "twin": twin,
+    }
+    config = build_config(
+        chosen.defaults,
+        {} if config_file is None else load_config_file(str(config_file)),
+        *(parse_setting(setting) for setting in settings or ()),
+        {name: value for name, value in options.items() if value is not None} | {"task": task},
+    )
+    client = get_controller(config.controller, config)
+    folder = run or Path("runs") / f"{task}-{Path(config.controller).stem}-s{config.seed}"
+
+    from rich.console import Console
+
+    from esper.karn.console import live, print_summary
+
+    with live(Console(stderr=True), config.steps, chosen.objective.metric) as watch:
+        summary = run_population(chosen, config, client, folder, watch, overwrite=overwrite)
+    if json_:
+        typer.echo(json.dumps(summary, indent=2, allow_nan=False))
+    else:
+        print_summary(summary, Console(), str(folder))
+    if summary["status"] == "interrupted":
+        raise typer.Exit(130)
+
+
+@app.command()
+def tasks() -> None:
+    """List the tasks, with their slots and menus."""
+    from esper.tasks.catalog import TASKS, get_task
+
+    for name in TASKS:
+        task = get_task(name)
+        sizes = ", ".join(
+            f"{split} {len(part.x):,}"
+            for split, part in (
+                ("train", task.train),
+                ("probe", task.probe),
+                ("validation", task.validation),
+                ("test", task.test),
+            )
+            if part is not None
+        )
+        typer.echo(f"{name}: {task.summary}")
+        typer.echo(f"  metric    {task.objective.metric}")
+        typer.echo(f"  examples  {sizes}")
+        typer.echo(f"  slots     {', '.join(f'{slot.name} (width {slot.width})' for slot in _slots(task))}")
+        typer.echo(f"  menu      {', '.join(task.menu)}")
+
+
+@app.command()
+def blueprints() -> None:
+    """List the blueprints: what each reads, and what it costs between two streams of width 16."""
+    from esper.kasmina.blueprints import BLUEPRINTS
+
+    rows = [("blueprint", "kind", "reads", "parameters", "summary")]
+    rows += [
+        (name, str(blueprint.kind), str(blueprint.tap), f"{blueprint.parameters(16, 16):,}", blueprint.summary)
+        for name, blueprint in BLUEPRINTS.items()
+    ]
+    _print_columns(rows)
+
+
+@app.command()
+def config(
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print the defaults as YAML, to start a file from.")] = False,
+) -> None:
+    """Print every configuration key with its default, its type and its meaning."""
+    from esper.leyline.config import Config, dump_config, reference
+
+    if yaml:
+        typer.echo(dump_config(Config()), nl=False)
+        return
+    rows = [("key", "default", "type", "meaning")]
+    rows += [(key, default, kind, meaning) for key, kind, default, meaning in reference()]
+    _print_columns(rows)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    env: Annotated[int | None, typer.Option(help="The network of this environment alone, straight into DIR.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; RUN-networks in this folder.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace networks that are in DIR.")] = False,
+) -> None:
+    """Copy the grown networks of a run elsewhere."""
+    from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY, read_topology
+    from esper.nissa.files import MODELS, is_run
+
+    if not is_run(run):
+        raise InputError(f"{run} is no run folder, as it holds no config.yaml; name one that `esper grow` wrote")
+    found = [
+        path
+        for path in sorted((run / MODELS).glob("env-*"))
+        if all((path / part).is_file() for part in (MODEL, PROGRAM, TOPOLOGY))
+    ]
+    if not found:
+        raise InputError(f"{run} holds no networks; run it to its end, with --models all or best")
+    sources = {Path(path.name): path for path in found}
+    if env is not None:
+        if Path(f"env-{env:03d}") not in sources:
+            raise InputError(f"{run} has no network of environment {env}; it has {', '.join(map(str, sources))}")
+        sources = {Path(): sources[Path(f"env-{env:03d}")]}
+    target = out or Path(f"{run.resolve().name}-networks")
+    topologies = {name: read_topology(path) for name, path in sources.items()}
+    _copy_networks(sources, target, overwrite)
+    for name, topology in topologies.items():
+        grew = ", ".join(f"{seed['blueprint']} at {seed['slot']}" for seed in topology["seeds"]) or "nothing grew"
+        typer.echo(f"{target / name}: {topology['parameters']:,} parameters, {grew}")
+
+
+@app.command()
+def doctor() -> None:
+    """Check that Esper can run here; the exit code is 1 where something is broken."""
+    failures = 0
+    for good, text in _checks():
+        failures += good is False
+        typer.echo(f"{'--' if good is None else 'ok' if good else 'FAIL':<5}{text}")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _checks() -> Iterator[tuple[bool | None, str]]:
+    """(whether it is well, or None for what may be missing; what was looked at)."""
+    yield (3, 11) <= sys.version_info < (3, 14), f"python {platform.python_version()} (3.11 to 3.13)"
+    import torch
+
+    for name in ("torch", "numpy", "safetensors", "scikit-learn"):
+        yield True, f"{name} {importlib.metadata.version(name)}"
+    yield True, f"{torch.get_num_threads()} threads (`esper grow` takes one)"
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            yield True, f"cuda:{index} {torch.cuda.get_device_name(index)}"
+    else:
+        yield None, "CUDA: torch sees no device; runs take the CPU"
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        yield None if missing else True, f"extra {extra}" + (f": pip install 'esper[{extra}]'" if missing else "")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "probe").write_text("probe")
+        yield True, f"can write to {tempfile.gettempdir()}"
+    except OSError as error:
+        yield False, f"cannot write to a temporary folder: {error.strerror}"
+    from esper.kasmina.blueprints import BLUEPRINTS, check
+
+    for name, blueprint in BLUEPRINTS.items():
+        try:
+            check(blueprint)
+            yield True, f"blueprint {name} passes its birth checks"
+        except InputError as error:
+            yield False, f"blueprint {name}: {error}"
+
+
+def _is_network(folder: Path) -> bool:
+    """Whether a folder holds an exported network and nothing else."""
+    from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY
+
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return TOPOLOGY in names and names <= {MODEL, PROGRAM, TOPOLOGY}
+
+
+def _copy_networks(sources: Mapping[Path, Path], target: Path, overwrite: bool) -> None:
+    """Copy folders into `target`, under the names given: all of them, or `target` stays as it was."""
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file; name a folder with --out")
+    content = list(target.iterdir()) if target.exists() else []
+    if content and not overwrite:
+        raise InputError(f"{target} is not empty; name another folder with --out, or replace it with --overwrite")
+    if not _is_network(target) and not all(_is_network(path) for path in content):
+        raise InputError(f"{target} holds other files than networks; name another folder with --out")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+            new, old = Path(scratch) / "new", Path(scratch) / "old"
+            for name, path in sources.items():
+                shutil.copytree(path, new / name)
+            if target.exists():
+                target.rename(old)
+            try:
+                new.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
+    except OSError as error:
+        raise InputError(f"cannot write to {target}: {error.strerror}; name another folder with --out") from None
+
+
+def _slots(task: Any) -> Any:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        return task.host().slots
+
+
+def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Rows of cells as aligned columns; the last column is as long as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _fail(error: Exception, code: int) -> None:
+    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    raise SystemExit(code)

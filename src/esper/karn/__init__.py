@@ -1,0 +1,1 @@
+"""Karn: the windows. What a person sees of a run."""

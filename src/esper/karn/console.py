@@ -1,0 +1,175 @@
+"""The terminal: how a run is getting on, and the table at its end."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from esper.leyline.stages import Stage
+from esper.leyline.view import Seeds, View
+
+SHOWN = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+
+
+class Bar:
+    """A progress bar, for a terminal."""
+
+    def __init__(self, console: Console, steps: int, metric: str) -> None:
+        self._metric = metric
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=console,
+        )
+        self._task = self._progress.add_task("grow", total=steps, figures="")
+
+    def step(self, view: View, eps: float) -> None:
+        """Move on by one step."""
+        self._progress.update(self._task, advance=1, figures=figures(view, eps, self._metric))
+
+    def note(self, text: str) -> None:
+        """A line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+class Lines:
+    """Plain lines, for a file or a pipe: the first step, the last, and one every few seconds between them."""
+
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        metric: str,
+        seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._steps, self._metric = console, steps, metric
+        self._seconds, self._clock = seconds, clock
+        self._done = 0
+        self._due = -math.inf
+
+    def step(self, view: View, eps: float) -> None:
+        """Print a line if it is the first, the last, or due."""
+        self._done += 1
+        now = self._clock()
+        if now >= self._due or self._done == self._steps:
+            self._due = now + self._seconds
+            self.note(f"step {self._done}/{self._steps}  {figures(view, eps, self._metric)}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+
+def live(console: Console, steps: int, metric: str) -> Bar | Lines:
+    """A bar where there is a terminal that can move its cursor, whatever the environment forces; lines elsewhere."""
+    bar = console.file.isatty() and not console.is_dumb_terminal
+    return Bar(console, steps, metric) if bar else Lines(console, steps, metric)
+
+
+def figures(view: View, eps: float, metric: str) -> str:
+    """Speed, mean metric on the probe split, and seeds by stage, in one line."""
+    mean = float(np.mean(view.measurements.metric))
+    seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
+    return f"{eps:,.0f} EPS  {metric} {mean:.4f}  seeds: {seeds}"
+
+
+def by_stage(seeds: Seeds) -> dict[str, int]:
+    """How many seeds of the whole population are in each stage that a step ends in, leaving out empty ones."""
+    counts = np.bincount(seeds.stage.ravel(), minlength=len(Stage))
+    return {stage.name.lower(): int(counts[stage]) for stage in SHOWN if counts[stage]}
+
+
+def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
+    """The closing table of a run, from its summary: hosts against grown networks, and what grew where."""
+    head = f"{summary['task']}, {summary['controller']}: {summary['envs']} environments, "
+    head += f"{summary['steps_done']} of {summary['steps']} steps, seed {summary['seed']}, {summary['device']}"
+    _print(console, head if summary["status"] == "finished" else f"{head}, {summary['status']}")
+    console.print(comparison(summary))
+    for line in (*growth(summary), *_closing(summary, folder)):
+        _print(console, line)
+
+
+def comparison(summary: Mapping[str, Any]) -> Table:
+    """Hosts (the never-grow twins), grown networks, and the paired difference, as mean ± standard error."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(("", "host", "grown", "difference")):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    metric = summary["metric"]
+    for label, key in ((f"test {metric}", f"test_{metric}"), ("test objective J", "test_objective")):
+        host, grown = summary[key]["host"], summary[key]["grown"]
+        paired = None if host is None else [_minus(g, h) for g, h in zip(grown, host, strict=True)]
+        cells = (_estimate(host, ".4f"), _estimate(grown, ".4f"), _estimate(paired, "+.4f"))
+        table.add_row(label, *(Text(cell) for cell in cells))
+    host_params = summary["host_params"]
+    added = [params - host_params for params in summary["grown_params"]]
+    table.add_row(
+        "parameters", f"{host_params:,}", _estimate(summary["grown_params"], ",.0f"), _estimate(added, "+,.0f")
+    )
+    return table
+
+
+def growth(summary: Mapping[str, Any]) -> list[str]:
+    """What grew where, the most frequent first, and what became of the other seeds; one line each."""
+    envs, seeds = summary["envs"], summary["seeds"]
+    counts = Counter((blueprint, slot) for grown in summary["grown"] for slot, blueprint in grown.items())
+    lines = [f"{blueprint} at {slot} in {count} of {envs}" for (blueprint, slot), count in counts.most_common()]
+    lines = [f"grew: {line}" if index == 0 else f"      {line}" for index, line in enumerate(lines)] or [
+        "grew: nothing"
+    ]
+    fates = ", ".join(f"{seeds[name]} {name}" for name in ("germinated", "fossilized", "pruned", "unfinished"))
+    left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
+    return [*lines, f"seeds: {fates}{left_out}"]
+
+
+def mean_and_error(values: Sequence[float | None] | None) -> tuple[float, float]:
+    """Mean and its standard error, s / sqrt(n), of the values that were measured; nan where there are too few."""
+    measured = np.array([value for value in values or () if value is not None], float)
+    mean = float(measured.mean()) if measured.size else math.nan
+    error = float(measured.std(ddof=1)) / math.sqrt(measured.size) if measured.size > 1 else math.nan
+    return mean, error
+
+
+def _estimate(values: Sequence[float | None] | None, form: str) -> str:
+    mean, error = mean_and_error(values)
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:{form}}" if math.isnan(error) else f"{mean:{form}} ± {error:{form.lstrip('+')}}"
+
+
+def _minus(grown: float | None, host: float | None) -> float | None:
+    return None if grown is None or host is None else grown - host
+
+
+def _closing(summary: Mapping[str, Any], folder: str | None) -> list[str]:
+    eps = summary["env_steps_per_second"]
+    speed = "" if eps is None else f", {eps:,.0f} environment steps per second ({summary['rows']} rows)"
+    lines = [f"took: {summary['seconds']:.1f} seconds{speed}"]
+    return lines if folder is None else [*lines, f"run folder: {folder}"]
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,42 @@
+"""Where a run took place: environment.json."""
+
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import torch
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device, git revision of the working directory, and the command line."""
+    return {
+        "esper": version("esper"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "numpy", "safetensors", "scikit-learn")},
+        "platform": platform.platform(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "git_revision": git_revision(),
+        "command": sys.argv,
+    }
+
+
+def version(distribution: str) -> str | None:
+    """The installed version, or None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git_revision() -> str | None:
+    """The commit of the working directory, with '-dirty' after it where files differ; None where there is none."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None

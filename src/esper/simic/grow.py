@@ -1,0 +1,196 @@
+"""The run: a population grown under a controller, and the folder that remains of it."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+
+import numpy as np
+
+from esper.kasmina.export import save_network
+from esper.leyline.actions import Op
+from esper.leyline.config import Config, dump_config
+from esper.leyline.errors import InputError
+from esper.leyline.protocols import PolicyClient
+from esper.leyline.task import Split, Task
+from esper.leyline.view import Floats, View
+from esper.nissa.events import RunRow
+from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, MODELS, SUMMARY, check_folder, create_folder, write_atomic
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import JsonLines
+from esper.simic.environment import describe_environment
+from esper.simic.interrupt import Interrupt
+from esper.simic.rewards import objective
+from esper.tolaria.engine import VectorizedEngine
+
+Summary = dict[str, Any]
+"""The final figures, as they stand in summary.json: strict JSON, null where something was not measured."""
+
+
+class Pair(TypedDict):
+    """One quantity over environments, of the never-grow twins (None without twins) and of the grown networks."""
+
+    host: list[float | None] | None
+    grown: list[float | None]
+
+
+class Watch(Protocol):
+    """Who looks on while a population grows."""
+
+    def step(self, view: View, eps: float) -> None:
+        """A step is done; `eps` are the rows stepped per second so far, twins included."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something else begins."""
+        ...
+
+
+class Silent:
+    """A Watch that looks away."""
+
+    def step(self, view: View, eps: float) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+def grow(
+    task: Task,
+    config: Config,
+    client: PolicyClient,
+    folder: Path | None = None,
+    watch: Watch | None = None,
+    *,
+    overwrite: bool = False,
+) -> Summary:
+    """Grow a population on a task for one episode, evaluate what came out on the test split, and export it.
+
+    Without a folder nothing is written. What was asked for is checked first, so that bad input (InputError) leaves
+    nothing behind. SIGINT ends the growth after the step it fell in; what is done so far is evaluated and exported.
+    """
+    started = time.perf_counter()
+    watch = watch or Silent()
+    if task.test is None:
+        raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
+    if folder is not None:
+        check_folder(folder, overwrite)
+    outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
+    with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
+        engine = VectorizedEngine(task.sealed(), config, hub)
+        if folder is not None:
+            create_folder(folder, overwrite)
+            write_atomic(folder / CONFIG, dump_config(config))
+            write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
+
+        view = engine.reset()
+        host_params = int(view.host_params[0])
+        hub.emit(_run_row(engine, config, host_params, "running"))
+        germinated = steps = 0
+        stepping = time.perf_counter()
+        while steps < config.steps and not interrupt.asked:
+            view, outcome = engine.step(client.act(view))
+            client.store(outcome)
+            germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
+            steps += 1
+            watch.step(view, engine.rows * steps / (time.perf_counter() - stepping))
+        stepped = time.perf_counter() - stepping
+        client.update()
+        status = "finished" if steps == config.steps else "interrupted"
+        if status == "interrupted":
+            watch.note(f"interrupted after {steps} of {config.steps} steps; evaluating what is done so far")
+
+        name = task.objective.metric
+        test = _evaluate(engine, config, name, task.test, host_params)
+        validation = _evaluate(engine, config, name, task.validation, host_params)
+        networks = [engine.export(env) for env in range(config.envs)]
+        exported = _chosen(config, validation["objective"]["grown"]) if folder is not None else []
+        if folder is not None and exported:
+            watch.note(f"exporting {len(exported)} network{'s' * (len(exported) > 1)}")
+            for env in exported:
+                save_network(folder / MODELS / f"env-{env:03d}", *networks[env], task.probe.x[:2].cpu())
+
+        grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for _, topology in networks]
+        unfinished = [list(topology["unfinished"]) for _, topology in networks]
+        kept, left = sum(map(len, grown)), sum(map(len, unfinished))
+        summary: Summary = {
+            "status": status,
+            "task": config.task,
+            "controller": config.controller,
+            "envs": config.envs,
+            "steps": config.steps,
+            "steps_done": steps,
+            "seed": config.seed,
+            "device": str(engine.device),
+            "rows": engine.rows,
+            "metric": name,
+            "host_params": host_params,
+            "grown_params": engine.exported_params()[: config.envs].tolist(),
+            **{f"test_{name}": pair for name, pair in test.items()},
+            **{f"validation_{name}": pair for name, pair in validation.items()},
+            "seeds": {
+                "germinated": germinated,
+                "fossilized": kept,
+                "unfinished": left,
+                "pruned": germinated - kept - left,
+            },
+            "grown": grown,
+            "unfinished": unfinished,
+            "exported": exported,
+            "seconds": round(time.perf_counter() - started, 3),
+            "env_steps_per_second": round(engine.rows * steps / stepped, 1) if steps else None,
+            "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
+        }
+        hub.emit(_run_row(engine, config, host_params, status))
+        hub.flush()
+        if folder is not None:
+            write_atomic(folder / SUMMARY, to_json(summary))
+    return summary
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON for people: indented, and a ValueError rather than a NaN."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def _evaluate(engine: VectorizedEngine, config: Config, name: str, split: Split, host_params: int) -> dict[str, Pair]:
+    """The metric under its name, the loss and the objective J of every host and grown network on a split."""
+    metric, loss = engine.evaluate(split)
+    value = metric if config.reward.objective == "metric" else -loss
+    added = engine.exported_params() - host_params
+    return {
+        name: _pair(metric, config),
+        "loss": _pair(loss, config),
+        "objective": _pair(objective(value, added, host_params, config.reward.rent), config),
+    }
+
+
+def _pair(values: Floats, config: Config) -> Pair:
+    """Values over rows, environments first and then their twins, with None for nan."""
+    plain = [None if np.isnan(value) else float(value) for value in values]
+    return Pair(host=plain[config.envs :] if config.twin else None, grown=plain[: config.envs])
+
+
+def _chosen(config: Config, scores: list[float | None]) -> list[int]:
+    """The environments whose networks are exported; the best is the one of the highest J on the validation split."""
+    if config.models == "none":
+        return []
+    if config.models == "best":
+        return [max(range(config.envs), key=lambda env: (scores[env] is not None, scores[env] or 0.0))]
+    return list(range(config.envs))
+
+
+def _run_row(engine: VectorizedEngine, config: Config, host_params: int, status: Any) -> RunRow:
+    return RunRow(
+        status=status,
+        task=config.task,
+        controller=config.controller,
+        envs=config.envs,
+        steps=config.steps,
+        seed=config.seed,
+        device=str(engine.device),
+        slots=engine.space.slots,
+        blueprints=[blueprint.name for blueprint in engine.space.blueprints],
+        host_params=host_params,
+    )

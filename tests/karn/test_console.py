@@ -1,0 +1,149 @@
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from esper.karn.console import Bar, Lines, by_stage, figures, growth, live, mean_and_error, print_summary
+from esper.leyline.stages import Stage
+from esper.leyline.view import Measurements, Seeds, View
+
+SUMMARY = {
+    "status": "finished",
+    "task": "digits",
+    "controller": "heuristic",
+    "envs": 3,
+    "steps": 24,
+    "steps_done": 24,
+    "seed": 0,
+    "device": "cpu",
+    "rows": 6,
+    "metric": "accuracy",
+    "host_params": 1000,
+    "grown_params": [1500, 1500, 1000],
+    "test_accuracy": {"host": [0.8, 0.7, 0.9], "grown": [0.9, 0.8, 0.9]},
+    "test_objective": {"host": [0.8, 0.7, 0.9], "grown": [0.86, 0.76, 0.9]},
+    "seeds": {"germinated": 4, "fossilized": 2, "unfinished": 1, "pruned": 1},
+    "grown": [{"a": "mlp"}, {"a": "mlp", "[b]": "low"}, {}],
+    "unfinished": [[], [], ["a"]],
+    "seconds": 1.25,
+    "env_steps_per_second": 1234.5,
+}
+
+
+def view(stage: list[list[Stage]]) -> View:
+    array = np.array(stage, np.int8)
+    seeds = Seeds(array, *(np.zeros_like(array) for _ in Seeds._fields[1:]))
+
+    measured = Measurements(**dict.fromkeys(Measurements._fields) | {"metric": np.array([0.5, 0.75])})
+    return View(**dict.fromkeys(View._fields) | {"seeds": seeds, "measurements": measured})
+
+
+GROWING = view([[Stage.TRAINING, Stage.DORMANT], [Stage.HOLDING, Stage.TRAINING]])
+
+
+def printed(summary: dict, **over: object) -> str:
+    file = io.StringIO()
+    print_summary(summary | over, Console(file=file, width=80), "runs/x")
+    return file.getvalue()
+
+
+def cells(text: str, label: str) -> str:
+    return next(line for line in text.splitlines() if line.strip().startswith(label))
+
+
+def test_the_table_holds_means_with_standard_errors():
+    text = printed(SUMMARY)
+    assert "0.8000 ± 0.0577" in cells(text, "test accuracy")
+    assert "0.8667 ± 0.0333" in cells(text, "test accuracy")
+    assert "1,000" in cells(text, "parameters")
+    assert "1,333 ± 167" in cells(text, "parameters")
+
+
+def test_the_difference_is_paired_over_environments():
+    assert "+0.0667 ± 0.0333" in cells(printed(SUMMARY), "test accuracy")
+
+
+def test_without_twins_there_is_no_host_and_no_difference():
+    text = printed(SUMMARY, test_accuracy={"host": None, "grown": [0.9, 0.8, 0.9]})
+    assert cells(text, "test accuracy").split()[2] == "-"
+    assert cells(text, "test accuracy").split()[-1] == "-"
+
+
+def test_a_value_that_was_not_measured_is_left_out_of_the_mean():
+    text = printed(SUMMARY, test_accuracy={"host": [None, 0.7, 0.9], "grown": [0.9, 0.8, 0.9]})
+    assert "0.8000 ± 0.1000" in cells(text, "test accuracy")
+    assert "+0.0500 ± 0.0500" in cells(text, "test accuracy")
+
+
+def test_one_environment_has_no_standard_error():
+    text = printed(SUMMARY, test_accuracy={"host": [0.5], "grown": [0.75]})
+    assert cells(text, "test accuracy").split() == ["test", "accuracy", "0.5000", "0.7500", "+0.2500"]
+
+
+def test_what_grew_where_is_counted_and_names_are_printed_as_they_are():
+    assert growth(SUMMARY)[:2] == ["grew: mlp at a in 2 of 3", "      low at [b] in 1 of 3"]
+    assert "low at [b] in 1 of 3" in printed(SUMMARY)
+
+
+def test_nothing_grown_is_said():
+    assert growth(SUMMARY | {"grown": [{}, {}, {}]})[0] == "grew: nothing"
+
+
+def test_seconds_speed_and_folder_are_printed():
+    text = printed(SUMMARY)
+    assert "1.2 seconds, 1,234 environment steps per second (6 rows)" in text
+    assert "runs/x" in text
+
+
+def test_an_interrupted_run_says_so_and_how_far_it_came():
+    head = printed(SUMMARY, status="interrupted", steps_done=0, env_steps_per_second=None).splitlines()[0]
+    assert "0 of 24 steps" in head
+    assert "interrupted" in head
+
+
+@pytest.mark.parametrize(("values", "expected"), [([1.0, 3.0], (2.0, 1.0)), ([2.0, None, 2.0], (2.0, 0.0))])
+def test_mean_and_standard_error(values, expected):
+    assert mean_and_error(values) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("values", [None, [], [None]])
+def test_of_nothing_there_is_no_mean(values):
+    assert all(math.isnan(value) for value in mean_and_error(values))
+
+
+def test_seeds_are_counted_by_stage_over_the_population():
+    assert by_stage(GROWING.seeds) == {"training": 2, "holding": 1}
+
+
+def test_a_line_has_speed_metric_and_seeds():
+    assert figures(GROWING, 1234.5, "accuracy") == "1,234 EPS  accuracy 0.6250  seeds: 2 training, 1 holding"
+
+
+def test_a_pipe_gets_the_first_line_the_last_and_those_that_are_due():
+    file, now = io.StringIO(), iter([0.0, 1.0, 2.0, 6.0, 7.0, 8.0])
+    with Lines(Console(file=file), 6, "accuracy", seconds=5.0, clock=lambda: next(now)) as lines:
+        for _ in range(6):
+            lines.step(GROWING, 10.0)
+    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/6", "4/6", "6/6"]
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert isinstance(live(Console(file=Terminal(), _environ={"TERM": "xterm"}), 3, "accuracy"), Bar)
+    assert isinstance(live(Console(file=Terminal(), _environ={"TERM": "dumb"}), 3, "accuracy"), Lines)
+    assert isinstance(live(Console(file=io.StringIO(), force_terminal=True), 3, "accuracy"), Lines)
+
+
+def test_the_bar_shows_figures_and_notes():
+    file = io.StringIO()
+    with Bar(Console(file=file, force_terminal=True, width=120, _environ={"TERM": "xterm"}), 2, "accuracy") as bar:
+        bar.step(GROWING, 10.0)
+        bar.note("exporting [b]")
+        bar.step(GROWING, 10.0)
+    assert "accuracy 0.6250" in file.getvalue()
+    assert "exporting [b]" in file.getvalue()

@@ -1,0 +1,274 @@
+"""The `esper` command, run in this process; where signals or streams matter, in one of its own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from esper.cli import main
+from esper.leyline.config import Config, build_config, reference
+
+QUICK = ["--envs", "2", "--steps", "3", "--set", "data.batches_per_step=2", "--models", "none"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Every test runs in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def esper(capsys):
+    """Runs the command; gives (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return end.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """A run whose two networks were exported."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    with pytest.raises(SystemExit) as end:
+        main(["grow", "spirals", *QUICK, "--models", "all", "--run", str(folder)])
+    assert not end.value.code
+    return folder
+
+
+def files(folder: Path = Path()) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_grow_prints_the_closing_table_on_stdout_and_progress_on_stderr(esper):
+    code, out, err = esper("grow", "spirals", *QUICK)
+    assert code == 0
+    assert "test accuracy" in out
+    assert "grew:" in out
+    assert "step 1/3" in err
+    assert "step 3/3" in err
+    assert "step" not in out.split("grew:")[0].replace("3 of 3 steps", "")
+
+
+def test_the_default_folder_is_named_after_task_controller_and_seed(esper):
+    esper("grow", "spirals", *QUICK, "--controller", "never", "--seed", "7")
+    assert os.listdir("runs") == ["spirals-never-s7"]
+
+
+def test_a_schedule_names_the_folder_by_its_stem(esper):
+    Path("plans").mkdir()
+    Path("plans/early.yaml").write_text("- {at: 0, op: germinate, slot: block0, blueprint: bypass-mlp}\n")
+    code, _, err = esper("grow", "spirals", *QUICK, "--controller", "plans/early.yaml")
+    assert (code, os.listdir("runs")) == (0, ["spirals-early-s0"]), err
+
+
+def test_json_prints_the_summary_and_nothing_else_on_stdout(esper):
+    code, out, _ = esper("grow", "spirals", *QUICK, "--json", "--run", "here")
+    assert code == 0
+    assert json.loads(out, parse_constant=pytest.fail) == json.loads(Path("here/summary.json").read_text())
+
+
+def test_options_go_before_set_before_file_before_the_task(esper):
+    Path("c.yaml").write_text("{envs: 3, steps: 5, seed: 5, data: {batches_per_step: 1, batch: 32}}")
+    code, _, err = esper(
+        *("grow", "spirals", "--config", "c.yaml", "--set", "steps=2", "--set", "seed=6", "--seed", "7"),
+        *("--models", "none", "--run", "r"),
+    )
+    assert code == 0, err
+    config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
+    assert (config.task, config.envs, config.steps, config.seed) == ("spirals", 3, 2, 7)
+    assert (config.data.batch, config.data.batches_per_step) == (32, 1)
+
+
+def test_a_run_can_be_repeated_from_its_config(esper):
+    esper("grow", "spirals", *QUICK, "--no-twin", "--slots", "block0,block1", "--run", "a")
+    esper("grow", "spirals", "--config", "a/config.yaml", "--run", "b")
+    assert Path("a/config.yaml").read_text() == Path("b/config.yaml").read_text()
+    config = build_config(yaml.safe_load(Path("b/config.yaml").read_text()))
+    assert (config.twin, config.slots) == (False, ("block0", "block1"))
+
+
+BAD = {
+    "task": (["grow", "nowhere"], "'nowhere'"),
+    "controller": (["grow", "spirals", "--controller", "oracle"], "'oracle'"),
+    "controller file": (["grow", "spirals", "--controller", "absent.yaml"], "absent.yaml"),
+    "key": (["grow", "spirals", "--set", "nope=1"], "'nope'"),
+    "value": (["grow", "spirals", "--set", "data.batch=many"], "data.batch"),
+    "form of --set": (["grow", "spirals", "--set", "envs"], "key=value"),
+    "no environments": (["grow", "spirals", "--envs", "0"], "envs"),
+    "no steps": (["grow", "spirals", "--steps", "0"], "steps"),
+    "no number": (["grow", "spirals", "--envs", "many"], "'many'"),
+    "seed": (["grow", "spirals", "--seed", "-1"], "seed"),
+    "device": (["grow", "spirals", "--device", "tpu"], "'tpu'"),
+    "cuda": (["grow", "spirals", "--device", "cuda:99"], "cuda:99"),
+    "models": (["grow", "spirals", "--models", "some"], "'some'"),
+    "slot": (["grow", "spirals", "--slots", "nowhere"], "'nowhere'"),
+    "blueprint": (["grow", "spirals", "--set", "blueprints=[nothing]"], "'nothing'"),
+    "batch": (["grow", "spirals", "--set", "data.batch=99999"], "99999"),
+    "config file": (["grow", "spirals", "--config", "absent.yaml"], "absent.yaml"),
+    "folder with other files": (["grow", "spirals", "--run", "mine"], "mine"),
+    "folder under a file": (["grow", "spirals", "--run", "mine/notes.txt/run"], "notes.txt"),
+    "export of no run": (["export", "mine"], "mine"),
+    "export of nothing": (["export", "absent"], "absent"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "names"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_sentence_and_nothing_is_written(esper, arguments, names):
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("mine")
+    code, out, err = esper(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert names in err
+    assert files() == ["mine", "mine/notes.txt"]
+
+
+@pytest.mark.parametrize("arguments", [["grow"], ["grow", "spirals", "--nope"], ["nope"]])
+def test_wrong_usage_is_told_on_stderr(esper, arguments):
+    code, out, err = esper(*arguments)
+    assert (code, out) == (2, "")
+    assert "Error" in err
+
+
+def test_a_run_is_replaced_only_when_asked(esper):
+    esper("grow", "spirals", *QUICK, "--run", "r", "--seed", "1")
+    code, _, err = esper("grow", "spirals", *QUICK, "--run", "r", "--seed", "2")
+    assert (code, json.loads(Path("r/summary.json").read_text())["seed"]) == (2, 1)
+    assert "--overwrite" in err
+    code, _, _ = esper("grow", "spirals", *QUICK, "--run", "r", "--seed", "2", "--overwrite")
+    assert (code, json.loads(Path("r/summary.json").read_text())["seed"]) == (0, 2)
+
+
+def test_a_bad_option_does_not_cost_the_run_that_was_to_be_overwritten(esper):
+    esper("grow", "spirals", *QUICK, "--run", "r")
+    before = files()
+    code, _, _ = esper("grow", "spirals", "--run", "r", "--overwrite", "--slots", "nowhere")
+    assert (code, files()) == (2, before)
+
+
+def test_tasks_are_listed_with_slots_and_menus(esper):
+    code, out, _ = esper("tasks")
+    assert code == 0
+    assert {line.split(":")[0] for line in out.splitlines() if not line.startswith(" ")} >= {"digits", "spirals"}
+    assert "block0 (width 16)" in out
+    assert "bypass-mlp" in out
+
+
+def test_blueprints_are_listed_with_their_cost(esper):
+    from esper.kasmina.blueprints import BLUEPRINTS
+
+    code, out, _ = esper("blueprints")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:]] == list(BLUEPRINTS)
+
+
+def test_config_lists_every_key(esper):
+    code, out, _ = esper("config")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:]] == [row[0] for row in reference()]
+
+
+def test_config_as_yaml_can_be_read_back(esper):
+    _, out, _ = esper("config", "--yaml")
+    assert build_config(yaml.safe_load(out)) == Config()
+
+
+def test_doctor_finds_nothing_wrong(esper):
+    code, out, _ = esper("doctor")
+    assert code == 0, out
+    assert "FAIL" not in out
+    assert "bypass-mlp passes its birth checks" in out
+
+
+def test_export_copies_every_network(esper, exported):
+    code, out, _ = esper("export", str(exported), "--out", "deep/nets")
+    assert code == 0
+    assert files(Path("deep/nets")) == files(exported / "models")
+    assert out.count("\n") == 2
+
+
+def test_export_of_one_environment_goes_straight_into_the_folder(esper, exported):
+    esper("export", str(exported), "--env", "1", "--out", "net")
+    assert files(Path("net")) == ["model.pt2", "model.safetensors", "topology.json"]
+    assert Path("net/model.pt2").read_bytes() == (exported / "models" / "env-001" / "model.pt2").read_bytes()
+
+
+def test_export_goes_to_a_folder_named_after_the_run(esper, exported):
+    esper("export", str(exported))
+    assert os.listdir() == ["run-networks"]
+
+
+def test_export_replaces_networks_only_when_asked(esper, exported):
+    esper("export", str(exported), "--out", "nets")
+    code, _, err = esper("export", str(exported), "--env", "0", "--out", "nets")
+    assert code == 2
+    assert "--overwrite" in err
+    assert files(Path("nets")) == files(exported / "models")
+    code, _, _ = esper("export", str(exported), "--env", "0", "--out", "nets", "--overwrite")
+    assert (code, len(files(Path("nets")))) == (0, 3)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "nets/topology.json"])
+def test_export_never_replaces_other_files(esper, exported, name):
+    Path("nets").mkdir()
+    Path("nets/notes.txt").write_text("mine")
+    Path(name).touch()
+    before = files()
+    code, _, err = esper("export", str(exported), "--out", "nets", "--overwrite")
+    assert (code, files()) == (2, before)
+    assert "nets" in err
+
+
+def test_export_names_the_networks_there_are(esper, exported):
+    code, _, err = esper("export", str(exported), "--env", "9", "--out", "nets")
+    assert (code, files()) == (2, [])
+    assert "env-000, env-001" in err
+
+
+def test_export_of_a_run_without_networks_says_so(esper):
+    esper("grow", "spirals", *QUICK, "--run", "r")
+    code, _, err = esper("export", "r")
+    assert code == 2
+    assert "no networks" in err
+
+
+def test_ctrl_c_ends_the_run_with_what_is_done(tmp_path):
+    arguments = ["grow", "spirals", "--envs", "2", "--steps", "1000000", "--models", "none", "--run", "r", "--json"]
+    command = [sys.executable, "-m", "esper", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("step 1/")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    summary = json.loads(out)
+    assert summary == json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 0 < summary["steps_done"] < summary["steps"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell that can limit the size of files")
+def test_a_full_disk_is_one_sentence_and_exit_code_1(tmp_path):
+    grow = f"{sys.executable} -m esper grow spirals --envs 2 --steps 1000 --models none --run r"
+    limited = ["bash", "-c", f"ulimit -f 8; exec {grow}"]  # no file of more than 8 KiB
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"error: cannot write {Path('r/events.jsonl')}: ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "r" / "summary.json").exists()

@@ -1,0 +1,78 @@
+"""What the repository says about itself."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from esper.cli import EXTRAS
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCES = sorted((ROOT / "src" / "esper").rglob("*.py"))
+DISTRIBUTIONS = {"PIL": "pillow", "mlflow": "mlflow-skinny"}
+"""Of modules that have another name than what pip installs."""
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=~! ]", requirement)[0].lower() for requirement in requirements}
+
+
+def test_doctor_knows_every_extra_and_what_it_brings():
+    extras = {name: distributions(needs) for name, needs in PROJECT["project"]["optional-dependencies"].items()}
+    del extras["dev"]
+    assert {name: {DISTRIBUTIONS.get(m, m) for m in modules} for name, modules in EXTRAS.items()} == extras
+
+
+def test_the_import_contracts_speak_of_every_package():
+    contracts = PROJECT["tool"]["importlinter"]["contracts"]
+    spoken = {
+        module
+        for contract in contracts
+        for module in (*contract.get("source_modules", ()), *contract.get("modules", ()))
+    }
+    packages = {f"esper.{path.parent.name}" for path in (ROOT / "src" / "esper").glob("*/__init__.py")}
+    assert packages == spoken
+
+
+def test_the_version_is_in_the_changelog_or_unreleased():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in changelog or f"## [{PROJECT['project']['version']}]" in changelog
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
+def test_nothing_loads_a_pickle(path):
+    assert not re.search(r"\bpickle\b|torch\.load\(|joblib", path.read_text())
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.name == "__init__.py"], ids=lambda path: path.parent.name
+)
+def test_every_package_says_what_it_is_in_one_line(path):
+    first = path.read_text().splitlines()[0]
+    assert first.startswith('"""')
+
+
+def test_every_module_can_be_imported_without_an_extra():
+    names = [
+        ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        for path in SOURCES
+        if path.name != "__main__.py"
+    ]
+    block = [module for modules in EXTRAS.values() for module in modules if module != "PIL"]  # torch may look for it
+    code = f"import sys, importlib\nsys.modules.update(dict.fromkeys({block}))\n"
+    code += f"for name in {names}: importlib.import_module(name)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config"], ["--version"]])
+def test_what_needs_no_torch_does_not_load_it(arguments):
+    code = (
+        "import sys\nfrom esper.cli import main\n"
+        f"try: main({arguments})\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
