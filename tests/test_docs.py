@@ -1,0 +1,59 @@
+"""What the documents show runs, and what they list is what there is."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from esper.kasmina.blueprints import BLUEPRINTS
+from esper.leyline.config import reference
+from esper.tamiyo.schedule import load_schedule
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("esper.kasmina.blueprints.catalog.BLUEPRINTS", BLUEPRINTS)
+    known = dict(BLUEPRINTS)
+    namespace = {}
+    try:
+        for index, block in enumerate(blocks(page, "python")):
+            exec(compile(block, f"{page.name}, block {index}", "exec"), namespace)
+        assert namespace["summary"]["status"] == "finished"
+    finally:
+        BLUEPRINTS.clear()
+        BLUEPRINTS.update(known)
+
+
+def test_the_schedule_of_the_readme_is_valid(tmp_path):
+    (block,) = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "schedule.yaml").write_text(block)
+    assert len(load_schedule(tmp_path / "schedule.yaml").entries) == len(yaml.safe_load(block)) == 2
+
+
+def test_an_own_task_takes_under_twenty_lines():
+    (block,) = [block for block in blocks(ROOT / "README.md", "python") if "esper.task(" in block]
+    assert len([line for line in block.splitlines() if line.strip()]) < 20
+
+
+def test_the_config_page_lists_every_key_with_its_default_and_meaning():
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    rows = [
+        f"| `{key}` | `{default}` | {kind.replace('|', 'or')} | {text} |" for key, kind, default, text in reference()
+    ]
+    listed = [line for line in page.splitlines() if line.startswith("| `")]
+    assert listed == rows, "run python scripts/write_config_page.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
