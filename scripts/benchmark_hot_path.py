@@ -71,7 +71,7 @@ def bare_step(task: Task, envs: int, device: str) -> Callable[[], None]:
     generator = np.random.default_rng(0)
 
     def step() -> None:
-        order = permutations(generator.integers(2**62, size=rows), len(y), torch.device(device))
+        order = permutations(generator.integers(2**62, size=rows), np.full(rows, len(y)), torch.device(device))
         for batch in range(BATCHES):
             start = batch % per_epoch * BATCH
             index = order[:, start : start + BATCH].reshape(-1)

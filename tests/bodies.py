@@ -25,7 +25,7 @@ def make_body(rows=4, menu=ALL, *, width=8, hidden=(3, 5), inputs=6, dtype=torch
     body = Body(host, entries, max(rows, 2), torch.zeros(2, inputs, dtype=dtype), **options)
     for row in range(max(rows, 2)):
         with drawn_with(100 + row):
-            body.plant_host(row, host())
+            body.plant_host([row], host(), torch.zeros(2, inputs, dtype=dtype), 3)
     return body
 
 

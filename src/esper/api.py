@@ -11,14 +11,14 @@ from esper.kasmina.export import load_network, read_topology
 from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
-from esper.leyline.task import Task
+from esper.leyline.task import AnyTask
 from esper.simic.grow import grow as grow_run
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.hosts import host_from
 
 
 def grow(
-    task: Task,
+    task: AnyTask,
     config: Config | None = None,
     *,
     controller: PolicyClient | str = "heuristic",

@@ -46,13 +46,13 @@ def test_numpy_and_torch_hash_alike(values):
 def test_numpy_and_torch_sort_into_the_same_permutations():
     keys = key(0, Purpose.ORDER, np.arange(5))
     hashes = mix(torch.from_numpy(keys)[:, None] ^ mix(torch.arange(97))[None])
-    assert torch.equal(permutations(keys, 97, CPU), hashes.argsort(dim=1))
+    assert torch.equal(permutations(keys, np.full(len(keys), 97), CPU), hashes.argsort(dim=1))
 
 
 @given(keys=st.lists(INT64, min_size=1, max_size=5), length=st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
 def test_a_permutation_holds_every_index_once(keys, length):
-    drawn = permutations(np.array(keys), length, CPU)
+    drawn = permutations(np.array(keys), np.full(len(keys), length), CPU)
     assert drawn.shape == (len(keys), length)
     assert drawn.dtype == torch.int64
     assert (drawn.sort(dim=1).values == torch.arange(length)).all()
@@ -60,13 +60,13 @@ def test_a_permutation_holds_every_index_once(keys, length):
 
 def test_a_permutation_depends_on_its_own_key_alone():
     keys = key(3, np.arange(6))
-    together = permutations(keys, 40, CPU)
-    assert all(torch.equal(permutations(keys[i : i + 1], 40, CPU)[0], together[i]) for i in range(6))
+    together = permutations(keys, np.full(6, 40), CPU)
+    assert all(torch.equal(permutations(keys[i : i + 1], np.array([40]), CPU)[0], together[i]) for i in range(6))
     assert len({tuple(row.tolist()) for row in together}) == 6
 
 
 def test_every_index_comes_first_about_equally_often():
-    first = permutations(key(np.arange(8000)), 8, CPU)[:, 0].bincount(minlength=8)
+    first = permutations(key(np.arange(8000)), np.full(8000, 8), CPU)[:, 0].bincount(minlength=8)
     assert (first - 1000).abs().max() < 150  # five standard deviations of a binomial
 
 
@@ -121,3 +121,12 @@ def test_uniform_draws_have_the_moments_of_a_uniform():
     drawn = uniform(key(11, np.arange(100_000)))
     assert drawn.mean() == pytest.approx(1 / 2, abs=0.005)
     assert drawn.var() == pytest.approx(1 / 12, abs=0.002)
+
+
+def test_a_permutation_does_not_depend_on_how_long_others_are():
+    keys = key(3, np.arange(4))
+    mixed = permutations(keys, np.array([5, 40, 12, 1]), CPU)
+    for row, size in enumerate((5, 40, 12, 1)):
+        alone = permutations(keys[row : row + 1], np.array([size]), CPU)[0]
+        assert torch.equal(mixed[row, :size], alone)
+        assert sorted(alone.tolist()) == list(range(size))

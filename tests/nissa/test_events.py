@@ -188,7 +188,7 @@ def test_every_row_is_read_back_as_it_was(kind):
             device="cpu",
             slots=["a"],
             blueprints=["mlp"],
-            host_params=5,
+            host_params=[5, 5],
         ),
         LifecycleRow: LifecycleRow(
             episode=0, step=1, env=1, slot="b", from_stage="TRAINING", to_stage="BLENDING", blueprint="mlp", alpha=0.5

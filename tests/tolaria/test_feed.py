@@ -19,7 +19,9 @@ def make(instance, *, examples=23, batch=5, seed=0, episode=0):
     """A feed of examples that are their own number, at the beginning of an episode."""
     numbers = torch.arange(examples)
     split = Split(torch.stack([numbers, -numbers], 1).float(), numbers)
-    feed = SharedBatchIterator(split, np.asarray(instance, np.int64), seed, batch, CPU)
+    feed = SharedBatchIterator(
+        [split], np.zeros(len(instance), np.int64), np.asarray(instance, np.int64), seed, batch, (2,), CPU
+    )
     feed.reset(episode)
     return feed
 
@@ -65,7 +67,7 @@ def test_features_and_labels_belong_together():
 
 def test_targets_with_columns_keep_them():
     y = torch.arange(36).float().view(12, 3)
-    feed = SharedBatchIterator(Split(y[:, :1].clone(), y), np.arange(2), 0, 4, CPU)
+    feed = SharedBatchIterator([Split(y[:, :1].clone(), y)], np.zeros(2, np.int64), np.arange(2), 0, 4, (1,), CPU)
     feed.reset(0)
     x, target = next(feed)
     assert target.shape == (2, 4, 3)

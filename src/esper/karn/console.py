@@ -124,11 +124,11 @@ def comparison(summary: Mapping[str, Any]) -> Table:
         paired = None if host is None else [_minus(g, h) for g, h in zip(grown, host, strict=True)]
         cells = (_estimate(host, ".4f"), _estimate(grown, ".4f"), _estimate(paired, "+.4f"))
         table.add_row(label, *(Text(cell) for cell in cells))
-    host_params = summary["host_params"]
-    added = [params - host_params for params in summary["grown_params"]]
-    table.add_row(
-        "parameters", f"{host_params:,}", _estimate(summary["grown_params"], ",.0f"), _estimate(added, "+,.0f")
-    )
+    grown, one = summary["grown_params"], summary["host_params"]
+    hosts = [one] * len(grown) if isinstance(one, int) else one
+    added = [params - host for params, host in zip(grown, hosts, strict=True)]
+    host = f"{one:,}" if isinstance(one, int) else _estimate(hosts, ",.0f")
+    table.add_row("parameters", host, _estimate(grown, ",.0f"), _estimate(added, "+,.0f"))
     return table
 
 

@@ -34,6 +34,13 @@ class Seed(nn.Module):
         self.gate = zero_linear(reads, 1)
 
 
+class Widths(NamedTuple):
+    """True widths of a host's streams."""
+
+    reads: Indices  # (S, K) what each blueprint would read at each slot, 0 where it does not fit
+    writes: Indices  # (S,) the stream at each slot
+
+
 class Branches(NamedTuple):
     """Further evaluations that leave the pass of their environment at a slot and run on from there at doses of their own.
 
@@ -114,9 +121,9 @@ class Body:
         moments: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        """Room for `rows` hosts, all zero until `plant_host`.
+        """Room for `rows` hosts, all zero until `plant_host`; `factory` makes the largest of them.
 
-        example (B, ...) is some input of the task; `moments` names the columns that an optimizer keeps beside every value.
+        example (B, ...) is some input of that; `moments` names the columns that an optimizer keeps beside every value.
         """
         with drawn_with(0):
             host = factory()
@@ -128,19 +135,18 @@ class Body:
         self.dtype = example.dtype
         self._moments = tuple(moments)
         self.host = Stack(host, rows, mapping=mapping, moments=moments, device=device, dtype=self.dtype)
-        self.host_params = count(host)
         self.segments = len(host.segments)
         self._mapping: Mapping = mapping
         self._slot_after = {slot.after: index for index, slot in enumerate(self.slots)}
-        self.reads = self._widths(host, example)
-        self.fits: Bools = self.reads > 0
-        self.cost = np.array(
-            [
-                [b.parameters(r, slot.width) if r else 0 for b, r in zip(self.menu, reads, strict=True)]
-                for slot, reads in zip(self.slots, self.reads, strict=True)
-            ],
-            np.int64,
-        ).reshape(len(self.slots), len(self.menu))
+        self.widest = self.widths(host, example)
+        self.fits: Bools = self.widest.reads > 0  # (S, K)
+        shape = rows, len(self.slots), len(self.menu)
+        self.host_params = np.zeros(rows, np.int64)
+        self.reads = np.zeros(shape, np.int64)  # (E, S, K) the true width that a blueprint would read
+        self.writes = np.zeros(shape[:2], np.int64)  # (E, S) the true width of the stream
+        self.cost = np.zeros(shape, np.int64)  # (E, S, K) parameters that a blueprint would add
+        self.outputs = np.zeros(rows, np.int64)  # (E,)
+        self._real_outputs: Tensor | None = None  # (E, 1, C) bool, where some row has fewer outputs than others
         self.forms, self.form_of = self._forms()
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
@@ -149,9 +155,26 @@ class Body:
 
     # Surgery.
 
-    def plant_host(self, row: int, module: nn.Module) -> None:
-        """Put a freshly initialised host into a row."""
-        self.host.write(row, module)
+    def plant_host(self, rows: Sequence[int], module: nn.Module, example: Tensor, outputs: int) -> None:
+        """Put a freshly initialised host into rows; example (B, ...) is some input of it, at its true width."""
+        assert isinstance(module, SegmentedHost)
+        own = self.widths(module, example)
+        cost = [
+            [entry.parameters(r, w) if r else 0 for entry, r in zip(self.menu, reads, strict=True)]
+            for reads, w in zip(own.reads.tolist(), own.writes.tolist(), strict=True)
+        ]
+        for row in rows:
+            self.host.write(row, module)
+            self.reads[row], self.writes[row] = own.reads, own.writes
+            self.cost[row] = np.reshape(cost, own.reads.shape)
+            self.host_params[row], self.outputs[row] = count(module), outputs
+
+    def mask_outputs(self) -> None:
+        """Give outputs that a row does not have the value -inf; called when every host is planted."""
+        widest = int(self.outputs.max())
+        self._real_outputs = None
+        if (self.outputs < widest).any():
+            self._real_outputs = torch.from_numpy(np.arange(widest) < self.outputs[:, None, None]).to(self.device)
 
     def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
         """Make and free modules as the edits say, and put rows in the order of their new stages.
@@ -190,9 +213,10 @@ class Body:
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         """(E,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
         counted = among(seeds.stage, stages)
-        slot = np.arange(len(self.slots))
+        env, slot = np.indices(seeds.stage.shape)
         blueprint = np.maximum(seeds.blueprint, 0)
-        cost = self.cost[slot, blueprint] + np.where(seeds.blend == Blend.GATE, self.reads[slot, blueprint] + 1, 0)
+        gate = np.where(seeds.blend == Blend.GATE, self.reads[env, slot, blueprint] + 1, 0)
+        cost = self.cost[env, slot, blueprint] + gate
         return np.asarray(np.where(counted, cost, 0).sum(1), np.int64)
 
     def seed_module(self, seeds: Seeds, env: int, slot: int) -> Seed:
@@ -200,7 +224,7 @@ class Body:
         blueprint = int(seeds.blueprint[env, slot])
         key = slot, int(self.form_of[slot, blueprint])
         row = int(np.flatnonzero(self.envs[key] == env)[0])
-        seed = self._build(slot, blueprint, 0)
+        seed = self._build(slot, blueprint, 0, int(self.reads[env, slot, blueprint]), int(self.writes[env, slot]))
         self.stacks[key].read(row, seed)
         return seed
 
@@ -284,6 +308,11 @@ class Body:
                 assert extra_before is not None
                 for call in route.branch[at]:
                     extra, _ = self._grow(call, extra, extra_before, origin)
+        if self._real_outputs is not None:
+            h = h.masked_fill(~self._real_outputs, -torch.inf)
+            if extra is not None:
+                assert route.origin is not None
+                extra = extra.masked_fill(~self._real_outputs.index_select(0, route.origin), -torch.inf)
         return Pass(h, extra, tuple(kept), penalty)
 
     def train(self, mode: bool) -> None:
@@ -367,29 +396,31 @@ class Body:
             self.envs[at] = np.zeros(0, np.int64)
         stack, envs = self.stacks[at], self.envs[at]
         stack.reserve(len(envs) + 1)
-        stack.write(len(envs), self._build(slot, blueprint, key))
+        reads, writes = int(self.reads[env, slot, blueprint]), int(self.writes[env, slot])
+        stack.write(len(envs), self._build(slot, blueprint, key, reads, writes))
         self.envs[at] = np.append(envs, env)
 
-    def _build(self, slot: int, blueprint: int, key: int) -> Seed:
-        reads = int(self.reads[slot, blueprint])
+    def _build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
         with drawn_with(key):
-            return Seed(self.menu[blueprint].build(reads, self.slots[slot].width), reads).to(self.dtype)
+            return Seed(self.menu[blueprint].build(reads, writes), reads).to(self.dtype)
 
-    def _widths(self, host: SegmentedHost, example: Tensor) -> Indices:
-        """(S, K) the width that each blueprint reads at each slot, 0 where it does not fit."""
+    def widths(self, host: SegmentedHost, example: Tensor) -> Widths:
+        """The true widths of a host, from running it on an input of its own, example (B, ...)."""
         shapes, x = [tuple(example.shape[1:])], example.to("cpu")
+        training = host.training
         host = host.to(dtype=example.dtype).eval()
         with torch.no_grad():
             for segment in host.segments:
                 x = segment(x)
                 shapes.append(tuple(x.shape[1:]))
+        host.train(training)
         reads = np.zeros((len(self.slots), len(self.menu)), np.int64)
         for s, slot in enumerate(self.slots):
             read = {Tap.HERE: shapes[slot.after + 1], Tap.BEFORE: shapes[slot.after], Tap.INPUT: shapes[0]}
             for k, entry in enumerate(self.menu):
                 if entry.kind == slot.kind == Kind.VECTOR and len(read[entry.tap]) == 1:
                     reads[s, k] = read[entry.tap][0]
-        return reads
+        return Widths(reads, np.array([shapes[slot.after + 1][0] for slot in self.slots], np.int64))
 
     def _forms(self) -> tuple[dict[tuple[int, int], Seed], Indices]:
         """Group the menu of each slot into forms: one module class and width read, run as one stack.
@@ -397,19 +428,23 @@ class Body:
         The module of a form is its largest member, which holds the others in its leading corner.
         """
         forms: dict[tuple[int, int], Seed] = {}
-        form_of = np.full(self.reads.shape, -1, np.int64)
+        form_of = np.full(self.fits.shape, -1, np.int64)
         for s in range(len(self.slots)):
             groups: dict[tuple[object, int], list[int]] = {}
             for k, entry in enumerate(self.menu):
                 if self.fits[s, k]:
-                    delta = self._build(s, k, 0).delta
+                    delta = self._largest(s, k).delta
                     same = type(delta) if getattr(delta, "pads", False) else entry.name
-                    groups.setdefault((same, int(self.reads[s, k])), []).append(k)
+                    groups.setdefault((same, int(self.widest.reads[s, k])), []).append(k)
             for index, members in enumerate(groups.values()):
-                largest = max(members, key=lambda k: int(self.cost[s, k]))
+                forms[s, index] = max((self._largest(s, k) for k in members), key=count)
                 form_of[s, members] = index
-                forms[s, index] = self._build(s, largest, 0)
         return forms, form_of
+
+    def _largest(self, slot: int, blueprint: int) -> Seed:
+        """A seed at the widths of the largest host."""
+        widest = self.widest
+        return self._build(slot, blueprint, 0, int(widest.reads[slot, blueprint]), int(widest.writes[slot]))
 
     def _first_slot(self, segment: int) -> int:
         """Index of the first slot that is not in front of a segment."""

@@ -6,9 +6,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -24,6 +25,38 @@ from esper.leyline.view import Seeds
 
 FORMAT = 1
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _SavedHost(_Saved):
+    name: str
+    arguments: dict[str, Any]
+
+
+class _SavedSeed(_Saved):
+    slot: str
+    after: int
+    blueprint: str
+    blend: Literal["add", "gate", "multiply"]
+    alpha: float = Field(gt=0, le=1)
+    reads: PositiveInt
+    writes: PositiveInt
+
+
+class _SavedTopology(_Saved):
+    """What topology.json holds."""
+
+    format: int
+    host: _SavedHost | None  # None where no file can name the factory
+    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+    input: list[int]
+    parameters: int
+    host_parameters: int
+    seeds: list[_SavedSeed]
+    unfinished: list[str]
 
 
 class Graft(NamedTuple):
@@ -85,7 +118,7 @@ def grown_network(
         if stage != Stage.FOSSILIZED:
             continue
         entry, blend = body.menu[seeds.blueprint[env, s]], Blend(seeds.blend[env, s])
-        alpha, reads = float(seeds.alpha[env, s]), int(body.reads[s, seeds.blueprint[env, s]])
+        alpha, reads = float(seeds.alpha[env, s]), int(body.reads[env, s, seeds.blueprint[env, s]])
         seed = body.seed_module(seeds, env, s)
         modules.append(_trim(seed, blend))
         grafts.append(Graft(slot.after, entry.tap, blend, alpha))
@@ -97,20 +130,20 @@ def grown_network(
                 "blend": blend.name.lower(),
                 "alpha": alpha,
                 "reads": reads,
-                "writes": slot.width,
+                "writes": int(body.writes[env, s]),
             }
         )
     network = GrownNetwork(host, modules, grafts).to("cpu").eval()
-    named = None
-    if dataclasses.is_dataclass(factory) and not isinstance(factory, type):  # a host that a file can name
-        named = {"name": type(factory).name, "arguments": dataclasses.asdict(factory)}
+    named, name = None, getattr(type(factory), "name", None)
+    if dataclasses.is_dataclass(factory) and not isinstance(factory, type) and isinstance(name, str):
+        named = {"name": name, "arguments": dataclasses.asdict(factory)}  # a host that a file can name
     topology = {
         "format": FORMAT,
         "host": named,
         "dtype": str(body.dtype).removeprefix("torch."),
         "input": list(example.shape[1:]),
         "parameters": count(network),
-        "host_parameters": body.host_params,
+        "host_parameters": int(body.host_params[env]),
         "seeds": grown,
         "unfinished": unfinished,
     }
@@ -135,7 +168,9 @@ def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], 
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         new = Path(scratch) / folder.name  # renamed when whole, so that a killed run leaves no half of a network
         new.mkdir()
-        save_file({name: value.contiguous() for name, value in network.state_dict().items()}, new / MODEL)
+        # Copies, because safetensors refuses a weight that two layers share.
+        weights = network.state_dict().items()
+        save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights}, new / MODEL)
         (new / TOPOLOGY).write_text(json.dumps(topology, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         torch.export.save(program, new / PROGRAM)
         if folder.exists():
@@ -153,8 +188,13 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         base = host()
     if not isinstance(base, SegmentedHost):
         raise InputError(f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost")
-    modules, grafts = [], []
+    modules, grafts, places = [], [], {slot.after for slot in base.slots}
     for seed in topology["seeds"]:
+        if seed["after"] not in places:
+            raise InputError(
+                f"{folder / TOPOLOGY} has a seed behind segment {seed['after']}, where the host has no slot; "
+                "give the factory of the host that was grown"
+            )
         modules.append(_seed_module(seed))
         grafts.append(
             Graft(seed["after"], get_blueprint(seed["blueprint"]).tap, Blend[seed["blend"].upper()], seed["alpha"])
@@ -184,6 +224,12 @@ def read_topology(folder: Path) -> dict[str, Any]:
     if not isinstance(topology, dict) or topology.get("format") != FORMAT:
         found = topology.get("format") if isinstance(topology, dict) else None
         raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {FORMAT}")
+    try:
+        _SavedTopology.model_validate(topology)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; export the network again") from None
     return topology
 
 

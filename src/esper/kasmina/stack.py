@@ -52,10 +52,10 @@ class _Part(NamedTuple):
 class Stack:
     """Copies of a module whose parameters live in one (capacity, P) tensor, a row a copy.
 
-    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, and what an
-    optimizer adds. Row surgery (`write`, `copy`, `arrange`) treats all columns alike, so whatever is added later is
-    snapshotted, moved and freed with the rest. Parameters that do not require a gradient come last in a row, after the
-    first `trained` columns.
+    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, what an
+    optimizer adds, and, where some row has parameters that never train, `fixed` (capacity, P), which says where. Row surgery
+    (`write`, `copy`, `arrange`) treats all columns alike, so whatever is added later is snapshotted, moved and freed with the
+    rest. Parameters that train in no row come last, after the first `trained` columns.
 
     A call runs the module over rows in the fastest way that the module allows; the stored numbers are the same for all:
     'direct' calls the module once with stacked parameters, when every operation of it acts on trailing axes, each example
@@ -194,6 +194,12 @@ class Stack:
     def write(self, row: int, module: nn.Module) -> None:
         """Put a fresh module into a row: its parameters and buffers in the leading corner, everything else 0."""
         self.clear(row)
+        fixed = {name for name, p in module.named_parameters() if not p.requires_grad}
+        if fixed and "fixed" not in self.columns:
+            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
+        for place in self.places:
+            if place.name in fixed:
+                self.columns["fixed"][row, place.start : place.stop] = True
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         for place in self.places:
             _corner(self.columns["value"][row, place.start : place.stop].view(place.shape), parameters[place.name])

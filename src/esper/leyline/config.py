@@ -130,6 +130,10 @@ class Config(_Section):
     mapping: Literal["auto", "vmap", "loop"] = Field(
         "auto", description="how stacked modules run: auto takes the fastest that the module allows"
     )
+    instances: Literal["training", "validation", "heldout"] = Field(
+        "training", description="part of a mixture's instances that the environments are; one data set has but one"
+    )
+    first_instance: int = Field(0, ge=0, description="environment e is instance first_instance + e of that part")
     models: Literal["all", "best", "none"] = Field("all", description="which grown networks are exported")
     slots: tuple[str, ...] | None = Field(None, description="slots that may be used, by name; null for all of the task")
     blueprints: tuple[str, ...] | None = Field(None, description="menu, by name; null for that of the task")

@@ -29,16 +29,26 @@ class Objective(Protocol):
         ...
 
 
+class Instance(NamedTuple):
+    """One problem to grow a network for: what the rows of one instance share."""
+
+    host: Callable[[], nn.Module]  # returns a freshly initialised `SegmentedHost` drawn from torch's generator
+    train: Split  # read by the optimizer
+    probe: Split  # read by gates, rewards and attribution
+    validation: Split  # read by the selection of models and policies
+    outputs: int  # classes or targets of this instance, at most those of the task's objective
+
+
 @dataclass(frozen=True)
 class Task:
-    """A host, its data and its menu. `host()` returns a freshly initialised `SegmentedHost` drawn from torch's generator."""
+    """One data set and one host: every environment is the same problem from another start."""
 
     name: str
     summary: str  # one line for `esper tasks`
     host: Callable[[], nn.Module]
-    train: Split  # read by the optimizer
-    probe: Split  # read by gates, rewards and attribution
-    validation: Split  # read by the selection of models and policies
+    train: Split
+    probe: Split
+    validation: Split
     test: Split | None  # read by the final evaluation alone; None in the copy that an engine holds
     objective: Objective
     menu: tuple[str, ...]  # names of blueprints
@@ -47,3 +57,66 @@ class Task:
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
         return replace(self, test=None)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return tuple(self.train.x.shape[1:])
+
+    def largest(self) -> nn.Module:
+        """A host in whose leading corner every instance's host fits."""
+        return self.host()
+
+    def instance(self, key: int) -> Instance:
+        """The same for every key."""
+        return Instance(self.host, self.train, self.probe, self.validation, self.objective.outputs)
+
+    def test_split(self, key: int) -> Split | None:
+        """What the final evaluation of an instance reads; None in a sealed task."""
+        return self.test
+
+    def keys(self, part: str) -> range:
+        """Keys of instances, of which there is one kind here: any number of starts."""
+        return range(2**31)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Many problems, sampled by key: hosts of other widths, other data, one number of segments and slots.
+
+    A row of a smaller host sits in the leading corner of the largest, and everything else of it is exactly 0.
+    """
+
+    name: str
+    summary: str
+    biggest: Callable[[], nn.Module]
+    inputs: tuple[int, ...]  # shape of an input of the biggest host
+    sample: Callable[[int], Instance]
+    test: Callable[[int], Split] | None  # by key; None in the copy that an engine holds
+    ranges: Mapping[str, range]  # disjoint keys of 'training', 'validation' and 'heldout' instances
+    objective: Objective
+    menu: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def sealed(self) -> "Mixture":
+        """The same mixture without its test splits: all that an engine is given."""
+        return replace(self, test=None)
+
+    def largest(self) -> nn.Module:
+        """A host in whose leading corner every instance's host fits."""
+        return self.biggest()
+
+    def instance(self, key: int) -> Instance:
+        """The instance of a key, the same in every run."""
+        return self.sample(key)
+
+    def test_split(self, key: int) -> Split | None:
+        """What the final evaluation of an instance reads; None in a sealed mixture."""
+        return self.test(key) if self.test is not None else None
+
+    def keys(self, part: str) -> range:
+        """Keys of the 'training', 'validation' or 'heldout' instances; no two parts share one."""
+        return self.ranges[part]
+
+
+AnyTask = Task | Mixture

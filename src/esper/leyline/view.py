@@ -87,7 +87,7 @@ class Space(NamedTuple):
     blueprints: tuple[BlueprintInfo, ...]
     tempos: tuple[int, ...]  # steps
     targets: tuple[float, ...]
-    cost: NDArray[np.int64]  # (S, K) parameters that each blueprint would add at each slot, blended by ADD
+    cost: NDArray[np.int64]  # (E, S, K) parameters that each blueprint would add at each slot, blended by ADD
     fits: Bools  # (S, K)
     max_seeds: int
     seed: int  # run seed

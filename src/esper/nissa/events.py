@@ -48,7 +48,7 @@ class RunRow(Row, tag="run", kw_only=True):
     device: str
     slots: Sequence[str]
     blueprints: Sequence[str]  # the menu
-    host_params: int
+    host_params: Integers  # (E,)
 
 
 class StepRow(Row, tag="step", kw_only=True):

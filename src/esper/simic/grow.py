@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
@@ -12,7 +13,7 @@ from esper.leyline.actions import Op
 from esper.leyline.config import Config, dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
-from esper.leyline.task import Split, Task
+from esper.leyline.task import AnyTask, Split
 from esper.leyline.view import Floats, View
 from esper.nissa.events import RunRow
 from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, MODELS, SUMMARY, check_folder, create_folder, write_atomic
@@ -21,7 +22,7 @@ from esper.nissa.outputs import JsonLines
 from esper.simic.environment import describe_environment
 from esper.simic.interrupt import Interrupt
 from esper.simic.rewards import objective
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import VectorizedEngine, instance_keys
 
 Summary = dict[str, Any]
 """The final figures, as they stand in summary.json: strict JSON, null where something was not measured."""
@@ -57,7 +58,7 @@ class Silent:
 
 
 def grow(
-    task: Task,
+    task: AnyTask,
     config: Config,
     client: PolicyClient,
     folder: Path | None = None,
@@ -72,6 +73,8 @@ def grow(
     """
     started = time.perf_counter()
     watch = watch or Silent()
+    keys = instance_keys(task, config)
+    tests = [task.test_split(key) for key in keys.tolist()] if task.test is not None else []
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     if folder is not None:
@@ -85,8 +88,8 @@ def grow(
             write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
 
         view = engine.reset()
-        host_params = int(view.host_params[0])
-        hub.emit(_run_row(engine, config, host_params, "running"))
+        host_params = view.host_params
+        hub.emit(_run_row(engine, config, "running"))
         germinated = steps = 0
         stepping = time.perf_counter()
         while steps < config.steps and not interrupt.asked:
@@ -102,14 +105,16 @@ def grow(
             watch.note(f"interrupted after {steps} of {config.steps} steps; evaluating what is done so far")
 
         name = task.objective.metric
-        test = _evaluate(engine, config, name, task.test, host_params)
-        validation = _evaluate(engine, config, name, task.validation, host_params)
+        test = _evaluate(engine, config, name, [split for split in tests if split is not None])
+        validation = _evaluate(engine, config, name, engine.validation_splits())
         networks = [engine.export(env) for env in range(config.envs)]
         exported = _chosen(config, validation["objective"]["grown"]) if folder is not None else []
         if folder is not None and exported:
             watch.note(f"exporting {len(exported)} network{'s' * (len(exported) > 1)}")
             for env in exported:
-                save_network(folder / MODELS / f"env-{env:03d}", *networks[env], task.probe.x[:2].cpu())
+                save_network(
+                    folder / MODELS / f"env-{env:03d}", *networks[env], task.instance(int(keys[env])).probe.x[:2].cpu()
+                )
 
         grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for _, topology in networks]
         unfinished = [list(topology["unfinished"]) for _, topology in networks]
@@ -125,7 +130,7 @@ def grow(
             "device": str(engine.device),
             "rows": engine.rows,
             "metric": name,
-            "host_params": host_params,
+            "host_params": _one_or_all(host_params.tolist()),
             "grown_params": engine.exported_params()[: config.envs].tolist(),
             **{f"test_{name}": pair for name, pair in test.items()},
             **{f"validation_{name}": pair for name, pair in validation.items()},
@@ -142,7 +147,7 @@ def grow(
             "env_steps_per_second": round(engine.rows * steps / stepped, 1) if steps else None,
             "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
         }
-        hub.emit(_run_row(engine, config, host_params, status))
+        hub.emit(_run_row(engine, config, status))
         hub.flush()
         if folder is not None:
             write_atomic(folder / SUMMARY, to_json(summary))
@@ -154,9 +159,10 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-def _evaluate(engine: VectorizedEngine, config: Config, name: str, split: Split, host_params: int) -> dict[str, Pair]:
-    """The metric under its name, the loss and the objective J of every host and grown network on a split."""
-    metric, loss = engine.evaluate(split)
+def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
+    """The metric under its name, the loss and the objective J of every host and grown network on its split."""
+    metric, loss = engine.evaluate(splits)
+    host_params = np.tile(engine.state.body.host_params[: config.envs], engine.rows // config.envs)
     value = metric if config.reward.objective == "metric" else -loss
     added = engine.exported_params() - host_params
     return {
@@ -164,6 +170,11 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, split: Split,
         "loss": _pair(loss, config),
         "objective": _pair(objective(value, added, host_params, config.reward.rent), config),
     }
+
+
+def _one_or_all(values: list[int]) -> int | list[int]:
+    """The one value that all environments share, or each environment's own."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def _pair(values: Floats, config: Config) -> Pair:
@@ -181,7 +192,7 @@ def _chosen(config: Config, scores: list[float | None]) -> list[int]:
     return list(range(config.envs))
 
 
-def _run_row(engine: VectorizedEngine, config: Config, host_params: int, status: Any) -> RunRow:
+def _run_row(engine: VectorizedEngine, config: Config, status: Any) -> RunRow:
     return RunRow(
         status=status,
         task=config.task,
@@ -192,5 +203,5 @@ def _run_row(engine: VectorizedEngine, config: Config, host_params: int, status:
         device=str(engine.device),
         slots=engine.space.slots,
         blueprints=[blueprint.name for blueprint in engine.space.blueprints],
-        host_params=host_params,
+        host_params=engine.state.body.host_params[: config.envs],
     )

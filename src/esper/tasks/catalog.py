@@ -5,12 +5,28 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from esper.leyline.errors import InputError
-from esper.leyline.task import Task
-from esper.tasks import digits, spirals
+from esper.leyline.task import AnyTask
+from esper.tasks import digits, repair, small, spirals
 
-TASKS: Mapping[str, Callable[[], Task]] = MappingProxyType({"digits": digits.digits, "spirals": spirals.spirals})
+TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
+    {
+        "repair": repair.repair,
+        "digits": digits.digits,
+        "spirals": spirals.spirals,
+        "iris": small.iris,
+        "wine": small.wine,
+        "breast-cancer": small.breast_cancer,
+    }
+)
 
-_SUMMARIES = {"digits": digits.SUMMARY, "spirals": spirals.SUMMARY}
+_SUMMARIES = {
+    "repair": repair.SUMMARY,
+    "digits": digits.SUMMARY,
+    "spirals": spirals.SUMMARY,
+    "iris": small.IRIS,
+    "wine": small.WINE,
+    "breast-cancer": small.BREAST_CANCER,
+}
 
 
 def task_names() -> dict[str, str]:
@@ -18,7 +34,7 @@ def task_names() -> dict[str, str]:
     return dict(_SUMMARIES)
 
 
-def get_task(name: str) -> Task:
+def get_task(name: str) -> AnyTask:
     """Build the task of that name. InputError where there is none."""
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, n=1)

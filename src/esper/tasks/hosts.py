@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.layers import Linear
@@ -68,11 +69,78 @@ class MLP:
         return host
 
 
-HOSTS: Mapping[str, type[MLP]] = MappingProxyType({MLP.name: MLP})
+class Floor(nn.Module):
+    """max(z, floor), elementwise: the ReLU at floor 0, and the identity at minus infinity.
+
+    The floor is a buffer, so that rows of one stack differ in it. A padded unit, exactly 0, stays 0 under either.
+    """
+
+    stacks = True
+    floor: Tensor  # (1, 1); stacked (E, 1, 1)
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.register_buffer("floor", torch.full((1, 1), -torch.inf if linear else 0.0))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(B, H) -> (B, H), or (E, B, H) -> (E, B, H)."""
+        return torch.clamp(z, min=self.floor)
+
+
+@dataclass(frozen=True)
+class DamagedMLP:
+    """A factory of hosts as `MLP` makes them, some of whose blocks have no nonlinearity or never train.
+
+        segment k + 1:  Linear(width -> hidden[k]), Floor(linear[k]), Linear(hidden[k] -> width)
+
+    The parameters of block k do not require a gradient where frozen[k]. All of them are drawn as those of the MLP.
+
+    Raises InputError where a size is not an integer from 1 on, or there is not one truth value of each kind a block.
+    """
+
+    name: ClassVar[str] = "damaged-mlp"
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+    linear: tuple[bool, ...]  # blocks without a nonlinearity
+    frozen: tuple[bool, ...]  # blocks that stay as they were drawn
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", self._sound().hidden)
+        for name in ("linear", "frozen"):
+            flags = getattr(self, name)
+            if (
+                not isinstance(flags, list | tuple)
+                or len(flags) != len(self.hidden)
+                or not all(isinstance(flag, bool) for flag in flags)
+            ):
+                raise InputError(
+                    f"{name} of a damaged MLP host is {flags!r}; give True or False for each of its "
+                    f"{len(self.hidden)} blocks"
+                )
+            object.__setattr__(self, name, tuple(flags))
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        host = self._sound()()
+        for block, linear, frozen in zip(host.segments[1:-1], self.linear, self.frozen, strict=True):
+            assert isinstance(block, nn.Sequential)
+            block[1] = Floor(linear)
+            block.requires_grad_(not frozen)
+        return host
+
+    def _sound(self) -> MLP:
+        return MLP(self.inputs, self.width, self.hidden, self.outputs)
+
+
+Host = MLP | DamagedMLP
+HOSTS: Mapping[str, type[Host]] = MappingProxyType({MLP.name: MLP, DamagedMLP.name: DamagedMLP})
 """The hosts that a saved network can name; their arguments are what `dataclasses.asdict` gives."""
 
 
-def host_from(name: str, arguments: Mapping[str, Any]) -> MLP:
+def host_from(name: str, arguments: Mapping[str, Any]) -> Host:
     """The host factory that a saved network names, from its JSON arguments. InputError where either is not known."""
     if name not in HOSTS:
         raise InputError(f"unknown host {name!r}; the hosts that can be rebuilt by name are {', '.join(HOSTS)}")

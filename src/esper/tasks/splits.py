@@ -93,7 +93,7 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
                 f"the {name} split would hold {size} of {len(x)} examples; give more examples or raise its fraction, "
                 "so that it holds at least 2"
             )
-    order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), len(x), _CPU)[0]
+    order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(x)]), _CPU)[0]
     if not y.is_floating_point():
         order = order[_places(y[order]).argsort(stable=True)]
     splits = Splits(*(Split(x[part], y[part]) for part in order.split(list(sizes))))

@@ -21,7 +21,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
-from esper.leyline.task import Split, Task
+from esper.leyline.task import AnyTask, Instance, Split
 from esper.leyline.view import (
     BlueprintInfo,
     Estimate,
@@ -37,7 +37,7 @@ from esper.leyline.view import (
 )
 from esper.nissa.events import episode_rows, lifecycle_rows, step_row
 from esper.nissa.hub import Hub
-from esper.tolaria.data import SharedBatchIterator
+from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.probe import Coalitions, coalitions, probe, spread
 from esper.tolaria.runtime import PhaseTimer, read_packet, resolve_device
@@ -83,7 +83,7 @@ class VectorizedEngine:
     A step reads the device once, whatever E, S and the telemetry are. The test split of the task is dropped at once.
     """
 
-    def __init__(self, task: Task, config: Config, hub: Hub | None = None) -> None:
+    def __init__(self, task: AnyTask, config: Config, hub: Hub | None = None) -> None:
         """Raises InputError where the task, the config and the device do not fit together."""
         task = task.sealed()
         self.config = config
@@ -92,22 +92,17 @@ class VectorizedEngine:
         self.timer = PhaseTimer(self.device)
         self.rows = config.envs * (2 if config.twin else 1)
         stacked = max(self.rows, 2)
-        instance = np.zeros(stacked, np.int64)
-        instance[: self.rows] = np.tile(np.arange(config.envs), self.rows // config.envs)
-
+        first = instance_keys(task, config)
         menu = _menu(task, config)
-        with drawn_with(0):
-            check_host(task.host(), task.train.x[:2], task.objective.outputs)
         self._task = task
         self._objective = task.objective
         self._optimizer = StackedOptimizer(config.optimizer)
-        self._feed = SharedBatchIterator(task.train, instance, config.seed, config.data.batch, self.device)
-        self._probe = Split(task.probe.x.to(self.device), task.probe.y.to(self.device))
+        self._load(self._spread(first))
         body = Body(
-            task.host,
+            task.largest,
             menu,
             stacked,
-            task.train.x[:2],
+            self._problems[0].train.x.new_zeros(2, *task.inputs),
             mapping=config.mapping,
             isolated=config.lifecycle.isolation == "isolated",
             moments=self._optimizer.rule.moments,
@@ -118,19 +113,19 @@ class VectorizedEngine:
             blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
             tempos=config.lifecycle.tempos,
             targets=config.lifecycle.targets,
-            cost=body.cost,
+            cost=np.zeros((stacked, *body.fits.shape), np.int64),  # known when the hosts are planted
             fits=body.fits & _selected(body, config)[:, None],
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
-            instance=instance,
+            instance=self._spread(first),
         )
-        self.space = self._space._replace(instance=instance[: config.envs])
+        self.space = self._visible()
         seeds = dormant(stacked, len(body.slots))
         measurements = _unmeasured(stacked, len(body.slots))
         self.state = ParallelEnvState(
             body=body,
             seeds=seeds,
-            instance=instance,
+            instance=self._spread(first),
             measurements=measurements,
             scores=Scores(measurements.metric, measurements.loss, np.zeros(stacked, np.int64)),
             masks=self._legal(seeds, measurements),
@@ -139,19 +134,28 @@ class VectorizedEngine:
             batch=0,
         )
 
-    def reset(self) -> View:
-        """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders."""
-        state = self.state
+    def reset(self, instance: NDArray[np.int64] | None = None) -> View:
+        """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders.
+
+        instance (E,) names the instances of a mixture from now on; without it they stay what they are.
+        """
+        state, body = self.state, self.state.body
+        if instance is not None and not np.array_equal(self._spread(instance), state.instance):
+            state.instance = self._spread(instance)
+            self._load(state.instance)
         state.episode, state.step, state.batch = state.episode + 1, 0, 0
-        state.body.clear()
+        body.clear()
         state.seeds = dormant(*state.seeds.stage.shape)
         self._feed.reset(state.episode)
-        built: dict[int, nn.Module] = {}
-        for row, instance in enumerate(state.instance.tolist()):
-            if instance not in built:
-                with drawn_with(scalar(self.config.seed, Purpose.HOST, instance, state.episode)):
-                    built[instance] = self._task.host()
-            state.body.plant_host(row, built[instance])
+        keys, which = np.unique(state.instance, return_inverse=True)
+        for index, key in enumerate(keys.tolist()):
+            problem = self._problems[self._split_of[index]]
+            with drawn_with(scalar(self.config.seed, Purpose.HOST, key, state.episode)):
+                host = problem.host()
+            body.plant_host(np.flatnonzero(which == index).tolist(), host, problem.train.x[:2], problem.outputs)
+        body.mask_outputs()
+        self._space = self._space._replace(cost=body.cost.copy(), instance=state.instance)
+        self.space = self._visible()
         with self.timer.phase("probe"):
             self._measure(None)
         return self._view()
@@ -218,13 +222,19 @@ class VectorizedEngine:
                 client.store(outcome)
             client.update()
 
-    def evaluate(self, split: Split) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Metric and loss on a split of the networks that would be exported now, each (rows,): environments, then twins."""
+    def evaluate(self, split: Split | Sequence[Split]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Metric and loss on a split of the networks that would be exported now, each (rows,): environments, then twins.
+
+        One split that all environments share, or one for each environment.
+        """
         state = self.state
         final = state.seeds._replace(
             stage=np.where(state.seeds.stage == Stage.FOSSILIZED, state.seeds.stage, np.int8(Stage.DORMANT))
         )
-        here = Split(split.x.to(self.device), split.y.to(self.device))
+        splits, row = (
+            ([split], np.zeros(len(state.instance), np.int64)) if isinstance(split, Split) else (split, self._env)
+        )
+        here = stack_splits(splits, row, self._task.inputs, self.device)
         nothing = coalitions(dormant(*final.stage.shape), terminal=False)
         probed = probe(state.body, final, here, self._objective, nothing, sensors=False)
         metric, loss = read_packet((probed.metric, probed.loss))
@@ -233,12 +243,19 @@ class VectorizedEngine:
     def exported_params(self) -> NDArray[np.int64]:
         """(rows,) parameters of the networks that would be exported now."""
         added = self.state.body.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
-        return (self.state.body.host_params + added)[: self.rows]
+        exported: NDArray[np.int64] = (self.state.body.host_params + added)[: self.rows]
+        return exported
+
+    def validation_splits(self) -> list[Split]:
+        """The validation split of every environment's instance."""
+        which = np.unique(self.state.instance, return_inverse=True)[1]
+        return [self._problems[self._split_of[index]].validation for index in which[: self.config.envs]]
 
     def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
         assert 0 <= env < self.config.envs
-        return grown_network(self._task.host, self.state.body, self.state.seeds, env, self._task.train.x[:2])
+        problem = self._task.instance(int(self.state.instance[env]))
+        return grown_network(problem.host, self.state.body, self.state.seeds, env, problem.train.x[:2])
 
     # The parts of a step.
 
@@ -267,6 +284,41 @@ class VectorizedEngine:
         metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
         return Scores(metric, loss, state.body.added_params(state.seeds, frozenset({Stage.FOSSILIZED})))
 
+    def _spread(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(E,) instances of the environments -> those of every row: twins share them, and a ghost is environment 0."""
+        return np.asarray(keys[self._env], np.int64)
+
+    @property
+    def _env(self) -> NDArray[np.int64]:
+        """The environment that each row belongs to."""
+        rows = np.arange(max(self.rows, 2)) % self.config.envs
+        return rows if self.rows > 1 else np.zeros(2, np.int64)
+
+    def _visible(self) -> Space:
+        """The space of the environments alone."""
+        envs = slice(0, self.config.envs)
+        return self._space._replace(cost=self._space.cost[envs], instance=self._space.instance[envs])
+
+    def _load(self, instance: NDArray[np.int64]) -> None:
+        """Bring the data of the instances to the device; a data set that several share is held once."""
+        keys, which = np.unique(instance, return_inverse=True)
+        self._problems: list[Instance] = []
+        self._split_of: list[int] = []
+        for key in keys.tolist():
+            problem = self._task.instance(key)
+            same = next((i for i, known in enumerate(self._problems) if known.train.x is problem.train.x), None)
+            if same is None:
+                with drawn_with(0):
+                    check_host(problem.host(), problem.train.x[:2], problem.outputs)
+                same = len(self._problems)
+                self._problems.append(problem)
+            self._split_of.append(same)
+        row = np.array(self._split_of)[which]
+        inputs, batch = self._task.inputs, self.config.data.batch
+        trains = [problem.train for problem in self._problems]
+        self._feed = SharedBatchIterator(trains, row, instance, self.config.seed, batch, inputs, self.device)
+        self._probe = stack_splits([problem.probe for problem in self._problems], row, inputs, self.device)
+
     def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
         return legal(seeds, judge(seeds, measurements, self.config.gates), self._space, self.config.lifecycle)
 
@@ -293,7 +345,7 @@ class VectorizedEngine:
             seeds=take(state.seeds, envs),
             masks=take(state.masks, envs),
             measurements=take(state.measurements, envs),
-            host_params=np.full(self.config.envs, state.body.host_params, np.int64),
+            host_params=state.body.host_params[envs].copy(),
             added_params=state.scores.added_params[envs],
         )
 
@@ -309,7 +361,19 @@ class VectorizedEngine:
             self.hub.extend(episode_rows(outcome, self.space, view.seeds))
 
 
-def _menu(task: Task, config: Config) -> tuple[Blueprint, ...]:
+def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:
+    """(E,) the instances that the config names."""
+    keys = task.keys(config.instances)
+    first, last = config.first_instance, config.first_instance + config.envs - 1
+    if last >= len(keys):
+        raise InputError(
+            f"first_instance {first} with {config.envs} environments asks for instance {last} of the {config.instances} "
+            f"instances of {task.name}, which has {len(keys)}; lower one of them"
+        )
+    return keys.start + first + np.arange(config.envs)
+
+
+def _menu(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
     names = config.blueprints if config.blueprints is not None else task.menu
     if not names:
         raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")

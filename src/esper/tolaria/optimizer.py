@@ -1,5 +1,6 @@
 """Stacked optimizers: one step of every row at once, each with its own step count and rate. n rows, P parameters."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +12,8 @@ from esper.kasmina.stack import Rows, Stack
 from esper.leyline.config import OptimizerConfig
 
 
-def adamw_(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, factors: Tensor, config: "AdamW") -> None:
-    """One step of AdamW, in place; value, gradient, first, second (n, P), factors (3, n, 1).
+def adamw_(columns: Mapping[str, Tensor], factors: Tensor, config: "AdamW") -> None:
+    """One step of AdamW, in place; columns (n, P), factors (3, n, 1).
 
         m_t = b1 m + (1 - b1) g        v_t = b2 v + (1 - b2) g^2
         p_t = (1 - lr wd) p - lr / (1 - b1^t) * m_t / (sqrt(v_t / (1 - b2^t)) + eps)
@@ -21,24 +22,27 @@ def adamw_(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, facto
     are lr c / (1 - b1^t), eps c and 1 - lr wd, worked out in float64 for each row's own t and lr.
     """
     rate, epsilon, keep = factors
+    value, gradient, first, second = (columns[name] for name in ("value", "gradient", *config.moments))
     first.lerp_(gradient, 1 - config.betas[0])
     second.mul_(config.betas[1]).addcmul_(gradient, gradient, value=1 - config.betas[1])
     update = second.sqrt().add_(epsilon)
     torch.div(first, update, out=update)
     if config.weight_decay:
-        value.mul_(keep)
+        value.mul_(keep if "fixed" not in columns else torch.where(columns["fixed"], 1.0, keep))
     value.addcmul_(update, rate, value=-1)
 
 
-def sgd_(value: Tensor, gradient: Tensor, buffer: Tensor, factors: Tensor, config: "SGD") -> None:
-    """One step of SGD with momentum, in place; value, gradient, buffer (n, P), factors (1, n, 1).
+def sgd_(columns: Mapping[str, Tensor], factors: Tensor, config: "SGD") -> None:
+    """One step of SGD with momentum, in place; columns (n, P), factors (1, n, 1).
 
         b_t = momentum b + g + wd p        p_t = p - lr b_t
 
     As torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
     """
+    value, gradient, buffer = (columns[name] for name in ("value", "gradient", *config.moments))
     if config.weight_decay:
-        gradient = gradient.add(value, alpha=config.weight_decay)
+        decayed = value.masked_fill(columns["fixed"], 0) if "fixed" in columns else value
+        gradient = gradient.add(decayed, alpha=config.weight_decay)
     buffer.mul_(config.momentum).add_(gradient)
     value.addcmul_(buffer, factors[0], value=-1)
 
@@ -52,8 +56,8 @@ class Rule(Protocol):
         """(f, n) the numbers of each row's next step, given how many it has taken and its learning rate factor."""
         ...
 
-    def update(self, columns: dict[str, Tensor], factors: Tensor) -> None:
-        """One step in place; columns (n, P), factors (f, n, 1)."""
+    def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
+        """One step in place; columns (n, P), factors (f, n, 1). What is `fixed` has a gradient of 0 and does not decay."""
         ...
 
 
@@ -73,9 +77,9 @@ class AdamW:
         c = np.sqrt(1 - self.betas[1] ** t)
         return np.stack([lr * c / (1 - self.betas[0] ** t), self.eps * c, 1 - lr * self.weight_decay])
 
-    def update(self, columns: dict[str, Tensor], factors: Tensor) -> None:
+    def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
         """One step in place."""
-        adamw_(columns["value"], columns["gradient"], columns["first_moment"], columns["second_moment"], factors, self)
+        adamw_(columns, factors, self)
 
 
 class SGD:
@@ -90,9 +94,9 @@ class SGD:
         """Learning rate of every row, (1, n)."""
         return (self.lr * rates)[None]
 
-    def update(self, columns: dict[str, Tensor], factors: Tensor) -> None:
+    def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
         """One step in place."""
-        sgd_(columns["value"], columns["gradient"], columns["momentum"], factors, self)
+        sgd_(columns, factors, self)
 
 
 class StackedOptimizer:
@@ -121,7 +125,9 @@ class StackedOptimizer:
         """
         stack.steps[rows] += 1
         trained = slice(0, stack.trained)
-        names = ("value", "gradient", *self.rule.moments)
+        names = ["value", "gradient", *self.rule.moments]
+        if "fixed" in stack.columns:
+            names.append("fixed")
         if isinstance(rows, slice):
             columns = {name: stack.columns[name][rows, trained] for name in names}
             norm = self._update(columns, factors)
@@ -137,6 +143,8 @@ class StackedOptimizer:
 
     def _update(self, columns: dict[str, Tensor], factors: Tensor) -> Tensor:
         gradient = columns["gradient"]
+        if "fixed" in columns:
+            gradient.masked_fill_(columns["fixed"], 0)
         norm: Tensor = torch.linalg.vector_norm(gradient, dim=1)
         if self.clip is not None:
             gradient.mul_((self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None])

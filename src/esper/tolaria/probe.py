@@ -12,8 +12,9 @@ from torch import Tensor
 
 from esper.kasmina.body import Body, Branches, Indices
 from esper.leyline.stages import LIVE, Stage, among
-from esper.leyline.task import Objective, Split
+from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
+from esper.tolaria.data import Examples
 from esper.tolaria.training import doses
 
 
@@ -64,42 +65,72 @@ def coalitions(seeds: Seeds, *, terminal: bool) -> Coalitions:
 
 
 @torch.no_grad()
-def probe(body: Body, seeds: Seeds, split: Split, objective: Objective, asked: Coalitions, *, sensors: bool) -> Probed:
-    """Evaluate every row on a split x (N, ...), y (N,) or (N, C) that all rows share."""
-    rows = len(seeds.stage)
-    x, y = split.x.expand(rows, *split.x.shape), split.y.expand(rows, *split.y.shape)
+def probe(
+    body: Body, seeds: Seeds, examples: Examples, objective: Objective, asked: Coalitions, *, sensors: bool
+) -> Probed:
+    """Evaluate every row on its examples of a split."""
     body.train(False)
     route = body.route(doses(seeds), seeds, asked.branches)
-    result = body.run(x, route, streams=sensors)
-    loss, score = objective.loss(result.output, y), objective.score(result.output, y)
-    participation = torch.stack([participation_ratio(h) for h in result.streams], 1) if result.streams else None
+    result = body.run(examples.x, route, streams=sensors)
+    loss, score = objective.loss(result.output, examples.y), objective.score(result.output, examples.y)
+    participation = None
+    if sensors:
+        widths = torch.from_numpy(body.writes.astype(np.float64)).to(loss)
+        participation = torch.stack([participation_ratio(h, examples) for h in result.streams], 1) / widths
     if result.branches is None:
         none = loss.new_zeros(0)
-        return Probed(loss.mean(1), score.mean(1), none, none, none.view(0, 2), none.view(0, 2), participation)
+        none_2 = none.view(0, 2)
+        return Probed(mean(loss, examples), mean(score, examples), none, none, none_2, none_2, participation)
     assert route.origin is not None
-    target = y.index_select(0, route.origin)
-    branch_loss, branch_score = objective.loss(result.branches, target), objective.score(result.branches, target)
+    there = examples.of(route.origin)
+    branch_loss, branch_score = objective.loss(result.branches, there.y), objective.score(result.branches, there.y)
     return Probed(
-        loss.mean(1),
-        score.mean(1),
-        branch_loss.mean(1),
-        branch_score.mean(1),
-        _paired(branch_loss - loss.index_select(0, route.origin)),
-        _paired(score.index_select(0, route.origin) - branch_score),
+        mean(loss, examples),
+        mean(score, examples),
+        mean(branch_loss, there),
+        mean(branch_score, there),
+        paired(branch_loss - loss.index_select(0, route.origin), there),
+        paired(score.index_select(0, route.origin) - branch_score, there),
         participation,
     )
 
 
-def participation_ratio(h: Tensor) -> Tensor:
-    """tr(S)^2 / tr(S^2) of the covariance S of features, divided by their number: h (E, N, D) -> (E,) in (0, 1].
+def mean(values: Tensor, examples: Examples) -> Tensor:
+    """(n, N) -> (n,) over each row's real examples."""
+    if examples.real is None:
+        return values.mean(1)
+    return values.masked_fill(~examples.real, 0).sum(1) / examples.size[:, 0]
 
-    1 when the features are uncorrelated and equally large, 1 / D when they lie on a line (Gao et al., "A theory of
-    multineuronal dimensionality", 2017, equation 4). nan where every feature is constant.
+
+def paired(difference: Tensor, examples: Examples) -> Tensor:
+    """(n, N) -> (n, 2): mean and its standard error, sd / sqrt(N) with N - 1 degrees of freedom, of the real examples."""
+    if examples.real is None:
+        return torch.stack([difference.mean(1), difference.std(1) / difference.shape[1] ** 0.5], 1)
+    centre = mean(difference, examples)
+    squares = (difference - centre[:, None]).square().masked_fill(~examples.real, 0).sum(1)
+    n = examples.size[:, 0]
+    return torch.stack([centre, (squares / (n - 1) / n).sqrt()], 1)
+
+
+def participation_ratio(h: Tensor, examples: Examples) -> Tensor:
+    """tr(S)^2 / tr(S^2) of the covariance S of features over the real examples: h (E, N, D) -> (E,) in [1, D].
+
+    D when the features are uncorrelated and equally large, 1 when they lie on a line; features that are always 0 do not
+    count (Gao et al., "A theory of multineuronal dimensionality", 2017, equation 4). nan where every feature is constant.
     """
-    centred = h - h.mean(1, keepdim=True)
+    if examples.real is None:
+        centred = h - h.mean(1, keepdim=True)
+    else:
+        padding = ~examples.real[..., None]
+        centre = h.masked_fill(padding, 0).sum(1, keepdim=True) / examples.size[..., None]
+        centred = (h - centre).masked_fill(padding, 0)
     covariance = centred.mT @ centred
     trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
-    return trace.square() / covariance.square().sum((1, 2)) / h.shape[2]
+    ratio = trace.square() / covariance.square().sum((1, 2))
+    rounding = (
+        100 * torch.finfo(h.dtype).eps ** 2 * h.square().sum((1, 2))
+    )  # what is left of a constant that was centred
+    return ratio.masked_fill(trace <= rounding, torch.nan)
 
 
 def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices], shape: tuple[int, ...]) -> Estimate:
@@ -110,8 +141,3 @@ def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices]
     estimate.se[env, slot] = mean_se[branch, 1]
     estimate.measured[env, slot] = True
     return estimate
-
-
-def _paired(difference: Tensor) -> Tensor:
-    """(X, N) -> (X, 2): mean and its standard error, sd / sqrt(N) with N - 1 degrees of freedom."""
-    return torch.stack([difference.mean(1), difference.std(1) / difference.shape[1] ** 0.5], 1)

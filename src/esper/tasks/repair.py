@@ -1,0 +1,355 @@
+"""Hosts with something to repair: problems of five families on hosts of seven conditions, sampled by key.
+
+N examples, D features, C classes. Everything about an instance is a hash of its key and of what is drawn.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esper.leyline import keys
+from esper.leyline.errors import InputError
+from esper.leyline.task import Instance, Mixture, Split
+from esper.tasks.hosts import VECTOR_MENU, DamagedMLP
+from esper.tasks.objectives import Classification
+from esper.tasks.splits import split
+
+Floats = NDArray[np.float64]
+Labels = NDArray[np.int64]
+Choice = TypeVar("Choice")
+
+SUMMARY = (
+    "sampled problems: digits, spirals, parities, checkerboards and random teachers, "
+    "on MLPs that are sound, narrow, linear, frozen or slim"
+)
+RANGES: Mapping[str, range] = MappingProxyType(
+    {
+        "training": range(2**20),
+        "validation": range(2**20, 2**20 + 2**16),
+        "heldout": range(2**20 + 2**16, 2**20 + 2**17),
+    }
+)
+FAMILIES: Mapping[str, float] = MappingProxyType(
+    {"digits": 0.45, "spiral": 0.14, "parity": 0.12, "checker": 0.12, "teacher": 0.17}
+)
+DAMAGES: Mapping[str, float] = MappingProxyType(
+    {
+        "none": 0.2,
+        "narrow1": 0.28,
+        "narrow2": 0.2,
+        "linear": 0.1,
+        "narrow+linear": 0.08,
+        "frozen": 0.09,
+        "slim_all": 0.05,
+    }
+)
+"""Probabilities. A damage is one narrow block or two, blocks without a nonlinearity, both, a slim block that never
+trains, or slim blocks throughout; where it falls is drawn too."""
+
+BLOCKS = 4
+WIDTHS = (8, 12, 16)  # of the stream
+HIDDEN = (6, 8, 12, 16)  # inner widths of a sound block
+NARROW = (1, 2)  # of a bottleneck
+SLIM = (2, 3)  # of a frozen block, and of every block of a slim host
+INPUTS: Mapping[str, int] = MappingProxyType({"digits": 64, "spiral": 2, "parity": 8, "checker": 2, "teacher": 16})
+CLASSES = 10  # at most
+
+POOLS = (1000, 240, 160, 397)  # digits that train, probe, validation and test splits are taken from
+PIXEL_SCALE = 4.5  # of digits, whose pixels go from 0 to 16
+SPIRAL_NOISE, PARITY_NOISE = 0.05, 0.2
+RADIUS = 2.0  # of spirals and checkerboards, so that features have a standard deviation near 1
+REFERENCE = 1000  # inputs by which the classes of a teacher are balanced
+
+
+class Part(IntEnum):
+    """What examples are drawn for; the last is no split."""
+
+    TRAIN = 0
+    PROBE = 1
+    VALIDATION = 2
+    TEST = 3
+    REFERENCE = 4
+
+
+SIZES: Mapping[Part, int] = MappingProxyType(
+    {Part.PROBE: 200, Part.VALIDATION: 200, Part.TEST: 400, Part.REFERENCE: REFERENCE}
+)
+"""Examples; of digits at most, as many as the pool has of the classes. How many train is drawn."""
+
+
+class _Draw(IntEnum):
+    """What is drawn, first the facts and from PIXELS on the data. The values are part of every key."""
+
+    FAMILY = 0
+    DAMAGE = 1
+    WIDTH = 2
+    HIDDEN = 3
+    PLACE = 4
+    NARROW = 5
+    SLIM = 6
+    CLASSES = 7
+    DIGITS = 8
+    NOISE = 9
+    LABEL_NOISE = 10
+    EXAMPLES = 11
+    DETAIL = 12
+    PIXELS = 13
+    ORDER = 14
+    INPUT = 15
+    LABEL = 16
+    FEATURE_NOISE = 17
+    FLIP = 18
+    FLIPPED = 19
+    FIRST_MAP = 20
+    SECOND_MAP = 21
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was drawn for an instance, without its data."""
+
+    key: int
+    family: str
+    damage: str
+    host: DamagedMLP  # with the features and classes of the data
+    examples: int  # that train; fewer where the pool of digits has fewer of the classes
+    noise: float  # standard deviation of what is added to every feature, in every split
+    label_noise: float  # share of training labels that are drawn again
+    digits: tuple[int, ...] | None  # which digit each class is
+    detail: float | None  # turns of a spiral, bits of a parity, squares in a row of a checkerboard, units of a teacher
+
+
+class _Shape(NamedTuple):
+    """What a family varies, apart from its host."""
+
+    classes: Sequence[int]
+    noise: Sequence[float]
+    label_noise: Sequence[float]
+    examples: Sequence[int]
+    detail: Sequence[float] | None
+
+
+_SHAPES: Mapping[str, _Shape] = MappingProxyType(
+    {
+        "digits": _Shape(range(2, 11), (0.0, 0.5, 1.0), (0.0, 0.0, 0.15), (120, 400, 1000), None),
+        "spiral": _Shape((2, 3), (SPIRAL_NOISE,), (0.0,), (300, 1000), (0.6, 1.0, 1.4)),
+        "parity": _Shape((2,), (PARITY_NOISE,), (0.0,), (1000,), (2, 3, 4)),
+        "checker": _Shape((2,), (0.0,), (0.0,), (300, 1000), (2, 3)),
+        "teacher": _Shape((2, 4, 6), (0.0,), (0.0,), (300, 1000), (4, 16)),
+    }
+)
+
+
+def repair() -> Mixture:
+    """Damaged hosts on small data, of which some gain from growth, at some slots, and some do not.
+
+    A host has four blocks on a stream of 8, 12 or 16 features, and a slot behind each. Which families, damages and sizes
+    there are, and how often, is the mixture of a study of where growth pays; `describe` tells what a key drew.
+
+        digits    2 to 10 classes of scikit-learn's digits, pixels permuted, with noise on features and labels
+        spiral    2 or 3 spiral arms of 0.6 to 1.4 turns
+        parity    of the first 2 to 4 of 8 bits, with noise
+        checker   a checkerboard of 2 x 2 or 3 x 3 squares
+        teacher   the largest output of a random network of 16 inputs and 4 or 16 hidden units, 2 to 6 classes
+
+    Splits are drawn apart from each other, and those of digits come from four sets of digits, the same for all instances:
+    a digit that is tested anywhere is trained on nowhere.
+    """
+    return Mixture(
+        name="repair",
+        summary=SUMMARY,
+        biggest=DamagedMLP(
+            inputs=max(INPUTS.values()),
+            width=max(WIDTHS),
+            hidden=(max(HIDDEN),) * BLOCKS,
+            outputs=CLASSES,
+            linear=(False,) * BLOCKS,
+            frozen=(False,) * BLOCKS,
+        ),
+        inputs=(max(INPUTS.values()),),
+        sample=sample,
+        test=held_back,
+        ranges=RANGES,
+        objective=Classification(CLASSES),
+        menu=VECTOR_MENU,
+        defaults={
+            "steps": 24,
+            "data": {"batch": 32, "batches_per_step": 16},
+            "lifecycle": {"max_seeds": 2, "max_training": 2},
+            "reward": {"rent": 0.1},
+        },
+    )
+
+
+def sample(key: int) -> Instance:
+    """The instance of a key, without its test split. InputError where the key is in no range."""
+    facts = describe(key)
+    parts = (Part.TRAIN, Part.PROBE, Part.VALIDATION)
+    train, probe, validation = (_examples(facts, part) for part in parts)
+    return Instance(facts.host, train, probe, validation, facts.host.outputs)
+
+
+def held_back(key: int) -> Split:
+    """The test split of the instance of a key. InputError where the key is in no range."""
+    return _examples(describe(key), Part.TEST)
+
+
+def describe(key: int) -> Facts:
+    """What is drawn for a key, without its data. InputError where the key is in no range."""
+    if not any(part.start <= key < part.stop for part in RANGES.values()):
+        known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in RANGES.items())
+        raise InputError(f"key {key:,} is no instance of 'repair'; the keys are {known}")
+    u = keys.uniform(keys.key(keys.Purpose.INSTANCE, key, np.arange(_Draw.PIXELS)[:, None], np.arange(CLASSES)))
+    family = _weighted(FAMILIES, u[_Draw.FAMILY, 0])
+    damage = _weighted(DAMAGES, u[_Draw.DAMAGE, 0])
+    shape = _SHAPES[family]
+
+    hidden = [_one_of(HIDDEN, v) for v in u[_Draw.HIDDEN, :BLOCKS]]
+    first, second, *_ = u[_Draw.PLACE, :BLOCKS].argsort().tolist()
+    if damage in ("narrow1", "narrow2", "narrow+linear"):
+        hidden[first] = _one_of(NARROW, u[_Draw.NARROW, 0])
+    if damage == "narrow2":
+        hidden[second] = _one_of(NARROW, u[_Draw.NARROW, 1])
+    if damage == "frozen":
+        hidden[first] = _one_of(SLIM, u[_Draw.SLIM, 0])
+    if damage == "slim_all":
+        hidden = [_one_of(SLIM, v) for v in u[_Draw.SLIM, :BLOCKS]]
+    classes = _one_of(shape.classes, u[_Draw.CLASSES, 0])
+    return Facts(
+        key=key,
+        family=family,
+        damage=damage,
+        host=DamagedMLP(
+            inputs=INPUTS[family],
+            width=_one_of(WIDTHS, u[_Draw.WIDTH, 0]),
+            hidden=tuple(hidden),
+            outputs=classes,
+            linear=(damage in ("linear", "narrow+linear"),) * BLOCKS,
+            frozen=tuple(damage == "frozen" and block == first for block in range(BLOCKS)),
+        ),
+        examples=_one_of(shape.examples, u[_Draw.EXAMPLES, 0]),
+        noise=_one_of(shape.noise, u[_Draw.NOISE, 0]),
+        label_noise=_one_of(shape.label_noise, u[_Draw.LABEL_NOISE, 0]),
+        digits=tuple(u[_Draw.DIGITS].argsort()[:classes].tolist()) if family == "digits" else None,
+        detail=_one_of(shape.detail, u[_Draw.DETAIL, 0]) if shape.detail is not None else None,
+    )
+
+
+@lru_cache(maxsize=1)
+def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
+    """Four disjoint sets of digits, for train, probe, validation and test: pixels (N, 64) and which digit (N,).
+
+    Pixels are less their mean over the first set, over PIXEL_SCALE. Every set has nearly its share of every digit, and so
+    has every beginning of it.
+    """
+    from sklearn.datasets import load_digits  # a second of imports
+
+    data = load_digits()
+    x, y = torch.from_numpy(data.data).to(torch.float64), torch.from_numpy(data.target).to(torch.int64)
+    pools = split(x, y, sizes=POOLS, seed=0)
+    mean = pools.train.x.mean(0)
+    return tuple((((pool.x - mean) / PIXEL_SCALE).numpy(), pool.y.numpy()) for pool in pools)
+
+
+def _examples(facts: Facts, part: Part) -> Split:
+    """One split, in torch's default dtype and storage of its own."""
+    x, y = _GENERATORS[facts.family](facts, part, facts.examples if part == Part.TRAIN else SIZES[part])
+    if facts.noise:
+        x = x + facts.noise * _normal(facts, _Draw.FEATURE_NOISE, part, *x.shape)
+    if facts.label_noise and part == Part.TRAIN:
+        again = _uniform(facts, _Draw.FLIP, part, len(y)) < facts.label_noise
+        y = np.where(again, _integers(facts, _Draw.FLIPPED, part, facts.host.outputs, len(y)), y)
+    return Split(torch.from_numpy(x).to(torch.get_default_dtype(), copy=True), torch.from_numpy(y))
+
+
+def _digits(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+    assert facts.digits is not None
+    x, y = digit_pools()[part]
+    order = np.arange(len(y))
+    if part == Part.TRAIN:
+        order = _uniform(facts, _Draw.ORDER, part, len(y)).argsort()
+    taken = order[np.isin(y[order], facts.digits)][:count]
+    pixels = _uniform(facts, _Draw.PIXELS, 0, x.shape[1]).argsort()
+    label = np.full(10, -1)
+    label[list(facts.digits)] = np.arange(facts.host.outputs)
+    return x[taken][:, pixels], label[y[taken]]
+
+
+def _spiral(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+    """t = sqrt(u),   angle = 2 pi (turns t + y / C),   x = RADIUS t (cos angle, sin angle)."""
+    assert facts.detail is not None
+    y = _integers(facts, _Draw.LABEL, part, facts.host.outputs, count)
+    t = np.sqrt(_uniform(facts, _Draw.INPUT, part, count))
+    angle = 2 * math.pi * (facts.detail * t + y / facts.host.outputs)
+    return RADIUS * np.stack([t * np.cos(angle), t * np.sin(angle)], axis=1, dtype=np.float64), y
+
+
+def _parity(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+    """x = 2 b - 1,   y = (b_1 + ... + b_k) mod 2,   with k = detail of the bits b."""
+    assert facts.detail is not None
+    bits = _integers(facts, _Draw.INPUT, part, 2, count, facts.host.inputs)
+    return 2.0 * bits - 1, bits[:, : int(facts.detail)].sum(1) % 2
+
+
+def _checker(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+    """x = RADIUS (2 u - 1),   y = (floor(k u_1) + floor(k u_2)) mod 2,   with k = detail squares in a row."""
+    assert facts.detail is not None
+    u = _uniform(facts, _Draw.INPUT, part, count, facts.host.inputs)
+    return RADIUS * (2 * u - 1), np.floor(u * facts.detail).sum(1).astype(np.int64) % 2
+
+
+def _teacher(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+    """y = argmax of z = max(x W - 1/2, 0) V,   every output less its mean, over its standard deviation.
+
+    Both are taken over inputs of no split, so that the labels of one split do not depend on another.
+    """
+    assert facts.detail is not None
+    inputs, units, classes = facts.host.inputs, int(facts.detail), facts.host.outputs
+    first = _normal(facts, _Draw.FIRST_MAP, 0, inputs, units) * (2 / math.sqrt(inputs))
+    second = _normal(facts, _Draw.SECOND_MAP, 0, units, classes)
+
+    def inputs_and_outputs(part: Part, count: int) -> tuple[Floats, Floats]:
+        x = _normal(facts, _Draw.INPUT, part, count, inputs)
+        return x, np.maximum(x @ first - 0.5, 0) @ second
+
+    x, z = inputs_and_outputs(part, count)
+    _, reference = inputs_and_outputs(Part.REFERENCE, SIZES[Part.REFERENCE])
+    return x, ((z - reference.mean(0)) / (reference.std(0) + 1e-6)).argmax(1)
+
+
+_GENERATORS: Mapping[str, Callable[[Facts, Part, int], tuple[Floats, Labels]]] = MappingProxyType(
+    {"digits": _digits, "spiral": _spiral, "parity": _parity, "checker": _checker, "teacher": _teacher}
+)
+
+
+def _uniform(facts: Facts, draw: _Draw, part: int, *shape: int) -> Floats:
+    """Draws in [0, 1) of an instance; those of fewer rows are the first of more."""
+    index = np.arange(math.prod(shape)).reshape(shape)
+    return keys.uniform(keys.key(keys.Purpose.INSTANCE, facts.key, draw, part, index))
+
+
+def _normal(facts: Facts, draw: _Draw, part: int, *shape: int) -> Floats:
+    """Standard normal draws: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
+    u = _uniform(facts, draw, part, *shape, 2)
+    return np.asarray(np.sqrt(-2 * np.log1p(-u[..., 0])) * np.cos(2 * math.pi * u[..., 1]))
+
+
+def _integers(facts: Facts, draw: _Draw, part: int, stop: int, *shape: int) -> Labels:
+    return (_uniform(facts, draw, part, *shape) * stop).astype(np.int64)
+
+
+def _one_of(choices: Sequence[Choice], u: float) -> Choice:
+    return choices[int(u * len(choices))]
+
+
+def _weighted(probabilities: Mapping[str, float], u: float) -> str:
+    names, bounds = list(probabilities), np.cumsum(list(probabilities.values()))
+    return names[min(int(np.searchsorted(bounds, u, side="right")), len(names) - 1)]

@@ -1,0 +1,159 @@
+"""Rows of different hosts in one population: each is the same network alone, padded."""
+
+import numpy as np
+import pytest
+import torch
+
+from esper.kasmina.export import grown_network
+from esper.leyline.actions import Op
+from esper.leyline.errors import InputError
+from esper.leyline.stages import Stage
+from esper.leyline.task import Instance, Mixture, Split, Task
+from esper.leyline.view import take
+from esper.tasks.hosts import DamagedMLP
+from esper.tasks.objectives import Classification
+from esper.tolaria.engine import VectorizedEngine
+from populations import MENU, Script, small_config
+
+HOSTS = (
+    DamagedMLP(6, 8, (3, 5), 4, (False, False), (False, False)),
+    DamagedMLP(2, 5, (2, 1), 2, (True, False), (False, False)),
+    DamagedMLP(4, 8, (4, 2), 3, (False, False), (True, False)),
+    DamagedMLP(6, 3, (5, 5), 4, (False, True), (False, True)),
+)
+SIZES = ((60, 30, 20), (41, 25, 20), (60, 30, 20), (97, 18, 20))
+LARGEST = DamagedMLP(6, 8, (5, 5), 4, (False, False), (False, False))
+
+
+def problem(key):
+    """Instance `key`: clusters of its own number, width and size."""
+    host, sizes = HOSTS[key], SIZES[key]
+    generator = torch.Generator().manual_seed(key)
+    centres = torch.randn(host.outputs, host.inputs, generator=generator, dtype=torch.float64)
+
+    def split(n):
+        y = torch.arange(n) % host.outputs
+        return Split(centres[y] + 0.7 * torch.randn(n, host.inputs, generator=generator, dtype=torch.float64), y)
+
+    train, probe, validation = (split(n) for n in sizes)
+    return Instance(lambda: host().double(), train, probe, validation, host.outputs)
+
+
+def mixture():
+    return Mixture(
+        name="four",
+        summary="",
+        biggest=lambda: LARGEST().double(),
+        inputs=(6,),
+        sample=problem,
+        test=None,
+        ranges={"training": range(4), "validation": range(4, 4), "heldout": range(4, 4)},
+        objective=Classification(4),
+        menu=MENU,
+    )
+
+
+def alone(key):
+    own = problem(key)
+    objective = Classification(own.outputs)
+    return Task("one", "", own.host, own.train, own.probe, own.validation, None, objective, MENU)
+
+
+DECISIONS = {}
+for env in range(4):
+    DECISIONS[0, env] = (Op.GERMINATE, env % 2, (env + 1) % 3, env % 3, 2, 3)
+    DECISIONS[1, env] = (Op.GERMINATE, 1 - env % 2, (env + 2) % 3, (env + 1) % 3, 2, 3)
+    DECISIONS[3, env] = (Op.ADVANCE, env % 2)
+    DECISIONS[6, env] = (Op.FOSSILIZE, env % 2)
+
+
+def grown(task, config, decisions):
+    engine, client, views = VectorizedEngine(task, config), Script(decisions), []
+    view = engine.reset()
+    while view.step < config.steps:
+        views.append(view)
+        view, outcome = engine.step(client.act(view))
+        client.store(outcome)
+    return engine, client, [*views, view]
+
+
+@pytest.mark.parametrize("incubation", ["shadow", "ste"])
+@pytest.mark.parametrize("optimizer", [{"weight_decay": 0.02}, {"name": "sgd", "weight_decay": 0.02, "lr": 0.02}])
+def test_a_padded_row_is_the_same_network_alone_through_a_whole_episode(incubation, optimizer):
+    top = {"optimizer": optimizer, "lifecycle": {"incubation": incubation, "max_training": 2}}
+    whole, _, views = grown(mixture(), small_config(envs=4, **top), DECISIONS)
+    for env in range(4):
+        own = {(step, 0): decision for (step, row), decision in DECISIONS.items() if row == env}
+        single, _, alone_views = grown(alone(env), small_config(envs=1, first_instance=env, **top), own)
+        for got, expected in zip(views, alone_views, strict=True):
+            for name in ("metric", "loss", "train_loss", "gradient_norm", "participation", "seed_gradient_norm"):
+                a = getattr(take(got.measurements, slice(env, env + 1)), name)
+                np.testing.assert_allclose(a, getattr(expected.measurements, name), rtol=1e-8, atol=1e-9, err_msg=name)
+            for name in ("contribution", "contribution_loss", "gain"):
+                a, b = getattr(got.measurements, name), getattr(expected.measurements, name)
+                np.testing.assert_allclose(a.mean[env], b.mean[0], rtol=1e-7, atol=1e-9)
+                np.testing.assert_allclose(a.se[env], b.se[0], rtol=1e-7, atol=1e-9)
+            assert np.array_equal(got.seeds.stage[env], expected.seeds.stage[0])
+            assert got.added_params[env] == expected.added_params[0]
+        assert np.array_equal(whole.space.cost[env], single.space.cost[0])
+        a, b = whole.export(env), single.export(0)
+        for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+        assert a[1] | {"host": None} == b[1] | {"host": None}
+
+
+def test_what_is_padded_stays_exactly_zero():
+    engine, _, _ = grown(mixture(), small_config(envs=4, optimizer={"weight_decay": 0.02}), DECISIONS)
+    body = engine.state.body
+    for env, host in enumerate(HOSTS):
+        module = host().double()
+        for name, parameter in module.named_parameters():
+            for column in ("value", "gradient", "first_moment", "second_moment"):
+                stored = body.host.parameter(name, column)[env].clone()
+                stored[tuple(slice(0, k) for k in parameter.shape)] = 0
+                assert not stored.count_nonzero(), (env, name, column)
+
+
+def test_a_frozen_segment_never_moves_and_a_free_one_does():
+    config = small_config(envs=4, optimizer={"weight_decay": 0.02})
+    engine = VectorizedEngine(mixture(), config)
+    engine.reset()
+    value = engine.state.body.host.columns["value"]
+    before = value.clone()
+    client, view = Script({}), engine._view()
+    for _ in range(3):
+        view, _ = engine.step(client.act(view))
+    fixed = engine.state.body.host.columns["fixed"]
+    assert fixed[2].any() and fixed[3].any()
+    assert not fixed[:2].any()
+    assert torch.equal(value[fixed], before[fixed])
+    assert not torch.equal(value[2][~fixed[2]], before[2][~fixed[2]])
+
+
+def test_parameters_are_counted_unpadded():
+    engine = VectorizedEngine(mixture(), small_config(envs=4))
+    view = engine.reset()
+    assert view.host_params.tolist() == [sum(p.numel() for p in host().parameters()) for host in HOSTS]
+    linear = MENU.index("bypass-linear")
+    assert view.space.cost[:, 0, linear].tolist() == [host.width * (host.width + 1) for host in HOSTS]
+
+
+def test_the_instances_of_an_episode_can_be_chosen():
+    engine = VectorizedEngine(mixture(), small_config(envs=2))
+    engine.reset()
+    view = engine.reset(np.array([3, 1]))
+    assert view.space.instance.tolist() == [3, 1]
+    assert view.host_params.tolist() == [sum(p.numel() for p in HOSTS[k]().parameters()) for k in (3, 1)]
+
+
+def test_an_instance_out_of_range_is_refused():
+    with pytest.raises(InputError, match="asks for instance 4 of the training instances of four, which has 4"):
+        VectorizedEngine(mixture(), small_config(envs=3, first_instance=2))
+
+
+def test_the_exported_network_of_a_padded_row_has_its_true_widths():
+    engine, _, _ = grown(mixture(), small_config(envs=4), DECISIONS)
+    network, topology = grown_network(problem(1).host, engine.state.body, engine.state.seeds, 1, problem(1).train.x[:2])
+    assert engine.state.seeds.stage[1].tolist().count(Stage.FOSSILIZED) == len(topology["seeds"]) == 1
+    assert topology["seeds"][0]["writes"] == 5
+    assert network(problem(1).probe.x).shape == (25, 2)
