@@ -132,23 +132,19 @@ def grow(
 @app.command()
 def tasks() -> None:
     """List the tasks, with their slots and menus."""
+    from esper.leyline.task import Mixture
     from esper.tasks.catalog import TASKS, get_task
 
     for name in TASKS:
         task = get_task(name)
-        sizes = ", ".join(
-            f"{split} {len(part.x):,}"
-            for split, part in (
-                ("train", task.train),
-                ("probe", task.probe),
-                ("validation", task.validation),
-                ("test", task.test),
-            )
-            if part is not None
-        )
         typer.echo(f"{name}: {task.summary}")
         typer.echo(f"  metric    {task.objective.metric}")
-        typer.echo(f"  examples  {sizes}")
+        if isinstance(task, Mixture):
+            typer.echo(f"  instances {', '.join(f'{part} {len(keys):,}' for part, keys in task.ranges.items())}")
+        else:
+            splits = {"train": task.train, "probe": task.probe, "validation": task.validation, "test": task.test}
+            sizes = [f"{split} {len(part.x):,}" for split, part in splits.items() if part is not None]
+            typer.echo(f"  examples  {', '.join(sizes)}")
         typer.echo(f"  slots     {', '.join(f'{slot.name} (width {slot.width})' for slot in _slots(task))}")
         typer.echo(f"  menu      {', '.join(task.menu)}")
 
@@ -296,7 +292,7 @@ def _slots(task: Any) -> Any:
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        return task.host().slots
+        return task.largest().slots
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:

@@ -20,19 +20,12 @@ def judged(*, stage=Stage.TRAINING, age=5, gain=(0.2, 0.1), contribution=(0.2, 0
     """Both gates of one slot."""
     seeds = dormant(1, 1)
     seeds.stage[:], seeds.age[:] = stage, age
-    measurements = Measurements(
-        metric=np.array([0.5]),
-        loss=np.array([1.0]),
-        train_loss=np.array([1.0]),
-        gradient_norm=np.array([1.0]),
-        contribution=estimate(*contribution),
-        contribution_loss=Estimate.absent(1, 1),
-        gain=estimate(*gain),
-        seed_gradient_norm=np.array([[1.0 if finite else np.nan]]),
-        seed_gradient_finite=np.array([[finite]]),
-        participation=np.array([[0.5]]),
-        sensor_age=0,
-    )
+    found = {
+        "gain": estimate(*gain),
+        "contribution": estimate(*contribution),
+        "seed_gradient_finite": np.array([[finite]]),
+    }
+    measurements = Measurements(**dict.fromkeys(Measurements._fields) | found)
     return judge(seeds, measurements, config)
 
 

@@ -14,7 +14,7 @@ from esper.kasmina.lifecycle import allowed, apply, dormant, edits, legal, ramp,
 from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Op
 from esper.leyline.config import GatesConfig, LifecycleConfig
 from esper.leyline.stages import EDGES, IN_BUDGET, Stage
-from esper.leyline.view import BlueprintInfo, Estimate, Measurements, Seeds, Space
+from esper.leyline.view import Estimate, Measurements, Seeds, Space
 
 TEMPOS, TARGETS = (0, 1, 2, 4, 8), (0.25, 0.5, 0.75, 1.0)
 FITS = ((True, True), (False, True), (True, False), (False, False))  # slot by blueprint; the last slot takes nothing
@@ -181,42 +181,25 @@ def obvious_ramp(p: float, shape: str) -> float:
 # A population under random actions.
 
 
-def make_space(slots: int, envs: int, config: LifecycleConfig, fits=FITS, tempos=TEMPOS, targets=TARGETS) -> Space:
-    return Space(
-        slots=tuple(f"slot{s}" for s in range(slots)),
-        blueprints=(BlueprintInfo("a", "here"), BlueprintInfo("b", "before")),
-        tempos=tempos,
-        targets=targets,
-        cost=np.ones((slots, 2), np.int64),
-        fits=np.array(fits[:slots]),
-        max_seeds=config.max_seeds,
-        seed=0,
-        instance=np.arange(envs),
-    )
+def make_space(slots: int, config: LifecycleConfig, fits=FITS, tempos=TEMPOS, targets=TARGETS) -> Space:
+    """What the lifecycle reads of a space, and nothing else."""
+    known = {"tempos": tempos, "targets": targets, "fits": np.array(fits[:slots]), "max_seeds": config.max_seeds}
+    return Space(**dict.fromkeys(Space._fields) | known)
 
 
 def measure(evidence: "list[list[Evidence]]") -> Measurements:
-    """The evidence of every slot as the arrays that gates read."""
+    """The evidence of every slot as the arrays that gates read, and nothing else."""
 
     def estimate(values) -> Estimate:
         mean = np.array([[np.nan if v is None else v for v in row] for row in values], np.float64)
         return Estimate(mean, np.where(np.isnan(mean), np.nan, 0.0), ~np.isnan(mean))
 
-    shape = len(evidence), len(evidence[0])
-    absent = np.full(shape[0], np.nan)
-    return Measurements(
-        metric=absent,
-        loss=absent,
-        train_loss=absent,
-        gradient_norm=absent,
-        contribution=estimate([[e.contribution for e in row] for row in evidence]),
-        contribution_loss=Estimate.absent(*shape),
-        gain=estimate([[e.gain for e in row] for row in evidence]),
-        seed_gradient_norm=np.full(shape, np.nan),
-        seed_gradient_finite=np.array([[e.finite for e in row] for row in evidence]),
-        participation=np.full(shape, np.nan),
-        sensor_age=0,
-    )
+    found = {
+        "contribution": estimate([[e.contribution for e in row] for row in evidence]),
+        "gain": estimate([[e.gain for e in row] for row in evidence]),
+        "seed_gradient_finite": np.array([[e.finite for e in row] for row in evidence]),
+    }
+    return Measurements(**dict.fromkeys(Measurements._fields) | found)
 
 
 def as_actions(decisions: "list[Decision]") -> Actions:
@@ -239,7 +222,7 @@ class Moment(NamedTuple):
 def play(rules: Rules, envs: int, slots: int, steps: int, seed: int):
     """Yield every phase of an episode in which three decisions of four are valid, where there are valid ones."""
     random = np.random.default_rng(seed)
-    space = make_space(slots, envs, rules.lifecycle)
+    space = make_space(slots, rules.lifecycle)
     machines = [[Machine(rules, s) for s in range(slots)] for _ in range(envs)]
     seeds = dormant(envs, slots)
 
@@ -416,7 +399,7 @@ class Slot:
     def __init__(self, min_training=2, min_holding=2, evidence=GOOD, **lifecycle) -> None:
         self.config = LifecycleConfig(**lifecycle)
         self.gates = GatesConfig(min_training=min_training, min_holding=min_holding)
-        self.space = make_space(1, 1, self.config)
+        self.space = make_space(1, self.config)
         self.measurements = measure([[evidence]])
         self.seeds = dormant(1, 1)
 
@@ -683,7 +666,7 @@ SMALL_FITS = ((True, True), (False, True))
 def reached_states() -> dict[str, Seeds]:
     """States of one environment of two slots, reached by valid decisions with good measurements."""
     config = LifecycleConfig(max_seeds=2, max_training=1, min_prune_age=2, embargo=2, **SMALL)
-    space = make_space(2, 1, config, SMALL_FITS, **SMALL)
+    space = make_space(2, config, SMALL_FITS, **SMALL)
     gates = GatesConfig(min_training=1, min_holding=1)
     measurements = measure([[GOOD, GOOD]])
     germinate = [Decision(Op.GERMINATE, s, 1, Blend.GATE, 1, 1) for s in (0, 1)]
@@ -731,7 +714,7 @@ def enumerated(request):
     """Every decision there is, each in an environment of its own that is in the same state."""
     name, seen = request.param
     config = LifecycleConfig(max_seeds=2, max_training=1, min_prune_age=2, embargo=2, **SMALL)
-    space = make_space(2, len(EVERY), config, SMALL_FITS, **SMALL)
+    space = make_space(2, config, SMALL_FITS, **SMALL)
     gates = GatesConfig(min_training=1, min_holding=1)
     seeds = Seeds(*(np.repeat(field, len(EVERY), 0) for field in STATES[name]))
     one = legal(STATES[name], judge(STATES[name], measure([[MEASURED[seen]] * 2]), gates), space, config)
@@ -826,7 +809,7 @@ def test_the_states_that_are_enumerated_hold_every_stage_that_can_be_observed():
 
 def test_allowed_reads_nothing_but_the_masks():
     config = LifecycleConfig()
-    seeds, space = dormant(1, 1), make_space(1, 1, config)
+    seeds, space = dormant(1, 1), make_space(1, config)
     masks = legal(seeds, judge(seeds, measure([[GOOD]]), GatesConfig()), space, config)
     decision = as_actions([Decision(Op.GERMINATE)])
     assert allowed(masks, decision).all()

@@ -22,6 +22,7 @@ def space() -> Space:
         targets=(1.0,),
         cost=np.ones(shape, np.int64),
         fits=np.ones(shape, bool),
+        sensors=(),
         max_seeds=2,
         seed=0,
         instance=np.arange(ENVS),

@@ -28,9 +28,13 @@ def test_a_misspelt_task_is_refused_with_the_nearest() -> None:
 
 
 def test_a_task_that_is_like_none_is_refused_with_the_list() -> None:
-    with pytest.raises(InputError, match=r"^unknown task 'mnist'; the tasks are digits, spirals$"):
+    with pytest.raises(InputError, match=r"^unknown task 'mnist'; the tasks are breast-cancer, digits, iris, "):
         get_task("mnist")
 
 
-def test_a_sealed_task_has_no_test_split() -> None:
-    assert get_task("digits").sealed().test is None
+@pytest.mark.parametrize("name", TASKS)
+def test_a_sealed_task_has_no_test_split(name: str) -> None:
+    task = get_task(name)
+    key = task.keys("training")[0]
+    assert task.test_split(key) is not None
+    assert task.sealed().test_split(key) is None

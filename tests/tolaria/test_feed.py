@@ -133,6 +133,40 @@ def test_a_split_of_one_batch_gives_it_every_time():
     assert all(sorted(batch) == list(range(5)) for batch in seen[0].tolist())
 
 
+def test_rows_of_different_data_sets_see_what_each_sees_alone_and_narrower_inputs_end_in_0():
+    sizes, widths, row = (23, 9, 40), (2, 4, 3), [1, 0, 2, 1]
+    splits = [Split(torch.rand(n, d), torch.arange(n)) for n, d in zip(sizes, widths, strict=True)]
+
+    def feed(splits, row, instance, inputs):
+        made = SharedBatchIterator(splits, np.array(row), np.array(instance), 3, 4, (inputs,), CPU)
+        made.reset(1)
+        return made
+
+    together = feed(splits, row, range(4), 4)
+    alone = [feed([splits[r]], [0], [instance], widths[r]) for instance, r in enumerate(row)]
+    for _ in range(25):
+        x, y = next(together)
+        for e, one in enumerate(alone):
+            own_x, own_y = next(one)
+            assert torch.equal(y[e], own_y[0])
+            assert torch.equal(x[e, :, : widths[row[e]]], own_x[0])
+            assert not x[e, :, widths[row[e]] :].any()
+
+
+def test_a_feed_of_different_data_sets_can_be_set_to_any_position():
+    splits = [Split(torch.arange(n).float()[:, None], torch.arange(n)) for n in (23, 9)]
+
+    def feed():
+        made = SharedBatchIterator(splits, np.array([0, 1]), np.array([0, 1]), 0, 4, (1,), CPU)
+        made.reset(0)
+        return made
+
+    straight, resumed = take(feed(), 15), feed()
+    for position in (7, 0, 11):
+        resumed.batch = position
+        assert torch.equal(take(resumed, 15 - position), straight[:, position:])
+
+
 @pytest.mark.parametrize("examples", [1, 4])
 def test_a_split_smaller_than_a_batch_is_refused_in_a_sentence(examples):
     with pytest.raises(InputError) as error:

@@ -228,6 +228,31 @@ def test_a_parameter_that_does_not_require_a_gradient_is_not_decayed(name, as_ro
 
 
 @BOTH
+@KINDS
+def test_a_parameter_that_is_fixed_in_one_row_moves_in_the_others(name, as_rows):
+    fixed, free = module(), module()
+    fixed[0].weight.requires_grad_(False)
+    config = OptimizerConfig(name=name, weight_decay=0.1, clip=0.5)
+    optimizer = StackedOptimizer(config)
+    stack = Stack(free, 2, moments=optimizer.rule.moments, dtype=torch.float64)
+    theirs = [torch_optimizer(config, [p for p in m.parameters() if p.requires_grad], 1.0) for m in (fixed, free)]
+    stack.write(0, fixed)
+    stack.write(1, free)
+    rows = as_rows(0, 2)
+    for _ in range(STEPS):
+        x = torch.randn(2, 5, 3, dtype=torch.float64)
+        stack(x, rows).square().sum().backward()
+        norms = optimizer.step(stack, rows, optimizer.plan(stack, rows, 1)[0])
+        for one, batch, norm, their in zip((fixed, free), x, norms, theirs, strict=True):
+            one(batch).square().sum().backward()
+            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(one.parameters(), 0.5), rtol=1e-10, atol=1e-12)
+            their.step()
+            their.zero_grad()
+    for row, one in enumerate((fixed, free)):
+        torch.testing.assert_close(flat(stack.read(row, module())), flat(one), rtol=1e-10, atol=1e-12)
+
+
+@BOTH
 def test_in_float32_the_factors_are_worked_out_in_float64(name):
     optimizer = StackedOptimizer(OptimizerConfig(name=name))
     stack = Stack(module().float(), 2, moments=optimizer.rule.moments, dtype=torch.float32)

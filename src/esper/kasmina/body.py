@@ -4,7 +4,7 @@ E environments, S slots, K blueprints of the menu, B examples, X branches.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.stack import Mapping, Rows, Stack
 from esper.leyline.actions import Blend
-from esper.leyline.slots import Kind, SlotSpec, Tap
+from esper.leyline.slots import SlotSpec, Tap
 from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.view import Bools, Seeds
 
@@ -35,10 +35,10 @@ class Seed(nn.Module):
 
 
 class Widths(NamedTuple):
-    """True widths of a host's streams."""
+    """True widths of a host's streams, 0 where a stream is no vector or there is none."""
 
     reads: Indices  # (S, K) what each blueprint would read at each slot, 0 where it does not fit
-    writes: Indices  # (S,) the stream at each slot
+    taps: Indices  # (S, 4) at each slot: the stream, what entered the segment, the host's input, the inner features
 
 
 class Branches(NamedTuple):
@@ -91,12 +91,20 @@ class Route(NamedTuple):
     origin: Tensor | None  # (X,) the environment of each branch
 
 
+class Streams(NamedTuple):
+    """What one slot sees of a pass."""
+
+    here: Tensor  # (E, B, D) in front of any seed
+    before: Tensor  # (E, B, Db) as it entered the segment
+    inner: Tensor | None  # (E, B, R) inside the segment, where the host offers it and it was asked for
+
+
 class Pass(NamedTuple):
     """What a forward pass returns."""
 
     output: Tensor  # (E, B, C)
     branches: Tensor | None  # (X, B, C), in the order of the branches
-    streams: tuple[Tensor, ...]  # (E, B, D) the stream in front of each slot, where asked for
+    streams: tuple[Streams, ...]  # one for each slot, where asked for
     proximal: Tensor | None  # () sum over straight-through seeds of |c|^2 / |h|^2
 
 
@@ -130,6 +138,8 @@ class Body:
         assert isinstance(host, SegmentedHost)
         self.slots: tuple[SlotSpec, ...] = host.slots
         self.menu = tuple(menu)
+        self._skips = any(entry.tap == Tap.INPUT for entry in self.menu)
+        self._tap_of = np.array([_TAPS.index(entry.tap) for entry in self.menu], np.int64)
         self.isolated = isolated
         self.device = torch.device(device)
         self.dtype = example.dtype
@@ -143,15 +153,13 @@ class Body:
         shape = rows, len(self.slots), len(self.menu)
         self.host_params = np.zeros(rows, np.int64)
         self.reads = np.zeros(shape, np.int64)  # (E, S, K) the true width that a blueprint would read
-        self.writes = np.zeros(shape[:2], np.int64)  # (E, S) the true width of the stream
+        self.taps = np.zeros((*shape[:2], 4), np.int64)  # (E, S, 4) true widths, as `Widths.taps`
         self.cost = np.zeros(shape, np.int64)  # (E, S, K) parameters that a blueprint would add
         self.outputs = np.zeros(rows, np.int64)  # (E,)
         self._real_outputs: Tensor | None = None  # (E, 1, C) bool, where some row has fewer outputs than others
         self.forms, self.form_of = self._forms()
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
-        self._skips = any(entry.tap == Tap.INPUT for entry in self.menu)
-        self._tap_of = np.array([_TAPS.index(entry.tap) for entry in self.menu])
 
     # Surgery.
 
@@ -161,11 +169,11 @@ class Body:
         own = self.widths(module, example)
         cost = [
             [entry.parameters(r, w) if r else 0 for entry, r in zip(self.menu, reads, strict=True)]
-            for reads, w in zip(own.reads.tolist(), own.writes.tolist(), strict=True)
+            for reads, w in zip(own.reads.tolist(), own.taps[:, 0].tolist(), strict=True)
         ]
         for row in rows:
             self.host.write(row, module)
-            self.reads[row], self.writes[row] = own.reads, own.writes
+            self.reads[row], self.taps[row] = own.reads, own.taps
             self.cost[row] = np.reshape(cost, own.reads.shape)
             self.host_params[row], self.outputs[row] = count(module), outputs
 
@@ -224,7 +232,7 @@ class Body:
         blueprint = int(seeds.blueprint[env, slot])
         key = slot, int(self.form_of[slot, blueprint])
         row = int(np.flatnonzero(self.envs[key] == env)[0])
-        seed = self._build(slot, blueprint, 0, int(self.reads[env, slot, blueprint]), int(self.writes[env, slot]))
+        seed = self._build(slot, blueprint, 0, int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, 0]))
         self.stacks[key].read(row, seed)
         return seed
 
@@ -242,16 +250,17 @@ class Body:
         *,
         train: bool = False,
         straight: bool = False,
+        frozen: bool = False,
     ) -> Route:
         """Work out a pass. A row at dose 0 is not run.
 
         With `train`, a branch is a shadow: the one seed that it adds at its slot learns, all else is constant. With
-        `straight`, incubating seeds run behind the host in the pass itself.
+        `straight`, incubating seeds run behind the host in the pass itself. With `frozen` no seed's parameters get gradients.
         """
         envs = np.arange(len(dose))
         base = []
         for s in range(len(self.slots)):
-            calls = self._calls(s, envs, dose[:, s], seeds, frozen=False)
+            calls = self._calls(s, envs, dose[:, s], seeds, frozen=frozen)
             if straight:
                 incubating = np.where(seeds.stage[:, s] == Stage.TRAINING, np.float32(1), np.float32(0))
                 calls += self._calls(s, envs, incubating, seeds, frozen=False, straight=True)
@@ -279,14 +288,26 @@ class Body:
                 branch.append(tuple(calls))
         return Route(len(dose), tuple(base), tuple(branch), tuple(joins), self._send(branches.env))
 
-    def run(self, x: Tensor, route: Route, *, streams: bool = False, keys: Indices | None = None) -> Pass:
-        """Run a route over a batch x (E, B, ...); `keys` (E,) seeds dropout in training mode."""
+    def run(
+        self,
+        x: Tensor,
+        route: Route,
+        *,
+        streams: Literal["none", "here", "all"] = "none",
+        keys: Indices | None = None,
+    ) -> Pass:
+        """Run a route over a batch x (E, B, ...); `keys` (E,) seeds dropout in training mode.
+
+        With streams "here" the stream and what entered its segment are kept for each slot; with "all" also inner features,
+        parameters are constants, and the streams are part of a graph that begins at the first slot.
+        """
         h, kept, penalty = x, [], None
+        frozen = streams == "all"
         extra: Tensor | None = None
         origin: Tensor | None = None
         rows = slice(0, route.rows)
         for segment in range(self.segments):
-            before, h = h, self.host(h, rows, part=f"segments.{segment}", keys=keys)
+            before, h = h, self.host(h, rows, part=f"segments.{segment}", frozen=frozen, keys=keys)
             at = self._slot_after.get(segment)
             extra_before = extra
             if extra is not None:
@@ -298,8 +319,10 @@ class Body:
                 extra = _append(extra, h.detach().index_select(0, env))
                 extra_before = _append(extra_before, before.detach().index_select(0, env))
                 origin = _append(origin, x.index_select(0, env)) if self._skips else None
-            if streams:
-                kept.append(h)
+            if frozen and not h.requires_grad:
+                h = h.detach().requires_grad_()
+            if streams != "none":
+                kept.append(Streams(h, before, self._inner(at, before, rows) if frozen else None))
             for call in route.base[at]:
                 h, proximal = self._grow(call, h, before, x)
                 if proximal is not None:
@@ -322,6 +345,13 @@ class Body:
             stack.train(mode)
 
     # Inside.
+
+    def _inner(self, slot: int, before: Tensor, rows: slice) -> Tensor | None:
+        """The inner features of the segment in front of a slot, run again; None where the host does not offer them."""
+        spec, z = self.slots[slot], before.detach()
+        for index in range(spec.inner or 0):
+            z = self.host(z, rows, part=f"segments.{spec.after}.{index}", frozen=True)
+        return z if spec.inner else None
 
     def _grow(self, call: _Call, h: Tensor, before: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The stream behind a slot, and the proximal term of straight-through seeds."""
@@ -396,7 +426,7 @@ class Body:
             self.envs[at] = np.zeros(0, np.int64)
         stack, envs = self.stacks[at], self.envs[at]
         stack.reserve(len(envs) + 1)
-        reads, writes = int(self.reads[env, slot, blueprint]), int(self.writes[env, slot])
+        reads, writes = int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, 0])
         stack.write(len(envs), self._build(slot, blueprint, key, reads, writes))
         self.envs[at] = np.append(envs, env)
 
@@ -406,21 +436,24 @@ class Body:
 
     def widths(self, host: SegmentedHost, example: Tensor) -> Widths:
         """The true widths of a host, from running it on an input of its own, example (B, ...)."""
-        shapes, x = [tuple(example.shape[1:])], example.to("cpu")
         training = host.training
         host = host.to(dtype=example.dtype).eval()
+        seen = [example.to("cpu")]
         with torch.no_grad():
             for segment in host.segments:
-                x = segment(x)
-                shapes.append(tuple(x.shape[1:]))
+                seen.append(segment(seen[-1]))
+            taps = []
+            for slot in self.slots:
+                inner = None
+                if slot.inner is not None:
+                    segment = host.segments[slot.after]
+                    assert isinstance(segment, nn.Sequential), "inner features are those of an nn.Sequential"
+                    inner = segment[: slot.inner](seen[slot.after])
+                taps.append([_width(x) for x in (seen[slot.after + 1], seen[slot.after], seen[0], inner)])
         host.train(training)
-        reads = np.zeros((len(self.slots), len(self.menu)), np.int64)
-        for s, slot in enumerate(self.slots):
-            read = {Tap.HERE: shapes[slot.after + 1], Tap.BEFORE: shapes[slot.after], Tap.INPUT: shapes[0]}
-            for k, entry in enumerate(self.menu):
-                if entry.kind == slot.kind == Kind.VECTOR and len(read[entry.tap]) == 1:
-                    reads[s, k] = read[entry.tap][0]
-        return Widths(reads, np.array([shapes[slot.after + 1][0] for slot in self.slots], np.int64))
+        widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
+        fits = np.array([[entry.kind == slot.kind for entry in self.menu] for slot in self.slots], bool)
+        return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self._tap_of], 0), widths)
 
     def _forms(self) -> tuple[dict[tuple[int, int], Seed], Indices]:
         """Group the menu of each slot into forms: one module class and width read, run as one stack.
@@ -444,7 +477,7 @@ class Body:
     def _largest(self, slot: int, blueprint: int) -> Seed:
         """A seed at the widths of the largest host."""
         widest = self.widest
-        return self._build(slot, blueprint, 0, int(widest.reads[slot, blueprint]), int(widest.writes[slot]))
+        return self._build(slot, blueprint, 0, int(widest.reads[slot, blueprint]), int(widest.taps[slot, 0]))
 
     def _first_slot(self, segment: int) -> int:
         """Index of the first slot that is not in front of a segment."""
@@ -483,6 +516,11 @@ def _run(chosen: Bools) -> slice:
 def _rows(stream: Tensor, where: Tensor | None) -> Tensor:
     """Some rows of a stream, or all; a node of its own in the graph either way, so that gradients are summed in one order."""
     return stream.view_as(stream) if where is None else stream.index_select(0, where)
+
+
+def _width(x: Tensor | None) -> int:
+    """Features of a vector stream (B, D); 0 of any other."""
+    return x.shape[1] if x is not None and x.dim() == 2 else 0
 
 
 def _append(rows: Tensor | None, more: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def grown_network(
                 "blend": blend.name.lower(),
                 "alpha": alpha,
                 "reads": reads,
-                "writes": int(body.writes[env, s]),
+                "writes": int(body.taps[env, s, 0]),
             }
         )
     network = GrownNetwork(host, modules, grafts).to("cpu").eval()

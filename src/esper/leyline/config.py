@@ -87,7 +87,7 @@ class GatesConfig(_Section):
 class ProbeConfig(_Section):
     """What is measured on the probe split after every step."""
 
-    sensors_every: int = Field(1, ge=1, description="cadence of the growth sensors [steps]")
+    sensors_every: int = Field(0, ge=0, description="cadence of the growth sensors; 0 does without them [steps]")
 
 
 class RewardConfig(_Section):

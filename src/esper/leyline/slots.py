@@ -26,3 +26,4 @@ class SlotSpec:
     after: int  # index of the segment whose output the slot changes
     width: int  # features of the stream at the slot
     kind: Kind = Kind.VECTOR
+    inner: int | None = None  # how many modules of that nn.Sequential make its inner features, for sensors; None: none

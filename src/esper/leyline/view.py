@@ -59,7 +59,8 @@ class Measurements(NamedTuple):
     seed_gradient_norm: Floats  # (E, S) mean over the step; nan where no seed trained
     seed_gradient_finite: Bools  # (E, S) a seed trained and every gradient of the step was finite
     participation: Floats  # (E, S) participation ratio of the stream at the slot / its width, in (0, 1]
-    sensor_age: int  # steps since the sensors were computed
+    sensors: Floats  # (E, S, F) growth sensors, named in `Space.sensors`; nan where they were not measured yet
+    sensor_age: int  # steps since they were computed
 
 
 class Masks(NamedTuple):
@@ -89,6 +90,7 @@ class Space(NamedTuple):
     targets: tuple[float, ...]
     cost: NDArray[np.int64]  # (E, S, K) parameters that each blueprint would add at each slot, blended by ADD
     fits: Bools  # (S, K)
+    sensors: tuple[str, ...]  # (F,)
     max_seeds: int
     seed: int  # run seed
     instance: NDArray[np.int64]  # (E,)

@@ -63,7 +63,7 @@ class MLP:
         ]
         embed = _linear(self.inputs, self.width, variance=1 / self.inputs)
         head = _linear(self.width, self.outputs, variance=1 / self.width)
-        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width) for k in range(len(blocks))]
+        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width, inner=2) for k in range(len(blocks))]
         host = SegmentedHost([embed, *blocks, head], slots)
         host.stacks = True
         return host

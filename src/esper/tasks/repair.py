@@ -289,14 +289,14 @@ def _spiral(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
     y = _integers(facts, _Draw.LABEL, part, facts.host.outputs, count)
     t = np.sqrt(_uniform(facts, _Draw.INPUT, part, count))
     angle = 2 * math.pi * (facts.detail * t + y / facts.host.outputs)
-    return RADIUS * np.stack([t * np.cos(angle), t * np.sin(angle)], axis=1, dtype=np.float64), y
+    return RADIUS * np.stack([t * np.cos(angle), t * np.sin(angle)], axis=1), y
 
 
 def _parity(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
     """x = 2 b - 1,   y = (b_1 + ... + b_k) mod 2,   with k = detail of the bits b."""
     assert facts.detail is not None
     bits = _integers(facts, _Draw.INPUT, part, 2, count, facts.host.inputs)
-    return 2.0 * bits - 1, bits[:, : int(facts.detail)].sum(1) % 2
+    return (2 * bits - 1).astype(np.float64), bits[:, : int(facts.detail)].sum(1) % 2
 
 
 def _checker(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:

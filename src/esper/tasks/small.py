@@ -1,4 +1,7 @@
-"""Three classical data sets and hosts that are wide enough for them: the right answer is not to grow."""
+"""Three classical data sets and hosts that are wide enough for them: the right answer is not to grow.
+
+A step trains long enough that a host is near its ceiling after two of them, before a controller has to decide.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,32 +17,37 @@ _HOST = "an MLP that is wide enough for them"
 IRIS = f"150 flowers by 4 measures in 3 classes (Fisher, 1936); {_HOST}"
 WINE = f"178 wines by 13 measures in 3 classes (Forina, UCI 1991); {_HOST}"
 BREAST_CANCER = f"569 tumours by 30 measures in 2 classes (Wolberg, Mangasarian and Street, UCI 1995); {_HOST}"
-WIDTH, HIDDEN = 8, (8, 8)
+WIDTH, HIDDEN = 16, (16, 16)
 
 
 def iris() -> Task:
-    """Fisher's iris flowers: 64 examples train, four batches of 16."""
+    """Fisher's iris flowers. 64 of them train, in four batches of 16; eight epochs make a step."""
     from sklearn.datasets import load_iris
 
-    return _task("iris", IRIS, load_iris, sizes=(64, 32, 16, 38), batch=16)
+    return _task("iris", IRIS, load_iris, sizes=(64, 40, 16, 30), batches=(16, 32))
 
 
 def wine() -> Task:
-    """Wines of three growers: 80 examples train, five batches of 16."""
+    """Wines of three growers. 80 of them train, in five batches of 16; six epochs make a step."""
     from sklearn.datasets import load_wine
 
-    return _task("wine", WINE, load_wine, sizes=(80, 32, 16, 50), batch=16)
+    return _task("wine", WINE, load_wine, sizes=(80, 40, 16, 42), batches=(16, 32))
 
 
 def breast_cancer() -> Task:
-    """Tumours, malignant or benign: 256 examples train, eight batches of 32."""
+    """Tumours, malignant or benign. 256 of them train, in eight batches of 32; two epochs make a step."""
     from sklearn.datasets import load_breast_cancer
 
-    return _task("breast-cancer", BREAST_CANCER, load_breast_cancer, sizes=(256, 96, 64, 153), batch=32)
+    return _task("breast-cancer", BREAST_CANCER, load_breast_cancer, sizes=(256, 96, 64, 153), batches=(32, 16))
 
 
-def _task(name: str, summary: str, load: Callable[[], Any], *, sizes: tuple[int, int, int, int], batch: int) -> Task:
-    """Features standardized by the train split, in torch's default dtype; sizes of train, probe, validation and test."""
+def _task(
+    name: str, summary: str, load: Callable[[], Any], *, sizes: tuple[int, int, int, int], batches: tuple[int, int]
+) -> Task:
+    """sizes: examples in train, probe, validation and test; batches: examples in a batch, and batches in a step.
+
+    Features are standardized by the train split, and have torch's default dtype.
+    """
     data = load()
     x = torch.from_numpy(data.data).to(torch.get_default_dtype())
     y = torch.from_numpy(data.target).to(torch.int64)
@@ -52,5 +60,5 @@ def _task(name: str, summary: str, load: Callable[[], Any], *, sizes: tuple[int,
         **standardized(split(x, y, sizes=sizes, seed=0))._asdict(),
         objective=Classification(classes),
         menu=VECTOR_MENU,
-        defaults={"steps": 24, "data": {"batch": batch, "batches_per_step": 16}},
+        defaults={"steps": 24, "data": {"batch": batches[0], "batches_per_step": batches[1]}},
     )

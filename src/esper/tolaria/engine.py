@@ -39,9 +39,13 @@ from esper.nissa.events import episode_rows, lifecycle_rows, step_row
 from esper.nissa.hub import Hub
 from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.optimizer import StackedOptimizer
-from esper.tolaria.probe import Coalitions, coalitions, probe, spread
+from esper.tolaria.probe import Coalitions, coalitions, probe, sense, spread
 from esper.tolaria.runtime import PhaseTimer, read_packet, resolve_device
+from esper.tolaria.sensors import SENSORS
 from esper.tolaria.training import Trained, train
+
+SENSED = 256
+"""Training examples that the growth sensors are measured on, the first of each split [examples]."""
 
 
 @dataclass
@@ -71,7 +75,7 @@ class _Figures(NamedTuple):
     branch_metric: Floats
     loss_rise: Floats
     metric_fall: Floats
-    participation: Floats | None
+    participation: Floats
 
 
 class VectorizedEngine:
@@ -115,6 +119,7 @@ class VectorizedEngine:
             targets=config.lifecycle.targets,
             cost=np.zeros((stacked, *body.fits.shape), np.int64),  # known when the hosts are planted
             fits=body.fits & _selected(body, config)[:, None],
+            sensors=tuple(sensor.name for sensor in SENSORS),
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
             instance=self._spread(first),
@@ -236,7 +241,7 @@ class VectorizedEngine:
         )
         here = stack_splits(splits, row, self._task.inputs, self.device)
         nothing = coalitions(dormant(*final.stage.shape), terminal=False)
-        probed = probe(state.body, final, here, self._objective, nothing, sensors=False)
+        probed = probe(state.body, final, here, self._objective, nothing, rank=False)
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric[: self.rows], loss[: self.rows]
 
@@ -266,14 +271,15 @@ class VectorizedEngine:
         """
         state, config = self.state, self.config
         asked = coalitions(state.seeds, terminal=terminal)
-        sensors = state.step % config.probe.sensors_every == 0
-        probed = probe(state.body, state.seeds, self._probe, self._objective, asked, sensors=sensors)
-        parts = probed[:-1]
-        optional = [probed.participation] if probed.participation is not None else []
+        probed = probe(state.body, state.seeds, self._probe, self._objective, asked, rank=True)
+        every = config.probe.sensors_every
+        sensed = every > 0 and state.step % every == 0
+        sensors = [sense(state.body, state.seeds, self._fit, self._probe, self._objective)] if sensed else []
         training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
-        packet = read_packet([*parts, *optional, *training])
-        figures = _Figures._make([*packet[: len(parts)], packet[len(parts)] if optional else None])
-        state.measurements = _unpack(state, asked, figures, trained, packet[len(parts) + len(optional) :])
+        packet = iter(read_packet([*probed, *sensors, *training]))
+        figures = _Figures._make(itertools.islice(packet, len(probed)))
+        found = next(packet) if sensed else None
+        state.measurements = _unpack(state, asked, figures, found, trained, list(packet))
         added = state.body.added_params(state.seeds)
         state.scores = Scores(state.measurements.metric, state.measurements.loss, added)
         state.masks = self._legal(state.seeds, state.measurements)
@@ -317,6 +323,8 @@ class VectorizedEngine:
         inputs, batch = self._task.inputs, self.config.data.batch
         trains = [problem.train for problem in self._problems]
         self._feed = SharedBatchIterator(trains, row, instance, self.config.seed, batch, inputs, self.device)
+        sampled = [Split(train.x[:SENSED], train.y[:SENSED]) for train in trains]
+        self._fit = stack_splits(sampled, row, inputs, self.device)
         self._probe = stack_splits([problem.probe for problem in self._problems], row, inputs, self.device)
 
     def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
@@ -404,6 +412,7 @@ def _unmeasured(rows: int, slots: int) -> Measurements:
         seed_gradient_norm=np.full(shape, np.nan),
         seed_gradient_finite=np.zeros(shape, bool),
         participation=np.full(shape, np.nan),
+        sensors=np.full((*shape, len(SENSORS)), np.nan),
         sensor_age=0,
     )
 
@@ -412,6 +421,7 @@ def _unpack(
     state: ParallelEnvState,
     asked: Coalitions,
     figures: _Figures,
+    found: Floats | None,
     trained: Trained | None,
     training: list[NDArray[np.float64]],
 ) -> Measurements:
@@ -426,9 +436,9 @@ def _unpack(
     if trained is not None:
         for (at, owners), norm in zip(trained.seed_owners, training[2:], strict=True):
             seed_norm[owners, at] = norm
-    participation, sensor_age = figures.participation, 0
-    if participation is None:
-        participation, sensor_age = state.measurements.participation, state.measurements.sensor_age + 1
+    sensors, sensor_age = found, 0
+    if sensors is None:
+        sensors, sensor_age = state.measurements.sensors, state.measurements.sensor_age + 1
     return fresh._replace(
         metric=figures.metric,
         loss=figures.loss,
@@ -438,6 +448,7 @@ def _unpack(
         contribution_loss=spread(figures.loss_rise, asked.without, shape),
         gain=gain,
         seed_gradient_finite=np.isfinite(seed_norm),
-        participation=participation,
+        participation=figures.participation,
+        sensors=sensors,
         sensor_age=sensor_age,
     )

@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.kasmina.body import Body, Branches, Indices
+from esper.kasmina.body import Body, Branches, Indices, Route
 from esper.leyline.stages import LIVE, Stage, among
 from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
 from esper.tolaria.data import Examples
+from esper.tolaria.sensors import Sample, Widths, growth_sensors, participation_ratio
 from esper.tolaria.training import doses
 
 
@@ -36,7 +37,7 @@ class Probed(NamedTuple):
     branch_metric: Tensor  # (X,)
     loss_rise: Tensor  # (X, 2) mean and standard error of branch loss minus the environment's own, example by example
     metric_fall: Tensor  # (X, 2) likewise of the environment's own metric minus the branch's
-    participation: Tensor | None  # (E, S) of the stream at each slot / its width
+    participation: Tensor  # (E, S) of the stream at each slot / its width; (E, 0) where it was not asked for
 
 
 def coalitions(seeds: Seeds, *, terminal: bool) -> Coalitions:
@@ -66,17 +67,19 @@ def coalitions(seeds: Seeds, *, terminal: bool) -> Coalitions:
 
 @torch.no_grad()
 def probe(
-    body: Body, seeds: Seeds, examples: Examples, objective: Objective, asked: Coalitions, *, sensors: bool
+    body: Body, seeds: Seeds, examples: Examples, objective: Objective, asked: Coalitions, *, rank: bool
 ) -> Probed:
     """Evaluate every row on its examples of a split."""
     body.train(False)
     route = body.route(doses(seeds), seeds, asked.branches)
-    result = body.run(examples.x, route, streams=sensors)
+    result = body.run(examples.x, route, streams="here" if rank else "none")
     loss, score = objective.loss(result.output, examples.y), objective.score(result.output, examples.y)
-    participation = None
-    if sensors:
-        widths = torch.from_numpy(body.writes.astype(np.float64)).to(loss)
-        participation = torch.stack([participation_ratio(h, examples) for h in result.streams], 1) / widths
+    widths = torch.from_numpy(body.taps[..., 0]).to(loss).unbind(1)
+    ratios = [
+        participation_ratio(seen.here, width, examples.real)
+        for seen, width in zip(result.streams, widths, strict=len(result.streams) > 0)
+    ]
+    participation = torch.stack(ratios, 1) if ratios else loss.new_zeros(len(loss), 0)
     if result.branches is None:
         none = loss.new_zeros(0)
         none_2 = none.view(0, 2)
@@ -112,25 +115,27 @@ def paired(difference: Tensor, examples: Examples) -> Tensor:
     return torch.stack([centre, (squares / (n - 1) / n).sqrt()], 1)
 
 
-def participation_ratio(h: Tensor, examples: Examples) -> Tensor:
-    """tr(S)^2 / tr(S^2) of the covariance S of features over the real examples: h (E, N, D) -> (E,) in [1, D].
+def sense(body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Objective) -> Tensor:
+    """The growth sensors of every slot, (E, S, F): measured on some training examples, held against others."""
+    body.train(False)
+    route = body.route(doses(seeds), seeds, frozen=True)
+    measured, other = (_samples(body, route, examples, objective) for examples in (fit, held))
+    true = torch.from_numpy(body.taps.astype(np.float64)).to(body.device, body.dtype)
+    widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
+    return growth_sensors(measured, other, widths)
 
-    D when the features are uncorrelated and equally large, 1 when they lie on a line; features that are always 0 do not
-    count (Gao et al., "A theory of multineuronal dimensionality", 2017, equation 4). nan where every feature is constant.
-    """
-    if examples.real is None:
-        centred = h - h.mean(1, keepdim=True)
-    else:
-        padding = ~examples.real[..., None]
-        centre = h.masked_fill(padding, 0).sum(1, keepdim=True) / examples.size[..., None]
-        centred = (h - centre).masked_fill(padding, 0)
-    covariance = centred.mT @ centred
-    trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
-    ratio = trace.square() / covariance.square().sum((1, 2))
-    rounding = (
-        100 * torch.finfo(h.dtype).eps ** 2 * h.square().sum((1, 2))
-    )  # what is left of a constant that was centred
-    return ratio.masked_fill(trace <= rounding, torch.nan)
+
+def _samples(body: Body, route: Route, examples: Examples, objective: Objective) -> list[Sample]:
+    """What each slot sees of some examples, and the gradient of the loss there."""
+    with torch.enable_grad():
+        result = body.run(examples.x, route, streams="all")
+        loss = objective.loss(result.output, examples.y)
+        total = (loss if examples.real is None else loss.masked_fill(~examples.real, 0)).sum()
+        gradients = torch.autograd.grad(total, [seen.here for seen in result.streams])
+    return [
+        Sample(seen.here.detach(), seen.before.detach(), examples.x, seen.inner, gradient, examples.real)
+        for seen, gradient in zip(result.streams, gradients, strict=True)
+    ]
 
 
 def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices], shape: tuple[int, ...]) -> Estimate:
