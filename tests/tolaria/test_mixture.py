@@ -22,7 +22,7 @@ HOSTS = (
     DamagedMLP(6, 3, (5, 5), 4, (False, True), (False, True)),
 )
 SIZES = ((60, 30, 20), (41, 25, 20), (60, 30, 20), (97, 18, 20))
-LARGEST = DamagedMLP(6, 8, (5, 5), 4, (False, False), (False, False))
+LARGEST = DamagedMLP(6, 8, (5, 5), 7, (False, False), (False, False))  # no instance has all seven classes
 
 
 def problem(key):
@@ -48,7 +48,7 @@ def mixture():
         sample=problem,
         test=None,
         ranges={"training": range(4), "validation": range(4, 4), "heldout": range(4, 4)},
-        objective=Classification(4),
+        objective=Classification(7),
         menu=MENU,
     )
 

@@ -156,6 +156,8 @@ class Body:
         self.taps = np.zeros((*shape[:2], 4), np.int64)  # (E, S, 4) true widths, as `Widths.taps`
         self.cost = np.zeros(shape, np.int64)  # (E, S, K) parameters that a blueprint would add
         self.outputs = np.zeros(rows, np.int64)  # (E,)
+        with torch.no_grad():
+            self._widest_output = int(host.eval()(example.to("cpu")).shape[1])
         self._real_outputs: Tensor | None = None  # (E, 1, C) bool, where some row has fewer outputs than others
         self.forms, self.form_of = self._forms()
         self.stacks: dict[tuple[int, int], Stack] = {}
@@ -179,10 +181,10 @@ class Body:
 
     def mask_outputs(self) -> None:
         """Give outputs that a row does not have the value -inf; called when every host is planted."""
-        widest = int(self.outputs.max())
         self._real_outputs = None
-        if (self.outputs < widest).any():
-            self._real_outputs = torch.from_numpy(np.arange(widest) < self.outputs[:, None, None]).to(self.device)
+        if (self.outputs < self._widest_output).any():
+            real = np.arange(self._widest_output) < self.outputs[:, None, None]
+            self._real_outputs = torch.from_numpy(real).to(self.device)
 
     def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
         """Make and free modules as the edits say, and put rows in the order of their new stages.

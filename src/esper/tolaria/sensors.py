@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -80,7 +81,7 @@ def growth_sensors(fit: Sequence[Sample], held: Sequence[Sample], widths: Sequen
     source: _Reading | None = None
     for slot, (train, other, width) in enumerate(zip(fit, held, widths, strict=True)):
         counts = _count(train), _count(other)
-        g, g_held = _only(train.gradient, train.real), _only(other.gradient, other.real)
+        g, g_held = (_aligned(_only(sample.gradient, sample.real)) for sample in (train, other))
         here = _read(train.stream, other.stream, width.stream, train.real, other.real)
         before = _read(train.before, other.before, width.before, train.real, other.real)
         if source is None or train.input is not fit[slot - 1].input or other.input is not held[slot - 1].input:
@@ -109,7 +110,7 @@ def participation_ratio(h: Tensor, width: Tensor | None = None, real: Tensor | N
     """
     count = h.shape[1] if real is None else real.sum(1)[:, None, None]
     mean = _only(h, real).sum(1, keepdim=True) / count
-    centred = _only(h - mean, real)
+    centred = _aligned(_only(h - mean, real))
     scatter = centred.mT @ centred
     trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
     # Relative to the trace, so that neither a tiny nor a huge stream leaves the range of float32.
@@ -195,10 +196,13 @@ def relu_expansion(width: int) -> NDArray[np.float64]:
 
 
 class _Reading(NamedTuple):
-    """What a tap offers a seed. Features are divided by their rms on the fit sample; column 0 is 1 on real examples."""
+    """What a tap offers a seed. Features are divided by their rms on the fit sample; column 0 is 1 on real examples.
 
-    linear: Tensor  # (E, N, 1 + width)
-    linear_held: Tensor  # (E, M, 1 + width)
+    Behind what the shapes say there are columns of 0, as `_aligned` adds them.
+    """
+
+    linear: Tensor  # (E, N, 1 + W)
+    linear_held: Tensor  # (E, M, 1 + W)
     relu: Tensor  # (E, N, 1 + RELU_UNITS)
     relu_held: Tensor  # (E, M, 1 + RELU_UNITS)
     rms: Tensor  # (E,)
@@ -213,14 +217,15 @@ def _read(u: Tensor, held: Tensor, width: Tensor, real: Tensor | None, real_held
     linear, linear_held = _design(u * scale, real), _design(_only(held, real_held) * scale, real_held)
     layer = torch.from_numpy(relu_expansion(u.shape[2])).to(u.device, u.dtype, non_blocking=True)
     layer = torch.cat([layer[:1].expand(len(u), 1, -1), layer[1:] / width.sqrt()[:, None, None]], 1)
+    layer = F.pad(_aligned(layer), (0, 0, 0, linear.shape[2] - layer.shape[1]))
     # One product a row: in one product over all rows, a row's rounding would depend on how many there are.
     return _Reading(linear, linear_held, torch.bmm(linear, layer).relu_(), torch.bmm(linear_held, layer).relu_(), rms)
 
 
 def _design(u: Tensor, real: Tensor | None) -> Tensor:
-    """[1, u], all 0 where an example is not real: (E, N, W) -> (E, N, 1 + W)."""
+    """[1, u], all 0 where an example is not real: (E, N, W) -> (E, N, 1 + W), and the columns of `_aligned`."""
     one = u.new_ones(*u.shape[:2], 1) if real is None else real[:, :, None].to(u.dtype)
-    return torch.cat([one, u], 2)
+    return torch.cat([one, u, u.new_zeros(*u.shape[:2], -(1 + u.shape[2]) % 4)], 2)
 
 
 def _map_gradient(tap: _Reading, gradient: Tensor, count: Tensor) -> Tensor:
@@ -256,3 +261,13 @@ def _count(sample: Sample) -> Tensor:
 def _only(values: Tensor, real: Tensor | None) -> Tensor:
     """(E, N, W) with every example that is not real at 0, whatever it held."""
     return values if real is None else values.masked_fill(~real[:, :, None], 0)
+
+
+def _aligned(values: Tensor) -> Tensor:
+    """(E, N, W) with columns of 0 behind it, so that W is a multiple of 4.
+
+    A batch of products rounds a row by where in memory its result lies, unless every result has a whole number of the
+    processor's words: without this, a row would depend on how many are in front of it.
+    """
+    spare = -values.shape[2] % 4
+    return F.pad(values, (0, spare)) if spare else values
