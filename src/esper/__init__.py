@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from esper.tasks.custom import task_from as task  # noqa: F401
     from esper.tolaria.engine import VectorizedEngine as VectorizedEngine
 
-__version__ = version("esper")
-
 _HOME = {
     "Actions": "leyline.actions",
     "Config": "leyline.config",
@@ -53,6 +51,8 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("esper")
     if name not in _HOME:
         raise AttributeError(f"module 'esper' has no attribute {name!r}")
     found = getattr(import_module(f"esper.{_HOME[name]}"), "task_from" if name == "task" else name)

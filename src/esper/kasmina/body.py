@@ -374,7 +374,8 @@ class Body:
         change = blend_change(stream, delta, gate, call.alpha, call.blend)
         if call.straight:
             where = call.where if call.where is not None else torch.arange(len(h), device=h.device)
-            ratio = change.square().sum((1, 2)) / stream.square().sum((1, 2))
+            energy = stream.square().sum((1, 2)).clamp(min=torch.finfo(stream.dtype).tiny)  # a dead stream is all 0
+            ratio = change.square().sum((1, 2)) / energy
             return Straight.apply(h, change, where), ratio.sum()  # type: ignore[no-untyped-call]
         return (h + change if call.where is None else h.index_add(0, call.where, change)), None
 

@@ -174,6 +174,9 @@ def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], 
         (new / TOPOLOGY).write_text(json.dumps(topology, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         torch.export.save(program, new / PROGRAM)
         if folder.exists():
+            strange = {path.name for path in folder.iterdir()} - {MODEL, TOPOLOGY, PROGRAM}
+            if strange:
+                raise InputError(f"{folder} holds {', '.join(sorted(strange))} beside a network; name another folder")
             shutil.rmtree(folder)
         new.rename(folder)
 

@@ -1,0 +1,88 @@
+"""Counting what makes the host wait for the device, by the line that asked for it. An instrument, not part of a step."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OPERATORS = frozenset(
+    {
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "is_nonzero",
+        "_unique",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+    }
+)
+"""Operators whose result, or its shape, the host must know before it goes on."""
+METHODS = ("numpy", "tolist", "cpu", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")
+"""Methods of a tensor that hand its numbers to Python or NumPy."""
+
+
+class Read(NamedTuple):
+    """One wait."""
+
+    what: str  # the operator or method
+    site: str  # file:function of Esper's own innermost frame
+
+
+class Reads(TorchDispatchMode):
+    """Counts on any device: on a CPU nothing waits, but the same calls would on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads: list[Read] = []
+
+    def note(self, what: str) -> None:
+        """Record a read at the present place."""
+        frames = [frame for frame in traceback.extract_stack() if "/esper/" in frame.filename]
+        ours = [frame for frame in frames if not frame.filename.endswith("tolaria/reads.py")]
+        site = f"{ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].name}" if ours else "?"
+        self.reads.append(Read(what, site))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note it where it reads."""
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name in OPERATORS:
+            self.note(name)
+        if name in ("_to_copy", "copy_"):
+            source = (args[1] if name == "copy_" else args[0]).device.type
+            target = args[0].device.type if name == "copy_" else torch.device(kwargs.get("device") or source).type
+            if source != "cpu" and target == "cpu":
+                self.note("copy to the host")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[Read]]:
+    """Every read inside the block, as a list that grows."""
+    mode = Reads()
+    originals = {name: getattr(Tensor, name) for name in METHODS}
+
+    def watched(name: str) -> Any:
+        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            mode.note(name)
+            return originals[name](self, *args, **kwargs)
+
+        return method
+
+    own = {name: Tensor.__dict__.get(name) for name in METHODS}
+    for name in METHODS:
+        setattr(Tensor, name, watched(name))
+    try:
+        with mode:
+            yield mode.reads
+    finally:
+        for name, method in own.items():
+            if method is None:
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
