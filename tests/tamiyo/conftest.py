@@ -102,6 +102,7 @@ def build_view(
             sensors=np.zeros((*shape, 0)),
             sensor_age=0,
         ),
+        coalitions=None,
         host_params=np.full(envs, 1000),
         added_params=np.zeros(envs, np.int64),
     )

@@ -87,7 +87,20 @@ class GatesConfig(_Section):
 class ProbeConfig(_Section):
     """What is measured on the probe split after every step."""
 
+    coalitions_every: int = Field(
+        4, description="cadence of complete attribution; contributions are measured always [steps]"
+    )
+    shapley_samples: int = Field(8, ge=1, description="permutations of sampled attribution, above 4 live seeds [pairs]")
     sensors_every: int = Field(0, ge=0, description="cadence of the growth sensors; 0 does without them [steps]")
+
+    @pydantic.field_validator("coalitions_every")
+    @classmethod
+    def _coalitions(cls, value: int) -> int:
+        if value < 1:
+            raise ValueError(
+                f"coalitions_every is {value}, but gates and attribution need coalitions; give 1 or more steps"
+            )
+        return value
 
 
 class RewardConfig(_Section):

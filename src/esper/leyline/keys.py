@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     DROPOUT = 5
     SPLIT = 6  # which examples fall into which split
     SENSOR = 7
+    ATTRIBUTION = 9  # permutations of sampled attribution
     INSTANCE = 8  # what a sampled problem is: its host and its data
 
 

@@ -63,6 +63,20 @@ class Measurements(NamedTuple):
     sensor_age: int  # steps since they were computed
 
 
+class CoalitionValues(NamedTuple):
+    """What networks were worth with some of their live seeds at dose 0. C coalitions, by environment and bit mask.
+
+    Bit s of a mask says that slot s keeps its dose. Environments without live seeds have none.
+    """
+
+    step: int  # steps that had been taken in the episode
+    live: Bools  # (rows, S) the seeds that were live
+    env: NDArray[np.int64]  # (C,)
+    mask: NDArray[np.int64]  # (C,)
+    metric: Floats  # (C,) on the probe split
+    loss: Floats  # (C,)
+
+
 class Masks(NamedTuple):
     """What may be done now. A later head's mask is indexed by the choices it depends on."""
 
@@ -106,6 +120,7 @@ class View(NamedTuple):
     seeds: Seeds
     masks: Masks
     measurements: Measurements
+    coalitions: CoalitionValues | None  # the last ones; None before the first
     host_params: NDArray[np.int64]  # (E,)
     added_params: NDArray[np.int64]  # (E,) of the seeds in BLENDING, HOLDING or FOSSILIZED
 

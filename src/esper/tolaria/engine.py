@@ -18,12 +18,13 @@ from esper.kasmina.lifecycle import apply, dormant, edits, legal, tick, transiti
 from esper.leyline.actions import Actions
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
-from esper.leyline.keys import Purpose, scalar
+from esper.leyline.keys import Purpose, key, scalar
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Instance, Split
 from esper.leyline.view import (
     BlueprintInfo,
+    CoalitionValues,
     Estimate,
     Floats,
     Masks,
@@ -37,9 +38,10 @@ from esper.leyline.view import (
 )
 from esper.nissa.events import episode_rows, lifecycle_rows, step_row
 from esper.nissa.hub import Hub
+from esper.tolaria.coalitions import Coalitions, coalitions, masks, sampled_orders
 from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.optimizer import StackedOptimizer
-from esper.tolaria.probe import Coalitions, coalitions, probe, sense, spread
+from esper.tolaria.probe import probe, sense, spread
 from esper.tolaria.runtime import PhaseTimer, read_packet, resolve_device
 from esper.tolaria.sensors import SENSORS
 from esper.tolaria.training import Trained, train
@@ -59,6 +61,7 @@ class ParallelEnvState:
     seeds: Seeds  # (rows, S)
     instance: NDArray[np.int64]  # (rows,) which host, data order and births a row has
     measurements: Measurements  # of the last step
+    coalitions: CoalitionValues | None  # of the last step at which they were due
     scores: Scores  # (rows,) of the last step
     masks: Masks  # (rows, ...) of the next decision
     episode: int
@@ -132,6 +135,7 @@ class VectorizedEngine:
             seeds=seeds,
             instance=self._spread(first),
             measurements=measurements,
+            coalitions=None,
             scores=Scores(measurements.metric, measurements.loss, np.zeros(stacked, np.int64)),
             masks=self._legal(seeds, measurements),
             episode=-1,
@@ -148,14 +152,14 @@ class VectorizedEngine:
         if instance is not None and not np.array_equal(self._spread(instance), state.instance):
             state.instance = self._spread(instance)
             self._load(state.instance)
-        state.episode, state.step, state.batch = state.episode + 1, 0, 0
+        state.episode, state.step, state.batch, state.coalitions = state.episode + 1, 0, 0, None
         body.clear()
         state.seeds = dormant(*state.seeds.stage.shape)
         self._feed.reset(state.episode)
         keys, which = np.unique(state.instance, return_inverse=True)
-        for index, key in enumerate(keys.tolist()):
+        for index, name in enumerate(keys.tolist()):
             problem = self._problems[self._split_of[index]]
-            with drawn_with(scalar(self.config.seed, Purpose.HOST, key, state.episode)):
+            with drawn_with(scalar(self.config.seed, Purpose.HOST, name, state.episode)):
                 host = problem.host()
             body.plant_host(np.flatnonzero(which == index).tolist(), host, problem.train.x[:2], problem.outputs)
         body.mask_outputs()
@@ -240,7 +244,7 @@ class VectorizedEngine:
             ([split], np.zeros(len(state.instance), np.int64)) if isinstance(split, Split) else (split, self._env)
         )
         here = stack_splits(splits, row, self._task.inputs, self.device)
-        nothing = coalitions(dormant(*final.stage.shape), terminal=False)
+        nothing = coalitions(dormant(*final.stage.shape), None, terminal=False)
         probed = probe(state.body, final, here, self._objective, nothing, rank=False)
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric[: self.rows], loss[: self.rows]
@@ -270,7 +274,8 @@ class VectorizedEngine:
         Returns the scores of the exported networks at the end of an episode.
         """
         state, config = self.state, self.config
-        asked = coalitions(state.seeds, terminal=terminal)
+        orders = self._orders(terminal)
+        asked = coalitions(state.seeds, orders, terminal=terminal)
         probed = probe(state.body, state.seeds, self._probe, self._objective, asked, rank=True)
         every = config.probe.sensors_every
         sensed = every > 0 and state.step % every == 0
@@ -282,10 +287,12 @@ class VectorizedEngine:
         state.measurements = _unpack(state, asked, figures, found, trained, list(packet))
         added = state.body.added_params(state.seeds)
         state.scores = Scores(state.measurements.metric, state.measurements.loss, added)
+        if orders is not None:
+            state.coalitions = _values(state.step, asked, figures)
         state.masks = self._legal(state.seeds, state.measurements)
         if not terminal:
             return None
-        branch, env = asked.exported
+        branch, env = asked.exported()
         metric, loss = state.scores.metric.copy(), state.scores.loss.copy()
         metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
         return Scores(metric, loss, state.body.added_params(state.seeds, frozenset({Stage.FOSSILIZED})))
@@ -310,8 +317,8 @@ class VectorizedEngine:
         keys, which = np.unique(instance, return_inverse=True)
         self._problems: list[Instance] = []
         self._split_of: list[int] = []
-        for key in keys.tolist():
-            problem = self._task.instance(key)
+        for name in keys.tolist():
+            problem = self._task.instance(name)
             same = next((i for i, known in enumerate(self._problems) if known.train.x is problem.train.x), None)
             if same is None:
                 with drawn_with(0):
@@ -326,6 +333,14 @@ class VectorizedEngine:
         sampled = [Split(train.x[:SENSED], train.y[:SENSED]) for train in trains]
         self._fit = stack_splits(sampled, row, inputs, self.device)
         self._probe = stack_splits([problem.probe for problem in self._problems], row, inputs, self.device)
+
+    def _orders(self, terminal: bool) -> NDArray[np.int64] | None:
+        """The permutations along which this step's attribution is sampled; None where it is not due."""
+        state, every = self.state, self.config.probe.coalitions_every
+        if not terminal and state.step % every:
+            return None
+        keys = key(self.config.seed, Purpose.ATTRIBUTION, state.instance, state.episode, state.step)
+        return sampled_orders(keys, self.config.probe.shapley_samples, len(self._space.slots))
 
     def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
         return legal(seeds, judge(seeds, measurements, self.config.gates), self._space, self.config.lifecycle)
@@ -353,6 +368,7 @@ class VectorizedEngine:
             seeds=take(state.seeds, envs),
             masks=take(state.masks, envs),
             measurements=take(state.measurements, envs),
+            coalitions=state.coalitions,
             host_params=state.body.host_params[envs].copy(),
             added_params=state.scores.added_params[envs],
         )
@@ -417,6 +433,16 @@ def _unmeasured(rows: int, slots: int) -> Measurements:
     )
 
 
+def _values(step: int, asked: Coalitions, figures: _Figures) -> CoalitionValues:
+    """The coalitions of a step, the full one of every environment with live seeds included."""
+    full = np.flatnonzero(asked.live.any(1))
+    env, mask = np.concatenate([asked.env, full]), np.concatenate([asked.mask, masks(asked.live)[full]])
+    order = np.lexsort((mask, env))
+    metric = np.concatenate([figures.branch_metric[asked.branch], figures.metric[full]])
+    loss = np.concatenate([figures.branch_loss[asked.branch], figures.loss[full]])
+    return CoalitionValues(step, asked.live, env[order], mask[order], metric[order], loss[order])
+
+
 def _unpack(
     state: ParallelEnvState,
     asked: Coalitions,
@@ -444,8 +470,8 @@ def _unpack(
         loss=figures.loss,
         train_loss=training[0] if trained is not None else fresh.train_loss,
         gradient_norm=training[1] if trained is not None else fresh.gradient_norm,
-        contribution=spread(figures.metric_fall, asked.without, shape),
-        contribution_loss=spread(figures.loss_rise, asked.without, shape),
+        contribution=spread(figures.metric_fall, asked.without(), shape),
+        contribution_loss=spread(figures.loss_rise, asked.without(), shape),
         gain=gain,
         seed_gradient_finite=np.isfinite(seed_norm),
         participation=figures.participation,

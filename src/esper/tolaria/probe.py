@@ -10,22 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.kasmina.body import Body, Branches, Indices, Route
-from esper.leyline.stages import LIVE, Stage, among
+from esper.kasmina.body import Body, Indices, Route
 from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
+from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.data import Examples
 from esper.tolaria.sensors import Sample, Widths, growth_sensors, participation_ratio
 from esper.tolaria.training import doses
-
-
-class Coalitions(NamedTuple):
-    """What is evaluated beside the real doses, and which rows of the branches it is."""
-
-    branches: Branches
-    without: tuple[Indices, Indices, Indices]  # (branch, env, slot) of each live seed, at dose 0
-    alone: tuple[Indices, Indices, Indices]  # (branch, env, slot) of each incubating seed, at dose 1
-    exported: tuple[Indices, Indices]  # (branch, env) of networks whose unfinished slots are at dose 0
 
 
 class Probed(NamedTuple):
@@ -38,31 +29,6 @@ class Probed(NamedTuple):
     loss_rise: Tensor  # (X, 2) mean and standard error of branch loss minus the environment's own, example by example
     metric_fall: Tensor  # (X, 2) likewise of the environment's own metric minus the branch's
     participation: Tensor  # (E, S) of the stream at each slot / its width; (E, 0) where it was not asked for
-
-
-def coalitions(seeds: Seeds, *, terminal: bool) -> Coalitions:
-    """Leave-one-out of live seeds and incubation gain of incubating ones; at the end also the exported networks."""
-    real = doses(seeds)
-    live = np.nonzero(among(seeds.stage, LIVE) & (real > 0))
-    incubating = np.nonzero(seeds.stage == Stage.TRAINING)
-    final = np.where(seeds.stage == Stage.FOSSILIZED, real, np.float32(0))
-    differs = (final != real) if terminal else np.zeros(real.shape, bool)
-    unfinished = np.flatnonzero(differs.any(1))
-
-    env = np.concatenate([live[0], incubating[0], unfinished])
-    slot = np.concatenate([live[1], incubating[1], differs[unfinished].argmax(1).astype(np.int64)])
-    dose = np.concatenate([real[live[0]], real[incubating[0]], final[unfinished]])
-    first, second = len(live[0]), len(live[0]) + len(incubating[0])
-    dose[np.arange(first), live[1]] = 0
-    dose[np.arange(first, second), incubating[1]] = 1
-    branches, order = Branches.at(env, slot, dose)
-    place = np.argsort(order)
-    return Coalitions(
-        branches,
-        without=(place[:first], live[0], live[1]),
-        alone=(place[first:second], incubating[0], incubating[1]),
-        exported=(place[second:], unfinished),
-    )
 
 
 @torch.no_grad()

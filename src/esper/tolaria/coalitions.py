@@ -1,0 +1,120 @@
+"""Which coalitions of live seeds a probe evaluates, each once. E rows, S slots, X branches.
+
+A coalition is a bit mask over slots: the live seeds that keep their dose, while the other live seeds are at dose 0. Fossils
+keep their dose in all of them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.kasmina.body import Branches, Indices
+from esper.leyline.keys import key, mix
+from esper.leyline.stages import LIVE, Stage, among
+from esper.leyline.view import Seeds
+from esper.tolaria.training import doses
+
+COMPLETE = 4
+"""Up to this many live seeds every subset is evaluated; above it, subsets along sampled permutations."""
+
+
+class Coalitions(NamedTuple):
+    """What is evaluated beside the real doses, and where in the branches it is."""
+
+    branches: Branches
+    live: NDArray[np.bool_]  # (E, S) the seeds that coalitions range over
+    env: Indices  # (C,) of each coalition, in order
+    mask: Indices  # (C,) in order for one environment; the full coalition is the environment's own pass, and not here
+    branch: Indices  # (C,) the branch that evaluates it
+    alone: tuple[Indices, Indices, Indices]  # (branch, env, slot) of each incubating seed, at dose 1
+
+    def find(self, env: Indices, mask: Indices) -> Indices:
+        """The branches of some coalitions, all of which were asked for."""
+        bits = self.live.shape[1]
+        place = np.searchsorted(self.env << bits | self.mask, env << bits | mask)
+        found: Indices = self.branch[place]
+        return found
+
+    def without(self) -> tuple[Indices, Indices, Indices]:
+        """(branch, env, slot) of each live seed: everything but it."""
+        env, slot = np.nonzero(self.live)
+        return self.find(env, masks(self.live)[env] ^ (1 << slot)), env, slot
+
+    def exported(self) -> tuple[Indices, Indices]:
+        """(branch, env) of networks with live seeds, all of which are at dose 0, as an export leaves them out."""
+        env = np.flatnonzero(self.live.any(1))
+        return self.find(env, np.zeros_like(env)), env
+
+
+def coalitions(seeds: Seeds, orders: NDArray[np.int64] | None, *, terminal: bool) -> Coalitions:
+    """The coalitions of a step: leave-one-out of every live seed, always; incubating seeds alone at dose 1.
+
+    With orders (E, P, S), permutations of the slots (`sampled_orders`), also what exact or sampled attribution needs: every
+    subset of up to COMPLETE live seeds, and above that the prefixes of every order and of its reverse. At the end of an
+    episode also the coalition of none.
+    """
+    real = doses(seeds)
+    live = among(seeds.stage, LIVE) & (real > 0)
+    wanted = _leave_one_out(live)
+    if orders is not None:
+        wanted += [_subsets(live), _prefixes(live, orders), _prefixes(live, orders[..., ::-1])]
+    if terminal:
+        wanted.append((np.flatnonzero(live.any(1)), np.zeros(int(live.any(1).sum()), np.int64)))
+    bits = live.shape[1]
+    pairs = np.unique(np.concatenate([env << bits | mask for env, mask in wanted]))
+    env, mask = pairs >> bits, pairs & ((1 << bits) - 1)
+
+    absent = live[env] & ~_members(mask, bits)
+    own = np.flatnonzero(absent.any(1))  # the full coalition is the environment's own pass
+    env, mask, absent = env[own], mask[own], absent[own]
+    incubating = np.nonzero(seeds.stage == Stage.TRAINING)
+    dose = np.concatenate([np.where(absent, np.float32(0), real[env]), real[incubating[0]]])
+    dose[np.arange(len(env), len(dose)), incubating[1]] = 1
+    first = np.concatenate([absent.argmax(1).astype(np.int64), incubating[1]])
+    branches, order = Branches.at(np.concatenate([env, incubating[0]]), first, dose)
+    place = np.argsort(order)
+    alone = place[len(env) :], incubating[0], incubating[1]
+    return Coalitions(branches, live, env, mask, place[: len(env)], alone)
+
+
+def masks(members: NDArray[np.bool_]) -> Indices:
+    """(n, S) bool -> (n,) bit masks."""
+    return np.asarray(members @ (1 << np.arange(members.shape[1])), np.int64)
+
+
+def sampled_orders(keys: NDArray[np.int64], permutations: int, slots: int) -> NDArray[np.int64]:
+    """Keyed permutations of the slots: keys (E,) -> (E, P, S). Slots that are not live are passed over where they are used."""
+    drawn = key(keys[:, None], np.arange(permutations))
+    return np.argsort(mix(drawn[..., None] ^ mix(np.arange(slots))), axis=-1)
+
+
+def _members(mask: Indices, bits: int) -> NDArray[np.bool_]:
+    """(n,) bit masks -> (n, S) bool."""
+    return (mask[:, None] >> np.arange(bits) & 1).astype(bool)
+
+
+def _leave_one_out(live: NDArray[np.bool_]) -> list[tuple[Indices, Indices]]:
+    env, slot = np.nonzero(live)
+    return [(env, masks(live)[env] ^ (1 << slot))]
+
+
+def _subsets(live: NDArray[np.bool_]) -> tuple[Indices, Indices]:
+    """Every subset of the live seeds of environments that have no more than COMPLETE of them."""
+    count = live.sum(1)
+    env = np.flatnonzero((count > 0) & (count <= COMPLETE))
+    slots = np.argsort(~live[env], axis=1, kind="stable")[:, :COMPLETE]  # the live ones, in order, then others
+    subset = np.arange(1 << slots.shape[1])
+    chosen = (subset[:, None] >> np.arange(slots.shape[1]) & 1)[None] << slots[:, None]
+    valid = subset < (1 << count[env])[:, None]
+    row, _ = np.nonzero(valid)
+    return env[row], chosen.sum(2)[valid]
+
+
+def _prefixes(live: NDArray[np.bool_], orders: NDArray[np.int64]) -> tuple[Indices, Indices]:
+    """The coalitions that grow along each order, from none to all, where there are more than COMPLETE live seeds."""
+    env = np.flatnonzero(live.sum(1) > COMPLETE)
+    order = orders[env]
+    bit = np.where(np.take_along_axis(live[env][:, None], order, 2), 1 << order, 0)
+    grown = np.concatenate([np.zeros((*bit.shape[:2], 1), np.int64), bit.cumsum(2)], 2)
+    return np.repeat(env, grown[0].size if len(env) else 0), grown.reshape(-1)
