@@ -374,3 +374,16 @@ def test_accumulated_gradients_equal_one_large_batch(accumulate):
     got = engine.state.body.host.read(0, blobs(dtype=torch.float64).host())
     for a, b in zip(got.parameters(), host.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_several_decisions_can_be_carried_out_in_one_step():
+    engine = VectorizedEngine(blobs(), small_config())
+    engine.reset()
+    first, second = Actions.wait(3), Actions.wait(3)
+    for actions, slot in ((first, 0), (second, 1)):
+        actions.op[1], actions.slot[1], actions.tempo[1], actions.target[1] = Op.GERMINATE, slot, 2, 3
+    assert engine.decide(first).all()
+    assert engine.decide(first).tolist() == [True, False, True]
+    view, outcome = engine.step(second)
+    assert outcome.accepted.all()
+    assert view.seeds.stage[1].tolist() == [Stage.TRAINING] * 2

@@ -66,8 +66,8 @@ def sampled_coalitions(n: int, pairs: int, draw: int) -> Sampled:
     """Draw antithetic pairs of permutations of n players by the key `draw`: a permutation and its reverse.
 
     The coalitions are those that form as the players join in these orders, none and all among them, and all but each one.
-    A pair measures a player early and late at once, so that its mean varies less than that of two independent orders
-    (Mitchell et al., "Sampling Permutations for Shapley Value Estimation", 2022, section 4.1).
+    A pair measures a player early and late at once, so that in most games its mean varies less than that of two
+    independent orders (Mitchell et al., "Sampling Permutations for Shapley Value Estimation", JMLR 23, 2022).
     """
     assert pairs > 1, "a standard error takes two pairs"
     orders = permutations(key(draw, np.arange(pairs)), np.full(pairs, n), torch.device("cpu")).numpy()
@@ -116,7 +116,7 @@ def _weight(n: int) -> Floats:
 
 def _players(values: Floats) -> int:
     """n of a table (E, 2^n)."""
-    n = values.shape[1].bit_length() - 1
+    n = int(values.shape[1]).bit_length() - 1
     assert values.shape[1] == 1 << n, "the table is not complete"
     assert n > 0, "there are no players"
     return n

@@ -169,6 +169,21 @@ class VectorizedEngine:
             self._measure(None)
         return self._view()
 
+    def decide(self, actions: Actions) -> NDArray[np.bool_]:
+        """Carry out one decision per environment and let no time pass; returns which were accepted, (E,).
+
+        `step` begins with it. On its own it lets a study make several decisions in one step; masks are those of the new state.
+        """
+        state = self.state
+        with self.timer.phase("apply"):
+            after, changes, accepted = apply(
+                state.seeds, self._everywhere(actions), state.masks, self._space, self.config.lifecycle
+            )
+            state.body.edit(changes, after, self._birth_key)
+            state.seeds = after
+            state.masks = self._legal(after, state.measurements)
+        return accepted[: self.config.envs]
+
     def step(self, actions: Actions) -> tuple[View, Outcome]:
         """apply -> train -> tick -> probe -> close, for one decision per environment (E,).
 
@@ -177,15 +192,9 @@ class VectorizedEngine:
         config, state = self.config, self.state
         assert state.episode >= 0, "reset() begins an episode"
         assert state.step < config.steps, "the episode is over; reset() begins the next"
-        before = state.scores
-
-        with self.timer.phase("apply"):
-            decided = state.seeds
-            applied, changes, accepted = apply(
-                decided, self._everywhere(actions), state.masks, self._space, config.lifecycle
-            )
-            state.body.edit(changes, applied, self._birth_key)
-            state.seeds = applied
+        before, decided = state.scores, state.seeds
+        accepted = self.decide(actions)
+        applied = state.seeds
         with self.timer.phase("train"):
             trained = train(
                 state.body,
@@ -212,7 +221,7 @@ class VectorizedEngine:
                 episode=state.episode,
                 step=state.step - 1,
                 actions=actions,
-                accepted=accepted[envs],
+                accepted=accepted,
                 before=take(before, envs),
                 after=take(state.scores, envs),
                 host_params=view.host_params,

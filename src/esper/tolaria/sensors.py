@@ -75,7 +75,7 @@ def growth_sensors(fit: Sequence[Sample], held: Sequence[Sample], widths: Sequen
     """Every sensor of every row and slot: a sample to measure on and one held out, one of each a slot -> (E, S, F).
 
     Slots that are given one and the same `input` tensor share what is worked out from it. A quantity is nan where it does
-    not exist, as those of inner features where there are none, or where features or gradients are not finite.
+    not exist, as those of inner features where there are none, or where what it is made of is not finite.
     """
     table = []
     source: _Reading | None = None
@@ -114,11 +114,9 @@ def participation_ratio(h: Tensor, width: Tensor | None = None, real: Tensor | N
     scatter = centred.mT @ centred
     trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
     # Relative to the trace, so that neither a tiny nor a huge stream leaves the range of float32.
-    ratio = (scatter / trace[:, None, None]).square().sum((1, 2)).reciprocal() / (
-        h.shape[2] if width is None else width
-    )
+    dimension = (scatter / trace[:, None, None]).square().sum((1, 2)).reciprocal()
     rounding = (count * mean.square()).sum((1, 2)) * (32 * torch.finfo(h.dtype).eps) ** 2
-    return torch.where(trace <= rounding, 0, ratio)
+    return torch.where(trace <= rounding, 0, dimension / (h.shape[2] if width is None else width))
 
 
 def activity(z: Tensor, width: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -167,7 +165,8 @@ def explained(
     penalty = ridge[:, None, None] * torch.eye(f, dtype=square.dtype, device=square.device)
     # The checked form of the factorisation reads the device. It fails only where it is given nan, which then stays nan.
     factor, _ = torch.linalg.cholesky_ex(square + penalty)
-    w = torch.cholesky_solve(cross, factor)
+    halfway = torch.linalg.solve_triangular(factor, cross, upper=False)
+    w = torch.linalg.solve_triangular(factor.mT, halfway, upper=True)
     energy = (w * cross).sum((1, 2)) + ridge * w.square().sum((1, 2))
     predicted = features_held @ w
     held = (predicted * (2 * gradient_held - predicted)).sum((1, 2)) / count_held
