@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from esper.leyline.actions import Actions, Head, Op
 from esper.leyline.config import Config, build_config
 from esper.leyline.protocols import PolicyClient
+from esper.leyline.stages import Stage
 from esper.leyline.view import View
 from esper.simic.rewards import objective
 from esper.tamiyo.baselines import Never, RandomValid, Rule, complete, defaults
@@ -180,7 +181,7 @@ def grow(arm: Arm, instances: int, seed: int, part: str, first: int, sensors: in
         "accuracy": metric,
         "added": added.astype(np.float64),
         "J": objective(metric, added, view.host_params, RENT),
-        "kept": (stage == 5).sum(1).astype(np.float64),
+        "kept": (stage == Stage.FOSSILIZED).sum(1).astype(np.float64),
     }
 
 
@@ -349,8 +350,9 @@ def main() -> None:
     lines = [
         "# Where growth pays, through the engine",
         "",
-        f"`python scripts/study_headroom.py --instances {instances} --seeds {seeds}`: {instances} held-out instances of `repair` by "
-        f"{seeds} seeds, {time.perf_counter() - begin:.0f} s in this call with {arguments.jobs} processes of one thread, torch "
+        f"`python scripts/study_headroom.py --instances {instances} --seeds {seeds}`: {instances} held-out instances of "
+        f"`repair` by {seeds} seeds, {time.perf_counter() - begin:.0f} s in this call with "
+        f"{arguments.jobs} processes of one thread, torch "
         f"{torch.__version__}, {platform.machine()}. J is on the test split, of the network that would be exported; rent {RENT}. "
         "Intervals are 95 % bootstraps over instances; the oracle picks on all seeds but one and is scored on that one.",
         "",

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.keys import scalar
-from esper.simic.attribution import Sampled, banzhaf, interactions, sampled_coalitions, shapley, shapley_sampled
+from esper.simic.attribution import banzhaf, interactions, shapley, shapley_sampled
+from esper.tolaria.coalitions import Sampled, sampled_coalitions
 
 PLAYERS = range(1, 7)
 

@@ -11,8 +11,10 @@ from esper.kasmina.export import grown_network
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
+from esper.leyline.view import CoalitionValues
+from esper.simic.attribution import attribute
 from esper.tasks.hosts import MLP
-from esper.tolaria.coalitions import COMPLETE, coalitions, masks, sampled_orders
+from esper.tolaria.coalitions import COMPLETE, Sampling, coalitions, masks, sampled_coalitions
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.training import doses
 from populations import Script, blobs, small_config
@@ -30,14 +32,13 @@ def population(live, slots=6):
     return body, seeds
 
 
-def orders(rows, slots=6, permutations=3):
-    return sampled_orders(np.arange(rows), permutations, slots)
+SAMPLING = Sampling(pairs=3, draw=7)
 
 
 @pytest.mark.parametrize("live", [[(), (0,), (1, 3), (0, 2, 5)], [(0, 1, 2, 3), (2, 3, 4, 5), (5,), ()]])
 def test_every_subset_of_up_to_four_live_seeds_is_asked_for_once(live):
     _, seeds = population(live)
-    asked = coalitions(seeds, orders(4), terminal=False)
+    asked = coalitions(seeds, SAMPLING, terminal=False)
     pairs = list(zip(asked.env.tolist(), asked.mask.tolist(), strict=True))
     expected = set()
     for env, places in enumerate(live):
@@ -49,19 +50,38 @@ def test_every_subset_of_up_to_four_live_seeds_is_asked_for_once(live):
 
 def test_above_four_live_seeds_the_prefixes_of_sampled_orders_are_asked_for_once():
     _, seeds = population([(0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5), (0,), ()])
-    drawn = orders(4)
-    asked = coalitions(seeds, drawn, terminal=False)
+    asked = coalitions(seeds, SAMPLING, terminal=False)
     pairs = list(zip(asked.env.tolist(), asked.mask.tolist(), strict=True))
     assert len(pairs) == len(set(pairs))
-    for env, live in ((0, range(5)), (1, range(6))):
-        full, wanted = sum(1 << s for s in live), {0}
-        wanted |= {full ^ (1 << s) for s in live}
-        for order in drawn[env].tolist():
-            for direction in (order, order[::-1]):
-                grown = list(itertools.accumulate((1 << s for s in direction if s in live), initial=0))
-                wanted |= set(grown)
-        assert {mask for e, mask in pairs if e == env} == wanted - {full}
+    for env, n in ((0, 5), (1, 6)):
+        full = (1 << n) - 1
+        expected = set(sampled_coalitions(n, *SAMPLING).masks.tolist()) - {full}
+        assert {0} | {full ^ (1 << s) for s in range(n)} <= expected
+        assert {mask for e, mask in pairs if e == env} == expected
     assert COMPLETE == 4
+
+
+def test_the_attribution_of_a_run_adds_up_and_counts_interactions():
+    seeds = population([(0, 2), (1, 3, 4), (0, 1, 2, 3, 4), (5,)])[1]
+    generator = np.random.default_rng(0)
+    asked = coalitions(seeds, SAMPLING, terminal=False)
+    full = np.arange(4)
+    env, mask = np.concatenate([asked.env, full]), np.concatenate([asked.mask, masks(asked.live)])
+    order = np.lexsort((mask, env))
+    worth = generator.random(len(env))
+    values = CoalitionValues(4, SAMPLING.draw, asked.live, env[order], mask[order], worth[order], -worth[order])
+    found = attribute(values, SAMPLING.pairs)
+    table = {(e, m): w for e, m, w in zip(env.tolist(), mask.tolist(), worth.tolist(), strict=True)}
+    for e in range(4):
+        everyone = int(masks(asked.live)[e])
+        total = table[e, everyone] - table[e, 0]
+        np.testing.assert_allclose(np.nansum(found.shapley.mean[e]), total, atol=1e-12)
+    assert np.array_equal(found.shapley.measured, asked.live)
+    assert np.isnan(found.shapley.mean[~asked.live]).all()
+    assert found.interaction[0, 0, 2] == pytest.approx(table[0, 5] - table[0, 1] - table[0, 4] + table[0, 0])
+    assert found.shapley.se[0, 0] == 0 < found.shapley.se[2, 0]
+    by_loss = attribute(values, SAMPLING.pairs, loss=True)
+    np.testing.assert_array_equal(by_loss.shapley.mean, found.shapley.mean)
 
 
 def test_without_orders_only_leave_one_out_is_asked_for():
@@ -77,7 +97,7 @@ def test_without_orders_only_leave_one_out_is_asked_for():
 def test_fused_coalitions_equal_separate_networks_at_any_dose():
     live = [(0, 2), (1, 3, 4), (0, 1, 2, 3), (5,)]
     body, seeds = population(live)
-    asked = coalitions(seeds, orders(4), terminal=False)
+    asked = coalitions(seeds, SAMPLING, terminal=False)
     x = torch.randn(4, 9, 6, dtype=torch.float64)
     with torch.no_grad():
         result = body.run(x, body.route(doses(seeds), seeds, asked.branches))
@@ -94,7 +114,7 @@ def test_fused_coalitions_equal_separate_networks_at_any_dose():
 def test_fossils_keep_their_dose_in_every_coalition():
     body, seeds = population([(0, 2), (), (), ()])
     seeds = set_seed(body, seeds, 0, 4, ALL.index("bypass-linear"), stage=Stage.FOSSILIZED, alpha=0.5)
-    asked = coalitions(seeds, orders(4), terminal=False)
+    asked = coalitions(seeds, SAMPLING, terminal=False)
     assert set(asked.mask.tolist()) == {0, 1, 4}
     assert (asked.branches.dose[:, 4] == 0.5).all()
 

@@ -90,7 +90,9 @@ class ProbeConfig(_Section):
     coalitions_every: int = Field(
         4, description="cadence of complete attribution; contributions are measured always [steps]"
     )
-    shapley_samples: int = Field(8, ge=1, description="permutations of sampled attribution, above 4 live seeds [pairs]")
+    shapley_samples: int = Field(
+        8, ge=2, description="antithetic permutations of attribution above 4 live seeds [pairs]"
+    )
     sensors_every: int = Field(0, ge=0, description="cadence of the growth sensors; 0 does without them [steps]")
 
     @pydantic.field_validator("coalitions_every")

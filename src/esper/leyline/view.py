@@ -70,6 +70,7 @@ class CoalitionValues(NamedTuple):
     """
 
     step: int  # steps that had been taken in the episode
+    draw: int  # the key of the permutations, where they were sampled
     live: Bools  # (rows, S) the seeds that were live
     env: NDArray[np.int64]  # (C,)
     mask: NDArray[np.int64]  # (C,)

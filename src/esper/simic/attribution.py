@@ -9,13 +9,45 @@ from math import comb
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from esper.leyline.keys import key, permutations
-from esper.leyline.view import Estimate, Floats
+from esper.leyline.view import CoalitionValues, Estimate, Floats
+from esper.tolaria.coalitions import COMPLETE, Sampled, joined_in, sampled_coalitions
 
-Ints = NDArray[np.int64]
+
+class Attribution(NamedTuple):
+    """What each live seed of a population brings; nan where a slot was not live."""
+
+    shapley: Estimate  # (rows, S); a standard error of 0 where the table was complete
+    banzhaf: Floats  # (rows, S); nan above COMPLETE live seeds, as are interactions
+    interaction: Floats  # (rows, S, S) of pairs
+
+
+def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Attribution:
+    """Attribution of the metric, or of the fall of the loss, to live seeds, from the coalitions that a probe evaluated.
+
+    `pairs` is `probe.shapley_samples` of the run. Environments with one number of live seeds are worked out together.
+    """
+    rows, slots = values.live.shape
+    found = Attribution(
+        Estimate.absent(rows, slots), np.full((rows, slots), np.nan), np.full((rows, slots, slots), np.nan)
+    )
+    count = values.live.sum(1)
+    worth = -values.loss if loss else values.metric
+    for n in np.unique(count[count > 0]).tolist():
+        env = np.flatnonzero(count == n)
+        player = np.nonzero(values.live[env])[1].reshape(len(env), n)
+        # Players are numbered in the order of their slots, so masks over either come in one order.
+        table = worth[np.isin(values.env, env)].reshape(len(env), -1)
+        at = env[:, None], player
+        if n <= COMPLETE:
+            found.shapley.mean[at], found.shapley.se[at] = shapley(table), 0.0
+            found.banzhaf[at] = banzhaf(table)
+            found.interaction[env[:, None, None], player[:, :, None], player[:, None]] = interactions(table)
+        else:
+            estimate = shapley_sampled(table, sampled_coalitions(n, pairs, values.draw))
+            found.shapley.mean[at], found.shapley.se[at] = estimate.mean, estimate.se
+        found.shapley.measured[at] = True
+    return found
 
 
 def shapley(values: Floats) -> Floats:
@@ -55,27 +87,6 @@ def interactions(values: Floats) -> Floats:
     return index
 
 
-class Sampled(NamedTuple):
-    """Permutations, each of which also stands for its reverse, and the coalitions that they need."""
-
-    orders: Ints  # (P, n) players in the order in which they join
-    masks: Ints  # (M,) rising, so each once
-
-
-def sampled_coalitions(n: int, pairs: int, draw: int) -> Sampled:
-    """Draw antithetic pairs of permutations of n players by the key `draw`: a permutation and its reverse.
-
-    The coalitions are those that form as the players join in these orders, none and all among them, and all but each one.
-    A pair measures a player early and late at once, so that in most games its mean varies less than that of two
-    independent orders (Mitchell et al., "Sampling Permutations for Shapley Value Estimation", JMLR 23, 2022).
-    """
-    assert pairs > 1, "a standard error takes two pairs"
-    orders = permutations(key(draw, np.arange(pairs)), np.full(pairs, n), torch.device("cpu")).numpy()
-    joined, everyone = _joined(orders), (1 << n) - 1
-    all_but_one = everyone ^ (1 << np.arange(n))
-    return Sampled(orders, np.unique(np.concatenate([joined.ravel(), (everyone ^ joined).ravel(), all_but_one])))
-
-
 def shapley_sampled(values: Floats, sampled: Sampled) -> Estimate:
     """Shapley values as means of v(T + i) - v(T) over sampled permutations, T being who joined before i.
 
@@ -86,7 +97,7 @@ def shapley_sampled(values: Floats, sampled: Sampled) -> Estimate:
     orders, masks = sampled
     assert values.shape[1] == len(masks)
     pairs, n = orders.shape
-    joined = _joined(orders)
+    joined = joined_in(orders)
     forward = np.take(values, np.searchsorted(masks, joined), axis=1)  # (E, P, n + 1)
     # In the reverse order, those who joined before a player are those who joined after it in this one.
     reverse = np.take(values, np.searchsorted(masks, ((1 << n) - 1) ^ joined), axis=1)
@@ -94,11 +105,6 @@ def shapley_sampled(values: Floats, sampled: Sampled) -> Estimate:
     marginal = np.take_along_axis(in_order, orders.argsort(1)[None], 2)
     mean = marginal.mean(1)
     return Estimate(mean, marginal.std(1, ddof=1) / np.sqrt(pairs), np.isfinite(mean))
-
-
-def _joined(orders: Ints) -> Ints:
-    """(P, n) -> (P, n + 1) masks of the first 0, 1, ..., n players of every order."""
-    return np.cumsum(np.pad(1 << orders, ((0, 0), (1, 0))), axis=1)
 
 
 def _marginal(values: Floats, player: int) -> Floats:

@@ -7,16 +7,24 @@ keep their dose in all of them.
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from esper.kasmina.body import Branches, Indices
-from esper.leyline.keys import key, mix
+from esper.leyline.keys import key, permutations
 from esper.leyline.stages import LIVE, Stage, among
 from esper.leyline.view import Seeds
 from esper.tolaria.training import doses
 
 COMPLETE = 4
 """Up to this many live seeds every subset is evaluated; above it, subsets along sampled permutations."""
+
+
+class Sampling(NamedTuple):
+    """How attribution above COMPLETE live seeds is sampled."""
+
+    pairs: int  # antithetic pairs of permutations
+    draw: int  # their key
 
 
 class Coalitions(NamedTuple):
@@ -47,18 +55,17 @@ class Coalitions(NamedTuple):
         return self.find(env, np.zeros_like(env)), env
 
 
-def coalitions(seeds: Seeds, orders: NDArray[np.int64] | None, *, terminal: bool) -> Coalitions:
+def coalitions(seeds: Seeds, sampling: Sampling | None, *, terminal: bool) -> Coalitions:
     """The coalitions of a step: leave-one-out of every live seed, always; incubating seeds alone at dose 1.
 
-    With orders (E, P, S), permutations of the slots (`sampled_orders`), also what exact or sampled attribution needs: every
-    subset of up to COMPLETE live seeds, and above that the prefixes of every order and of its reverse. At the end of an
-    episode also the coalition of none.
+    With a sampling also what attribution needs: every subset of up to COMPLETE live seeds, and above that the coalitions of
+    sampled permutations. At the end of an episode also the coalition of none.
     """
     real = doses(seeds)
     live = among(seeds.stage, LIVE) & (real > 0)
     wanted = _leave_one_out(live)
-    if orders is not None:
-        wanted += [_subsets(live), _prefixes(live, orders), _prefixes(live, orders[..., ::-1])]
+    if sampling is not None:
+        wanted += [_subsets(live), *_prefixes(live, *sampling)]
     if terminal:
         wanted.append((np.flatnonzero(live.any(1)), np.zeros(int(live.any(1).sum()), np.int64)))
     bits = live.shape[1]
@@ -83,10 +90,30 @@ def masks(members: NDArray[np.bool_]) -> Indices:
     return np.asarray(members @ (1 << np.arange(members.shape[1])), np.int64)
 
 
-def sampled_orders(keys: NDArray[np.int64], permutations: int, slots: int) -> NDArray[np.int64]:
-    """Keyed permutations of the slots: keys (E,) -> (E, P, S). Slots that are not live are passed over where they are used."""
-    drawn = key(keys[:, None], np.arange(permutations))
-    return np.argsort(mix(drawn[..., None] ^ mix(np.arange(slots))), axis=-1)
+class Sampled(NamedTuple):
+    """Permutations, each of which also stands for its reverse, and the coalitions that they need."""
+
+    orders: Indices  # (P, n) players in the order in which they join
+    masks: Indices  # (M,) rising, so each once
+
+
+def sampled_coalitions(n: int, pairs: int, draw: int) -> Sampled:
+    """Draw antithetic pairs of permutations of n players by the key `draw`: a permutation and its reverse.
+
+    The coalitions are those that form as the players join in these orders, none and all among them, and all but each one.
+    A pair measures a player early and late at once, so that in most games its mean varies less than that of two
+    independent orders (Mitchell et al., "Sampling Permutations for Shapley Value Estimation", JMLR 23, 2022).
+    """
+    assert pairs > 1, "a standard error takes two pairs"
+    orders = permutations(key(draw, np.arange(pairs)), np.full(pairs, n), torch.device("cpu")).numpy()
+    joined, everyone = joined_in(orders), (1 << n) - 1
+    all_but_one = everyone ^ (1 << np.arange(n))
+    return Sampled(orders, np.unique(np.concatenate([joined.ravel(), (everyone ^ joined).ravel(), all_but_one])))
+
+
+def joined_in(orders: Indices) -> Indices:
+    """(P, n) -> (P, n + 1) masks of the first 0, 1, ..., n players of every order."""
+    return np.cumsum(np.pad(1 << orders, ((0, 0), (1, 0))), axis=1)
 
 
 def _members(mask: Indices, bits: int) -> NDArray[np.bool_]:
@@ -111,10 +138,13 @@ def _subsets(live: NDArray[np.bool_]) -> tuple[Indices, Indices]:
     return env[row], chosen.sum(2)[valid]
 
 
-def _prefixes(live: NDArray[np.bool_], orders: NDArray[np.int64]) -> tuple[Indices, Indices]:
-    """The coalitions that grow along each order, from none to all, where there are more than COMPLETE live seeds."""
-    env = np.flatnonzero(live.sum(1) > COMPLETE)
-    order = orders[env]
-    bit = np.where(np.take_along_axis(live[env][:, None], order, 2), 1 << order, 0)
-    grown = np.concatenate([np.zeros((*bit.shape[:2], 1), np.int64), bit.cumsum(2)], 2)
-    return np.repeat(env, grown[0].size if len(env) else 0), grown.reshape(-1)
+def _prefixes(live: NDArray[np.bool_], pairs: int, draw: int) -> list[tuple[Indices, Indices]]:
+    """The coalitions of sampled permutations, where there are more than COMPLETE live seeds."""
+    count, found = live.sum(1), []
+    for n in np.unique(count[count > COMPLETE]).tolist():
+        env = np.flatnonzero(count == n)
+        player = np.nonzero(live[env])[1].reshape(len(env), n)
+        joined = sampled_coalitions(n, pairs, draw).masks
+        chosen = (joined[:, None] >> np.arange(n) & 1)[None] << player[:, None]  # (e, M, n)
+        found.append((np.repeat(env, len(joined)), chosen.sum(2).reshape(-1)))
+    return found

@@ -18,7 +18,7 @@ from esper.kasmina.lifecycle import apply, dormant, edits, legal, tick, transiti
 from esper.leyline.actions import Actions
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
-from esper.leyline.keys import Purpose, key, scalar
+from esper.leyline.keys import Purpose, scalar
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Instance, Split
@@ -38,7 +38,7 @@ from esper.leyline.view import (
 )
 from esper.nissa.events import episode_rows, lifecycle_rows, step_row
 from esper.nissa.hub import Hub
-from esper.tolaria.coalitions import Coalitions, coalitions, masks, sampled_orders
+from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
 from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.probe import probe, sense, spread
@@ -283,8 +283,8 @@ class VectorizedEngine:
         Returns the scores of the exported networks at the end of an episode.
         """
         state, config = self.state, self.config
-        orders = self._orders(terminal)
-        asked = coalitions(state.seeds, orders, terminal=terminal)
+        sampling = self._sampling(terminal)
+        asked = coalitions(state.seeds, sampling, terminal=terminal)
         probed = probe(state.body, state.seeds, self._probe, self._objective, asked, rank=True)
         every = config.probe.sensors_every
         sensed = every > 0 and state.step % every == 0
@@ -296,8 +296,8 @@ class VectorizedEngine:
         state.measurements = _unpack(state, asked, figures, found, trained, list(packet))
         added = state.body.added_params(state.seeds)
         state.scores = Scores(state.measurements.metric, state.measurements.loss, added)
-        if orders is not None:
-            state.coalitions = _values(state.step, asked, figures)
+        if sampling is not None:
+            state.coalitions = _values(state.step, sampling.draw, asked, figures)
         state.masks = self._legal(state.seeds, state.measurements)
         if not terminal:
             return None
@@ -343,13 +343,14 @@ class VectorizedEngine:
         self._fit = stack_splits(sampled, row, inputs, self.device)
         self._probe = stack_splits([problem.probe for problem in self._problems], row, inputs, self.device)
 
-    def _orders(self, terminal: bool) -> NDArray[np.int64] | None:
-        """The permutations along which this step's attribution is sampled; None where it is not due."""
-        state, every = self.state, self.config.probe.coalitions_every
-        if not terminal and state.step % every:
+    def _sampling(self, terminal: bool) -> Sampling | None:
+        """How this step's attribution is sampled; None where it is not due."""
+        state, config = self.state, self.config
+        if not terminal and state.step % config.probe.coalitions_every:
             return None
-        keys = key(self.config.seed, Purpose.ATTRIBUTION, state.instance, state.episode, state.step)
-        return sampled_orders(keys, self.config.probe.shapley_samples, len(self._space.slots))
+        return Sampling(
+            config.probe.shapley_samples, scalar(config.seed, Purpose.ATTRIBUTION, state.episode, state.step)
+        )
 
     def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
         return legal(seeds, judge(seeds, measurements, self.config.gates), self._space, self.config.lifecycle)
@@ -442,14 +443,14 @@ def _unmeasured(rows: int, slots: int) -> Measurements:
     )
 
 
-def _values(step: int, asked: Coalitions, figures: _Figures) -> CoalitionValues:
+def _values(step: int, draw: int, asked: Coalitions, figures: _Figures) -> CoalitionValues:
     """The coalitions of a step, the full one of every environment with live seeds included."""
     full = np.flatnonzero(asked.live.any(1))
     env, mask = np.concatenate([asked.env, full]), np.concatenate([asked.mask, masks(asked.live)[full]])
     order = np.lexsort((mask, env))
     metric = np.concatenate([figures.branch_metric[asked.branch], figures.metric[full]])
     loss = np.concatenate([figures.branch_loss[asked.branch], figures.loss[full]])
-    return CoalitionValues(step, asked.live, env[order], mask[order], metric[order], loss[order])
+    return CoalitionValues(step, draw, asked.live, env[order], mask[order], metric[order], loss[order])
 
 
 def _unpack(
