@@ -15,6 +15,7 @@ from esper.nissa.hub import Hub
 from esper.nissa.outputs import Memory
 from esper.simic.rewards import objective
 from esper.tamiyo.baselines import RandomValid
+from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from populations import GROW, Script, blobs, small_config
 
@@ -387,3 +388,23 @@ def test_several_decisions_can_be_carried_out_in_one_step():
     view, outcome = engine.step(second)
     assert outcome.accepted.all()
     assert view.seeds.stage[1].tolist() == [Stage.TRAINING] * 2
+
+
+@pytest.mark.parametrize("name", ["digits", "wine", "repair"])
+def test_every_environment_of_a_task_of_ours_is_bitwise_the_same_wherever_its_row_stands(name):
+    task = get_task(name)
+    decisions = {(0, 1): (Op.GERMINATE, 0, 1, 0, 1, 3), (2, 1): (Op.ADVANCE, 0), (0, 2): (Op.GERMINATE, 0, 2, 2, 1, 3)}
+    busy = {(0, env): (Op.GERMINATE, 0, env % 3, env % 3, 1, 3) for env in (0, 3, 4)} | {(2, 3): (Op.ADVANCE, 0)}
+
+    def rows(envs, neighbours):
+        config = small_config(envs=envs, steps=5, twin=True, data={"batch": 14, "batches_per_step": 3})
+        engine, client = VectorizedEngine(task, config), Script(decisions | neighbours)
+        view = engine.reset()
+        while view.step < 5:
+            view, _ = engine.step(client.act(view))
+        value, body = engine.state.body.host.columns["value"], engine.state.body
+        seed = body.seed_module(engine.state.seeds, 1, 0)
+        return [value[1], value[2], value[envs + 1], value[envs + 2], *(p.detach() for p in seed.parameters())]
+
+    for got, expected in zip(rows(6, busy), rows(3, {}), strict=True):
+        assert torch.equal(got, expected)

@@ -39,6 +39,13 @@ class Instance(NamedTuple):
     outputs: int  # classes or targets of this instance, at most those of the task's objective
 
 
+class Room(NamedTuple):
+    """What the rows of a population are laid out for: a host in whose leading corner every row's host fits."""
+
+    host: Callable[[], nn.Module]
+    inputs: tuple[int, ...]  # shape of one input of it
+
+
 @dataclass(frozen=True)
 class Task:
     """One data set and one host: every environment is the same problem from another start."""
@@ -53,6 +60,7 @@ class Task:
     objective: Objective
     menu: tuple[str, ...]  # names of blueprints
     defaults: Mapping[str, Any] = field(default_factory=dict)  # config that the task sets, under the user's own
+    room: Room | None = None  # the layout of a row; None lays it out for the host itself
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -60,12 +68,12 @@ class Task:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Shape of one input."""
-        return tuple(self.train.x.shape[1:])
+        """Shape of one input of the largest host."""
+        return self.room.inputs if self.room is not None else tuple(self.train.x.shape[1:])
 
     def largest(self) -> nn.Module:
         """A host in whose leading corner every instance's host fits."""
-        return self.host()
+        return self.room.host() if self.room is not None else self.host()
 
     def instance(self, key: int) -> Instance:
         """The same for every key."""
@@ -89,8 +97,7 @@ class Mixture:
 
     name: str
     summary: str
-    biggest: Callable[[], nn.Module]
-    inputs: tuple[int, ...]  # shape of an input of the biggest host
+    room: Room
     sample: Callable[[int], Instance]
     test: Callable[[int], Split] | None  # by key; None in the copy that an engine holds
     ranges: Mapping[str, range]  # disjoint keys of 'training', 'validation' and 'heldout' instances
@@ -98,13 +105,18 @@ class Mixture:
     menu: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Shape of one input of the largest host."""
+        return self.room.inputs
+
     def sealed(self) -> "Mixture":
         """The same mixture without its test splits: all that an engine is given."""
         return replace(self, test=None)
 
     def largest(self) -> nn.Module:
         """A host in whose leading corner every instance's host fits."""
-        return self.biggest()
+        return self.room.host()
 
     def instance(self, key: int) -> Instance:
         """The instance of a key, the same in every run."""

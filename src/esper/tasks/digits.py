@@ -3,7 +3,7 @@
 import torch
 
 from esper.leyline.task import Task
-from esper.tasks.hosts import MLP, VECTOR_MENU
+from esper.tasks.hosts import MLP, VECTOR_MENU, roomy
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import check_examples, split, standardized
 
@@ -27,10 +27,12 @@ def digits(hidden: tuple[int, ...] = (4, 12, 5), width: int = 16) -> Task:
     y = torch.from_numpy(data.target).to(torch.int64)
     check_examples(x, y, classes=10)
     splits = standardized(split(x, y, sizes=SIZES, seed=0))
+    host = MLP(inputs=64, width=width, hidden=hidden, outputs=10)
     return Task(
         name="digits",
         summary=SUMMARY,
-        host=MLP(inputs=64, width=width, hidden=hidden, outputs=10),
+        host=host,
+        room=roomy(host),
         **splits._asdict(),
         objective=Classification(10),
         menu=VECTOR_MENU,

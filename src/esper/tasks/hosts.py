@@ -12,6 +12,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.layers import Linear
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
+from esper.leyline.task import Room
 
 VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 """The default menu where the stream is a vector. A skip from the input is not in it: it leaves nothing to decide."""
@@ -133,6 +134,20 @@ class DamagedMLP:
 
     def _sound(self) -> MLP:
         return MLP(self.inputs, self.width, self.hidden, self.outputs)
+
+
+def roomy(host: MLP) -> Room:
+    """The layout of rows for an MLP whose widths are rounded up to multiples of 4.
+
+    The last bit of a product can depend on whether a row's result lies on a multiple of 16 bytes, so on where the row stands
+    in the population. With such widths every row does, and a row is bitwise the same wherever it stands.
+    """
+
+    def up(width: int) -> int:
+        return -(-width // 4) * 4
+
+    layout = MLP(up(host.inputs), up(host.width), tuple(map(up, host.hidden)), host.outputs)
+    return Room(layout, (layout.inputs,))
 
 
 Host = MLP | DamagedMLP

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from esper.leyline import keys
 from esper.leyline.errors import InputError
-from esper.leyline.task import Instance, Mixture, Split
+from esper.leyline.task import Instance, Mixture, Room, Split
 from esper.tasks.hosts import VECTOR_MENU, DamagedMLP
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import split
@@ -166,15 +166,17 @@ def repair() -> Mixture:
     return Mixture(
         name="repair",
         summary=SUMMARY,
-        biggest=DamagedMLP(
-            inputs=max(INPUTS.values()),
-            width=max(WIDTHS),
-            hidden=(max(HIDDEN),) * BLOCKS,
-            outputs=CLASSES,
-            linear=(False,) * BLOCKS,
-            frozen=(False,) * BLOCKS,
+        room=Room(
+            DamagedMLP(
+                inputs=max(INPUTS.values()),
+                width=max(WIDTHS),
+                hidden=(max(HIDDEN),) * BLOCKS,
+                outputs=CLASSES,
+                linear=(False,) * BLOCKS,
+                frozen=(False,) * BLOCKS,
+            ),
+            (max(INPUTS.values()),),
         ),
-        inputs=(max(INPUTS.values()),),
         sample=sample,
         test=held_back,
         ranges=RANGES,

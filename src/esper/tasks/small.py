@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from esper.leyline.task import Task
-from esper.tasks.hosts import MLP, VECTOR_MENU
+from esper.tasks.hosts import MLP, VECTOR_MENU, roomy
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import check_examples, split, standardized
 
@@ -53,10 +53,12 @@ def _task(
     y = torch.from_numpy(data.target).to(torch.int64)
     classes = len(data.target_names)
     check_examples(x, y, classes)
+    host = MLP(inputs=x.shape[1], width=WIDTH, hidden=HIDDEN, outputs=classes)
     return Task(
         name=name,
         summary=summary,
-        host=MLP(inputs=x.shape[1], width=WIDTH, hidden=HIDDEN, outputs=classes),
+        host=host,
+        room=roomy(host),
         **standardized(split(x, y, sizes=sizes, seed=0))._asdict(),
         objective=Classification(classes),
         menu=VECTOR_MENU,

@@ -42,11 +42,11 @@ def stack_splits(splits: Sequence[Split], row: Indices, inputs: tuple[int, ...],
         place = {name: index for index, name in enumerate(distinct)}
         row, splits = np.array([place[id(split.x)] for split in splits])[row], list(distinct.values())
     sizes = np.array([len(split.y) for split in splits])
+    pooled = _pool(splits, inputs, device)
     if len(splits) == 1:
-        x, y = splits[0].x.to(device), splits[0].y.to(device)
+        x, y = pooled.x[0], pooled.y[0]
         size = torch.full((len(row), 1), len(y), dtype=x.dtype, device=device)
         return Examples(x.expand(len(row), *x.shape), y.expand(len(row), *y.shape), size, None)
-    pooled = _pool(splits, inputs, device)
     index = torch.from_numpy(row).to(device)
     counts = torch.from_numpy(sizes[row]).to(device)[:, None]
     real = None
