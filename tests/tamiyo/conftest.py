@@ -96,6 +96,7 @@ def build_view(
             contribution=estimate(contribution, contribution_se),
             contribution_loss=estimate(np.nan, np.nan),
             gain=estimate(gain, 0.01),
+            gain_metric=estimate(np.nan, np.nan),
             seed_gradient_norm=full(np.nan),
             seed_gradient_finite=np.zeros(shape, bool),
             participation=full(participation),

@@ -262,12 +262,15 @@ def test_the_incubation_gain_is_the_fall_of_the_loss_when_the_seed_is_at_dose_on
     with_seed = seeds._replace(
         stage=np.where(seeds.stage == Stage.TRAINING, np.int8(Stage.FOSSILIZED), seeds.stage), alpha=alpha
     )
-    losses = []
+    losses, scores = [], []
     for state in (seeds, with_seed):
         network, _ = grown_network(task.host, engine.state.body, state, 1, task.probe.x[:2])
         with torch.no_grad():
-            losses.append(task.objective.loss(network(task.probe.x)[None], task.probe.y[None])[0])
+            output = network(task.probe.x)[None]
+        losses.append(task.objective.loss(output, task.probe.y[None])[0])
+        scores.append(task.objective.score(output, task.probe.y[None])[0])
     gain = losses[0] - losses[1]
+    np.testing.assert_allclose(measured.gain_metric.mean[1, 0], (scores[1] - scores[0]).mean(), atol=1e-12)
     np.testing.assert_allclose(measured.gain.mean[1, 0], gain.mean(), atol=1e-12)
     np.testing.assert_allclose(measured.gain.se[1, 0], gain.std() / len(gain) ** 0.5, atol=1e-12)
 

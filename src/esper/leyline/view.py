@@ -56,6 +56,7 @@ class Measurements(NamedTuple):
     contribution: Estimate  # (E, S) metric at the real doses minus metric with the slot at dose 0; live seeds
     contribution_loss: Estimate  # (E, S) loss with the slot at dose 0 minus loss at the real doses; live seeds
     gain: Estimate  # (E, S) loss at the real doses minus loss with the slot at dose 1; incubating seeds
+    gain_metric: Estimate  # (E, S) metric with the slot at dose 1 minus metric at the real doses; incubating seeds
     seed_gradient_norm: Floats  # (E, S) mean over the step; nan where no seed trained
     seed_gradient_finite: Bools  # (E, S) a seed trained and every gradient of the step was finite
     participation: Floats  # (E, S) participation ratio of the stream at the slot / its width, in (0, 1]

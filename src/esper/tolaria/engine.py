@@ -41,7 +41,7 @@ from esper.nissa.hub import Hub
 from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
 from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.optimizer import StackedOptimizer
-from esper.tolaria.probe import probe, sense, spread
+from esper.tolaria.probe import negated, probe, sense, spread
 from esper.tolaria.runtime import PhaseTimer, read_packet, resolve_device
 from esper.tolaria.sensors import SENSORS
 from esper.tolaria.training import Trained, train
@@ -435,6 +435,7 @@ def _unmeasured(rows: int, slots: int) -> Measurements:
         contribution=Estimate.absent(*shape),
         contribution_loss=Estimate.absent(*shape),
         gain=Estimate.absent(*shape),
+        gain_metric=Estimate.absent(*shape),
         seed_gradient_norm=np.full(shape, np.nan),
         seed_gradient_finite=np.zeros(shape, bool),
         participation=np.full(shape, np.nan),
@@ -464,10 +465,6 @@ def _unpack(
     """The packet of a step as measurements over (rows, S)."""
     shape = state.seeds.stage.shape
     fresh = _unmeasured(*shape)
-    branch, env, slot = asked.alone
-    gain = Estimate.absent(*shape)
-    gain.mean[env, slot], gain.se[env, slot] = -figures.loss_rise[branch, 0], figures.loss_rise[branch, 1]
-    gain.measured[env, slot] = True
     seed_norm = fresh.seed_gradient_norm
     if trained is not None:
         for (at, owners), norm in zip(trained.seed_owners, training[2:], strict=True):
@@ -482,7 +479,8 @@ def _unpack(
         gradient_norm=training[1] if trained is not None else fresh.gradient_norm,
         contribution=spread(figures.metric_fall, asked.without(), shape),
         contribution_loss=spread(figures.loss_rise, asked.without(), shape),
-        gain=gain,
+        gain=negated(spread(figures.loss_rise, asked.alone, shape)),
+        gain_metric=negated(spread(figures.metric_fall, asked.alone, shape)),
         seed_gradient_finite=np.isfinite(seed_norm),
         participation=figures.participation,
         sensors=sensors,

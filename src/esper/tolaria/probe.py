@@ -112,3 +112,8 @@ def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices]
     estimate.se[env, slot] = mean_se[branch, 1]
     estimate.measured[env, slot] = True
     return estimate
+
+
+def negated(estimate: Estimate) -> Estimate:
+    """The estimate of minus the quantity."""
+    return estimate._replace(mean=-estimate.mean)
