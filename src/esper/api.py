@@ -1,6 +1,6 @@
 """The two calls that most programs need: grow a population, and load a grown network."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from esper.kasmina.export import load_network, read_topology
 from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
-from esper.leyline.task import AnyTask
+from esper.leyline.task import AnyTask, Mixture, Task
 from esper.simic.grow import grow as grow_run
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.hosts import host_from
@@ -19,21 +19,30 @@ from esper.tasks.hosts import host_from
 
 def grow(
     task: AnyTask,
-    config: Config | None = None,
+    config: Config | Mapping[str, Any] | None = None,
     *,
-    controller: PolicyClient | str = "heuristic",
+    controller: PolicyClient | str | None = None,
     run: str | PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Grow a population on a task, evaluate it on the test split, and write the run folder where one is named.
 
-    Without a config the task's own defaults hold. `controller` is a name, a schedule file or any `PolicyClient`. Returns
-    the summary, the object that `esper grow --json` prints. Raises InputError on bad input, before anything is written.
+    A mapping of config keys goes over the task's own defaults; a `Config` is taken as it is, but for the task's name.
+    `controller` is a name, a schedule file or any `PolicyClient`; None takes the config's. Returns the summary, the object
+    that `esper grow --json` prints. Raises InputError on bad input, before anything is written.
     """
-    config = config or build_config(task.defaults, {"task": task.name})
-    if isinstance(controller, str):
-        config = config.model_copy(update={"controller": controller})
-        controller = get_controller(controller, config)
+    if not isinstance(task, Task | Mixture):
+        raise InputError(f"the task is a {type(task).__name__}; make one with esper.get_task(name) or esper.task(...)")
+    if not isinstance(config, Config):
+        config = build_config(task.defaults, config or {})
+    named = {"task": task.name}
+    if controller is not None:
+        named["controller"] = controller if isinstance(controller, str) else type(controller).__name__
+    config = config.model_copy(update=named)
+    if controller is None or isinstance(controller, str):
+        controller = get_controller(config.controller, config)
+    if not isinstance(controller, PolicyClient) or isinstance(controller, type):
+        raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
     return grow_run(task, config, controller, Path(run) if run is not None else None, overwrite=overwrite)
 
 

@@ -96,6 +96,11 @@ def grow(
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
     chosen = get_task(task)
+    from_file = {} if config_file is None else load_config_file(str(config_file))
+    if from_file.get("task", task) != task:
+        raise InputError(
+            f"--config {config_file} is of task {from_file['task']!r}, not {task!r}; name the one you mean"
+        )
     options = {
         "controller": controller,
         "envs": envs,
@@ -108,7 +113,7 @@ def grow(
     }
     config = build_config(
         chosen.defaults,
-        {} if config_file is None else load_config_file(str(config_file)),
+        from_file,
         *(parse_setting(setting) for setting in settings or ()),
         {name: value for name, value in options.items() if value is not None} | {"task": task},
     )
@@ -185,7 +190,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace networks that are in DIR.")] = False,
 ) -> None:
     """Copy the grown networks of a run elsewhere."""
-    from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY, read_topology
+    from esper.kasmina.export import MODEL, TOPOLOGY, read_topology
     from esper.nissa.files import MODELS, is_run
 
     if not is_run(run):
@@ -193,7 +198,7 @@ def export(
     found = [
         path
         for path in sorted((run / MODELS).glob("env-*"))
-        if all((path / part).is_file() for part in (MODEL, PROGRAM, TOPOLOGY))
+        if all((path / part).is_file() for part in (MODEL, TOPOLOGY))
     ]
     if not found:
         raise InputError(f"{run} holds no networks; run it to its end, with --models all or best")

@@ -18,6 +18,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.stack import Mapping, Rows, Stack
 from esper.leyline.actions import Blend
+from esper.leyline.keys import key
 from esper.leyline.slots import SlotSpec, Tap
 from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.view import Bools, Seeds
@@ -64,6 +65,7 @@ class _Call(NamedTuple):
     stack: Stack
     rows: Rows  # rows of the stack
     where: Tensor | None  # (n,) rows of the pass; None when they are all of them, in order
+    places: Indices  # (n,) the same on the host
     taps: tuple[Tap, ...]  # what the rows read, one or more
     tap: dict[Tap, Tensor]  # (n, 1, 1) bool, the rows that read a tap, for all taps but the first
     alpha: Tensor  # (n, 1, 1)
@@ -89,6 +91,7 @@ class Route(NamedTuple):
     branch: tuple[tuple[_Call, ...], ...]
     joins: tuple[_Join, ...]  # one for each segment; empty without branches
     origin: Tensor | None  # (X,) the environment of each branch
+    owners: Indices  # (X,) the same on the host
 
 
 class Streams(NamedTuple):
@@ -209,8 +212,7 @@ class Body:
 
     def clear(self) -> None:
         """Free every seed."""
-        for key in self.envs:
-            self.envs[key] = np.zeros(0, np.int64)
+        self.envs = {at: np.zeros(0, np.int64) for at in self.envs}
 
     def trainable(self, seeds: Seeds) -> dict[tuple[int, int], list[slice]]:
         """The rows of each seed stack that an optimizer moves now: those that train with the host, and incubating ones."""
@@ -268,7 +270,7 @@ class Body:
                 calls += self._calls(s, envs, incubating, seeds, frozen=False, straight=True)
             base.append(tuple(calls))
         if branches is None or not len(branches.env):
-            return Route(len(dose), tuple(base), (), (), None)
+            return Route(len(dose), tuple(base), (), (), None, np.zeros(0, np.int64))
         branch, joins = [], []
         for segment in range(self.segments):
             at = self._slot_after.get(segment)
@@ -288,7 +290,7 @@ class Body:
                 else:
                     calls = self._calls(at, branches.env[:there], doses, seeds, frozen=True)
                 branch.append(tuple(calls))
-        return Route(len(dose), tuple(base), tuple(branch), tuple(joins), self._send(branches.env))
+        return Route(len(dose), tuple(base), tuple(branch), tuple(joins), self._send(branches.env), branches.env)
 
     def run(
         self,
@@ -309,7 +311,7 @@ class Body:
         origin: Tensor | None = None
         rows = slice(0, route.rows)
         for segment in range(self.segments):
-            before, h = h, self.host(h, rows, part=f"segments.{segment}", frozen=frozen, keys=keys)
+            before, h = h, self.host(h, rows, part=f"segments.{segment}", frozen=frozen, keys=_of(keys, segment))
             at = self._slot_after.get(segment)
             extra_before = extra
             if extra is not None:
@@ -326,19 +328,27 @@ class Body:
             if streams != "none":
                 kept.append(Streams(h, before, self._inner(at, before, rows) if frozen else None))
             for call in route.base[at]:
-                h, proximal = self._grow(call, h, before, x)
+                h, proximal = self._grow(call, h, before, x, _of(keys, self.segments + at))
                 if proximal is not None:
                     penalty = proximal if penalty is None else penalty + proximal
             if extra is not None:
                 assert extra_before is not None
+                there = keys[route.owners[: len(extra)]] if keys is not None else None
                 for call in route.branch[at]:
-                    extra, _ = self._grow(call, extra, extra_before, origin)
+                    extra, _ = self._grow(call, extra, extra_before, origin, _of(there, self.segments + at))
         if self._real_outputs is not None:
             h = h.masked_fill(~self._real_outputs, -torch.inf)
             if extra is not None:
                 assert route.origin is not None
                 extra = extra.masked_fill(~self._real_outputs.index_select(0, route.origin), -torch.inf)
         return Pass(h, extra, tuple(kept), penalty)
+
+    @property
+    def draws(self) -> bool:
+        """Whether some module may draw in training mode, so that a pass needs keys: what runs in a loop may."""
+        stacks = [(self.host, f"segments.{k}") for k in range(self.segments)]
+        stacks += [(stack, "delta") for stack in self.stacks.values()]
+        return any(stack.part(path).way == "loop" for stack, path in stacks)
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode of every module."""
@@ -355,7 +365,9 @@ class Body:
             z = self.host(z, rows, part=f"segments.{spec.after}.{index}", frozen=True)
         return z if spec.inner else None
 
-    def _grow(self, call: _Call, h: Tensor, before: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _grow(
+        self, call: _Call, h: Tensor, before: Tensor, x: Tensor | None, keys: Indices | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The stream behind a slot, and the proximal term of straight-through seeds."""
         sources = {Tap.HERE: h, Tap.BEFORE: before}
         if x is not None:
@@ -369,7 +381,8 @@ class Body:
             u, stream = u.detach(), stream.detach()
         elif call.attached is not None:
             u = torch.where(call.attached, u, u.detach())
-        delta = call.stack(u, call.rows, part="delta", frozen=call.frozen)
+        drawn = keys[call.places] if keys is not None else None
+        delta = call.stack(u, call.rows, part="delta", frozen=call.frozen, keys=drawn)
         gate = call.stack(u, call.rows, part="gate", frozen=call.frozen) if call.gated else None
         change = blend_change(stream, delta, gate, call.alpha, call.blend)
         if call.straight:
@@ -407,6 +420,7 @@ class Body:
                     stack=self.stacks[slot, form],
                     rows=slice(int(rows[0]), int(rows[0]) + len(rows)) if contiguous else rows,
                     where=None if np.array_equal(where, np.arange(len(envs))) else self._send(where),
+                    places=where,
                     taps=tuple(_TAPS[t] for t in used),
                     tap={_TAPS[t]: self._column(taps == t) for t in used[1:]},
                     alpha=self._column(dose[where].astype(np.float64)).to(self.dtype),
@@ -519,6 +533,11 @@ def _run(chosen: Bools) -> slice:
 def _rows(stream: Tensor, where: Tensor | None) -> Tensor:
     """Some rows of a stream, or all; a node of its own in the graph either way, so that gradients are summed in one order."""
     return stream.view_as(stream) if where is None else stream.index_select(0, where)
+
+
+def _of(keys: Indices | None, place: int) -> Indices | None:
+    """The keys of one place of the network, so that no two places draw alike."""
+    return None if keys is None else key(keys, place)
 
 
 def _width(x: Tensor | None) -> int:

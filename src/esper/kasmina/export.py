@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from esper.kasmina.blending import sigmoid
@@ -157,28 +157,36 @@ def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
     return seed
 
 
-def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], example: Tensor) -> None:
+def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], example: Tensor) -> str | None:
     """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone.
 
-    example (B, ...) with B >= 2 fixes the shape and dtype of an input.
+    example (B, ...) with B >= 2 fixes the shape and dtype of an input. A network that torch.export cannot trace is written
+    without a program; returns the reason then, and None otherwise.
     """
-    batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(network, (example,), dynamic_shapes=({0: batch},))
+    program, failure = None, None
+    try:
+        batch = torch.export.Dim("batch", min=1)
+        program = torch.export.export(network, (example,), dynamic_shapes=({0: batch},))
+    except Exception as error:  # torch.export raises errors of many kinds, none of which may cost the trained weights
+        failure = (str(error).splitlines() or [type(error).__name__])[0]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         new = Path(scratch) / folder.name  # renamed when whole, so that a killed run leaves no half of a network
         new.mkdir()
         # Copies, because safetensors refuses a weight that two layers share.
         weights = network.state_dict().items()
-        save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights}, new / MODEL)
+        stored = save({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights})
+        (new / MODEL).write_bytes(stored)
         (new / TOPOLOGY).write_text(json.dumps(topology, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        torch.export.save(program, new / PROGRAM)
+        if program is not None:
+            torch.export.save(program, new / PROGRAM)
         if folder.exists():
             strange = {path.name for path in folder.iterdir()} - {MODEL, TOPOLOGY, PROGRAM}
             if strange:
                 raise InputError(f"{folder} holds {', '.join(sorted(strange))} beside a network; name another folder")
             shutil.rmtree(folder)
         new.rename(folder)
+    return failure
 
 
 def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:

@@ -49,23 +49,32 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
             f"the host's slots sit after segments {places}; give increasing indices from 0 to {len(host.segments) - 2}, "
             "one slot a place and none after the last segment"
         )
-    training = host.training
+    if not host.slots:
+        raise InputError("the host has no slots; give it at least one, or there is nothing to grow")
+    training, first = host.training, x
     host.eval()
     slots = {slot.after: slot for slot in host.slots}
     for index, segment in enumerate(host.segments):
+        before = x.clone()
         try:
-            x = segment(x)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(
-                f"segment {index} of the host cannot run on what it is given: {reason}; mend its widths"
-            ) from None
+            y = segment(x)
+        except Exception as error:  # whatever a person's module raises, its first line says why
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"segment {index} of the host cannot run on what it is given: {reason}; mend it") from None
+        if not isinstance(y, Tensor):
+            raise InputError(f"segment {index} of the host returns a {type(y).__name__}; return one tensor")
+        if not torch.equal(x, before):
+            raise InputError(f"segment {index} of the host changes its input in place, which a seed may read; do not")
+        x = y
         slot = slots.get(index)
         if slot is not None and (x.dim() != 2 or x.shape[1] != slot.width):
             raise InputError(
                 f"slot {slot.name!r} declares width {slot.width}, but the stream there has shape {tuple(x.shape[1:])}; "
                 "declare the width of the segment's output"
             )
+    whole = host(first)
     host.train(training)
+    if not isinstance(whole, Tensor) or whole.shape != x.shape or not torch.allclose(whole, x, equal_nan=True):
+        raise InputError("the host's forward is not its segments one after the other; put everything into segments")
     if x.dim() != 2 or x.shape[1] != outputs:
         raise InputError(f"the host returns {tuple(x.shape[1:])} per example, but the task has {outputs} outputs")

@@ -45,6 +45,8 @@ class _Part(NamedTuple):
     prefix: str
     module: nn.Module
     places: tuple[_Place, ...]
+    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]  # of each place, those inside the part
+    names: tuple[tuple[str, ...], ...]  # of each place, its names inside the part; more than one where it is shared
     buffers: tuple[str, ...]  # names of columns
     way: Way
 
@@ -123,10 +125,16 @@ class Stack:
         if found is None:
             prefix = f"{path}." if path else ""
             module = self.module.get_submodule(path)
+            inside = {part: f"{name}." if name else "" for name, part in module.named_modules()}
+            # By owner and not by name: a parameter that several segments share has the name of the first alone.
+            owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
+            owned = [(place, owners) for place, owners in owned if owners]
             found = self._parts[path] = _Part(
                 prefix,
                 module,
-                tuple(place for place in self.places if place.name.startswith(prefix)),
+                tuple(place for place, _ in owned),
+                tuple(owners for _, owners in owned),
+                tuple(tuple(inside[owner] + name for owner, name in owners) for _, owners in owned),
                 tuple(name for name in self.buffers if name.startswith(f"buffer.{prefix}")),
                 self._way(module),
             )
@@ -145,13 +153,20 @@ class Stack:
     ) -> Tensor:
         """Run the module, or the submodule named `part`, over rows: x (n, B, ...) -> (n, B, ...).
 
-        With `frozen`, parameters are constants of the graph while gradients still flow through x. `keys` (n,) seeds the
-        dropout of each row in training mode. A single row is run beside a ghost of itself, because a product of one row
+        With `frozen`, parameters are constants of the graph while gradients still flow through x, and the module is in
+        evaluation mode, so that no buffer changes. `keys` (n,) seeds what each row draws in training mode. A single row is
+        run beside a ghost of itself, because a product of one row
         takes another kernel than one of several, and a row's numbers must not depend on its neighbours.
         """
         what = self.part(part)
         if what.way == "loop":
             return self._loop(x, rows, part, frozen, keys)
+        if frozen and self.module.training and what.way == "vmap":
+            self.module.eval()
+            try:
+                return self(x, rows, part=part, frozen=True)
+            finally:
+                self.module.train()
         tensors = self._parameters(what, rows, frozen)
         at = rows if isinstance(rows, slice) else self._index(rows)
         kept = {name: self.columns[name][at] for name in what.buffers}
@@ -164,18 +179,24 @@ class Stack:
             buffers = {name: torch.cat([b, b]) for name, b in kept.items()}
         if what.way == "direct":
             # Products of a row depend in their last bit on whether its first element lies on a multiple of 16 bytes, so on
-            # where the row stands; examples of 0 behind the last one put every row of any width on such a multiple.
+            # where the row stands; repeats of an example behind the last one put every row of any width on such a multiple.
             examples = x.shape[1]
             if examples % 4:
-                x = torch.cat([x, x.new_zeros(len(x), -examples % 4, *x.shape[2:])], 1)
+                x = torch.cat([x, x[:, :1].detach().expand(-1, -examples % 4, *x.shape[2:])], 1)
             self._bind(what, tensors, buffers)
             y: Tensor = what.module(x)[:, :examples] if examples % 4 else what.module(x)
         else:
-            start = len(what.prefix)
-            inner = {place.name[start:]: t for place, t in zip(what.places, tensors, strict=True)} | {
-                name[start + len("buffer.") :]: b for name, b in buffers.items()
-            }
-            y = vmap(lambda p, v: functional_call(what.module, p, (v,)))(inner, x)
+            start = len(what.prefix) + len("buffer.")
+            inner = {name: t for names, t in zip(what.names, tensors, strict=True) for name in names}
+            inner |= {name[start:]: b for name, b in buffers.items()}
+            try:
+                y = vmap(lambda p, v: functional_call(what.module, p, (v,), tie_weights=False))(inner, x)
+            except RuntimeError:
+                if self.mapping == "vmap":
+                    raise
+                # What vmap cannot map (recurrences, draws, branches on data), a loop runs, or says what is wrong with it.
+                self._parts[part] = what._replace(way="loop")
+                return self._loop(x[:1] if single else x, rows, part, frozen, keys)
         if single:
             y = y[:1]
             for name, buffer in kept.items():
@@ -183,9 +204,9 @@ class Stack:
         return y
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation mode of the module, as nn.Module.train."""
+        """Training or evaluation mode of the module, as nn.Module.train; frozen calls are in evaluation mode always."""
         self.module.train(mode)
-        for replica in (r for replicas in self._replicas.values() for r in replicas):
+        for replica in self._replicas.get(False, []):
             replica.train(mode)
 
     # Row surgery.
@@ -288,8 +309,8 @@ class Stack:
 
     def _bind(self, what: _Part, tensors: list[Tensor], buffers: dict[str, Tensor]) -> None:
         """Give the module stacked parameters; cheaper than functional_call, and nobody else holds this copy."""
-        for place, tensor in zip(what.places, tensors, strict=True):
-            for owner, name in place.owners:
+        for owners, tensor in zip(what.owners, tensors, strict=True):
+            for owner, name in owners:
                 owner._parameters[name] = tensor  # type: ignore[assignment]
         for name, buffer in buffers.items():
             path, _, own = name.removeprefix("buffer.").rpartition(".")
@@ -302,14 +323,17 @@ class Stack:
         chosen = range(self.capacity)[rows] if isinstance(rows, slice) else rows
         replicas = self._replica_rows(frozen)
         parts = [replicas[row].get_submodule(part) for row in chosen]
-        if not (self.random and self.module.training):
-            return torch.stack([module(v) for module, v in zip(parts, x.unbind(0), strict=True)])
-        assert keys is not None, "dropout in training mode is drawn by key"
+        values = x.unbind(0)
+        if frozen or not self.module.training:
+            return torch.stack([module(v) for module, v in zip(parts, values, strict=True)])
+        assert keys is not None or not self.random, "dropout in training mode is drawn by key"
+        if keys is None:
+            return torch.stack([module(v) for module, v in zip(parts, values, strict=True)])
         outputs = []
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            for module, v, key in zip(parts, x.unbind(0), keys & ((1 << 63) - 1), strict=True):
-                torch.manual_seed(int(key))
+            for module, v, key in zip(parts, values, (keys & ((1 << 63) - 1)).tolist(), strict=True):
+                torch.manual_seed(key)
                 outputs.append(module(v))
         return torch.stack(outputs)
 
@@ -330,7 +354,7 @@ class Stack:
                 for name in self.buffers:
                     path, _, own = name.removeprefix("buffer.").rpartition(".")
                     replica.get_submodule(path)._buffers[own] = self.columns[name][row]
-                replica.train(self.module.training)
+                replica.train(self.module.training and not frozen)
                 replicas.append(replica)
             self._replicas[frozen] = replicas
         return self._replicas[frozen]

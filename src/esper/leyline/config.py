@@ -12,9 +12,26 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from esper.leyline.errors import InputError
 
+LARGE = 10**9
+"""More than any count of steps, rows or seeds that a machine can hold."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _plain_numbers(cls, data: Any) -> Any:
+        """Refuse true for 1, and whole numbers that no array can hold."""
+        for name, value in data.items() if isinstance(data, Mapping) else ():
+            annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
+            if isinstance(value, bool) and annotation in (int, float, float | None):
+                raise ValueError(f"{name} is {str(value).lower()}; give a number")
+            if annotation is int and name != "seed":
+                number = float(value) if isinstance(value, int | float) or str(value).lstrip("+-").isdigit() else 0.0
+                if abs(number) > LARGE:
+                    raise ValueError(f"{name} is {str(value)[:20]}; give a number up to {LARGE:,}")
+        return data
 
 
 class DataConfig(_Section):
@@ -61,6 +78,8 @@ class LifecycleConfig(_Section):
     @pydantic.field_validator("tempos")
     @classmethod
     def _tempos(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(v > 10**6 for v in value):
+            raise ValueError("tempos must be at most 1,000,000 steps")
         if any(v < 0 for v in value) or not any(v > 0 for v in value) or 0 not in value or len(set(value)) < len(value):
             raise ValueError("tempos must be distinct, hold 0 and one length above 0, and none below 0")
         return value
@@ -161,6 +180,13 @@ class Config(_Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
 
+    @pydantic.field_validator("slots", "blueprints")
+    @classmethod
+    def _distinct(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and (not value or len(set(value)) < len(value)):
+            raise ValueError("name at least one, each once, or null for all")
+        return value
+
     @pydantic.model_validator(mode="after")
     def _whole_accumulations(self) -> "Config":
         if self.data.batches_per_step % self.optimizer.accumulate:
@@ -175,6 +201,8 @@ def build_config(*layers: Mapping[str, Any]) -> Config:
     """A config from nested mappings; a later layer gives way to none before it. InputError on the first bad key or value."""
     merged: dict[str, Any] = {}
     for layer in layers:
+        if not isinstance(layer, Mapping):
+            raise InputError(f"a config is a mapping of keys to values, not a {type(layer).__name__}")
         merged = _merge(merged, layer)
     try:
         return Config.model_validate(merged)
@@ -189,8 +217,8 @@ def parse_setting(text: str) -> dict[str, Any]:
         raise InputError(f"--set {text!r} is not of the form key=value, for example --set data.batch=32")
     try:
         parsed: Any = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise InputError(f"--set {text!r}: {value!r} cannot be read as YAML; quote it") from None
+    except (yaml.YAMLError, ValueError):  # a date that there is not, a number that is too long
+        raise InputError(f"--set {text[:60]!r} cannot be read as YAML; quote the value") from None
     for part in reversed(name.strip().split(".")):
         parsed = {part: parsed}
     assert isinstance(parsed, dict)
@@ -204,7 +232,7 @@ def load_config_file(path: str) -> dict[str, Any]:
             content = yaml.safe_load(file)
     except OSError as error:
         raise InputError(f"--config {path}: {error.strerror}; give a readable YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError):
         raise InputError(f"--config {path} is not valid YAML; `esper config --yaml` prints one to start from") from None
     if content is None:
         return {}

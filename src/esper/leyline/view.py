@@ -154,3 +154,14 @@ def take(record: Any, rows: slice) -> Any:
     if isinstance(record, tuple):
         return type(record)(*(take(field, rows) for field in record))
     return record[rows] if isinstance(record, np.ndarray) else record
+
+
+def read_only(record: Any) -> Any:
+    """The record with arrays that nobody can write into; they share memory with the given ones."""
+    if isinstance(record, tuple):
+        fields = [read_only(field) for field in record]
+        return tuple(fields) if type(record) is tuple else type(record)(*fields)
+    if isinstance(record, np.ndarray):
+        record = record.view()
+        record.setflags(write=False)
+    return record

@@ -172,9 +172,12 @@ def decode(line: bytes | str) -> Row:
 
 def _decisions(actions: Actions, space: Space) -> tuple[list[str], list[str | None]]:
     """Names of the ops and, where they act on one, of the slots."""
-    acts = RELEVANT[actions.op, Head.SLOT].tolist()
-    slots = [space.slots[slot] if act else None for slot, act in zip(actions.slot.tolist(), acts, strict=True)]
-    return [Op(op).name for op in actions.op.tolist()], slots
+    known = (actions.op >= 0) & (actions.op < len(Op))
+    acts = known & RELEVANT[np.where(known, actions.op, 0), Head.SLOT]
+    acts &= (actions.slot >= 0) & (actions.slot < len(space.slots))
+    names = [Op(op).name if there else str(op) for op, there in zip(actions.op.tolist(), known.tolist(), strict=True)]
+    slots = [space.slots[slot] if act else None for slot, act in zip(actions.slot.tolist(), acts.tolist(), strict=True)]
+    return names, slots
 
 
 def _plain(value: Any) -> Any:

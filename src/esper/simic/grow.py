@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
-from esper.kasmina.export import save_network
+from esper.kasmina.export import PROGRAM, save_network
 from esper.leyline.actions import Op
 from esper.leyline.config import Config, dump_config
 from esper.leyline.errors import InputError
@@ -82,18 +82,18 @@ def grow(
     outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
     with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
         engine = VectorizedEngine(task.sealed(), config, hub)
+        view = engine.reset()
+        decided = client.act(view)  # a controller that does not fit the task says so here, before anything is written
         if folder is not None:
             create_folder(folder, overwrite)
             write_atomic(folder / CONFIG, dump_config(config))
             write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
-
-        view = engine.reset()
         host_params = view.host_params
         hub.emit(_run_row(engine, config, "running"))
         germinated = steps = 0
         stepping = time.perf_counter()
         while steps < config.steps and not interrupt.asked:
-            view, outcome = engine.step(client.act(view))
+            view, outcome = engine.step(decided if steps == 0 else client.act(view))
             client.store(outcome)
             germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
             steps += 1
@@ -107,14 +107,17 @@ def grow(
         name = task.objective.metric
         test = _evaluate(engine, config, name, [split for split in tests if split is not None])
         validation = _evaluate(engine, config, name, engine.validation_splits())
+        untraced: list[int] = []
         networks = [engine.export(env) for env in range(config.envs)]
         exported = _chosen(config, validation["objective"]["grown"]) if folder is not None else []
         if folder is not None and exported:
             watch.note(f"exporting {len(exported)} network{'s' * (len(exported) > 1)}")
             for env in exported:
-                save_network(
-                    folder / MODELS / f"env-{env:03d}", *networks[env], task.instance(int(keys[env])).probe.x[:2].cpu()
-                )
+                path, example = folder / MODELS / f"env-{env:03d}", task.instance(int(keys[env])).probe.x[:2].cpu()
+                failure = save_network(path, *networks[env], example)
+                if failure is not None:
+                    watch.note(f"{path} has no {PROGRAM}, as torch.export cannot trace the network: {failure}")
+                    untraced.append(env)
 
         grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for _, topology in networks]
         unfinished = [list(topology["unfinished"]) for _, topology in networks]
@@ -143,6 +146,7 @@ def grow(
             "grown": grown,
             "unfinished": unfinished,
             "exported": exported,
+            "untraced": untraced,
             "seconds": round(time.perf_counter() - started, 3),
             "env_steps_per_second": round(engine.rows * steps / stepped, 1) if steps else None,
             "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},

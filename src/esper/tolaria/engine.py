@@ -34,9 +34,10 @@ from esper.leyline.view import (
     Seeds,
     Space,
     View,
+    read_only,
     take,
 )
-from esper.nissa.events import episode_rows, lifecycle_rows, step_row
+from esper.nissa.events import StepRow, episode_rows, lifecycle_rows, step_row
 from esper.nissa.hub import Hub
 from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
 from esper.tolaria.data import SharedBatchIterator, stack_splits
@@ -52,7 +53,7 @@ SENSED = 256
 
 @dataclass
 class ParallelEnvState:
-    """All stacked state of a population: what a checkpoint holds, and nothing that follows from it.
+    """All state of a population between two steps, but for the position of the feed.
 
     Rows are the environments, then their twins, then, where there would be one row alone, a ghost that nobody sees.
     """
@@ -66,7 +67,6 @@ class ParallelEnvState:
     masks: Masks  # (rows, ...) of the next decision
     episode: int
     step: int  # steps taken in the episode
-    batch: int  # batches taken from the feed in the episode
 
 
 class _Figures(NamedTuple):
@@ -140,7 +140,6 @@ class VectorizedEngine:
             masks=self._legal(seeds, measurements),
             episode=-1,
             step=0,
-            batch=0,
         )
 
     def reset(self, instance: NDArray[np.int64] | None = None) -> View:
@@ -152,7 +151,7 @@ class VectorizedEngine:
         if instance is not None and not np.array_equal(self._spread(instance), state.instance):
             state.instance = self._spread(instance)
             self._load(state.instance)
-        state.episode, state.step, state.batch, state.coalitions = state.episode + 1, 0, 0, None
+        state.episode, state.step, state.coalitions = state.episode + 1, 0, None
         body.clear()
         state.seeds = dormant(*state.seeds.stage.shape)
         self._feed.reset(state.episode)
@@ -205,7 +204,6 @@ class VectorizedEngine:
                 config,
                 (state.instance, state.episode),
             )
-            state.batch = self._feed.batch
         with self.timer.phase("tick"):
             gates = judge(applied, state.measurements, config.gates)
             state.seeds = tick(applied, gates, config.lifecycle)
@@ -358,7 +356,8 @@ class VectorizedEngine:
     def _everywhere(self, actions: Actions) -> Actions:
         """The environments' decisions, and WAIT for every other row."""
         rows, envs = len(self.state.instance), self.config.envs
-        assert all(head.shape == (envs,) for head in actions), f"a decision has shape ({envs},) in every head"
+        if not isinstance(actions, Actions) or any(np.shape(head) != (envs,) for head in actions):
+            raise InputError(f"a client's decision must be Actions of shape ({envs},) in every head")
         return Actions(
             *(np.concatenate([np.asarray(head, np.int64), np.zeros(rows - envs, np.int64)]) for head in actions)
         )
@@ -370,18 +369,21 @@ class VectorizedEngine:
 
     def _view(self) -> View:
         state, envs = self.state, slice(0, self.config.envs)
-        return View(
-            space=self.space,
-            episode=state.episode,
-            step=state.step,
-            steps=self.config.steps,
-            seeds=take(state.seeds, envs),
-            masks=take(state.masks, envs),
-            measurements=take(state.measurements, envs),
-            coalitions=state.coalitions,
-            host_params=state.body.host_params[envs].copy(),
-            added_params=state.scores.added_params[envs],
+        view: View = read_only(
+            View(
+                space=self.space,
+                episode=state.episode,
+                step=state.step,
+                steps=self.config.steps,
+                seeds=take(state.seeds, envs),
+                masks=take(state.masks, envs),
+                measurements=take(state.measurements, envs),
+                coalitions=state.coalitions,
+                host_params=state.body.host_params[envs].copy(),
+                added_params=state.scores.added_params[envs],
+            )
         )
+        return view
 
     def _report(self, view: View, outcome: Outcome, path: Sequence[Seeds]) -> None:
         """Events of a step: changes of stage, the step itself, and the episode where it ends."""
@@ -390,7 +392,8 @@ class VectorizedEngine:
             changes = transitions(take(before, envs), take(after, envs))
             self.hub.extend(lifecycle_rows(outcome.episode, outcome.step, self.space, changes, before, after))
         twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
-        self.hub.emit(step_row(view, outcome, twin_metric=twins))
+        if self.hub.wants(StepRow):
+            self.hub.emit(step_row(view, outcome, twin_metric=twins))
         if outcome.terminal:
             self.hub.extend(episode_rows(outcome, self.space, view.seeds))
 

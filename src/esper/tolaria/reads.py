@@ -1,8 +1,10 @@
 """Counting what makes the host wait for the device, by the line that asked for it. An instrument, not part of a step."""
 
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +22,13 @@ OPERATORS = frozenset(
         "_unique2",
         "unique_dim",
         "unique_consecutive",
+        "repeat_interleave",
+        "bincount",
+        "allclose",
     }
 )
 """Operators whose result, or its shape, the host must know before it goes on."""
+HOME = str(Path(__file__).parents[1]) + os.sep
 METHODS = ("numpy", "tolist", "cpu", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")
 """Methods of a tensor that hand its numbers to Python or NumPy."""
 
@@ -43,8 +49,8 @@ class Reads(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         """Record a read at the present place."""
-        frames = [frame for frame in traceback.extract_stack() if "/esper/" in frame.filename]
-        ours = [frame for frame in frames if not frame.filename.endswith("tolaria/reads.py")]
+        frames = traceback.extract_stack()
+        ours = [frame for frame in frames if frame.filename.startswith(HOME) and frame.filename != __file__]
         site = f"{ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].name}" if ours else "?"
         self.reads.append(Read(what, site))
 
@@ -53,6 +59,11 @@ class Reads(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name in OPERATORS:
             self.note(name)
+        if name.startswith("index") and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ())
+        ):
+            self.note("index by a mask")
         if name in ("_to_copy", "copy_"):
             source = (args[1] if name == "copy_" else args[0]).device.type
             target = args[0].device.type if name == "copy_" else torch.device(kwargs.get("device") or source).type

@@ -16,6 +16,8 @@ def resolve_device(text: str) -> torch.device:
     """'auto', 'cpu', 'cuda' or 'cuda:i' as a device. InputError where that GPU is not there."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if len(text) > len("cuda:000"):
+        raise InputError(f"device {text!r} is no device; give auto, cpu, cuda or cuda:i")
     device = torch.device(text)
     if device.type == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0

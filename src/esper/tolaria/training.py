@@ -83,7 +83,7 @@ def train(
     for update in range(updates):
         for _ in range(accumulate):
             keys = None
-            if body.host.random:
+            if body.draws:
                 keys = key(config.seed, Purpose.DROPOUT, dropout[0], dropout[1], feed.batch)
             x, y = next(feed)
             result = body.run(x, route, keys=keys)
@@ -94,7 +94,8 @@ def train(
                 total = total + objective.loss(result.branches, y.index_select(0, route.origin)).mean(1).sum()
             if result.proximal is not None:
                 total = total + config.lifecycle.proximal * result.proximal
-            (total if accumulate == 1 else total / accumulate).backward()
+            if total.requires_grad:  # nothing trains in a host that is frozen whole and bears no seed
+                (total if accumulate == 1 else total / accumulate).backward()
             loss += losses.detach()
         for group in (host, *groups):
             group.norm.add_(optimizer.step(group.stack, group.rows, group.factors[update]))

@@ -89,7 +89,15 @@ def check(entry: Blueprint) -> None:
     """
     for reads, writes in ((5, 5), (8, 8)) if entry.tap != Tap.INPUT else ((5, 8), (9, 5)):
         with drawn_with(reads):
-            module = entry.build(reads, writes)
+            try:
+                module = entry.build(reads, writes)
+            except Exception as error:  # whatever a person's builder raises, its first line says why
+                raise InputError(
+                    f"blueprint {entry.name!r} cannot be built for widths ({reads}, {writes}): {_reason(error)}; "
+                    "take the width read and the width written"
+                ) from None
+            if not isinstance(module, nn.Module):
+                raise InputError(f"blueprint {entry.name!r} builds a {type(module).__name__}; return an nn.Module")
             _check_size(entry, module, torch.randn(16, reads), torch.randn(16, writes))
 
 
@@ -98,17 +106,25 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
         return InputError(f"blueprint {entry.name!r} {what}; {mend}")
 
     reads, writes = u.shape[1], pull.shape[1]
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        raise refuse("normalises over the batch", "normalise each example by itself, as LayerNorm does")
     declared = entry.parameters(reads, writes)
     if count(module) != declared:
         raise refuse(
             f"has {count(module)} parameters at widths ({reads}, {writes}), but declares {declared}",
             "correct `parameters`",
         )
+    given = u.clone()
     try:
         delta = module(u)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise refuse(f"cannot run on {tuple(u.shape)}: {reason}", "build it for the widths it is given") from None
+    except Exception as error:  # likewise
+        raise refuse(
+            f"cannot run on {tuple(u.shape)}: {_reason(error)}", "build it for the widths it is given"
+        ) from None
+    if not isinstance(delta, Tensor):
+        raise refuse(f"returns a {type(delta).__name__}", "return one tensor, the change")
+    if not torch.equal(u, given):
+        raise refuse("changes what it reads in place", "leave the stream as it is; use inplace=False")
     if delta.shape != pull.shape:
         raise refuse(
             f"returns {tuple(delta.shape)} where the stream is {tuple(pull.shape)}",
@@ -133,6 +149,10 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
         raise refuse(f"never moves {', '.join(still)}", "leave out parameters whose gradient is always 0")
     if getattr(module, "pads", False):
         _check_padding(entry, u, pull)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _check_padding(entry: Blueprint, u: Tensor, pull: Tensor) -> None:
