@@ -7,6 +7,7 @@ J on the test split of the network that would be exported. Finished arms are kep
 """
 
 import argparse
+import hashlib
 import itertools
 import multiprocessing
 import platform
@@ -213,7 +214,8 @@ class Results:
 
     def path(self, arm: Arm, seed: int) -> Path:
         """Where an arm's figures of one seed are."""
-        safe = f"{arm.way}-{arm.name}".replace(" + ", "+").replace("/", "-").replace("<", "lt")
+        tag = hashlib.sha256(repr(sorted(arm.settings.items())).encode()).hexdigest()[:8]
+        safe = f"{arm.way}-{arm.name}-{tag}".replace(" + ", "+").replace("/", "-").replace("<", "lt")
         return self.out / f"{self.part}{self.first}-{self.instances}-{safe}-s{seed}.npz"
 
     def grow(self, arms: Sequence[Arm], sensors: Sequence[str] = ()) -> None:
@@ -295,16 +297,21 @@ def features_of(results: Results, never: Arm) -> dict[str, Floats]:
 
 
 def tune_heuristic(results: Results) -> dict[str, Any]:
-    """The settings of the heuristic that do best on training instances."""
+    """The settings of the heuristic and its gates that do best on training instances."""
+    strict: dict[str, Any] = {"gain_z": 1.0, "z": 1.0, "min_contribution": 0.0}
+    lenient = {"gain_z": -1.0, "z": 0.0, "min_contribution": -0.02}
+    open_ = {"gain_z": -10.0, "z": 0.0, "min_contribution": -1.0, "min_holding": 1}
     grid = [
-        {"threshold": threshold, "min_rank": rank, "tie": tie, "blueprint": blueprint}
-        for threshold, rank, tie, blueprint in itertools.product(
-            (0.8, 0.9, 0.97), (0.25, 1.0), (1.2, 1.5), ("bypass-linear", "bypass-mlp")
+        {"heuristic": {"threshold": threshold, "min_rank": 1.0, "tie": tie, "blueprint": blueprint}, "gates": gates}
+        for threshold, tie, blueprint, gates in itertools.product(
+            (0.8, 0.9), (1.0, 1.2, 1.5), ("bypass-linear", "bypass-mlp"), (strict, lenient, open_)
         )
     ]
-    arms = [Arm(f"tuning {index}", None, "heuristic", {"heuristic": setting}) for index, setting in enumerate(grid)]
+    arms = [Arm(f"tuning {index}", None, "heuristic", settings) for index, settings in enumerate(grid)]
     results.grow(arms)
     means = [results.get(arm).mean() for arm in arms]
+    for mean, settings in sorted(zip(means, grid, strict=True), key=lambda pair: -pair[0])[:5]:
+        print(f"tuning: {mean:.3f} {settings}", flush=True)
     return grid[int(np.argmax(means))]
 
 
@@ -326,7 +333,7 @@ def main() -> None:
     held = Results(arguments.out, instances, seeds, "heldout", 0, arguments.jobs)
     never = Arm("never", None, "never", {})
     random = Arm("random-valid", None, "random-valid", {})
-    tuned = Arm("heuristic, tuned on training instances", None, "heuristic", {"heuristic": best})
+    tuned = Arm("heuristic, tuned on training instances", None, "heuristic", best)
     usual = Arm("heuristic, defaults", None, "heuristic", {})
     everywhere = Arm(
         "all slots, cap lifted",

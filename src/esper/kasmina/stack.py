@@ -329,13 +329,22 @@ class Stack:
         assert keys is not None or not self.random, "dropout in training mode is drawn by key"
         if keys is None:
             return torch.stack([module(v) for module, v in zip(parts, values, strict=True)])
-        outputs = []
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        outputs, generator = [], self._generator()
+        state = generator.get_state()
+        try:
             for module, v, key in zip(parts, values, (keys & ((1 << 63) - 1)).tolist(), strict=True):
-                torch.manual_seed(key)
+                generator.manual_seed(key)  # of the one device that draws; torch.manual_seed costs twenty times as much
                 outputs.append(module(v))
+        finally:
+            generator.set_state(state)
         return torch.stack(outputs)
+
+    def _generator(self) -> torch.Generator:
+        """The generator that modules on the stack's device draw from."""
+        if self.device.type != "cuda":
+            return torch.default_generator
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
 
     def _replica_rows(self, frozen: bool) -> list[nn.Module]:
         """One module a row whose parameters and buffers are views of the row, made once."""

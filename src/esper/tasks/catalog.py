@@ -1,4 +1,4 @@
-"""The tasks that `esper run --task` knows by name."""
+"""The tasks that `esper grow` knows by name."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ def task_names() -> dict[str, str]:
 def get_task(name: str) -> AnyTask:
     """Build the task of that name. InputError where there is none."""
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1)
+        near = difflib.get_close_matches(str(name), TASKS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"unknown task {name!r}; the tasks are {', '.join(sorted(TASKS))}{hint}")
     return TASKS[name]()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
@@ -56,6 +57,8 @@ def task_from(
         raise InputError("the task has no name; give one, as in task('wine', ...)")
     if isinstance(menu, str) or not menu:
         raise InputError(f"menu is {menu!r}; give a list of blueprint names, as in ['bypass-linear']")
+    for entry in menu:
+        get_blueprint(entry)
     features, target = _examples(x, y)
     objective: Objective
     if target.is_floating_point() and classes is None:
