@@ -2,14 +2,15 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 import numpy as np
+from torch import nn
 
 from esper.kasmina.export import PROGRAM, save_network
-from esper.leyline.actions import Op
+from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config, dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
@@ -22,7 +23,7 @@ from esper.nissa.outputs import JsonLines
 from esper.simic.environment import describe_environment
 from esper.simic.interrupt import Interrupt
 from esper.simic.rewards import objective
-from esper.tolaria.engine import VectorizedEngine, instance_keys
+from esper.tolaria.engine import VectorizedEngine
 
 Summary = dict[str, Any]
 """The final figures, as they stand in summary.json: strict JSON, null where something was not measured."""
@@ -73,8 +74,6 @@ def grow(
     """
     started = time.perf_counter()
     watch = watch or Silent()
-    keys = instance_keys(task, config)
-    tests = [task.test_split(key) for key in keys.tolist()] if task.test is not None else []
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     if folder is not None:
@@ -82,80 +81,132 @@ def grow(
     outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
     with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
         engine = VectorizedEngine(task.sealed(), config, hub)
-        view = engine.reset()
-        decided = client.act(view)  # a controller that does not fit the task says so here, before anything is written
+        decided = client.act(
+            engine.reset()
+        )  # a controller that does not fit the task says so before anything is written
         if folder is not None:
             create_folder(folder, overwrite)
             write_atomic(folder / CONFIG, dump_config(config))
             write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
-        host_params = view.host_params
         hub.emit(_run_row(engine, config, "running"))
-        germinated = steps = 0
-        stepping = time.perf_counter()
-        while steps < config.steps and not interrupt.asked:
-            view, outcome = engine.step(decided if steps == 0 else client.act(view))
-            client.store(outcome)
-            germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
-            steps += 1
-            watch.step(view, engine.rows * steps / (time.perf_counter() - stepping))
-        stepped = time.perf_counter() - stepping
-        client.update()
-        status = "finished" if steps == config.steps else "interrupted"
-        if status == "interrupted":
-            watch.note(f"interrupted after {steps} of {config.steps} steps; evaluating what is done so far")
-
-        name = task.objective.metric
-        test = _evaluate(engine, config, name, [split for split in tests if split is not None])
-        validation = _evaluate(engine, config, name, engine.validation_splits())
-        untraced: list[int] = []
+        played = _play(engine, client, decided, config.steps, interrupt, watch)
+        if played.status == "interrupted":
+            watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
+        figures = _figures(engine, task, config)
         networks = [engine.export(env) for env in range(config.envs)]
-        exported = _chosen(config, validation["objective"]["grown"]) if folder is not None else []
-        if folder is not None and exported:
-            watch.note(f"exporting {len(exported)} network{'s' * (len(exported) > 1)}")
-            for env in exported:
-                path, example = folder / MODELS / f"env-{env:03d}", task.instance(int(keys[env])).probe.x[:2].cpu()
-                failure = save_network(path, *networks[env], example)
-                if failure is not None:
-                    watch.note(f"{path} has no {PROGRAM}, as torch.export cannot trace the network: {failure}")
-                    untraced.append(env)
-
-        grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for _, topology in networks]
-        unfinished = [list(topology["unfinished"]) for _, topology in networks]
-        kept, left = sum(map(len, grown)), sum(map(len, unfinished))
-        summary: Summary = {
-            "status": status,
-            "task": config.task,
-            "controller": config.controller,
-            "envs": config.envs,
-            "steps": config.steps,
-            "steps_done": steps,
-            "seed": config.seed,
-            "device": str(engine.device),
-            "rows": engine.rows,
-            "metric": name,
-            "host_params": _one_or_all(host_params.tolist()),
-            "grown_params": engine.exported_params()[: config.envs].tolist(),
-            **{f"test_{name}": pair for name, pair in test.items()},
-            **{f"validation_{name}": pair for name, pair in validation.items()},
-            "seeds": {
-                "germinated": germinated,
-                "fossilized": kept,
-                "unfinished": left,
-                "pruned": germinated - kept - left,
-            },
-            "grown": grown,
-            "unfinished": unfinished,
-            "exported": exported,
-            "untraced": untraced,
+        written = Written([], [])
+        if folder is not None:
+            written = _write_networks(engine, task, config, folder, networks, figures, watch)
+        summary = {
+            **_asked(engine, config, played),
+            **figures,
+            **_growth([topology for _, topology in networks], played.germinated),
+            **written._asdict(),
             "seconds": round(time.perf_counter() - started, 3),
-            "env_steps_per_second": round(engine.rows * steps / stepped, 1) if steps else None,
+            "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
             "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
         }
-        hub.emit(_run_row(engine, config, status))
+        hub.emit(_run_row(engine, config, played.status))
         hub.flush()
         if folder is not None:
             write_atomic(folder / SUMMARY, to_json(summary))
     return summary
+
+
+class Played(NamedTuple):
+    """An episode, or as much of it as an interrupt left."""
+
+    status: Literal["finished", "interrupted"]
+    steps: int
+    germinated: int  # seeds planted, over all environments
+    seconds: float  # of stepping alone
+
+
+class Written(NamedTuple):
+    """The environments whose networks were written."""
+
+    exported: list[int]
+    untraced: list[int]  # those of them that torch.export could not trace
+
+
+def _play(
+    engine: VectorizedEngine, client: PolicyClient, decided: Actions, length: int, interrupt: Interrupt, watch: Watch
+) -> Played:
+    """Step to the end of the episode or to an interrupt; `decided` is the first decision, which was made already."""
+    germinated = steps = 0
+    view: View
+    begin = time.perf_counter()
+    while steps < length and not interrupt.asked:
+        view, outcome = engine.step(client.act(view) if steps else decided)
+        client.store(outcome)
+        germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
+        steps += 1
+        watch.step(view, engine.rows * steps / (time.perf_counter() - begin))
+    seconds = time.perf_counter() - begin
+    client.update()
+    return Played("finished" if steps == length else "interrupted", steps, germinated, seconds)
+
+
+def _asked(engine: VectorizedEngine, config: Config, played: Played) -> Summary:
+    """What was asked for and what of it was done."""
+    return {
+        "status": played.status,
+        "task": config.task,
+        "controller": config.controller,
+        "envs": config.envs,
+        "steps": config.steps,
+        "steps_done": played.steps,
+        "seed": config.seed,
+        "device": str(engine.device),
+        "rows": engine.rows,
+    }
+
+
+def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
+    """Parameters, and every host and grown network on the test and validation splits. The only reader of test data."""
+    name = task.objective.metric
+    tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
+    test = _evaluate(engine, config, name, tests)
+    validation = _evaluate(engine, config, name, engine.validation_splits())
+    return {
+        "metric": name,
+        "host_params": _one_or_all(engine.state.body.host_params[: config.envs].tolist()),
+        "grown_params": engine.exported_params()[: config.envs].tolist(),
+        **{f"test_{name}": pair for name, pair in test.items()},
+        **{f"validation_{name}": pair for name, pair in validation.items()},
+    }
+
+
+def _growth(topologies: Sequence[Mapping[str, Any]], germinated: int) -> Summary:
+    """What grew where, and what became of the other seeds."""
+    grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for topology in topologies]
+    unfinished = [list(topology["unfinished"]) for topology in topologies]
+    kept, left = sum(map(len, grown)), sum(map(len, unfinished))
+    seeds = {"germinated": germinated, "fossilized": kept, "unfinished": left, "pruned": germinated - kept - left}
+    return {"seeds": seeds, "grown": grown, "unfinished": unfinished}
+
+
+def _write_networks(
+    engine: VectorizedEngine,
+    task: AnyTask,
+    config: Config,
+    folder: Path,
+    networks: Sequence[tuple[nn.Module, dict[str, Any]]],
+    figures: Summary,
+    watch: Watch,
+) -> Written:
+    """Export the networks that the config asks for into the run folder."""
+    written = Written(_chosen(config, figures["validation_objective"]["grown"]), [])
+    if written.exported:
+        watch.note(f"exporting {len(written.exported)} network{'s' * (len(written.exported) > 1)}")
+    for env in written.exported:
+        example = task.instance(int(engine.space.instance[env])).probe.x[:2].cpu()
+        path = folder / MODELS / f"env-{env:03d}"
+        failure = save_network(path, *networks[env], example)
+        if failure is not None:
+            watch.note(f"{path} has no {PROGRAM}, as torch.export cannot trace the network: {failure}")
+            written.untraced.append(env)
+    return written
 
 
 def to_json(value: Any) -> str:
