@@ -89,7 +89,7 @@ def grow(
             write_atomic(folder / CONFIG, dump_config(config))
             write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
         hub.emit(_run_row(engine, config, "running"))
-        played = _play(engine, client, decided, config.steps, interrupt, watch)
+        played = _play(engine, client, (view, decided), interrupt, watch)
         if played.status == "interrupted":
             watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
         figures = _figures(engine, task, config)
@@ -130,11 +130,12 @@ class Written(NamedTuple):
 
 
 def _play(
-    engine: VectorizedEngine, client: PolicyClient, decided: Actions, length: int, interrupt: Interrupt, watch: Watch
+    engine: VectorizedEngine, client: PolicyClient, first: tuple[View, Actions], interrupt: Interrupt, watch: Watch
 ) -> Played:
-    """Step to the end of the episode or to an interrupt; `decided` is the first decision, which was made already."""
+    """Step to the end of the episode or to an interrupt; the first decision was made already."""
+    view, decided = first
+    length = view.steps
     germinated = steps = 0
-    view: View
     begin = time.perf_counter()
     while steps < length and not interrupt.asked:
         view, outcome = engine.step(client.act(view) if steps else decided)
