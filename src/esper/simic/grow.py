@@ -81,9 +81,8 @@ def grow(
     outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
     with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
         engine = VectorizedEngine(task.sealed(), config, hub)
-        decided = client.act(
-            engine.reset()
-        )  # a controller that does not fit the task says so before anything is written
+        view = engine.reset()
+        decided = client.act(view)  # a controller that does not fit the task says so before anything is written
         if folder is not None:
             create_folder(folder, overwrite)
             write_atomic(folder / CONFIG, dump_config(config))
