@@ -79,4 +79,5 @@ def test_a_schedule_with_keep_plants_and_keeps_one_seed_after_the_other(view, co
 
 
 def test_random_valid_is_never_refused(view, config):
-    episode(RandomValid(), view, config, envs=32, steps=60)
+    log, _ = episode(RandomValid(), view, config, envs=32, steps=60)  # asserts that every decision was accepted
+    assert {op for _, op, _ in log} >= {Op.GERMINATE, Op.ADVANCE, Op.PRUNE}

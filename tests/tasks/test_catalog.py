@@ -15,7 +15,7 @@ def test_a_task_has_the_name_and_the_summary_under_which_it_is_listed(name: str)
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_defaults_of_a_task_are_a_config(name: str) -> None:
-    build_config(get_task(name).defaults)
+    assert build_config(get_task(name).defaults, {"task": name}).task == name
 
 
 def test_every_task_is_listed() -> None:
