@@ -42,7 +42,7 @@ class Gates(NamedTuple):
 
 
 def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gates:
-    """Hold every seed against both gates (semantics, section 2)."""
+    """Hold every seed against both gates (docs/lifecycle.md)."""
     gain, contribution = measurements.gain, measurements.contribution
     untrained = np.where(seeds.age == 0, np.nan, -1.0)  # in TRAINING, the first batch comes after age 0
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)

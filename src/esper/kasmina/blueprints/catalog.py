@@ -81,7 +81,7 @@ def drawn_with(key: int) -> Iterator[None]:
 
 
 def check(entry: Blueprint) -> None:
-    """Hold a blueprint against the rules of a birth (semantics, section 3) at two sizes.
+    """Hold a blueprint against the rules of a birth at two sizes.
 
     The shape is kept; the change is exactly 0 at birth; some gradient is not 0; every parameter moves within five optimizer
     steps; the declared number of parameters is true; a module that says `pads` keeps padded units at exactly 0. Raises
