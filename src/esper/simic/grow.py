@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 import numpy as np
 from torch import nn
 
+from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config, dump_config
@@ -76,6 +77,7 @@ def grow(
     watch = watch or Silent()
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
+    get_blueprint(config.heuristic.blueprint)  # a task may lack it; a name that nothing has is a mistake
     if folder is not None:
         check_folder(folder, overwrite)
     outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
