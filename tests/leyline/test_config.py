@@ -111,7 +111,7 @@ def flat(tree: dict, prefix: str = "") -> dict:
     return {
         k: v
         for key, value in items
-        for k, v in (flat(value, f"{key}.") if isinstance(value, dict) else {key: value}).items()
+        for k, v in (flat(value, f"{key}.") if isinstance(value, dict) and value else {key: value}).items()
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from esper.leyline.actions import Actions, Op
 from esper.leyline.stages import Stage
-from esper.leyline.view import BlueprintInfo, Outcome, Scores, Seeds, Space, Transitions
+from esper.leyline.view import BlueprintInfo, Estimate, Outcome, Scores, Seeds, Space, Transitions
 from esper.nissa.events import EpisodeRow, LifecycleRow, RunRow, StepRow, decode, encode, episode_rows, lifecycle_rows
 
 ENVS, SLOTS = 2, 3
@@ -22,6 +22,7 @@ def space() -> Space:
         targets=(1.0,),
         cost=np.ones(shape, np.int64),
         fits=np.ones(shape, bool),
+        width=np.full((ENVS, SLOTS), 4),
         sensors=(),
         max_seeds=2,
         seed=0,
@@ -62,6 +63,10 @@ def outcome(exported: Scores | None) -> Outcome:
         host_params=np.array([10, 10]),
         terminal=True,
         exported=exported,
+        seeds=EMPTY,
+        contribution=Estimate.absent(ENVS, SLOTS),
+        contribution_loss=Estimate.absent(ENVS, SLOTS),
+        twin=None,
     )
 
 

@@ -19,6 +19,7 @@ def build_space(envs: int, slots: int, **fields: Any) -> Space:
         targets=(0.25, 0.5, 0.75, 1.0),
         cost=np.full((slots, len(MENU)), 100),
         fits=np.ones((slots, len(MENU)), bool),
+        width=np.full((envs, slots), 16),
         sensors=(),
         max_seeds=slots,
         seed=3,

@@ -10,6 +10,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 
 LARGE = 10**9
@@ -125,12 +126,39 @@ class ProbeConfig(_Section):
 
 
 class RewardConfig(_Section):
-    """The objective J = metric - rent * ln(1 + added parameters / host parameters)."""
+    """The objective J = metric - rent * ln(1 + added parameters / host parameters), and how a controller is paid for it."""
 
+    name: Literal["delta", "sparse", "escrow"] = Field(
+        "delta",
+        description="delta: every rise of J; sparse: J_T - J_0 at the end; escrow: experimental, also pays for what is kept",
+    )
     objective: Literal["metric", "log_loss"] = Field(
         "metric", description="the task's metric, or minus the loss [nats]"
     )
     rent: float = Field(0.1, ge=0, description="price of parameters: doubling the network costs rent * ln 2")
+    baseline: Literal["none", "twin", "group"] = Field(
+        "none", description="subtracted: nothing, the twin's rise step by step, or the group's mean from the advantage"
+    )
+    group: int = Field(8, ge=1, description="environments that share an instance in training [environments]")
+    param_budget: float | None = Field(
+        None, ge=0, description="soft cap of added parameters / host parameters; null for none"
+    )
+    param_penalty_weight: float = Field(
+        0.1, ge=0, description="penalty of each host's worth of parameters above the cap"
+    )
+    sparse_reward_scale: float = Field(1.0, gt=0, description="factor of the sparse reward")
+    fees: Mapping[str, float] = Field(
+        {}, description="price of an accepted operation, by name in lower case, as {prune: 0.01}"
+    )
+
+    @pydantic.field_validator("fees")
+    @classmethod
+    def _fees(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        for name, fee in value.items():
+            if name.upper() not in Op.__members__ or fee < 0:
+                names = ", ".join(op.name.lower() for op in Op)
+                raise ValueError(f"fee {name}: {fee} is not a price of 0 or more of one of {names}")
+        return dict(value)
 
 
 class TelemetryConfig(_Section):
@@ -151,11 +179,43 @@ class HeuristicConfig(_Section):
     patience: int = Field(3, ge=1, description="prune a seed that its gate has refused for this long [steps]")
 
 
+class PPOConfig(_Section):
+    """How a controller learns. A round is one episode of every environment and one update."""
+
+    rounds: int = Field(100, ge=1, description="rounds of training [rounds]")
+    epochs: int = Field(4, ge=1, description="passes over a round's rollout [epochs]")
+    minibatches: int = Field(4, ge=1, description="parts of the sequences, each one step of the policy's optimizer")
+    lr: float = Field(1e-3, gt=0, description="learning rate of the policy (Adam), annealed to a tenth")
+    clip: float = Field(0.2, gt=0, lt=1, description="largest change of the joint probability ratio that is rewarded")
+    target_kl: float = Field(0.03, gt=0, description="an update ends when the policy has moved this far [nats]")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount a step")
+    lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
+    value_weight: float = Field(0.5, ge=0, description="weight of the critic's loss")
+    entropy: float = Field(0.01, ge=0, description="weight of the entropy of the sampled heads, annealed to a tenth")
+    exploration: float = Field(
+        0.2, ge=0, lt=1, description="share of the uniform in the choice of slot, blueprint and the rest, annealed to 0"
+    )
+    exploration_op: float = Field(
+        0.01, ge=0, lt=1, description="likewise of the operation, which is chosen at every step, annealed to 0"
+    )
+    imitation_rounds: int = Field(
+        0, ge=0, description="rounds before the first in which the policy learns to do as the heuristic does [rounds]"
+    )
+    max_grad_norm: float = Field(0.5, gt=0, description="largest gradient norm of the policy")
+    validate_every: int = Field(
+        10, ge=1, description="cadence of the greedy evaluation on validation instances [rounds]"
+    )
+    validate_envs: int = Field(64, ge=1, description="validation instances [environments]")
+
+
 class Config(_Section):
     """Everything that was asked for, after defaults."""
 
     task: str = Field("digits", description="name of the task; `esper tasks` lists them")
-    controller: str = Field("heuristic", description="never, random-valid, heuristic, or a schedule file")
+    tasks: tuple[str, ...] = Field((), description="tasks that a controller is trained on, `task` the first of them")
+    controller: str = Field(
+        "heuristic", description="never, random-valid, heuristic, a schedule file, or the run folder of a trained one"
+    )
     envs: int = Field(8, ge=1, description="environments, twins not counted")
     steps: int = Field(24, ge=1, description="steps in an episode")
     seed: int = Field(0, ge=0, lt=2**63, description="run seed: every draw is a hash of it and of what it is for")
@@ -179,6 +239,7 @@ class Config(_Section):
     reward: RewardConfig = RewardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
+    ppo: PPOConfig = PPOConfig()
 
     @pydantic.field_validator("slots", "blueprints")
     @classmethod
@@ -265,7 +326,14 @@ def _default(value: Any) -> str:
 
 def _type_name(annotation: Any) -> str:
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    for old, new in (("typing.", ""), ("Literal", ""), ("tuple[", "list["), (", ...", ""), ("None", "null")):
+    for old, new in (
+        ("typing.", ""),
+        ("collections.abc.Mapping", "mapping"),
+        ("Literal", ""),
+        ("tuple[", "list["),
+        (", ...", ""),
+        ("None", "null"),
+    ):
         text = text.replace(old, new)
     if text.startswith("Annotated["):
         text = text.removeprefix("Annotated[").split("], ")[0] + "]"

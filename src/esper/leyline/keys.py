@@ -26,8 +26,11 @@ class Purpose(IntEnum):
     DROPOUT = 5
     SPLIT = 6  # which examples fall into which split
     SENSOR = 7
-    ATTRIBUTION = 9  # permutations of sampled attribution
     INSTANCE = 8  # what a sampled problem is: its host and its data
+    ATTRIBUTION = 9  # permutations of sampled attribution
+    POLICY_WEIGHTS = 11  # initial weights of a policy
+    MINIBATCH = 12  # which sequences share a step of the policy's optimizer
+    SAMPLE = 13  # which instances a round of training grows
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

@@ -106,6 +106,7 @@ class Space(NamedTuple):
     targets: tuple[float, ...]
     cost: NDArray[np.int64]  # (E, S, K) parameters that each blueprint would add at each slot, blended by ADD
     fits: Bools  # (S, K)
+    width: NDArray[np.int64]  # (E, S) features (or channels) of the stream at each slot
     sensors: tuple[str, ...]  # (F,)
     max_seeds: int
     seed: int  # run seed
@@ -147,6 +148,10 @@ class Outcome(NamedTuple):
     host_params: NDArray[np.int64]  # (E,)
     terminal: bool  # the episode ended, for every environment
     exported: Scores | None  # at the end: the network that would be exported, every unfinished slot at dose 0
+    seeds: Seeds  # (E, S) after the step
+    contribution: Estimate  # (E, S) after the step, as in `Measurements`
+    contribution_loss: Estimate  # (E, S) likewise
+    twin: tuple[Scores, Scores] | None  # (E,) before and after, of the never-grow twins where they are trained
 
 
 def take(record: Any, rows: slice) -> Any:

@@ -4,7 +4,7 @@ A row says what was measured and nothing else: what was not measured is nan in a
 with one value per environment take arrays as they are; the writer turns them into lists.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -94,6 +94,14 @@ class EpisodeRow(Row, tag="episode", kw_only=True):
     fossilized: int  # seeds kept
     grown: dict[str, str]  # blueprint by slot, of the seeds kept
     unfinished: Sequence[str]  # slots whose seed was not kept, and is left out
+
+
+class RoundRow(Row, tag="round", kw_only=True):
+    """One round of a controller's training; figures that were not measured are null."""
+
+    round: int  # counted from 0; those of imitation are below 0
+    seconds: float  # of the round
+    figures: Mapping[str, float | None]  # by name, docs/training.md
 
 
 def step_row(view: View, outcome: Outcome, *, twin_metric: Numbers | None = None) -> StepRow:

@@ -122,6 +122,7 @@ class VectorizedEngine:
             targets=config.lifecycle.targets,
             cost=np.zeros((stacked, *body.fits.shape), np.int64),  # known when the hosts are planted
             fits=body.fits & _selected(body, config)[:, None],
+            width=np.zeros((stacked, len(body.slots)), np.int64),  # likewise
             sensors=tuple(sensor.name for sensor in SENSORS),
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
@@ -142,16 +143,18 @@ class VectorizedEngine:
             step=0,
         )
 
-    def reset(self, instance: NDArray[np.int64] | None = None) -> View:
+    def reset(self, instance: NDArray[np.int64] | None = None, episode: int | None = None) -> View:
         """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders.
 
-        instance (E,) names the instances of a mixture from now on; without it they stay what they are.
+        instance (E,) names the instances of a mixture from now on; without it they stay what they are. `episode` is for
+        playing one again: the same number brings the same hosts and orders; without it the next one begins.
         """
         state, body = self.state, self.state.body
         if instance is not None and not np.array_equal(self._spread(instance), state.instance):
             state.instance = self._spread(instance)
             self._load(state.instance)
-        state.episode, state.step, state.coalitions = state.episode + 1, 0, None
+        state.episode = state.episode + 1 if episode is None else episode
+        state.step, state.coalitions = 0, None
         body.clear()
         state.seeds = dormant(*state.seeds.stage.shape)
         self._feed.reset(state.episode)
@@ -162,7 +165,9 @@ class VectorizedEngine:
                 host = problem.host()
             body.plant_host(np.flatnonzero(which == index).tolist(), host, problem.train.x[:2], problem.outputs)
         body.mask_outputs()
-        self._space = self._space._replace(cost=body.cost.copy(), instance=state.instance)
+        self._space = self._space._replace(
+            cost=body.cost.copy(), width=body.taps[..., 0].copy(), instance=state.instance
+        )
         self.space = self._visible()
         with self.timer.phase("probe"):
             self._measure(None)
@@ -213,7 +218,7 @@ class VectorizedEngine:
         with self.timer.phase("probe"):
             exported = self._measure(trained, terminal=terminal)
         with self.timer.phase("close"):
-            envs = slice(0, config.envs)
+            envs, twins = slice(0, config.envs), slice(config.envs, self.rows)
             view = self._view()
             outcome = Outcome(
                 episode=state.episode,
@@ -225,6 +230,10 @@ class VectorizedEngine:
                 host_params=view.host_params,
                 terminal=terminal,
                 exported=take(exported, envs) if exported is not None else None,
+                seeds=view.seeds,
+                contribution=view.measurements.contribution,
+                contribution_loss=view.measurements.contribution_loss,
+                twin=(take(before, twins), take(state.scores, twins)) if config.twin else None,
             )
             self._report(view, outcome, (decided, applied, state.seeds))
         return view, outcome
@@ -317,7 +326,8 @@ class VectorizedEngine:
     def _visible(self) -> Space:
         """The space of the environments alone."""
         envs = slice(0, self.config.envs)
-        return self._space._replace(cost=self._space.cost[envs], instance=self._space.instance[envs])
+        space = self._space
+        return space._replace(cost=space.cost[envs], width=space.width[envs], instance=space.instance[envs])
 
     def _load(self, instance: NDArray[np.int64]) -> None:
         """Bring the data of the instances to the device; a data set that several share is held once."""
