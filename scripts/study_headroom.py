@@ -371,7 +371,7 @@ def best_of(results: Results, arms: Sequence[Arm], count: int = 1) -> list[Arm]:
 def controllers_page(training: Results, held: Results) -> list[str]:
     """Every controller at what did best on training instances, scored on held-out ones; differences are paired."""
     tuned = Arm("heuristic, tuned", None, "heuristic", tune_heuristic(training))
-    fixed = best_of(training, schedules(), 3)
+    fixed = best_of(training, schedules(), 8)
     (rule,) = best_of(training, rank_rules())
     never = Arm("never", None, "never", {})
     random = Arm("random-valid", None, "random-valid", {})
@@ -382,7 +382,7 @@ def controllers_page(training: Results, held: Results) -> list[str]:
     best = scores[fixed[0].name]
     lines = [
         f"Held-out instances {held.first} to {held.first + held.instances - 1} of `repair` by {held.seeds} seeds. The schedules "
-        f"are the three best of {len(schedules())} on training instances 0 to {training.instances - 1}, best last; the "
+        f"are the eight best of {len(schedules())} on training instances 0 to {training.instances - 1}, best last; the "
         "threshold and the settings of the tuned heuristic are the best on the same. Intervals are 95 % bootstraps over "
         "instances of paired differences.",
         "",

@@ -453,3 +453,15 @@ def test_the_defaults_are_those_under_which_there_is_something_to_decide() -> No
     config = build_config(repair().defaults)
     assert (config.steps, config.data.batch, config.data.batches_per_step) == (24, 32, 16)
     assert (config.lifecycle.max_seeds, config.lifecycle.max_training, config.reward.rent) == (2, 2, 0.1)
+
+
+def test_the_heuristic_runs_by_the_settings_that_were_tuned_on_training_instances() -> None:
+    config = build_config(repair().defaults)
+    heuristic, gates = config.heuristic, config.gates
+    assert (heuristic.blueprint, heuristic.threshold, heuristic.min_rank, heuristic.tie) == (
+        "bypass-linear",
+        0.9,
+        1.0,
+        1.5,
+    )
+    assert (gates.gain_z, gates.z, gates.min_contribution) == (-1.0, 0.0, -0.02)
