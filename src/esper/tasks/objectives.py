@@ -5,7 +5,6 @@ A row's figures are computed from that row alone, by operations whose order does
 
 from dataclasses import dataclass, field
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from esper.leyline.task import Objective
@@ -19,10 +18,14 @@ class Classification(Objective):
     metric: str = field(default="accuracy", init=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """-log softmax(output)[target].   output (E, B, C), target (E, B) int64 -> (E, B) [nats]."""
+        """ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, C), target (E, B) int64 -> (E, B) [nats].
+
+        What `F.cross_entropy` computes, to the last few bits. On a CPU its kernel goes through so few classes one example
+        at a time, which takes four times as long and made a fifth of a training step.
+        """
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
-        flat = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
-        return flat.view(target.shape)
+        z = output - output.detach().amax(-1, keepdim=True)
+        return z.exp().sum(-1).log() - z.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """1 where the largest output is the label's, else 0.   output (E, B, C), target (E, B) int64 -> (E, B)."""
