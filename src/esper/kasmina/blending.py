@@ -13,14 +13,15 @@ def sigmoid(x: Tensor) -> Tensor:
     return (1 + torch.tanh(x / 2)) / 2
 
 
-def blend_change(h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor, blend: Tensor | None) -> Tensor:
+def blend_change(h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None) -> Tensor:
     """The change c of a slot, whose output is y = h + c.
 
         ADD       c = alpha * delta
         GATE      c = alpha * g * delta,           g = sigmoid(gate)
         MULTIPLY  c = alpha * h * tanh(delta)
 
-    h, delta: (n, B, D); gate: (n, B, 1), None when no row gates; alpha, blend: (n, 1, 1); blend None when every row is ADD.
+    h, delta: (n, B, D); gate: (n, B, 1), None when no row gates; alpha, blend: (n, 1, 1); alpha None when it is 1 in every row,
+    blend None when every row is ADD.
     Rows are selected, never multiplied by a mask: 0 times nan is nan.
     """
     change = delta
@@ -29,7 +30,7 @@ def blend_change(h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor, b
         change = torch.where(blend.eq(Blend.GATE), sigmoid(gate) * delta, change)
     if blend is not None:
         change = torch.where(blend.eq(Blend.MULTIPLY), h * torch.tanh(delta), change)
-    return alpha * change
+    return change if alpha is None else alpha * change
 
 
 class Straight(torch.autograd.Function):

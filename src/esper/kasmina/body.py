@@ -68,7 +68,7 @@ class _Call(NamedTuple):
     places: Indices  # (n,) the same on the host
     taps: tuple[Tap, ...]  # what the rows read, one or more
     tap: dict[Tap, Tensor]  # (n, 1, 1) bool, the rows that read a tap, for all taps but the first
-    alpha: Tensor  # (n, 1, 1)
+    alpha: Tensor | None  # (n, 1, 1); None when it is 1 in every row, as of seeds that have arrived
     blend: Tensor | None  # (n, 1, 1); None when every row is ADD
     gated: bool  # some row blends by GATE
     attached: Tensor | None  # (n, 1, 1) bool, rows whose read passes a gradient on; None when all do
@@ -410,6 +410,7 @@ class Body:
             rows, env = row_of[envs[where]], envs[where]
             contiguous = np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
             blend = seeds.blend[env, slot]
+            some_less = bool((dose[where] < 1).any())
             taps = self._tap_of[seeds.blueprint[env, slot]]
             used = np.unique(taps).tolist()
             detached = np.zeros(len(env), bool)
@@ -423,7 +424,7 @@ class Body:
                     places=where,
                     taps=tuple(_TAPS[t] for t in used),
                     tap={_TAPS[t]: self._column(taps == t) for t in used[1:]},
-                    alpha=self._column(dose[where].astype(np.float64)).to(self.dtype),
+                    alpha=self._column(dose[where].astype(np.float64)).to(self.dtype) if some_less else None,
                     blend=self._column(blend.astype(np.int64)) if blend.any() else None,
                     gated=bool((blend == Blend.GATE).any()),
                     attached=self._column(~detached) if detached.any() else None,

@@ -19,6 +19,14 @@ from esper.leyline.task import Split
 Indices = NDArray[np.int64]
 
 
+class Targets(NamedTuple):
+    """What outputs on a split are held against, as in `Examples`."""
+
+    y: Tensor
+    size: Tensor
+    real: Tensor | None
+
+
 class Examples(NamedTuple):
     """A split of every row. Rows with fewer examples or narrower inputs than others are padded with 0."""
 
@@ -27,12 +35,10 @@ class Examples(NamedTuple):
     size: Tensor  # (E, 1) how many examples are real, in the dtype of x
     real: Tensor | None  # (E, N) bool; None when all are
 
-    def of(self, rows: Tensor) -> "Examples":
-        """Some rows, by index (n,)."""
+    def targets(self, rows: Tensor) -> Targets:
+        """Of some rows, by index (n,)."""
         real = self.real.index_select(0, rows) if self.real is not None else None
-        return Examples(
-            self.x.index_select(0, rows), self.y.index_select(0, rows), self.size.index_select(0, rows), real
-        )
+        return Targets(self.y.index_select(0, rows), self.size.index_select(0, rows), real)
 
 
 def stack_splits(splits: Sequence[Split], row: Indices, inputs: tuple[int, ...], device: torch.device) -> Examples:

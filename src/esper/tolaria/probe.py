@@ -14,7 +14,7 @@ from esper.kasmina.body import Body, Indices, Route
 from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.data import Examples
+from esper.tolaria.data import Examples, Targets
 from esper.tolaria.sensors import Sample, Widths, growth_sensors, participation_ratio
 from esper.tolaria.training import doses
 
@@ -51,7 +51,7 @@ def probe(
         none_2 = none.view(0, 2)
         return Probed(mean(loss, examples), mean(score, examples), none, none, none_2, none_2, participation)
     assert route.origin is not None
-    there = examples.of(route.origin)
+    there = examples.targets(route.origin)
     branch_loss, branch_score = objective.loss(result.branches, there.y), objective.score(result.branches, there.y)
     return Probed(
         mean(loss, examples),
@@ -64,14 +64,14 @@ def probe(
     )
 
 
-def mean(values: Tensor, examples: Examples) -> Tensor:
+def mean(values: Tensor, examples: Examples | Targets) -> Tensor:
     """(n, N) -> (n,) over each row's real examples."""
     if examples.real is None:
         return values.mean(1)
     return values.masked_fill(~examples.real, 0).sum(1) / examples.size[:, 0]
 
 
-def paired(difference: Tensor, examples: Examples) -> Tensor:
+def paired(difference: Tensor, examples: Examples | Targets) -> Tensor:
     """(n, N) -> (n, 2): mean and its standard error, sd / sqrt(N) with N - 1 degrees of freedom, of the real examples."""
     if examples.real is None:
         return torch.stack([difference.mean(1), difference.std(1) / difference.shape[1] ** 0.5], 1)
