@@ -1,206 +1,289 @@
-"""Environment steps per second of the engine beside its floors, in one process.
+"""Environment steps per second of the engine beside its floors, in one process for each case.
 
-Two floors: the *bare stack*, the same arithmetic written by hand with baddbmm and torch's fused AdamW and nothing else,
-and the *plain loop*, ordinary PyTorch over one network after another with a DataLoader and `.item()`. Each measurement
-takes turns with the others, so that a machine whose speed drifts slows all of them alike; medians and ratios are printed.
+Two floors (scripts/floors.py): the *bare stack*, the same stacked arithmetic written by hand with baddbmm and torch's fused
+AdamW and nothing else, once with the engine's cross-entropy and once with torch's own, which is slower; and the *plain loop*,
+ordinary PyTorch over one network after another with a DataLoader and `.item()`. The ways of a case take turns, step by step,
+so that a machine whose speed drifts slows all of them alike. Medians, 95th percentiles and EPS are by the clock; ratios are
+medians over turns of the seconds that the process itself ran, which a shared machine disturbs less (on a GPU, by the clock).
 
-    python scripts/benchmark_hot_path.py [--quick] [--json FILE] [--envs E ...] [--device cpu]
+    python scripts/benchmark_hot_path.py [--quick] [--json FILE] [--repeats N] [--device cpu]
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import platform
 import resource
-import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from floors import SEED, BareStack, plain_step, torch_loss
 
-from esper.leyline.actions import Actions
+import esper
+from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
-from esper.leyline.keys import permutations
-from esper.leyline.task import Task
+from esper.leyline.stages import LIVE, Stage, among
+from esper.leyline.task import AnyTask
+from esper.tasks.catalog import get_task
 from esper.tasks.digits import digits
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.reads import counted_reads
 
-BATCHES, BATCH, LR = 16, 64, 5e-3
+BATCHES, BATCH = 16, 64
+SELDOM = 10**6
+"""A cadence that does not come up: complete attribution is measured in a table of its own."""
+PLAIN = 4
+"""Networks of the plain loop that are timed; its cost is proportional to their number by construction."""
+Step = Callable[[], object]
 
 
-def engine_step(task: Task, envs: int, mapping: str, device: str) -> tuple[Callable[[], None], VectorizedEngine]:
-    """One step of the engine under the never controller, without twins."""
+@dataclass(frozen=True)
+class Case:
+    """A population in a given state, and the ways of running it that are compared."""
+
+    table: str
+    task: str = "digits"
+    envs: int = 64
+    live: int = 0  # seeds blended into every environment, at the first slots
+    incubating: str = "none"  # environments with a seed that incubates, at the second slot: none, a quarter or all
+    slots: int | None = None  # of a host of that many equal blocks; None is the task's own host
+    width: int = 16  # of the stream and of the blocks of such a host
+    ways: tuple[str, ...] = ("auto",)  # mappings of the engine
+    plain: bool = True
+    cadences: tuple[int, ...] = ()  # of complete attribution; compared with each other alone
+
+    def build(self) -> AnyTask:
+        """The task."""
+        if self.slots is None:
+            return get_task(self.task)
+        return digits(hidden=(self.width,) * self.slots, width=self.width)
+
+    def title(self) -> str:
+        """What differs from other cases of a table."""
+        host = "" if self.slots is None else f", {self.slots} slots of width {self.width}"
+        return f"{self.task}, E = {self.envs}{host}, {self.live} live, {self.incubating} incubating"
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every case of every table."""
+    if quick:
+        return [
+            Case("states", envs=4, live=2, ways=("auto", "vmap", "loop")),
+            Case("states", "repair", envs=8, incubating="quarter", plain=False),
+            Case("coalitions", envs=4, live=2, cadences=(SELDOM, 1), plain=False),
+        ]
+    states = ((0, "none"), (2, "none"), (0, "all"), (0, "quarter"))
+    tasks = ("digits", "repair")
+    return [
+        *(Case("states", task, live=live, incubating=part) for task in tasks for live, part in states),
+        *(Case("envs", envs=envs, ways=("auto", "vmap", "loop") if envs <= 64 else ("auto", "vmap"))
+          for envs in (1, 8, 64, 256)),
+        *(Case("slots", slots=slots, live=live, plain=False) for slots in (1, 2, 4, 8) for live in (0, min(slots, 2))),
+        *(Case("parameters", slots=4, width=width, plain=False) for width in (8, 16, 32, 64, 128)),
+        *(Case("coalitions", task, live=live, cadences=(SELDOM, 4, 1)) for task in tasks for live in (2, 3)),
+    ]  # fmt: skip
+
+
+def engine_in(case: Case, task: AnyTask, mapping: str, cadence: int, device: str) -> VectorizedEngine:
+    """An engine whose population is in the state of the case, without twins."""
     config = build_config(
-        {"envs": envs, "twin": False, "mapping": mapping, "device": device, "steps": 10**6, "optimizer": {"lr": LR}},
-        {"data": {"batch": BATCH, "batches_per_step": BATCHES}},
+        task.defaults,
+        {"envs": case.envs, "twin": False, "mapping": mapping, "device": device, "steps": SELDOM},
+        {"data": {"batch": BATCH, "batches_per_step": BATCHES}, "probe": {"coalitions_every": cadence}},
+        {"lifecycle": {"max_seeds": 4, "max_training": 4}, "gates": {"permissive": True, "min_training": 0}},
     )
     engine = VectorizedEngine(task, config)
     engine.reset()
-    wait = Actions.wait(envs)
-
-    def step() -> None:
-        engine.step(wait)
-
-    return step, engine
-
-
-def bare_step(task: Task, envs: int, device: str) -> Callable[[], None]:
-    """The same batches, updates and probe, by hand: stacked parameters, baddbmm, fused AdamW, one read."""
-    torch.manual_seed(0)
-    rows = max(envs, 2)
-    names = [(tuple(p.shape), p.dim()) for p in task.host().parameters()]
-    params = [(torch.randn(rows, *shape, device=device) * 0.2).requires_grad_() for shape, _ in names]
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0, fused=True)
-    x, y = task.train.x.to(device), task.train.y.to(device)
-    px, py = task.probe.x.to(device), task.probe.y.to(device)
-    classes = task.objective.outputs
-    layers = list(zip(params[::2], params[1::2], strict=True))
-    per_epoch = len(y) // BATCH
-
-    def forward(h: Tensor) -> Tensor:
-        for index, (weight, bias) in enumerate(layers):
-            h = torch.baddbmm(bias.unsqueeze(1), h, weight.mT)
-            if index % 2 == 1 and index < len(layers) - 1:
-                h = torch.relu(h)
-        return h
-
-    generator = np.random.default_rng(0)
-
-    def step() -> None:
-        order = permutations(generator.integers(2**62, size=rows), np.full(rows, len(y)), torch.device(device))
-        for batch in range(BATCHES):
-            start = batch % per_epoch * BATCH
-            index = order[:, start : start + BATCH].reshape(-1)
-            output = forward(x.index_select(0, index).view(rows, BATCH, -1))
-            loss = F.cross_entropy(output.view(-1, classes), y.index_select(0, index), reduction="sum") / BATCH
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        with torch.no_grad():
-            output = forward(px.expand(rows, *px.shape))
-            target = py.expand(rows, *py.shape)
-            loss = F.cross_entropy(output.reshape(-1, classes), target.reshape(-1), reduction="none").view(target.shape)
-            torch.stack([loss.mean(1), (output.argmax(-1) == target).float().mean(1)]).cpu()
-
-    return step
+    everyone = np.arange(case.envs)
+    for slot in range(case.live):
+        _order(engine, Op.GERMINATE, slot, everyone)
+        _order(engine, Op.ADVANCE, slot, everyone)
+    chosen = {"none": everyone[:0], "quarter": everyone[::4], "all": everyone}[case.incubating]
+    if len(chosen):
+        _order(engine, Op.GERMINATE, 1, chosen)
+    stage = engine.state.seeds.stage
+    assert among(stage, LIVE).sum() == case.live * case.envs
+    assert (stage == Stage.TRAINING).sum() == len(chosen)
+    return engine
 
 
-def plain_step(task: Task, envs: int, device: str) -> Callable[[], None]:
-    """What a training script does: a DataLoader, one network after another, `.item()` for the running figures."""
-    from torch.utils.data import DataLoader, TensorDataset
-
-    torch.manual_seed(0)
-    hosts = [task.host().to(device) for _ in range(envs)]
-    optimizers = [torch.optim.AdamW(host.parameters(), lr=LR, weight_decay=0.0) for host in hosts]
-    train = DataLoader(TensorDataset(*task.train), batch_size=BATCH, shuffle=True, drop_last=True)
-    probe = DataLoader(TensorDataset(*task.probe), batch_size=256)
-    criterion = nn.CrossEntropyLoss()
-
-    def step() -> None:
-        for host, optimizer in zip(hosts, optimizers, strict=True):
-            host.train()
-            running, done = 0.0, 0
-            while done < BATCHES:
-                for x, y in train:
-                    optimizer.zero_grad()
-                    loss = criterion(host(x.to(device)), y.to(device))
-                    loss.backward()
-                    optimizer.step()
-                    running += loss.item()
-                    done += 1
-                    if done == BATCHES:
-                        break
-            host.eval()
-            correct = 0
-            with torch.no_grad():
-                for x, y in probe:
-                    correct += (host(x.to(device)).argmax(1) == y.to(device)).sum().item()
-
-    return step
+def _order(engine: VectorizedEngine, op: Op, slot: int, envs: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    """One step in which some environments carry out an operation, and the others wait."""
+    actions, space = Actions.wait(engine.config.envs), engine.space
+    actions.op[envs], actions.slot[envs] = op, slot
+    actions.blueprint[envs] = [entry.name for entry in space.blueprints].index(SEED)
+    actions.tempo[envs], actions.target[envs] = space.tempos.index(1), space.targets.index(1.0)
+    _, outcome = engine.step(actions)
+    assert outcome.accepted[envs].all()
 
 
-def timed(step: Callable[[], None], device: str) -> float:
-    """Seconds of one call, the device waited for."""
-    begin = time.perf_counter()
-    step()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def compare(task: Task, envs: int, device: str, repeats: int, ways: list[str]) -> dict[str, Any]:
-    """Every way in turn, `repeats` times; seconds per step, EPS and the ratio to the bare stack, pair by pair."""
-    engines: dict[str, VectorizedEngine] = {}
-    steps: dict[str, Callable[[], None]] = {"bare stack": bare_step(task, envs, device)}
-    for way in ways:
-        steps[f"engine {way}"], engines[way] = engine_step(task, envs, way, device)
-    plain_envs = min(envs, 4)  # its cost is proportional to E by construction; four are enough to know one
-    steps["plain loop"] = plain_step(task, plain_envs, device)
-    for step in steps.values():
-        step()
-    for engine in engines.values():
-        engine.timer.seconds.clear()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            taken = timed(step, device)
-            seconds[name].append(taken * envs / plain_envs if name == "plain loop" else taken)
+def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
+    """Every way of a case in turn, `repeats` times."""
+    torch.set_num_threads(1)
+    task = case.build()
+    before = peak_mib()
+    engines = {f"engine {way}": engine_in(case, task, way, SELDOM, device) for way in case.ways[:1]}
+    first = next(iter(engines.values()))
+    memory = {"population_mib": population_mib(first), "peak_rss_mib": peak_mib(), "peak_rss_before_mib": before}
+    engines |= {f"engine {way}": engine_in(case, task, way, SELDOM, device) for way in case.ways[1:]}
+    if case.cadences:
+        engines = {f"every {n}": engine_in(case, task, "auto", n, device) for n in case.cadences}
+    wait = Actions.wait(case.envs)
+    steps: dict[str, Step] = {name: partial(engine.step, wait) for name, engine in engines.items()}
+    scale = dict.fromkeys(steps, 1.0)
+    if not case.cadences:
+        bare, usual = BareStack(task, first, task.objective.loss), BareStack(task, first, torch_loss)
+        hold_against(bare, first)
+        steps = {"bare stack": bare.step, "bare, torch's loss": usual.step} | steps
+        if case.plain:
+            steps["plain loop"] = plain_step(task, first, min(case.envs, PLAIN))
+            scale["plain loop"] = case.envs / min(case.envs, PLAIN)
+    taken = take_turns(steps, repeats, device, list(engines.values()))
+    base, *_ = taken
     table = {}
-    for name, values in seconds.items():
-        ordered = sorted(values)
+    for name, turns in taken.items():
+        clock, own = (turns * scale.get(name, 1.0)).T
         table[name] = {
-            "median_seconds": statistics.median(values),
-            "p95_seconds": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-            "eps": envs / statistics.median(values),
-            "of_bare_stack": statistics.median(b / v for b, v in zip(seconds["bare stack"], values, strict=True)),
+            "median_seconds": float(np.median(clock)),
+            "p95_seconds": float(np.quantile(clock, 0.95)),
+            "eps": case.envs / float(np.median(clock)),
+            "own_eps": case.envs / float(np.median(own)),
+            "of_floor": float(np.median(taken[base][:, 1] / own)),
         }
-    phases = {}
-    for way, engine in engines.items():
-        total = sum(engine.timer.seconds.values())
-        phases[way] = {name: value / total for name, value in engine.timer.seconds.items()}
-    return {"envs": envs, "table": table, "phases": phases}
+    return {
+        "title": case.title(),
+        "case": asdict(case),
+        "host_params": int(first.state.body.host_params.max()),
+        "slots": len(first.space.slots),
+        "table": table,
+        "phases": {name: shares(engine) for name, engine in engines.items()},
+        "reads": reads_of(next(reversed(engines.values())), wait),
+        "memory": memory,
+    }
+
+
+def take_turns(
+    steps: dict[str, Step], repeats: int, device: str, engines: Sequence[VectorizedEngine]
+) -> dict[str, np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
+    """Seconds of each call of each way, (repeats, 2): by the clock and of the process. First calls are left out."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        if turn == 1:
+            for engine in engines:
+                engine.timer.seconds.clear()
+        for name, step in steps.items():
+            begin, own = time.perf_counter(), time.process_time()
+            step()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            clock = time.perf_counter() - begin
+            if turn:
+                seconds[name].append((clock, clock if device.startswith("cuda") else time.process_time() - own))
+    return {name: np.array(turns) for name, turns in seconds.items()}
+
+
+def hold_against(bare: BareStack, engine: VectorizedEngine) -> None:
+    """The floor does the same work: on the same parameters its probe measures what the engine measured."""
+    flat, measured = bare.probe(), engine.state.measurements
+    rows = len(measured.loss)
+    own = flat[: 2 * rows].reshape(2, rows)
+    assert np.allclose(own, [measured.loss, measured.metric], atol=1e-4), "the bare stack is another network"
+    slots = bare.live or bare.incubating
+    for slot, part in zip(slots, np.array_split(flat[2 * rows :], max(len(slots), 1)), strict=len(slots) > 0):
+        centre, error = part.reshape(2, 2, -1)
+        change, estimate = centre[0], measured.contribution_loss if bare.live else measured.gain
+        seen = estimate.measured[:, slot]
+        sign = 1 if bare.live else -1
+        assert np.allclose(sign * change, estimate.mean[seen, slot], atol=1e-4), "another pass beside the network's own"
+        assert np.allclose(error[0], estimate.se[seen, slot], atol=1e-4), "another error of its mean"
+
+
+def shares(engine: VectorizedEngine) -> dict[str, float]:
+    """The share of each phase in the time of the steps."""
+    total = sum(engine.timer.seconds.values())
+    return {name: value / total for name, value in engine.timer.seconds.items()}
+
+
+def reads_of(engine: VectorizedEngine, actions: Actions) -> dict[str, Any]:
+    """Device reads of one step by call site."""
+    with counted_reads() as reads:
+        engine.step(actions)
+    return {"count": len(reads), "sites": dict(Counter(f"{read.site} ({read.what})" for read in reads))}
+
+
+def population_mib(engine: VectorizedEngine) -> float:
+    """Tensors of all hosts and seeds: values, gradients, moments and buffers [MiB]."""
+    body = engine.state.body
+    stacks = [body.host, *body.stacks.values()]
+    return sum(column.nbytes for stack in stacks for column in stack.columns.values()) / 2**20
+
+
+def peak_mib() -> float:
+    """The largest resident size of this process so far [MiB]."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if platform.system() == "Darwin" else 2**10)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where and with what this runs."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "load_average_before": os.getloadavg()[0],
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu, one thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "esper": esper.__version__,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print one case."""
+    memory, reads = result["memory"], result["reads"]
+    print(
+        f"\n{result['title']}: {result['host_params']:,} parameters a host, {memory['population_mib']:.1f} MiB of tensors, "
+        f"{memory['peak_rss_mib']:.0f} MiB resident, {reads['count']} device reads a step"
+    )
+    print(f"{'':20}{'ms/step':>10}{'p95':>10}{'EPS':>10}{'own EPS':>10}{'of floor':>10}")
+    for name, row in result["table"].items():
+        times = f"{row['median_seconds'] * 1e3:10.1f}{row['p95_seconds'] * 1e3:10.1f}"
+        print(f"{name:20}{times}{row['eps']:10.0f}{row['own_eps']:10.0f}{row['of_floor']:10.2f}")
+    for way, parts in result["phases"].items():
+        print(f"phases, {way}: " + ", ".join(f"{name} {share:.1%}" for name, share in parts.items()), flush=True)
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write; each case in a process of its own, so that its memory is its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repeats of a small population, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small populations, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--envs", type=int, nargs="+", default=[1, 8, 64, 256], help="population sizes")
-    parser.add_argument("--hidden", type=int, default=16, help="inner width of the host's four segments")
+    parser.add_argument("--table", help="the cases of this table alone: states, envs, slots, parameters or coalitions")
+    parser.add_argument("--repeats", type=int, default=21, help="turns of each case")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    task = digits(hidden=(arguments.hidden,) * 4, width=16)
-    sizes, repeats = ([4], 2) if arguments.quick else (arguments.envs, 15)
-    results = []
-    for envs in sizes:
-        ways = ["auto", "vmap", "loop"] if envs <= 64 else ["auto", "vmap"]
-        result = compare(task, envs, arguments.device, repeats, ways)
-        results.append(result)
-        print(
-            f"\nE = {envs}, {BATCHES} batches of {BATCH}, hidden {arguments.hidden}, a probe of {len(task.probe.y)} a step"
-        )
-        print(f"{'':16}{'ms/step':>10}{'p95':>10}{'EPS':>10}{'of bare':>10}")
-        for name, row in result["table"].items():
-            print(
-                f"{name:16}{row['median_seconds'] * 1e3:10.1f}{row['p95_seconds'] * 1e3:10.1f}"
-                f"{row['eps']:10.0f}{row['of_bare_stack']:10.2f}"
-            )
-        for way, shares in result["phases"].items():
-            print(f"phases, engine {way}: " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
-    report = {
-        "machine": platform.processor() or platform.machine(),
-        "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu, one thread",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "results": results,
-    }
+    chosen = [case for case in cases(arguments.quick) if arguments.table in (None, case.table)]
+    if not chosen:
+        parser.error(f"there is no table {arguments.table!r}")
+    report = machine(arguments.device) | {"batches": BATCHES, "batch": BATCH, "results": []}
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for case in chosen:
+            result = pool.apply(measure, (case, 2 if arguments.quick else arguments.repeats, arguments.device))
+            report["results"].append(result)
+            show(result)
+    report["load_average_after"] = os.getloadavg()[0]
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

@@ -19,12 +19,37 @@ def run(name, *arguments, cwd):
     return done.stdout
 
 
-def test_the_benchmark_sets_the_engine_beside_its_floors(tmp_path):
-    run("benchmark_hot_path.py", "--json", "figures.json", cwd=tmp_path)
-    (result,) = json.loads((tmp_path / "figures.json").read_text())["results"]
-    assert set(result["table"]) == {"bare stack", "engine auto", "engine vmap", "engine loop", "plain loop"}
-    assert all(row["eps"] > 0 for row in result["table"].values())
-    assert set(result["phases"]["auto"]) == {"apply", "train", "tick", "probe", "close"}
+@pytest.fixture(scope="module")
+def benchmark(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmark")
+    run("benchmark_hot_path.py", "--json", "figures.json", cwd=folder)
+    return json.loads((folder / "figures.json").read_text())
+
+
+def test_the_benchmark_sets_the_engine_beside_its_floors(benchmark):
+    grown, incubating, _ = benchmark["results"]
+    floors = {"bare stack", "bare, torch's loss"}
+    assert set(grown["table"]) == {*floors, "engine auto", "engine vmap", "engine loop", "plain loop"}
+    assert set(incubating["table"]) == {*floors, "engine auto"}
+    for result in benchmark["results"]:
+        assert all(row["eps"] > 0 and row["median_seconds"] <= row["p95_seconds"] for row in result["table"].values())
+        assert all(set(phases) == {"apply", "train", "tick", "probe", "close"} for phases in result["phases"].values())
+
+
+def test_the_benchmark_compares_cadences_of_attribution(benchmark):
+    *_, cadences = benchmark["results"]
+    assert set(cadences["table"]) == {"every 1000000", "every 1"}
+
+
+def test_the_benchmark_reads_the_device_no_more_than_twice_a_step(benchmark):
+    for result in benchmark["results"]:
+        assert 1 <= result["reads"]["count"] <= 2
+        assert list(result["reads"]["sites"]) == ["runtime.py:read_packet (numpy)"]
+
+
+def test_the_benchmark_says_what_a_population_takes_and_where_it_ran(benchmark):
+    assert all(result["memory"]["population_mib"] > 0 for result in benchmark["results"])
+    assert {"processor", "cores", "python", "torch", "esper", "load_average_before"} <= set(benchmark)
 
 
 def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_path):
