@@ -1,0 +1,97 @@
+"""Write docs/observation.md from the table of features and that of the growth sensors, the one source of every column."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from esper.leyline.actions import Blend, Op
+from esper.leyline.stages import Stage
+from esper.tamiyo.observation import CLIP, GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, Feature, slot_features
+from esper.tolaria.sensors import SENSORS
+
+HEAD = f"""# What a trained controller sees
+
+One row of columns for each environment, one for each of its slots, and the price of every blueprint at every slot. A
+continuous column is normalised: less its mean, over its standard deviation, both over all rounds of training so far, and
+clipped to {CLIP:g} standard deviations. Before a first round the mean is 0 and the standard deviation the column's *scale*.
+
+What is marked under `?` is not always measured. It is 0 then, and a further column `name?` beside it is 1 where it was
+measured and 0 where not. Flags are 0 or 1 and are not normalised.
+"""
+
+RELATIVE_LINE = f"""Every column of the two tables above comes a second time as `name{RELATIVE}`: the same, less its mean over the
+slots of the environment where it was measured. One `name?` serves both.
+"""
+
+REST = """## Blueprints
+
+| column | unit | meaning |
+|---|---|---|
+| `blueprint` | index | of each slot: its seed's place in the controller's vocabulary; empty has a place of its own |
+| `cost` | ln parameters | of each slot and blueprint of the menu: ln(1 + parameters it would add / host parameters) |
+"""
+
+
+def main() -> None:
+    (Path(__file__).parents[1] / "docs" / "observation.md").write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The whole page."""
+    raw = slot_features([sensor.name for sensor in SENSORS])[: len(SLOT) + len(SENSORS)]
+    sensors = (
+        feature._replace(
+            meaning=f"{sensor.meaning}; {_form(feature)}" if feature.unit != sensor.unit else sensor.meaning
+        )
+        for feature, sensor in zip(raw[len(SLOT) :], SENSORS, strict=True)
+    )
+    return "\n".join(
+        [
+            HEAD,
+            "## An environment\n",
+            _features(GLOBAL),
+            "### Flags\n",
+            _flags(zip(GLOBAL_FLAGS, _global_meanings(), strict=True)),
+            "## A slot\n",
+            _features(SLOT),
+            "### Growth sensors of a slot\n",
+            "Taken every `probe.sensors_every` steps; h is the stream at the slot, g the gradient of the loss by it.\n",
+            _features(sensors),
+            RELATIVE_LINE,
+            "### Flags\n",
+            _flags(zip(SLOT_FLAGS, _slot_meanings(), strict=True)),
+            REST,
+        ]
+    )
+
+
+def _features(features: Iterable[Feature]) -> str:
+    rows = (
+        f"| `{f.name}` | {f.unit} | {f.scale:g} | {'?' if f.missing else ''} | {f.meaning.replace('|', '&#124;')} |"
+        for f in features
+    )
+    return "\n".join(["| column | unit | scale | ? | meaning |", "|---|---|---|---|---|", *rows, ""])
+
+
+def _flags(rows: Iterable[tuple[str, str]]) -> str:
+    lines = (f"| `{name}` | {meaning} |" for name, meaning in rows)
+    return "\n".join(["| column | 1 where |", "|---|---|", *lines, ""])
+
+
+def _form(sensor: Feature) -> str:
+    """How a sensor's value becomes a feature, where it does not enter as it is."""
+    return "as a share of gradient_rms^2, between -1 and 1" if sensor.unit == "1" else "as a logarithm"
+
+
+def _global_meanings() -> Sequence[str]:
+    last = (f"the last decision was {op.name}" for op in Op)
+    return (*last, "the last decision was taken, not refused", "there was no decision yet")
+
+
+def _slot_meanings() -> Sequence[str]:
+    stages = (f"the slot is {stage.name}" for stage in Stage)
+    blends = (f"its seed blends by {blend.name}" for blend in Blend)
+    return (*stages, *blends, "its seed ramps down to be pruned")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The learner as a controller: it samples decisions, is paid, and keeps what it saw. E environments."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from esper.leyline.actions import Actions
+from esper.leyline.protocols import Reward
+from esper.leyline.view import Outcome, View
+from esper.simic.ppo import PPO
+from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
+from esper.tamiyo.controller import Mind
+
+
+class SimicClient:
+    """One cohort's side of a learner: several may share it, and `learner.update` then takes all their rollouts."""
+
+    def __init__(self, learner: PPO, reward: Reward) -> None:
+        self.learner, self.reward = learner, reward
+        self.mind = Mind(learner.policy)
+        self.menu: tuple[str, ...] = ()
+        self._buffer: TamiyoRolloutBuffer | None = None
+
+    def act(self, view: View) -> Actions:
+        """A sampled decision per environment, kept with what it was based on."""
+        thought = self.mind.think(view, self.learner.exploration, greedy=False)
+        made = thought.decision
+        self.keep(
+            view,
+            Step(thought.observation, made.actions, made.valid, made.log_prob, thought.value, thought.starts),
+        )
+        return made.actions
+
+    def keep(self, view: View, step: Step) -> None:
+        """Write what was seen and decided into the rollout."""
+        envs = len(view.host_params)
+        if self._buffer is None or (self._buffer.steps, self._buffer.envs) != (view.steps, envs):
+            self._buffer = TamiyoRolloutBuffer(view.steps, envs)
+        self.menu = tuple(info.name for info in view.space.blueprints)
+        self._buffer.add(step)
+
+    def store(self, outcome: Outcome) -> None:
+        """Pay the decisions just made, after they acted."""
+        assert self._buffer is not None, "act comes before store"
+        components = self.reward(outcome)
+        total = np.sum(list(components.values()), axis=0)
+        self._buffer.close(total, np.full(len(total), outcome.terminal))
+        self.mind.learn_outcome(outcome)
+
+    def cut(self, view: View) -> None:
+        """End the rollout at an unfinished episode: what its states are worth is estimated, all of them in one pass.
+
+        Where the episode goes on, it does so with empty memory: an update replays a sequence from its start.
+        """
+        assert self._buffer is not None, "act comes before cut"
+        self._buffer.cut(self.mind.expect(view))
+        self.mind.forget(np.ones(self._buffer.envs, bool))
+
+    def rollout(self) -> Rollout:
+        """What the round left to learn from; `clear` forgets it."""
+        assert self._buffer is not None, "a round comes before its rollout"
+        return self._buffer.rollout()
+
+    def clear(self) -> None:
+        """Begin the next round."""
+        assert self._buffer is not None, "a round comes before the next"
+        self._buffer.clear()
+
+    def update(self) -> Mapping[str, float]:
+        """Learn from this cohort alone, and begin the next round."""
+        figures = self.learner.update([self.rollout()], [self.menu])
+        self.clear()
+        return figures

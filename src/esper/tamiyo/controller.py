@@ -1,0 +1,329 @@
+"""A trained policy as a controller, and the two files that hold it: weights as safetensors, everything else as JSON."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from esper.leyline.actions import Actions, Blend, Head, Op
+from esper.leyline.errors import InputError
+from esper.leyline.keys import Purpose, key, scalar, uniform
+from esper.leyline.stages import Stage
+from esper.leyline.view import Outcome, Space, View
+from esper.tamiyo.baselines import Rule
+from esper.tamiyo.network import Batch, Encoded, FactoredRecurrentActorCritic, Hidden, Shapes
+from esper.tamiyo.observation import (
+    GLOBAL,
+    History,
+    Inputs,
+    Moments,
+    Normaliser,
+    Observation,
+    input_names,
+    normalise,
+    observe,
+    slot_features,
+)
+from esper.tamiyo.policy import GREEDY, Decision, decide
+
+VERSION = 1
+"""Format of the files of a controller."""
+WEIGHTS, FACTS = "controller.safetensors", "controller.json"
+_LARGEST = 64 * 2**20  # bytes of either file that are read
+
+
+class Language(NamedTuple):
+    """The names and choices that a policy was trained with; a space must speak it."""
+
+    sensors: tuple[str, ...]
+    blueprints: tuple[str, ...]  # the vocabulary; a menu is a part of it
+    tempos: tuple[int, ...]
+    targets: tuple[float, ...]
+
+    @classmethod
+    def of(cls, spaces: Sequence[Space]) -> "Language":
+        """What several spaces have in common; their blueprints together. InputError where they do not fit together."""
+        names = dict.fromkeys(info.name for space in spaces for info in space.blueprints)
+        first = spaces[0]
+        language = cls(first.sensors, tuple(names), first.tempos, first.targets)
+        for space in spaces:
+            language.check(space)
+        return language
+
+    def check(self, space: Space) -> None:
+        """InputError, saying what differs, where a space has other features or choices."""
+        names = tuple(info.name for info in space.blueprints)
+        for what, mine, theirs in (
+            ("growth sensors", self.sensors, space.sensors),
+            ("tempos", self.tempos, space.tempos),
+            ("targets", self.targets, space.targets),
+        ):
+            if mine != theirs:
+                raise InputError(f"the controller knows the {what} {list(mine)}, the task has {list(theirs)}")
+        if unknown := [name for name in names if name not in self.blueprints]:
+            raise InputError(
+                f"the controller does not know blueprint {unknown[0]!r}; it knows {', '.join(self.blueprints)}: choose "
+                "among them with --set blueprints=[...], or train a controller on this menu"
+            )
+
+
+@dataclass
+class Policy:
+    """Weights, the normalisation of what they read, and what they were trained with. A learner changes the first two."""
+
+    network: FactoredRecurrentActorCritic
+    normaliser: Normaliser
+    language: Language
+    settings: Mapping[str, Any] = field(default_factory=dict)  # config under which it decides
+    origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from: tasks, rounds, validation
+
+    @classmethod
+    def fresh(cls, language: Language, seed: int, settings: Mapping[str, Any] | None = None) -> "Policy":
+        """An untrained policy, drawn by the run's seed."""
+        env, slot = input_names(language.sensors)
+        shapes = Shapes(len(env), len(slot), len(language.blueprints), len(language.tempos), len(language.targets))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))
+            network = FactoredRecurrentActorCritic(shapes)
+        return cls(network, Normaliser.prior(language.sensors), language, dict(settings or {}))
+
+    def normalised(self, observation: Observation) -> Inputs:
+        """What the network reads of an observation."""
+        return normalise(observation, self.normaliser, slot_features(self.language.sensors))
+
+    def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
+        """Inputs, (T, E, ...), as tensors, with the menu's blueprints by their place in the vocabulary."""
+        vocabulary = [self.language.blueprints.index(name) for name in menu]
+        empty = len(self.language.blueprints)
+        index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, is the last
+        return Batch(
+            torch.from_numpy(inputs.env),
+            torch.from_numpy(inputs.slot),
+            torch.from_numpy(index),
+            torch.from_numpy(inputs.cost),
+            torch.tensor(vocabulary),
+        )
+
+
+class Thought(NamedTuple):
+    """What a policy saw, what it decided, and what it expects."""
+
+    observation: Observation  # (E, ...)
+    decision: Decision
+    value: Tensor  # (E,)
+    starts: NDArray[np.bool_]  # (E,) sequences that begin with this step
+
+
+class Mind:
+    """The memory of a policy while an episode goes on: its own history, and the state of the network."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.history: History | None = None
+        self.hidden: Hidden | None = None
+        self._begins: NDArray[np.bool_] | None = None
+        self._episode = -1
+
+    def think(self, view: View, exploration: Mapping[Head, float] = GREEDY, *, greedy: bool) -> Thought:
+        """Decide for every environment. Memory is empty at an episode's first step and behind `forget`."""
+        envs = len(view.host_params)
+        if self.history is None or view.episode != self._episode or view.step == 0 or len(self.history.op) != envs:
+            self.policy.language.check(view.space)
+            self.history, self.hidden = History.empty(envs), self.policy.network.initial(envs)
+            self._begins, self._episode = np.ones(envs, bool), view.episode
+        assert self.hidden is not None
+        assert self._begins is not None
+        self.history = self.history.measured(view.measurements)
+        observation = observe(view, self.history)
+        with torch.no_grad():
+            encoded, value, self.hidden = self._look(observation, view.space, self.hidden)
+            draws = None if greedy else _draws(view)
+            decision = decide(self.policy.network, encoded, view.masks, draws, exploration)
+        thought = Thought(observation, decision, value[0], self._begins)
+        self._begins = np.zeros(envs, bool)
+        return thought
+
+    def expect(self, view: View) -> Tensor:
+        """V of a state that nothing is decided in, (E,): what a sequence that is cut short here is still worth."""
+        assert self.history is not None
+        assert self.hidden is not None
+        observation = observe(view, self.history.measured(view.measurements))
+        with torch.no_grad():
+            return self._look(observation, view.space, self.hidden)[1][0]
+
+    def learn_outcome(self, outcome: Outcome) -> None:
+        """Remember what was decided and whether it was taken."""
+        assert self.history is not None
+        self.history = self.history.decided(outcome.actions, outcome.accepted)
+
+    def forget(self, rows: NDArray[np.bool_]) -> None:
+        """Begin a new sequence in some environments, (E,) bool: their history and state are emptied."""
+        assert self.history is not None
+        assert self.hidden is not None
+        assert self._begins is not None
+        keep = torch.from_numpy(~rows)[:, None]
+        self.history, self.hidden = self.history.reset(rows), (self.hidden[0] * keep, self.hidden[1] * keep)
+        self._begins = self._begins | rows
+
+    def _look(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
+        seen = self.policy.normalised(observation)
+        inputs = Inputs(seen.env[None], seen.slot[None], seen.blueprint[None], seen.cost[None])
+        batch = self.policy.batch(inputs, [info.name for info in space.blueprints])
+        found: tuple[Encoded, Tensor, Hidden] = self.policy.network(batch, hidden)
+        return found
+
+
+class Learned(Rule):
+    """A trained policy, greedy: the most probable choice of every head."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.mind = Mind(policy)
+
+    def act(self, view: View) -> Actions:
+        """One decision per environment. InputError where the policy does not know the task's features or choices."""
+        return self.mind.think(view, greedy=True).decision.actions
+
+    def store(self, outcome: Outcome) -> None:
+        """What the policy will see of it at the next decision."""
+        self.mind.learn_outcome(outcome)
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Write the two files into a folder that exists; weights first, and the JSON, which holds their sha256, by a rename."""
+    state = {name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()}
+    scratch = folder / f"{WEIGHTS}.new"
+    save_file(state, scratch)
+    digest = hashlib.sha256(scratch.read_bytes()).hexdigest()
+    facts = {
+        "version": VERSION,
+        "sha256": digest,
+        "vocabulary": _vocabulary(),
+        "language": policy.language._asdict(),
+        "normaliser": {
+            part: {k: v.tolist() for k, v in getattr(policy.normaliser, part)._asdict().items()}
+            for part in Normaliser._fields
+        },
+        "settings": dict(policy.settings),
+        "origin": dict(policy.origin),
+    }
+    facts["checksum"] = _checksum(facts)
+    text = folder / f"{FACTS}.new"
+    text.write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    scratch.rename(folder / WEIGHTS)
+    text.rename(folder / FACTS)
+
+
+def load_policy(folder: Path) -> Policy:
+    """The policy of a folder that `save_policy` wrote. InputError where a file is missing, damaged, or of another format."""
+    facts = _read_facts(folder)
+    weights = folder / WEIGHTS
+    if not weights.is_file() or weights.is_symlink() or weights.stat().st_size > _LARGEST:
+        raise InputError(f"{weights} is missing or no regular file of at most 64 MiB; train the controller again")
+    if hashlib.sha256(weights.read_bytes()).hexdigest() != facts["sha256"]:
+        raise InputError(f"{weights} is not the file that {FACTS} names, by its sha256; take both files from one run")
+    try:
+        known = facts["language"]
+        language = Language(*(tuple(known[name]) for name in Language._fields))
+        policy = Policy.fresh(language, 0, facts["settings"])
+        state = load_file(weights)
+        policy.network.load_state_dict(state)
+        sizes = len(GLOBAL), len(slot_features(language.sensors))
+        normaliser = Normaliser(
+            *(_moments(facts["normaliser"][part], n) for part, n in zip(Normaliser._fields, sizes, strict=True))
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise InputError(f"{folder} does not hold a controller of this version ({reason}); train it again") from None
+    policy.normaliser, policy.origin = normaliser, facts["origin"]
+    return policy
+
+
+def read_settings(folder: Path) -> Mapping[str, Any]:
+    """The config under which a controller decides, without its weights. InputError as `load_policy`."""
+    settings: dict[str, Any] = _read_facts(folder)["settings"]
+    return settings
+
+
+def is_controller(folder: Path) -> bool:
+    """Whether a folder claims to hold a controller."""
+    return (folder / FACTS).is_file()
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    path = folder / FACTS
+    if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size > _LARGEST)):
+        raise InputError(f"{path} is no regular file of at most 64 MiB; give the folder of a trained controller")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give the folder of a trained controller") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"{path} is not JSON; train the controller again") from None
+    if not isinstance(facts, dict) or facts.get("version") != VERSION:
+        found = facts.get("version") if isinstance(facts, dict) else None
+        raise InputError(
+            f"{path} is of format {found!r}, this Esper reads format {VERSION}; train the controller again"
+        )
+    needed = {"sha256", "checksum", "vocabulary", "language", "normaliser", "settings", "origin"}
+    if missing := sorted(needed - set(facts)):
+        raise InputError(f"{path} lacks {', '.join(missing)}; train the controller again")
+    for name in sorted(needed - {"sha256", "checksum"}):
+        if not isinstance(facts[name], dict):
+            raise InputError(f"{path}: {name} is no JSON object; train the controller again")
+    for name, mine in _vocabulary().items():
+        theirs = facts["vocabulary"].get(name)
+        if theirs != mine:
+            odd = sorted(set(mine).symmetric_difference(map(str, theirs) if isinstance(theirs, list) else ()))
+            raise InputError(
+                f"{path} was trained with other {name.replace('_', ' ')}; they differ in {', '.join(odd) or 'their order'}: "
+                "train the controller again"
+            )
+    if facts["checksum"] != _checksum(facts):
+        raise InputError(f"{path} was altered, by its checksum; train the controller again")
+    return facts
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    """sha256 of everything else in the file, in an order of its own."""
+    rest = {name: value for name, value in facts.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _moments(known: Mapping[str, Any], features: int) -> Moments:
+    """Moments from JSON. ValueError where they are not finite, or not those of so many features."""
+    moments = Moments(*(np.array(known[name], np.float64) for name in Moments._fields))
+    if any(field.shape != (features,) or not np.isfinite(field).all() for field in moments):
+        raise ValueError(f"the normaliser is not of {features} finite features")
+    if (moments.var < 0).any() or (moments.n < 0).any():
+        raise ValueError("the normaliser has a variance or a count below 0")
+    return moments
+
+
+def _vocabulary() -> dict[str, list[str]]:
+    """The names that a column or an index of a controller stands for, but those of its language."""
+    env, slot = input_names(())
+    return {
+        "environment_features": list(env),
+        "slot_features": list(slot),
+        "operations": [op.name for op in Op],
+        "blends": [blend.name for blend in Blend],
+        "stages": [stage.name for stage in Stage],
+    }
+
+
+def _draws(view: View) -> NDArray[np.float64]:
+    """(heads, E) in [0, 1), keyed by environment, so that what one does depends on no other."""
+    space, envs = view.space, np.arange(len(view.host_params))
+    draws: NDArray[np.float64] = uniform(
+        key(space.seed, Purpose.POLICY, envs[None], view.episode, view.step, np.array(list(Head))[:, None])
+    )
+    return draws

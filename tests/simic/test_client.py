@@ -1,0 +1,178 @@
+"""The learner on the real engine: what it saw, what it was paid, and that one seed gives one training."""
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.actions import Head, Op
+from esper.leyline.protocols import PolicyClient
+from esper.simic.client import SimicClient
+from esper.simic.ppo import PPO
+from esper.simic.rewards import get_reward, total
+from esper.tamiyo.controller import Language, Policy
+from esper.tamiyo.policy import judge
+from esper.tolaria.engine import VectorizedEngine
+from populations import MENU, blobs, small_config
+
+ENVS, STEPS = 4, 4
+
+
+class Recorded:
+    """A reward that keeps what it paid and which outcomes it saw."""
+
+    def __init__(self, config):
+        self.inner, self.paid, self.outcomes = get_reward(config), [], []
+
+    def __call__(self, outcome):
+        components = self.inner(outcome)
+        self.paid.append(total(components))
+        self.outcomes.append(outcome)
+        return components
+
+
+def a_run(seed=0, slots=2, menu=MENU, **reward):
+    """An engine, and a client that learns on it."""
+    layers = {"data": {"batches_per_step": 2}, "ppo": {"minibatches": 2, "rounds": 4}, "reward": reward, "seed": seed}
+    config = small_config(layers, envs=ENVS, steps=STEPS)
+    engine = VectorizedEngine(blobs(hidden=tuple(range(3, 3 + slots)), menu=menu), config)
+    policy = Policy.fresh(Language.of([engine.space]), seed)
+    return engine, SimicClient(PPO(policy, config.ppo, seed), Recorded(config.reward))
+
+
+def play(engine, client, steps=STEPS):
+    view = engine.reset()
+    for _ in range(steps):
+        view, outcome = engine.step(client.act(view))
+        client.store(outcome)
+    return view
+
+
+def judged_again(client):
+    """Log-probabilities and values of the client's rollout under the policy as it is now."""
+    policy, rollout = client.learner.policy, client.rollout()
+    batch = policy.batch(policy.normalised(rollout.observations()), client.menu)
+    encoded, value, _ = policy.network(batch, policy.network.initial(rollout.value.shape[1]), rollout.starts)
+    judged = judge(policy.network, encoded, rollout.actions, rollout.valid, client.learner.exploration)
+    return judged.log_prob.detach(), value.detach()
+
+
+def weights(client):
+    return client.learner.policy.network.state_dict()
+
+
+def test_the_learner_is_a_controller():
+    assert isinstance(a_run()[1], PolicyClient)
+
+
+def test_log_probabilities_of_a_rollout_come_out_again_at_unchanged_weights():
+    engine, client = a_run()
+    engine.run(client)  # so that neither the normaliser nor the weights are those of the start
+    play(engine, client)
+    log_prob, value = judged_again(client)
+    rollout = client.rollout()
+    assert (rollout.log_prob < -0.5).any()
+    torch.testing.assert_close(log_prob, rollout.log_prob, rtol=0, atol=1e-5)
+    torch.testing.assert_close(value, rollout.value, rtol=0, atol=1e-5)
+
+
+def test_two_trainings_with_one_seed_are_equal_and_with_another_they_are_not():
+    found = []
+    for seed in (0, 0, 1):
+        engine, client = a_run(seed)
+        engine.run(client, rounds=2)
+        found.append(
+            (weights(client), client.learner.policy.normaliser, client.learner.optimizer.state_dict()["state"])
+        )
+    (first, moments, adam), (second, same, too), (other, _, _) = found
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(
+        np.array_equal(a, b) for one, two in zip(moments, same, strict=True) for a, b in zip(one, two, strict=True)
+    )
+    assert all(torch.equal(adam[i][name], too[i][name]) for i in adam for name in adam[i])
+    assert not torch.equal(first["op_head.2.bias"], other["op_head.2.bias"])
+
+
+def test_a_rollout_is_one_episode_of_every_environment_that_ends_for_good():
+    engine, client = a_run()
+    play(engine, client)
+    rollout = client.rollout()
+    assert rollout.reward.shape == (STEPS, ENVS)
+    assert rollout.starts.tolist() == [[t == 0] * ENVS for t in range(STEPS)]
+    assert rollout.end.tolist() == [[t == STEPS - 1] * ENVS for t in range(STEPS)]
+    assert not rollout.after.any()
+
+
+@pytest.mark.parametrize("name", ["delta", "sparse", "escrow"])
+def test_a_decision_is_paid_what_the_reward_says_of_its_outcome(name):
+    engine, client = a_run(name=name, fees={"germinate": 0.01})
+    play(engine, client)
+    rollout = client.rollout()
+    np.testing.assert_array_equal(rollout.reward.numpy(), np.array(client.reward.paid, np.float32))
+    for t, outcome in enumerate(client.reward.outcomes):
+        for head in Head:
+            np.testing.assert_array_equal(rollout.actions[head][t].numpy(), outcome.actions[head])
+
+
+def test_sampled_decisions_are_never_refused():
+    engine, client = a_run()
+    engine.run(client, rounds=2)
+    assert all(outcome.accepted.all() for outcome in client.reward.outcomes)
+
+
+def test_the_learner_sees_what_it_decided_last():
+    engine, client = a_run()
+    play(engine, client)
+    rollout = client.rollout()
+    last = rollout.observations().env_flags[..., : len(Op)]
+    assert not last[0].any()
+    np.testing.assert_array_equal(last[1:].argmax(-1), rollout.actions[Head.OP][:-1].numpy())
+    assert (last[1:].sum(-1) == 1).all()
+
+
+def test_an_update_learns_and_begins_the_next_round():
+    engine, client = a_run()
+    before = {name: value.clone() for name, value in weights(client).items()}
+    play(engine, client)
+    figures = client.update()
+    assert client.learner.round == 1
+    assert any(not torch.equal(before[name], value) for name, value in weights(client).items())
+    assert figures["return"] == pytest.approx(np.sum(client.reward.paid, 0).mean(), abs=1e-5)
+    play(engine, client)
+    assert client.rollout().starts[0].all()
+
+
+def test_an_episode_cut_short_is_worth_what_the_mind_expects_of_its_last_state():
+    engine, client = a_run()
+    view = play(engine, client, 2)
+    expected = client.mind.expect(view)
+    client.cut(view)
+    rollout = client.rollout()
+    assert rollout.end.tolist() == [[False] * ENVS, [True] * ENVS]
+    assert torch.equal(rollout.after[1], expected)
+    assert client.update()["epochs"] > 0
+
+
+def test_behind_a_cut_the_same_episode_goes_on_as_a_new_sequence():
+    engine, client = a_run()
+    view = play(engine, client, 2)
+    client.cut(view)
+    client.update()
+    while view.step < STEPS:
+        view, outcome = engine.step(client.act(view))
+        client.store(outcome)
+    assert client.rollout().starts.tolist() == [[True] * ENVS, [False] * ENVS]
+    assert client.update()["epochs"] > 0
+
+
+def test_cohorts_of_other_shapes_share_one_learner():
+    engine, client = a_run()
+    other, _ = a_run(slots=3, menu=MENU[1:])
+    second = SimicClient(client.learner, Recorded(other.config.reward))
+    for _ in range(2):
+        play(engine, client)
+        play(other, second)
+        figures = client.learner.update([client.rollout(), second.rollout()], [client.menu, second.menu])
+        assert all(np.isfinite(value) for value in figures.values())
+        client.clear()
+        second.clear()
+    assert client.learner.round == 2

@@ -1,0 +1,142 @@
+"""The memory of a round: what was written is what is read, and only what is unfinished is bootstrapped."""
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.actions import Actions, Head
+from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
+from esper.tamiyo.observation import Observation
+
+T, E, S, K = 3, 4, 2, 3
+CHOICES = (6, S, K, 3, 5, 4)
+
+
+def a_step(seed):
+    """A step of which every number is drawn."""
+    rng = np.random.default_rng(seed)
+
+    def some(*shape):
+        return rng.random(shape, np.float32)
+
+    return Step(
+        observation=Observation(
+            some(E, 5), some(E, 2), some(E, S, 7), some(E, S, 3), rng.integers(-1, K, size=(E, S)), some(E, S, K)
+        ),
+        actions=Actions(*(rng.integers(n, size=E) for n in CHOICES)),
+        valid=tuple(rng.random((E, n)) < 0.5 for n in CHOICES),
+        log_prob=torch.from_numpy(some(E)),
+        value=torch.from_numpy(some(E)),
+        starts=rng.random(E) < 0.5,
+    )
+
+
+def an_end(seed):
+    rng = np.random.default_rng(100 + seed)
+    return rng.random(E), np.arange(E) == seed % E
+
+
+def filled(steps=T):
+    buffer = TamiyoRolloutBuffer(T, E)
+    for seed in range(steps):
+        buffer.add(a_step(seed))
+        buffer.close(*an_end(seed))
+    return buffer
+
+
+def same(one, other):
+    flat = [[*r.observation, *r.actions, *r.valid, *r[3:]] for r in (one, other)]
+    return all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+
+
+def copied(rollout):
+    return Rollout(*(tuple(x.clone() for x in f) if isinstance(f, tuple) else f.clone() for f in rollout))
+
+
+@pytest.mark.parametrize("steps", [1, T])
+def test_what_was_written_is_what_is_read(steps):
+    rollout = filled(steps).rollout()
+    for t in range(steps):
+        step, (reward, end) = a_step(t), an_end(t)
+        for field, row in (
+            *zip(rollout.observation, step.observation, strict=True),
+            *zip(rollout.actions, step.actions, strict=True),
+            *zip(rollout.valid, step.valid, strict=True),
+            (rollout.log_prob, step.log_prob.numpy()),
+            (rollout.value, step.value.numpy()),
+            (rollout.starts, step.starts),
+            (rollout.reward, reward.astype(np.float32)),
+            (rollout.end, end),
+        ):
+            assert field.shape == (steps, *row.shape)
+            np.testing.assert_array_equal(field[t].numpy(), row)
+
+
+def test_observations_are_those_that_were_written():
+    observations = filled().rollout().observations()
+    for t in range(T):
+        for field, row in zip(observations, a_step(t).observation, strict=True):
+            assert field.dtype == row.dtype
+            np.testing.assert_array_equal(field[t], row)
+
+
+def test_a_cut_bootstraps_the_sequences_that_have_not_ended_and_ends_them():
+    buffer = filled()
+    end = an_end(T - 1)[1]
+    worth = torch.arange(1.0, 1 + E)
+    buffer.cut(worth)
+    rollout = buffer.rollout()
+    assert rollout.end[-1].all()
+    assert rollout.after[-1].tolist() == [0.0 if gone else float(w) for gone, w in zip(end, worth, strict=True)]
+    assert not rollout.after[:-1].any()
+    np.testing.assert_array_equal(rollout.end[:-1].numpy(), [an_end(t)[1] for t in range(T - 1)])
+
+
+def test_a_cut_in_mid_rollout_ends_it_at_the_step_that_was_written_last():
+    buffer = filled(2)
+    buffer.cut(torch.ones(E))
+    assert buffer.rollout().end[1].all()
+    assert len(buffer.rollout().reward) == 2
+
+
+def test_a_round_behind_another_is_written_into_the_same_memory_and_keeps_nothing_of_it():
+    buffer = filled()
+    buffer.cut(torch.full((E,), 9.0))
+    before = buffer.rollout().reward.data_ptr()
+    buffer.clear()
+    for seed in range(2):
+        buffer.add(a_step(seed))
+        buffer.close(*an_end(seed))
+    assert buffer.rollout().reward.data_ptr() == before
+    assert same(buffer.rollout(), filled(2).rollout())
+
+
+def test_a_full_buffer_takes_no_more():
+    with pytest.raises(AssertionError, match="full"):
+        filled().add(a_step(9))
+
+
+@pytest.mark.parametrize("call", ["rollout", "close", "cut"])
+def test_an_empty_buffer_has_nothing_to_give(call):
+    arguments = {"rollout": (), "close": an_end(0), "cut": (torch.ones(E),)}[call]
+    with pytest.raises(AssertionError, match=r"nothing|before"):
+        getattr(TamiyoRolloutBuffer(T, E), call)(*arguments)
+
+
+def test_rows_are_whole_sequences_of_some_environments_in_that_order():
+    rollout = filled().rollout()
+    some = rollout.rows(torch.tensor([2, 0]))
+    for field, whole in zip(
+        [*some.observation, *some.actions, *some.valid, *some[3:]],
+        [*rollout.observation, *rollout.actions, *rollout.valid, *rollout[3:]],
+        strict=True,
+    ):
+        assert torch.equal(field, whole[:, [2, 0]])
+    assert len(some.actions) == len(Head)
+
+
+def test_rows_do_not_share_memory_with_the_rollout():
+    rollout = filled().rollout()
+    before = copied(rollout)
+    rollout.rows(torch.tensor([1])).reward.zero_()
+    assert same(rollout, before)
