@@ -56,7 +56,7 @@ def test_every_package_says_what_it_is_in_one_line(path):
     assert first.startswith('"""')
 
 
-def test_every_module_can_be_imported_without_an_extra():
+def test_every_module_can_be_imported_without_an_extra_or_names_it():
     names = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCES
@@ -64,7 +64,9 @@ def test_every_module_can_be_imported_without_an_extra():
     ]
     block = [module for modules in EXTRAS.values() for module in modules if module != "PIL"]  # torch may look for it
     code = f"import sys, importlib\nsys.modules.update(dict.fromkeys({block}))\n"
-    code += f"for name in {names}: importlib.import_module(name)"
+    code += "from esper.leyline.errors import InputError\n"
+    code += f"for name in {names}:\n    try: importlib.import_module(name)\n"
+    code += "    except InputError as error: assert 'pip install' in str(error), error"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

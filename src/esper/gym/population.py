@@ -1,0 +1,184 @@
+"""An engine as a foreign learner meets it: seeds choose instances, views become numbers, outcomes rewards. E environments."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from numpy.typing import NDArray
+
+from esper.leyline.actions import Actions, Blend, Head, Op
+from esper.leyline.config import Config, build_config
+from esper.leyline.errors import InputError
+from esper.leyline.keys import Purpose, key, uniform
+from esper.leyline.task import AnyTask, Mixture, Task
+from esper.leyline.view import Floats, Space, View
+from esper.simic.rewards import get_reward, total
+from esper.tamiyo.observation import CLIP, History, Normaliser, input_names, normalise, observe, slot_features
+from esper.tolaria.engine import VectorizedEngine
+
+Arrays = dict[str, Any]
+"""An observation, or a batch of them: arrays by the names of its space."""
+Info = dict[str, Any]
+"""Arrays by name, nested; of one environment also plain numbers."""
+
+
+class Seen(NamedTuple):
+    """What is seen between two decisions."""
+
+    observation: Arrays  # (E, ...)
+    info: Info  # arrays (E, ...)
+
+
+class Population:
+    """A `VectorizedEngine` of E environments and what stands between it and an interface of another library.
+
+    Instances are drawn by key from the part that `config.instances` names: in its n-th episode since it was seeded with s an
+    environment grows instance hash(s, n), wherever it stands in a population. Environment e of a population that is seeded
+    with s has the seed s + e.
+    """
+
+    def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None, envs: int | None = None) -> None:
+        """A mapping goes over the task's own defaults. `envs` replaces that of the config; twins are trained where they pay.
+
+        InputError where the task, the config and a draw of instances do not fit together.
+        """
+        if not isinstance(task, Task | Mixture):
+            raise InputError(
+                f"the task is a {type(task).__name__}; make one with esper.get_task(name) or esper.task(...)"
+            )
+        if not isinstance(config, Config):
+            config = build_config(task.defaults, config or {})
+        _check(config)
+        self.config = config = config.model_copy(
+            update={
+                "task": task.name,
+                "envs": envs or config.envs,
+                "twin": config.reward.baseline == "twin",  # rows that the reward reads alone
+            }
+        )
+        self.engine = VectorizedEngine(task, config)
+        self.view: View | None = None
+        self._keys = task.keys(config.instances)
+        self._seeds = _consecutive(config.seed, config.envs)
+        self._reward = get_reward(config.reward)
+        self._history = History.empty(config.envs)
+        self._normaliser = Normaliser.prior(self.engine.space.sensors)
+        self._features = slot_features(self.engine.space.sensors)
+
+    def begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Seen:
+        """Begin an episode of every environment. A seed begins the sequence of episodes anew; the first is config.seed's.
+
+        options may hold `instance`, the key of this episode's, one for all or (E,).
+        """
+        state = self.engine.state
+        if seed is not None:
+            self._seeds = _consecutive(seed, self.config.envs)
+            state.episode = -1
+        self._history = History.empty(self.config.envs)
+        return self._see(self.engine.reset(self._instances(options or {})), {})
+
+    def advance(self, heads: NDArray[np.int64]) -> tuple[Seen, Floats, bool]:
+        """One step under decisions (E, 6): what is seen then, the rewards (E,), and whether every episode ended."""
+        if self.view is None or self.view.step == self.config.steps:
+            raise ResetNeeded("no episode is going on; reset() begins one")
+        if np.shape(heads) != (self.config.envs, len(Head)):
+            raise InputError(
+                f"the action has shape {np.shape(heads)}; give {self.config.envs} of {len(Head)} heads each"
+            )
+        view, outcome = self.engine.step(Actions(*np.asarray(heads, np.int64).T))
+        self._history = self._history.decided(outcome.actions, outcome.accepted)
+        parts = self._reward(outcome)
+        return self._see(view, {"accepted": outcome.accepted, "reward": dict(parts)}), total(parts), outcome.terminal
+
+    def _see(self, view: View, info: Info) -> Seen:
+        self.view, self._history = view, self._history.measured(view.measurements)
+        inputs = normalise(observe(view, self._history), self._normaliser, self._features)
+        observation: Arrays = {
+            "env": inputs.env,
+            "slot": inputs.slot,
+            "blueprint": inputs.blueprint + 1,
+            "cost": np.minimum(inputs.cost, np.float32(CLIP)),
+        }
+        now = {"action_mask": view.masks._asdict(), "instance": view.space.instance}
+        return Seen(observation, copied(now | info))
+
+    def _instances(self, options: Mapping[str, Any]) -> NDArray[np.int64]:
+        """(E,) keys of the next episode's instances, as asked for or drawn."""
+        if unknown := options.keys() - {"instance"}:
+            raise InputError(
+                f"unknown option {min(unknown)!r} of reset; the one option is 'instance', a key or one for each"
+            )
+        if "instance" not in options:
+            draws = uniform(key(self._seeds, Purpose.SAMPLE, self.engine.state.episode + 1))
+            return self._keys.start + np.floor(draws * len(self._keys)).astype(np.int64)
+        asked = np.asarray(options["instance"])
+        if asked.dtype.kind not in "iu" or asked.shape not in ((), (self.config.envs,)):
+            raise InputError(f"instance is {options['instance']!r}; give one key, or {self.config.envs}, one for each")
+        named = np.broadcast_to(asked, self.config.envs).astype(np.int64)
+        if stray := [name for name in named.tolist() if name not in self._keys]:
+            raise InputError(
+                f"instance {stray[0]} is none of the {self.config.instances} instances, {self._keys.start} to "
+                f"{self._keys.stop - 1}; choose among them, or another part with the config key instances"
+            )
+        return named
+
+
+def action_space(space: Space) -> spaces.MultiDiscrete:
+    """One choice per head, in the order of `Head`; a head that does not matter for the operation is not read."""
+    sizes = (len(Op), len(space.slots), len(space.blueprints), len(Blend), len(space.tempos), len(space.targets))
+    assert len(sizes) == len(Head)
+    return spaces.MultiDiscrete(np.array(sizes))
+
+
+def observation_space(space: Space) -> spaces.Space[Arrays]:
+    """S slots, K blueprints, and the columns that `columns` names; every value is finite."""
+    slots, menu, (env, slot) = len(space.slots), len(space.blueprints), input_names(space.sensors)
+    return spaces.Dict(
+        {
+            "env": spaces.Box(-CLIP, CLIP, (len(env),), np.float32),
+            "slot": spaces.Box(-CLIP, CLIP, (slots, len(slot)), np.float32),
+            "blueprint": spaces.MultiDiscrete(np.full(slots, menu + 1)),  # 0 is an empty slot, 1 the menu's first
+            "cost": spaces.Box(0, CLIP, (slots, menu), np.float32),
+        }
+    )
+
+
+def columns(space: Space) -> dict[str, tuple[str, ...]]:
+    """Names of the last axis of the observation's arrays, and of the indices in `blueprint`."""
+    env, slot = input_names(space.sensors)
+    menu = tuple(info.name for info in space.blueprints)
+    return {"env": env, "slot": slot, "blueprint": ("", *menu), "cost": menu}
+
+
+def copied(record: Info) -> Info:
+    """A nested dict of arrays with arrays of its own, which its reader may write into."""
+    return {name: copied(value) if isinstance(value, dict) else np.array(value) for name, value in record.items()}
+
+
+def row(record: Info, env: int) -> Info:
+    """One environment of a nested dict of arrays (E, ...); what has no axis left is a plain number."""
+    return {name: row(value, env) if isinstance(value, dict) else _entry(value[env]) for name, value in record.items()}
+
+
+def _entry(value: Any) -> Any:
+    return value.copy() if np.ndim(value) else value.item()
+
+
+def _consecutive(seed: int, envs: int) -> NDArray[np.int64]:
+    """(E,) seed + e; whatever exceeds 63 bits begins at 0."""
+    return np.array([(seed + env) % 2**63 for env in range(envs)], np.int64)
+
+
+def _check(config: Config) -> None:
+    if config.first_instance:
+        raise InputError(
+            f"first_instance is {config.first_instance}, but here instances are drawn; leave it at 0 and choose with "
+            "reset(seed=...) or reset(options={'instance': ...})"
+        )
+    if config.reward.baseline == "group":
+        raise InputError(
+            "reward.baseline is group, which Esper's own learner subtracts from the advantage and no environment can; "
+            "choose none or twin"
+        )

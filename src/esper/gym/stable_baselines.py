@@ -1,0 +1,88 @@
+"""A population as Stable-Baselines3's own vector environment, which differs from Gymnasium's. E environments."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from esper.gym.decisions import allowed_decisions, enumerate_decisions
+from esper.gym.environments import EsperVectorEnv
+from esper.gym.population import Arrays, row
+from esper.leyline.errors import InputError
+from esper.leyline.view import Bools
+
+try:
+    from stable_baselines3.common.vec_env import VecEnv
+except ModuleNotFoundError:
+    raise InputError(
+        "esper.gym.sb3 needs Stable-Baselines3, which is not installed; run pip install stable-baselines3 sb3-contrib"
+    ) from None
+
+Indices = None | int | Iterable[int]
+
+
+class FlatVecEnv(VecEnv):
+    """An action is the index of a decision in `decisions`; `action_masks` says which an engine would accept now."""
+
+    render_mode: str | None = None
+
+    def __init__(self, env: EsperVectorEnv, heads: Collection[str] | None = None) -> None:
+        self._population = env.population
+        self.decisions = enumerate_decisions(env.space, heads)  # (N, 6)
+        self._chosen = np.zeros(env.num_envs, np.int64)
+        super().__init__(env.num_envs, env.single_observation_space, spaces.Discrete(len(self.decisions)))
+
+    def action_masks(self) -> Bools:
+        """(E, N): which decisions are allowed now."""
+        view = self._population.view
+        if view is None:
+            raise InputError("there is no mask before the first reset()")
+        return allowed_decisions(view.masks, self.decisions)
+
+    def reset(self) -> Arrays:
+        """The first observations; seeds and options are those given to `seed` and `set_options` for it."""
+        options = {name: [mine[name] for mine in self._options] for name in self._options[0]}
+        now = self._population.begin(self._seeds[0], options)
+        self._reset_seeds()
+        self._reset_options()
+        self.reset_infos = [{"instance": key} for key in now.info["instance"].tolist()]
+        return now.observation
+
+    def step_async(self, actions: NDArray[np.int64]) -> None:
+        """Keep the indices of the decisions, (E,)."""
+        self._chosen = actions
+
+    def step_wait(self) -> tuple[Arrays, NDArray[np.float32], Bools, list[dict[str, Any]]]:
+        """Observations, rewards, ends and infos, (E, ...). At an end the observation is the next episode's first."""
+        now, reward, terminal = self._population.advance(self.decisions[self._chosen])
+        shown = {name: now.info[name] for name in ("accepted", "reward", "instance")}
+        infos = [row(shown, env) | {"TimeLimit.truncated": False} for env in range(self.num_envs)]
+        if terminal:
+            for env, info in enumerate(infos):
+                info["terminal_observation"] = row(now.observation, env)
+            now = self._population.begin(None, None)
+        return now.observation, reward.astype(np.float32), np.full(self.num_envs, terminal), infos
+
+    def close(self) -> None:
+        """There is nothing to let go of but memory."""
+
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """An attribute of this object, once for each environment; AttributeError where it has none."""
+        return [getattr(self, attr_name) for _ in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """There is no environment of its own to set an attribute of."""
+        raise InputError(f"{attr_name} cannot be set: the environments of a population are rows of one object")
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """What a method of this object returns, row by row."""
+        found = getattr(self, method_name)(*method_args, **method_kwargs)
+        return [found[env] for env in self._get_indices(indices)]
+
+    def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
+        """No environment is wrapped."""
+        return [False for _ in self._get_indices(indices)]
