@@ -1,0 +1,172 @@
+"""An evaluation as tables and as a figure, from its record, the object that `esper eval --json` prints."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from esper.leyline.errors import InputError
+from esper.nissa.files import write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = Mapping[str, Any]
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def print_evaluation(record: Record, console: Console) -> None:
+    """For every task, and for all together: controllers, comparisons with the rules, and what the search cost."""
+    for task in record["tasks"]:
+        _print(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
+        _print_estimates(console, task, task["metric"], record["rules"])
+        for line in search_lines(task["search"]):
+            _print(console, line)
+    if record["together"] is not None:
+        _print(console, f"all {len(record['tasks'])} tasks, each with the same weight")
+        _print_estimates(console, record["together"], record["tasks"][0]["metric"], record["rules"])
+    _print(console, f"[low, high]: {record['confidence']:.0%} stratified bootstrap of {record['draws']:,} draws")
+    _print(console, "interquartile mean: of the middle half of the runs; P(better): of two runs on one problem")
+
+
+def objectives_table(estimates: Record) -> Table:
+    """J of every controller, as mean and as interquartile mean."""
+    table = _table("controller", "J", "J, interquartile mean")
+    for row in estimates["controllers"]:
+        cells = row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def costs_table(estimates: Record, metric: str) -> Table:
+    """What J is made of, as means over the runs, and the time that all of them took to train."""
+    table = _table("controller", metric, "added parameters", "seeds kept", "training s")
+    for row in estimates["controllers"]:
+        cells = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
+        table.add_row(*map(Text, (row["name"], *cells, f"{row['seconds']:,.1f}")))
+    return table
+
+
+def comparisons_table(estimates: Record, rules: Sequence[str]) -> Table:
+    """What a controller is worth beside a rule: the paired difference of J, and how often a run of it is better."""
+    table = _table("controller", "against", "difference of J", "P(better)")
+    for row in compared(estimates, rules):
+        cells = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def compared(estimates: Record, rules: Sequence[str]) -> list[Record]:
+    """The comparisons that are shown: of the controllers that are no rules, or, where there are none, of rules with never."""
+    rows = estimates["comparisons"]
+    learned = [row for row in rows if row["controller"] not in rules]
+    return learned or [row for row in rows if row["rule"] == rules[0]]
+
+
+def search_lines(search: Record) -> list[str]:
+    """The schedule that a search found, as lines of a schedule file, and what it cost."""
+    gates = ", with permissive gates" if search["permissive_gates"] else ""
+    cost = f"{search['episodes']:,} episodes, {search['seconds']:,.1f} seconds, {search['candidates']} schedules"
+    entries = [
+        f"  - {{{', '.join(f'{key}: {_yaml(value)}' for key, value in entry.items())}}}" for entry in search["entries"]
+    ]
+    return [
+        f"best schedule{gates}:{'' if entries else ' plant nothing'}",
+        *entries,
+        f"its search on training instances: {cost}; J {_number(search['probe_objective'], '.3f')} on their probe splits",
+    ]
+
+
+def draw_evaluation(record: Record, path: Path) -> None:
+    """Write a figure: for each task J by controller, and the paired differences. InputError where `path` cannot be drawn to."""
+    if path.suffix not in FORMATS:
+        raise InputError(f"{path} is no figure that can be drawn; give a name that ends in {', '.join(FORMATS)}")
+    from matplotlib.figure import Figure  # a second of imports; without pyplot it opens no window
+
+    tasks = record["tasks"]
+    count = max(len(tasks[0]["controllers"]), len(compared(tasks[0], record["rules"])))
+    figure = Figure(figsize=(11, (1.2 + 0.34 * count) * len(tasks)), layout="constrained")
+    axes = figure.subplots(len(tasks), 2, squeeze=False)
+    for task, (left, right) in zip(tasks, axes, strict=True):
+        controllers, comparisons = task["controllers"], compared(task, record["rules"])
+        names = [row["name"] for row in controllers]
+        _points(left, names, [row["objective"] for row in controllers], 0.12, "o", "mean")
+        _points(left, names, [row["objective_iqm"] for row in controllers], -0.12, "d", "interquartile mean")
+        left.set(title=f"{task['task']}: {_sample(record, task)}", xlabel="J on the test split")
+        pairs = [f"{row['controller']} - {row['rule']}" for row in comparisons]
+        _points(right, pairs, [row["difference"] for row in comparisons], 0.0, "o", "paired difference")
+        right.axvline(0, color="0.6", linewidth=1)
+        right.set(title=f"{task['task']}: paired differences", xlabel="difference of J")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize="small")
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=150)
+    try:
+        write_atomic(path, content.getvalue())
+    except OSError as error:
+        raise InputError(f"cannot write the figure {path}: {error.strerror}; name another file") from None
+
+
+def spread(estimate: Record, form: str) -> str:
+    """An estimate with its interval: 0.712 [0.690, 0.735]; '-' where it is absent."""
+    if estimate["low"] is None:
+        return plain(estimate, form)
+    return f"{estimate['value']:{form}} [{estimate['low']:{form}}, {estimate['high']:{form}}]"
+
+
+def plain(estimate: Record, form: str) -> str:
+    """An estimate alone; '-' where it is absent."""
+    return _number(estimate["value"], form)
+
+
+def _print_estimates(console: Console, estimates: Record, metric: str, rules: Sequence[str]) -> None:
+    for table in (objectives_table(estimates), costs_table(estimates, metric), comparisons_table(estimates, rules)):
+        console.print(table)
+
+
+def _points(
+    axes: "Axes", names: Sequence[str], estimates: Sequence[Record], shift: float, marker: str, label: str
+) -> None:
+    """Estimates as points with bars, the first on top; what is absent leaves its line empty."""
+    known = [(index, estimate) for index, estimate in enumerate(estimates) if estimate["value"] is not None]
+    values = [estimate["value"] for _, estimate in known]
+    lines = [index - shift for index, _ in known]
+    axes.plot(values, lines, marker, markersize=4, label=label)
+    bounded = [(index - shift, estimate) for index, estimate in known if estimate["low"] is not None]
+    colour = axes.lines[-1].get_color()
+    lows, highs = ([estimate[name] for _, estimate in bounded] for name in ("low", "high"))
+    axes.hlines([line for line, _ in bounded], lows, highs, colors=colour, linewidth=1.5)
+    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def _sample(record: Record, task: Record) -> str:
+    """How much was grown under each controller."""
+    seeds = len(record["seeds"])
+    if task["sampled"]:
+        return f"{task['problems']} {record['part']} problems by {seeds} seed{'s' * (seeds > 1)}"
+    return f"{task['runs_of_each']} starts"
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        names = name in ("controller", "against")  # a path may be long; figures are never cut
+        table.add_column(name, justify="right" if index else "left", no_wrap=not names, overflow="fold")
+    return table
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

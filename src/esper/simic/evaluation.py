@@ -1,0 +1,577 @@
+"""Controllers against each other: the same held-out instances, the same keys, and the test split at the end.
+
+C contenders, N instances, R seeds, E environments of a population.
+"""
+
+import hashlib
+import io
+import itertools
+import json
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.actions import Actions, Op
+from esper.leyline.config import Config, build_config
+from esper.leyline.errors import InputError
+from esper.leyline.protocols import PolicyClient
+from esper.leyline.stages import Stage
+from esper.leyline.task import AnyTask, Mixture
+from esper.leyline.view import Floats, Outcome, View, take
+from esper.nissa.files import write_atomic
+from esper.simic.environment import describe_environment
+from esper.simic.rewards import objective
+from esper.simic.statistics import (
+    CONFIDENCE,
+    DRAWS,
+    Interval,
+    Tasks,
+    interquartile_mean,
+    interval,
+    mean,
+    mean_difference,
+    probability_of_improvement,
+)
+from esper.tamiyo.baselines import Rule
+from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of
+from esper.tamiyo.schedule import Entry, Schedule
+from esper.tolaria.engine import VectorizedEngine, instance_keys
+from esper.tolaria.runtime import resolve_device
+
+ROWS = 64
+"""Environments that are grown together; the speed of a step is flat beyond, and memory is not [environments]."""
+
+RULES = ("never", "random-valid", "heuristic")
+BEST = "best schedule"
+"""What every evaluation compares with, the fixed schedule found by a search among them."""
+
+SEARCHED = 64
+"""Training instances that the last candidates of a search are grown on."""
+FIRST_RUNG = 8
+SEARCH_SEED = 2**40
+"""Far from the seeds of any evaluation, so that on one data set too no start is searched on that is evaluated."""
+PERMISSIVE = {"gates": {"permissive": True}}
+
+COMMON = (
+    "steps",
+    "data",
+    "optimizer",
+    "reward.objective",
+    "reward.rent",
+    "lifecycle.max_seeds",
+    "lifecycle.max_training",
+)
+"""What a contender may not set for itself: the training of a host, what J is, and how much may be planted."""
+
+ASKED = ("task", "controller", "envs", "twin", "instances", "first_instance")
+"""What an evaluation sets by itself, so that its settings may not."""
+
+Say = Callable[[str], None]
+Record = dict[str, Any]
+
+
+class Contender(NamedTuple):
+    """A controller that takes part."""
+
+    name: str
+    settings: Mapping[str, Any]  # the config that it brings, over the task's and the evaluation's: gates, sensors
+    make: Callable[[Config], PolicyClient]  # a fresh controller for a population, which must not learn
+    content: str = ""  # what `make` reads beside the config; kept results of other content are not taken for its own
+
+
+class Figures(NamedTuple):
+    """What grown networks came to; every field has the same shape."""
+
+    objective: Floats  # J on the test split, of the network that would be exported
+    metric: Floats  # of that network on the test split
+    added_params: Floats  # parameters of that network beyond its host's
+    kept: Floats  # seeds that were fossilized
+    seconds: Floats  # of training, probing and deciding: a population's time, in equal shares
+
+
+class Evaluation(NamedTuple):
+    """Contenders on one task, paired by instance and seed."""
+
+    task: str
+    metric: str  # its name
+    contenders: tuple[str, ...]  # (C,) their names
+    instances: NDArray[np.int64]  # (N,) keys
+    seeds: tuple[int, ...]  # (R,)
+    sampled: bool  # instances are problems drawn from a mixture; else they are starts on one data set
+    figures: Figures  # (C, N, R)
+
+    def problems(self, figure: Floats) -> Floats:
+        """(N, R) of one contender as `statistics` wants it: problems by runs. Every start on one data set is a run of it."""
+        return figure if self.sampled else figure.reshape(1, -1)
+
+
+class Found(NamedTuple):
+    """The best fixed schedule, and what it cost to find."""
+
+    contender: Contender
+    entries: tuple[Entry, ...]
+    objective: float  # mean J on the probe split over the instances that it was grown on
+    candidates: int
+    instances: int  # that the last candidates were grown on
+    episodes: int  # one environment grown once is one
+    seconds: float
+
+
+def named(name_or_path: str) -> Contender:
+    """A contender by the name of its controller, or from a file or a folder, whose content is then part of who it is."""
+    path, content = Path(name_or_path), hashlib.sha256()
+    for file in [] if name_or_path in CONTROLLERS else sorted([path, *path.rglob("*")]):
+        if file.is_file():
+            content.update(f"{file.relative_to(path)} {file.stat().st_size} ".encode() + file.read_bytes())
+    return Contender(
+        name_or_path,
+        {**settings_of(name_or_path), "controller": name_or_path},
+        lambda config: get_controller(name_or_path, config),
+        content.hexdigest(),
+    )
+
+
+def run_evaluation(
+    controllers: Sequence[Contender],
+    tasks: Sequence[AnyTask],
+    *,
+    instances: int = 200,
+    seeds: int = 3,
+    part: str = "heldout",
+    first: int = 0,
+    settings: Sequence[Mapping[str, Any]] = (),
+    searched: int = SEARCHED,
+    folder: Path | None = None,
+    watch: Say | None = None,
+) -> Record:
+    """Controllers beside never, random-valid, heuristic and the best fixed schedule, on every task: a strict JSON object.
+
+    `settings` are layers of config over the tasks' own, the same for all. What was grown is kept in `folder`, where one is
+    named, and not grown again. `watch` is told in a line what is done. Raises InputError before anything is grown.
+    """
+    rules = [named(name) for name in RULES]
+    again = [(rule.name, rule.settings) for rule in rules]
+    ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
+    names = [contender.name for contender in (*rules, *ours)]
+    if len(set(names)) < len(names) or BEST in names:
+        raise InputError(f"the controllers are {', '.join(names)}; give each a name of its own, other than {BEST!r}")
+    if len({task.name for task in tasks}) < len(tasks) or not tasks:
+        given = ", ".join(task.name for task in tasks) or "none"
+        raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
+    for task, contender in itertools.product(tasks, (*rules, *ours)):
+        _check(task, contender, instances, seeds, part, first, settings)
+    if folder is not None:
+        _create(folder)
+    evaluations, searches = [], []
+    for task in tasks:
+        found = search_schedules(task.sealed(), settings, instances=searched, watch=watch)
+        searches.append(found)
+        evaluations.append(
+            evaluate(
+                task,
+                [*rules, found.contender, *ours],
+                instances=instances,
+                seeds=seeds,
+                part=part,
+                first=first,
+                settings=settings,
+                folder=folder,
+                watch=watch,
+            )
+        )
+    alike = len({evaluation.metric for evaluation in evaluations}) == 1
+    return {
+        "instances": instances,
+        "seeds": list(evaluations[0].seeds),
+        "part": part,
+        "first_instance": first,
+        "settings": [dict(layer) for layer in settings],
+        "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
+        "confidence": CONFIDENCE,
+        "draws": DRAWS,
+        "rules": [*RULES, BEST],
+        "tasks": [_task_record(evaluation, found) for evaluation, found in zip(evaluations, searches, strict=True)],
+        "together": _estimates(evaluations) if alike and len(tasks) > 1 else None,
+    }
+
+
+def evaluate(
+    task: AnyTask,
+    contenders: Sequence[Contender],
+    *,
+    instances: int,
+    seeds: int,
+    part: str = "heldout",
+    first: int = 0,
+    settings: Sequence[Mapping[str, Any]] = (),
+    folder: Path | None = None,
+    rows: int = ROWS,
+    watch: Say | None = None,
+) -> Evaluation:
+    """Grow N instances from R seeds under every contender, and score what would be exported on the test split.
+
+    Instance n of seed r has one host, one data order and one set of births, whatever the contender. Seeds count up from that
+    of the config. At most `rows` environments are grown at once; what becomes of one does not depend on the others, but a
+    controller that draws by row, as random-valid does, draws alike in every population. With a `folder` each population's
+    figures are kept there, and those that are there already are not grown again. Raises InputError before anything is grown.
+    """
+    assert contenders
+    for contender in contenders:
+        _check(task, contender, instances, seeds, part, first, settings)
+    if folder is not None:
+        _create(folder)
+    base = build_config(task.defaults, *settings).seed
+    chosen = tuple(range(base, base + seeds))
+    grown: list[list[Figures]] = []
+    for contender in contenders:
+        grown.append([])
+        for seed in chosen:
+            chunks = []
+            for start in range(0, instances, rows):
+                envs = min(rows, instances - start)
+                config = _config(task, contender, settings, seed, part, first + start, envs)
+                chunks.append(_kept(task, contender, config, folder))
+                _tell(watch, f"{task.name}: {contender.name}, seed {seed}, {start + envs} of {instances} instances")
+            grown[-1].append(Figures(*map(np.concatenate, zip(*chunks, strict=True))))
+    by_contender = [[np.stack(field, 1) for field in zip(*runs, strict=True)] for runs in grown]
+    return Evaluation(
+        task=task.name,
+        metric=task.objective.metric,
+        contenders=tuple(contender.name for contender in contenders),
+        instances=instance_keys(task, _config(task, contenders[0], settings, base, part, first, instances)),
+        seeds=chosen,
+        sampled=isinstance(task, Mixture),
+        figures=Figures(*map(np.stack, zip(*by_contender, strict=True))),
+    )
+
+
+def search_schedules(
+    task: AnyTask,
+    settings: Sequence[Mapping[str, Any]] = (),
+    *,
+    instances: int = SEARCHED,
+    part: str = "training",
+    watch: Say | None = None,
+) -> Found:
+    """The fixed schedule of the highest mean J on training instances, by successive halving.
+
+    Candidates plant one blueprint from step `heuristic.start` on, at one slot, at two or at all, within `max_seeds`, and keep
+    what the gates let them keep; each is tried with the gates of the config and with permissive ones, and planting nothing
+    is a candidate too. All of them are grown on a few instances, then the better half on as many more, and so on (Karnin,
+    Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3), one seed each. J is on the
+    probe split: a test split is not needed, and `task` may be sealed.
+    """
+    task = task.sealed()
+    candidates = _candidates(task, settings)
+    count = min(instances, len(task.keys(part)))
+    if count < 1:
+        raise InputError(f"the search for a schedule was given {instances} instances; give 1 or more")
+    totals, keys = np.zeros(len(candidates)), np.array(task.keys(part)[:count])
+    alive, done, episodes, begin = np.arange(len(candidates)), 0, 0, time.perf_counter()
+    while done < count:
+        more = min(max(done, FIRST_RUNG), count - done)
+        _tell(watch, f"{task.name}: searching, {len(alive)} of {len(candidates)} schedules on {more} more instances")
+        for own in ({}, PERMISSIVE):
+            group = [index for index in alive if candidates[index].settings == own]
+            chosen = [candidates[index].entries for index in group]
+            for start in range(done, done + more, ROWS):
+                instance = keys[start : min(start + ROWS, done + more)]
+                totals[group] += _try(task, chosen, instance, [*settings, own], part).sum(1)
+        episodes += more * len(alive)
+        done += more
+        alive = alive[np.argsort(-np.nan_to_num(totals[alive], nan=-np.inf), kind="stable")]
+        alive = alive[: -(-len(alive) // 2)] if done < count else alive[:1]
+    best = candidates[alive[0]]
+    return Found(
+        contender=Contender(
+            BEST,
+            {"controller": BEST, **best.settings},
+            lambda config: Schedule(best.entries, BEST),
+            json.dumps([_line(entry) for entry in best.entries]),
+        ),
+        entries=best.entries,
+        objective=float(totals[alive[0]] / done),
+        candidates=len(candidates),
+        instances=done,
+        episodes=episodes,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+class _Candidate(NamedTuple):
+    entries: tuple[Entry, ...]
+    settings: Mapping[str, Any]
+
+
+class _Abreast(Rule):
+    """Schedules side by side, each for as many environments as any other."""
+
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        self.schedules = schedules
+
+    def act(self, view: View) -> Actions:
+        """What each schedule decides where the masks are those of its own environments; it reads nothing else of them."""
+        each = len(view.masks.op) // len(self.schedules)
+        masks = (take(view.masks, slice(i * each, (i + 1) * each)) for i in range(len(self.schedules)))
+        decided = [schedule.act(view._replace(masks=own)) for schedule, own in zip(self.schedules, masks, strict=True)]
+        return Actions(*map(np.concatenate, zip(*decided, strict=True)))
+
+
+def _try(
+    task: AnyTask,
+    schedules: Sequence[Sequence[Entry]],
+    instance: NDArray[np.int64],
+    settings: Sequence[Mapping[str, Any]],
+    part: str,
+) -> Floats:
+    """(schedules, instances) J on the probe split; several schedules share a population where it has room."""
+    room = max(1, min(ROWS, len(task.keys(part))) // len(instance))
+    if len(schedules) > room:
+        parts = (schedules[:room], schedules[room:])
+        return np.concatenate([_try(task, some, instance, settings, part) for some in parts])
+    if not schedules:
+        return np.zeros((0, len(instance)))
+    contender = Contender("schedules", {}, lambda config: _Abreast([Schedule(entries) for entries in schedules]))
+    config = _config(task, contender, settings, SEARCH_SEED, part, 0, len(schedules) * len(instance))
+    _, outcome, _ = _play(task, contender, config, np.tile(instance, len(schedules)))
+    return _probe_objective(outcome, config).reshape(len(schedules), -1)
+
+
+def _candidates(task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> list[_Candidate]:
+    """The schedules that are tried, each with its gates; planting nothing is the first."""
+    config = build_config(task.defaults, *settings, {"envs": 1, "twin": False})
+    space = VectorizedEngine(task, config).space
+    at, places = config.heuristic.start, range(len(space.slots))
+    sizes = {1, 2, len(places)} & set(range(1, config.lifecycle.max_seeds + 1))
+    found = [_Candidate((), {})]
+    for size in sorted(sizes):
+        for slots, (index, blueprint) in itertools.product(
+            itertools.combinations(places, size), enumerate(space.blueprints)
+        ):
+            if space.fits[list(slots), index].all():
+                entries = tuple(
+                    Entry(at=at, op=Op.GERMINATE, slot=space.slots[slot], blueprint=blueprint.name, keep=True)
+                    for slot in slots
+                )
+                gates = ({},) if config.gates.permissive else ({}, PERMISSIVE)
+                found += [_Candidate(entries, own) for own in gates]
+    return found
+
+
+def _play(
+    task: AnyTask, contender: Contender, config: Config, instance: NDArray[np.int64] | None = None
+) -> tuple[VectorizedEngine, Outcome, float]:
+    """Grow one population for an episode; returns it with its last outcome, and how long the steps took [s].
+
+    instance (E,) names its instances; without it they are those of the config.
+    """
+    engine, client = VectorizedEngine(task, config), contender.make(config)
+    view = engine.reset(instance)
+    begin = time.perf_counter()
+    while view.step < config.steps:
+        view, outcome = engine.step(client.act(view))
+        client.store(outcome)
+    return engine, outcome, time.perf_counter() - begin
+
+
+def _probe_objective(outcome: Outcome, config: Config) -> Floats:
+    """(E,) J on the probe split, of the networks that would be exported."""
+    assert outcome.exported is not None, "the episode is not over"
+    metric, loss, added = outcome.exported
+    value = metric if config.reward.objective == "metric" else -loss
+    return objective(value, added, outcome.host_params, config.reward.rent)
+
+
+def _figures(task: AnyTask, contender: Contender, config: Config) -> Figures:
+    """(E,) figures of one population. The only reader of test data here."""
+    engine, outcome, seconds = _play(task.sealed(), contender, config)
+    tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
+    metric, loss = engine.evaluate(tests)
+    value = metric if config.reward.objective == "metric" else -loss
+    added = engine.exported_params() - outcome.host_params
+    return Figures(
+        objective=objective(value, added, outcome.host_params, config.reward.rent),
+        metric=metric,
+        added_params=added.astype(np.float64),
+        kept=(outcome.seeds.stage == Stage.FOSSILIZED).sum(1).astype(np.float64),
+        seconds=np.full(config.envs, seconds / config.envs),
+    )
+
+
+def _config(
+    task: AnyTask,
+    contender: Contender,
+    settings: Sequence[Mapping[str, Any]],
+    seed: int,
+    part: str,
+    first: int,
+    envs: int,
+) -> Config:
+    """The run of a contender on some instances. InputError where its settings would make the comparison unfair."""
+    ours = {
+        "task": task.name,
+        "seed": seed,
+        "twin": False,
+        "envs": envs,
+        "instances": part,
+        "first_instance": first,
+        "telemetry": {"level": "off"},
+        "models": "none",
+    }
+    config = build_config(task.defaults, *settings, contender.settings, ours)
+    shared = build_config(task.defaults, *settings, ours)
+    for name in COMMON:
+        if attrgetter(name)(config) != attrgetter(name)(shared):
+            raise InputError(
+                f"controller {contender.name!r} brings its own {name}, so its scores would not compare with the others'; "
+                "set it for all of them, with --set"
+            )
+    return config
+
+
+def _check(
+    task: AnyTask,
+    contender: Contender,
+    instances: int,
+    seeds: int,
+    part: str,
+    first: int,
+    settings: Sequence[Mapping[str, Any]],
+) -> None:
+    """See that a contender can decide on a task, by one decision for one environment. InputError where it cannot."""
+    if task.test is None:
+        raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
+    for name, count in (("instances", instances), ("seeds", seeds)):
+        if count < 1:
+            raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
+    base = build_config(task.defaults, *settings).seed
+    for name in ASKED:
+        if any(name in layer for layer in settings):
+            raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
+    instance_keys(task, _config(task, contender, settings, base + seeds - 1, part, first, instances))
+    config = _config(task, contender, settings, base, part, first, 1)
+    contender.make(config).act(VectorizedEngine(task.sealed(), config).reset())
+
+
+def _kept(task: AnyTask, contender: Contender, config: Config, folder: Path | None) -> Figures:
+    """The figures of a population, from the folder where they are there."""
+    if folder is None:
+        return _figures(task, contender, config)
+    asked = json.dumps([contender.name, contender.content, config.model_dump(mode="json")], sort_keys=True)
+    safe = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in contender.name)[-40:]
+    tag = hashlib.sha256(asked.encode()).hexdigest()[:16]
+    path = folder / f"{config.task}-{safe}-s{config.seed}-{config.first_instance}-{tag}.npz"
+    if not path.exists():
+        figures = _figures(task, contender, config)
+        content = io.BytesIO()
+        np.savez_compressed(content, **figures._asdict())
+        write_atomic(path, content.getvalue())
+        return figures
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            figures = Figures(*(arrays[name] for name in Figures._fields))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        raise InputError(f"{path} cannot be read as kept figures; remove it, and they are grown again") from None
+    return figures
+
+
+def _create(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None
+
+
+def _task_record(evaluation: Evaluation, found: Found) -> Record:
+    """One task: estimates, the search, and every run."""
+    problems, runs = evaluation.problems(evaluation.figures.objective[0]).shape
+    return {
+        "task": evaluation.task,
+        "metric": evaluation.metric,
+        "sampled": evaluation.sampled,
+        "problems": problems,
+        "runs_of_each": runs,
+        "search": {
+            "entries": [_line(entry) for entry in found.entries],
+            "permissive_gates": "gates" in found.contender.settings,
+            "probe_objective": _number(found.objective),
+            "candidates": found.candidates,
+            "instances": found.instances,
+            "episodes": found.episodes,
+            "seconds": round(found.seconds, 3),
+        },
+        **_estimates([evaluation]),
+        "instance_keys": evaluation.instances.tolist(),
+        "runs": {
+            contender: {
+                name: [[_number(value) for value in row] for row in figure[index].tolist()]
+                for name, figure in evaluation.figures._asdict().items()
+            }
+            for index, contender in enumerate(evaluation.contenders)
+        },
+    }
+
+
+def _line(entry: Entry) -> Record:
+    """An entry as a line of a schedule file says it."""
+    return {**entry.model_dump(mode="json", exclude_none=True), "op": entry.op.name.lower()}
+
+
+def _estimates(evaluations: Sequence[Evaluation]) -> Record:
+    """Every contender, and every contender against every rule, over one task or several."""
+
+    def tasks(name: str, contender: int) -> Tasks:
+        return [evaluation.problems(getattr(evaluation.figures, name)[contender]) for evaluation in evaluations]
+
+    contenders, rules = evaluations[0].contenders, (*RULES, BEST)
+    controllers = [
+        {
+            "name": contender,
+            "rule": contender in rules,
+            "objective": _interval(interval(mean, tasks("objective", index))),
+            "objective_iqm": _interval(interval(interquartile_mean, tasks("objective", index))),
+            "metric": _interval(interval(mean, tasks("metric", index))),
+            "added_params": _interval(interval(mean, tasks("added_params", index))),
+            "kept": _interval(interval(mean, tasks("kept", index))),
+            "seconds": round(float(sum(evaluation.figures.seconds[index].sum() for evaluation in evaluations)), 3),
+        }
+        for index, contender in enumerate(contenders)
+    ]
+    comparisons = [
+        {
+            "controller": contender,
+            "rule": contenders[rule],
+            "difference": _interval(interval(mean_difference, tasks("objective", index), tasks("objective", rule))),
+            "probability": _interval(
+                interval(probability_of_improvement, tasks("objective", index), tasks("objective", rule))
+            ),
+        }
+        for index, contender, rule in _pairs(contenders, rules)
+    ]
+    return {"controllers": controllers, "comparisons": comparisons}
+
+
+def _pairs(contenders: Sequence[str], rules: Sequence[str]) -> Iterator[tuple[int, str, int]]:
+    """Every contender with every rule but itself: (its index, its name, index of the rule)."""
+    for index, contender in enumerate(contenders):
+        yield from ((index, contender, rule) for rule, name in enumerate(contenders) if name in rules and rule != index)
+
+
+def _interval(estimate: Interval) -> Record:
+    return {name: _number(value) for name, value in estimate._asdict().items()}
+
+
+def _number(value: float) -> float | None:
+    """What JSON has for it: null for what is not a finite number."""
+    return float(value) if np.isfinite(value) else None
+
+
+def _tell(watch: Say | None, text: str) -> None:
+    if watch is not None:
+        watch(text)

@@ -1,0 +1,164 @@
+import io
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from esper.karn.evaluation import compared, draw_evaluation, plain, print_evaluation, search_lines, spread
+from esper.leyline.errors import InputError
+
+ABSENT = {"value": None, "low": None, "high": None}
+RULES = ["never", "random-valid", "heuristic", "best schedule"]
+
+
+def estimate(value: float, width: float = 0.05) -> dict[str, Any]:
+    return {"value": value, "low": value - width, "high": value + width}
+
+
+def estimates(names: list[str]) -> dict[str, Any]:
+    controllers = [
+        {
+            "name": name,
+            "rule": name in RULES,
+            "objective": estimate(0.5 + index / 10),
+            "objective_iqm": estimate(0.52 + index / 10),
+            "metric": estimate(0.6 + index / 10),
+            "added_params": estimate(1234.0 * index),
+            "kept": estimate(0.25 * index),
+            "seconds": 1234.5,
+        }
+        for index, name in enumerate(names)
+    ]
+    comparisons = [
+        {"controller": ours, "rule": rule, "difference": estimate(0.02), "probability": estimate(0.75)}
+        for ours in names
+        for rule in RULES
+        if ours != rule
+    ]
+    return {"controllers": controllers, "comparisons": comparisons}
+
+
+def record(names: list[str], **over: Any) -> dict[str, Any]:
+    search = {
+        "entries": [{"at": 2, "op": "germinate", "slot": "[b]", "blueprint": "bypass-mlp", "keep": True}],
+        "permissive_gates": True,
+        "probe_objective": 0.7,
+        "candidates": 61,
+        "instances": 64,
+        "episodes": 1216,
+        "seconds": 12.34,
+    }
+    task = {
+        "task": "repair",
+        "metric": "accuracy",
+        "sampled": True,
+        "problems": 200,
+        "runs_of_each": 3,
+        "search": search,
+        **estimates(names),
+    }
+    return {
+        "seeds": [0, 1, 2],
+        "part": "heldout",
+        "confidence": 0.95,
+        "draws": 2000,
+        "rules": RULES,
+        "tasks": [task | over],
+        "together": None,
+    }
+
+
+def printed(evaluation: dict[str, Any], width: int = 120) -> str:
+    file = io.StringIO()
+    print_evaluation(evaluation, Console(file=file, width=width))
+    return file.getvalue()
+
+
+def test_a_controller_has_j_twice_with_its_intervals_and_then_the_other_means():
+    rows = [row.split() for row in printed(record([*RULES, "mine"])).splitlines() if row.startswith(" mine")]
+    assert rows[0] == ["mine", "0.900", "[0.850,", "0.950]", "0.920", "[0.870,", "0.970]"]
+    assert rows[1] == ["mine", "1.000", "4,936", "1.00", "1,234.5"]
+
+
+def test_in_a_narrow_window_names_are_folded_and_figures_are_whole():
+    text = printed(record([*RULES, "schedules/of/mine/with-a-long-name.yaml"]), width=80)
+    assert "…" not in text
+    assert text.count("0.900 [0.850, 0.950]") == 1
+
+
+def test_a_controller_is_compared_with_every_rule():
+    text = printed(record([*RULES, "mine"]))
+    rows = [row.split() for row in text.splitlines() if row.startswith(" mine") and "+0.020" in row]
+    assert [row[1] for row in rows] == ["never", "random-valid", "heuristic", "best"]
+    assert rows[0][2:] == ["+0.020", "[-0.030,", "+0.070]", "0.75", "[0.70,", "0.80]"]
+
+
+def test_rules_alone_are_compared_with_never():
+    pairs = [(row["controller"], row["rule"]) for row in compared(estimates(RULES), RULES)]
+    assert pairs == [(name, "never") for name in RULES[1:]]
+
+
+def test_what_was_grown_and_what_the_search_cost_are_printed():
+    text = printed(record(RULES))
+    assert "repair: 200 heldout problems by 3 seeds" in text
+    assert "1,216 episodes, 12.3 seconds, 61 schedules; J 0.700" in text
+
+
+def test_of_one_data_set_the_starts_are_counted():
+    assert "repair: 600 starts" in printed(record(RULES, sampled=False, problems=1, runs_of_each=600))
+
+
+def test_several_tasks_have_a_table_together():
+    text = printed(record(RULES) | {"together": estimates(RULES)})
+    assert "all 1 tasks" in text
+    assert text.count("J, interquartile mean") == 2
+
+
+def test_the_schedule_that_was_found_is_printed_as_a_schedule_file_has_it():
+    search = record(RULES)["tasks"][0]["search"] | {
+        "entries": [{"at": 2, "op": "germinate", "slot": "b", "keep": True}]
+    }
+    head, *entries, cost = search_lines(search)
+    assert head == "best schedule, with permissive gates:"
+    assert yaml.safe_load("\n".join(entries)) == search["entries"]
+    assert cost.startswith("its search on training instances: 1,216 episodes")
+
+
+def test_that_nothing_is_best_planted_is_said():
+    search = record(RULES)["tasks"][0]["search"] | {"entries": [], "permissive_gates": False}
+    assert search_lines(search)[0] == "best schedule: plant nothing"
+
+
+def test_what_is_absent_is_a_dash_and_without_bounds_there_is_a_value_alone():
+    assert spread(ABSENT, ".3f") == plain(ABSENT, ".3f") == "-"
+    assert spread(ABSENT | {"value": 0.5}, ".3f") == "0.500"
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
+def test_a_figure_is_drawn_in_the_format_of_its_name(tmp_path, suffix, start):
+    path = tmp_path / f"figure{suffix}"
+    draw_evaluation(record([*RULES, "mine"]), path)
+    assert path.read_bytes().startswith(start)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_every_controller_and_comparison_is_named_in_the_figure(tmp_path):
+    draw_evaluation(record([*RULES, "mine"]), tmp_path / "figure.svg")
+    drawn = (tmp_path / "figure.svg").read_text()
+    for name in (*RULES, "mine - never", "mine - best schedule", "interquartile mean"):
+        assert f"<!-- {name} -->" in drawn
+
+
+def test_what_is_absent_is_left_out_of_the_figure(tmp_path):
+    evaluation = record(RULES)
+    evaluation["tasks"][0]["controllers"][1]["objective"] = ABSENT
+    evaluation["tasks"][0]["comparisons"][0]["difference"] = ABSENT | {"value": 0.1}
+    draw_evaluation(evaluation, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("figure.txt", "ends in .png"), ("missing/figure.png", "cannot write")])
+def test_where_no_figure_can_be_written_it_is_refused_in_one_sentence(tmp_path, name, sentence):
+    with pytest.raises(InputError, match=sentence):
+        draw_evaluation(record(RULES), tmp_path / name)
