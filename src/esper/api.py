@@ -13,7 +13,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.simic.grow import grow as grow_run
-from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.catalog import get_controller, settings_of
 from esper.tasks.hosts import host_from
 
 
@@ -34,7 +34,9 @@ def grow(
     if not isinstance(task, Task | Mixture):
         raise InputError(f"the task is a {type(task).__name__}; make one with esper.get_task(name) or esper.task(...)")
     if not isinstance(config, Config):
-        config = build_config(task.defaults, config or {})
+        asked = config or {}
+        brought = controller if isinstance(controller, str) else build_config(task.defaults, asked).controller
+        config = build_config(task.defaults, settings_of(brought) if isinstance(brought, str) else {}, asked)
     named = {"task": task.name}
     if controller is not None:
         named["controller"] = controller if isinstance(controller, str) else type(controller).__name__

@@ -66,7 +66,9 @@ def _top(
 @app.command()
 def grow(
     task: Annotated[str, typer.Argument(help="A task of `esper tasks`.")],
-    controller: Annotated[str | None, typer.Option(help="never, random-valid, heuristic, or a schedule file.")] = None,
+    controller: Annotated[
+        str | None, typer.Option(help="never, random-valid, heuristic, a schedule file, or the run of a trained one.")
+    ] = None,
     # numbers are taken as text, so that the config alone says what is accepted
     envs: Annotated[str | None, typer.Option(metavar="E", help="Environments, twins not counted.")] = None,
     steps: Annotated[str | None, typer.Option(metavar="T", help="Steps in an episode.")] = None,
@@ -85,13 +87,14 @@ def grow(
 ) -> None:
     """Grow a population on a task, compare it with its never-grow twins, and export the networks.
 
-    The task's own settings give way to FILE, that to --set, and that to the other options.
+    The task's own settings give way to those of a trained controller, these to FILE, that to --set, and that to the other
+    options.
     """
     import torch
 
     from esper.leyline.config import build_config, load_config_file, parse_setting
     from esper.simic.grow import grow as run_population
-    from esper.tamiyo.catalog import get_controller
+    from esper.tamiyo.catalog import get_controller, settings_of
     from esper.tasks.catalog import get_task
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
@@ -111,12 +114,13 @@ def grow(
         "slots": None if slots is None else [name.strip() for name in slots.split(",")],
         "twin": twin,
     }
-    config = build_config(
-        chosen.defaults,
+    asked = [
         from_file,
         *(parse_setting(setting) for setting in settings or ()),
         {name: value for name, value in options.items() if value is not None} | {"task": task},
-    )
+    ]
+    named = build_config(chosen.defaults, *asked).controller
+    config = build_config(chosen.defaults, settings_of(named), *asked)
     client = get_controller(config.controller, config)
     folder = run or Path("runs") / f"{task}-{Path(config.controller).stem}-s{config.seed}"
 
@@ -132,6 +136,136 @@ def grow(
         print_summary(summary, Console(), str(folder))
     if summary["status"] == "interrupted":
         raise typer.Exit(130)
+
+
+@app.command()
+def train(
+    tasks: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TASK]...", help="Tasks of `esper tasks`; repair.", show_default=False),
+    ] = None,
+    preset: Annotated[str, typer.Option(metavar="quick|standard", help="Length of the training.")] = "quick",
+    rounds: Annotated[str | None, typer.Option(metavar="N", help="Rounds: an episode of all, and an update.")] = None,
+    envs: Annotated[str | None, typer.Option(metavar="E", help="Environments of each task.")] = None,
+    steps: Annotated[str | None, typer.Option(metavar="T", help="Steps in an episode.")] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Run seed.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda[:i]", help="Where to run.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
+    config_file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML to start from.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any key of `esper config`; may be repeated.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is in the folder.")] = False,
+    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Train never-grow twins beside.")] = None,
+) -> None:
+    """Train a controller by growing populations of hosts; `esper grow TASK --controller DIR` then uses it.
+
+    A task's own settings give way to those of training and of the preset, these to FILE, that to --set, and that to the
+    other options.
+    """
+    import torch
+    from rich.console import Console
+
+    from esper.karn.console import print_training, training
+    from esper.leyline.config import build_config, load_config_file, parse_setting
+    from esper.simic.ppo import LearningError
+    from esper.simic.runner import PRESETS, TRAINING
+    from esper.simic.runner import train as train_controller
+    from esper.tasks.catalog import get_task
+
+    torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
+    names = list(tasks or ("repair",))
+    if len(set(names)) < len(names):
+        raise InputError(f"the tasks are {', '.join(names)}; name each once")
+    chosen = [get_task(name) for name in names]
+    if preset not in PRESETS:
+        raise InputError(f"--preset {preset!r} is unknown; give one of {', '.join(PRESETS)}")
+    from_file = {} if config_file is None else load_config_file(str(config_file))
+    options = {"envs": envs, "steps": steps, "seed": seed, "device": device, "twin": twin}
+    asked: list[Mapping[str, Any]] = [
+        from_file,
+        *(parse_setting(setting) for setting in settings or ()),
+        {name: value for name, value in options.items() if value is not None},
+        {"ppo": {"rounds": rounds}} if rounds is not None else {},
+    ]
+    configs = [
+        build_config(
+            task.defaults, TRAINING, PRESETS[preset], *asked, {"task": task.name, "tasks": names, "controller": "ppo"}
+        )
+        for task in chosen
+    ]
+    folder = run or Path("runs") / f"train-{'+'.join(names)}-s{configs[0].seed}"
+    with training(Console(stderr=True)) as watch:
+        try:
+            summary = train_controller(chosen, configs, folder, watch, overwrite=overwrite)
+        except LearningError as error:
+            _fail(error, 1)
+    if json_:
+        typer.echo(json.dumps(summary, indent=2, allow_nan=False))
+    else:
+        print_training(summary, Console(), str(folder))
+    if summary["status"] == "interrupted":
+        raise typer.Exit(130)
+
+
+@app.command("eval")
+def evaluate(
+    controllers: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONTROLLER]...", help="Names, schedule files, or runs of trained controllers.", show_default=False
+        ),
+    ] = None,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of `esper tasks`.")] = "repair",
+    instances: Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")] = 200,
+    seeds: Annotated[int, typer.Option(metavar="N", help="Seeds, from that of the config on.")] = 3,
+    first: Annotated[int, typer.Option(metavar="N", help="The first instance.")] = 0,
+    searched: Annotated[
+        int, typer.Option(metavar="N", help="Training instances that the search for the best schedule ends with.")
+    ] = 64,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the record, the figure and what was grown are kept.")
+    ] = Path("runs/evaluation"),
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any key of `esper config`, for all of them.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and nothing else.")] = False,
+) -> None:
+    """Compare controllers with the rules and the best fixed schedule, on the same held-out instances with the same keys.
+
+    J is on the test split. What was grown is kept in DIR, and another call with the same arguments goes on from there.
+    """
+    import torch
+    from rich.console import Console
+
+    from esper.karn.evaluation import draw_evaluation, print_evaluation
+    from esper.leyline.config import parse_setting
+    from esper.nissa.files import write_atomic
+    from esper.simic.evaluation import named, run_evaluation
+    from esper.simic.grow import to_json
+    from esper.tasks.catalog import get_task
+
+    torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
+    record = run_evaluation(
+        [named(controller) for controller in controllers or ()],
+        [get_task(name.strip()) for name in tasks.split(",")],
+        instances=instances,
+        seeds=seeds,
+        first=first,
+        settings=[parse_setting(setting) for setting in settings or ()],
+        searched=searched,
+        folder=out / "grown",
+        watch=lambda line: typer.echo(line, err=True),
+    )
+    text = to_json(record)
+    write_atomic(out / "evaluation.json", text)
+    draw_evaluation(record, out / "evaluation.png")
+    if json_:
+        typer.echo(text, nl=False)
+        return
+    print_evaluation(record, Console())
+    typer.echo(f"record and figure: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
 
 
 @app.command()

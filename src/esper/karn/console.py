@@ -84,6 +84,75 @@ class Lines:
         """Nothing is open."""
 
 
+class Rounds:
+    """The progress of a controller's training: a line a round, over one another where there is a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("growing the first round") if console.file.isatty() else None
+
+    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
+        """Show a round's figures; a round that was validated leaves its line."""
+        line = round_line(number, rounds, figures)
+        if self._status is None or "validation_objective" in figures:
+            self.note(line)
+        if self._status is not None:
+            self._status.update(Text(line))
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def training(console: Console) -> Rounds:
+    """What looks on while a controller is trained."""
+    return Rounds(console)
+
+
+def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
+    """Return, speed, health of the learner and seeds kept, in one line."""
+    shown = [
+        ("return", "return", ".3f"),
+        ("env_steps_per_second", "EPS", ",.0f"),
+        ("explained_variance", "explained variance", ".2f"),
+        ("entropy", "entropy", ".2f"),
+        ("log_likelihood", "log-likelihood", ".2f"),
+        ("kept", "seeds kept", ".2f"),
+        ("validation_objective", "validation J", ".4f"),
+    ]
+    parts = [f"{label} {format(figures[name], form)}" for name, label, form in shown if name in figures]
+    place = f"round {number + 1}/{rounds}" if number >= 0 else f"imitation, {-number - 1} to go"
+    return "  ".join([place, *parts])
+
+
+def print_training(summary: Mapping[str, Any], console: Console, folder: str) -> None:
+    """What a training came to."""
+    best, last = summary["best_validation_objective"], summary["last_rounds"]
+    if best is None:
+        _print(console, f"{summary['rounds_done']} rounds; no controller was validated, so none was kept")
+    else:
+        _print(
+            console,
+            f"best of {summary['rounds_done']} rounds: round {summary['best_round'] + 1}, validation J {best:.4f}",
+        )
+    figures = {name: value for name, value in last.items() if value is not None}
+    if figures:
+        _print(console, "last rounds: " + ", ".join(f"{name.replace('_', ' ')} {v:.3g}" for name, v in figures.items()))
+    if summary["controller_share"] is not None:
+        _print(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
+    if best is not None:
+        _print(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
+
+
 def live(console: Console, steps: int, metric: str) -> Bar | Lines:
     """A bar where there is a terminal that can move its cursor, whatever the environment forces; lines elsewhere."""
     bar = console.file.isatty() and not console.is_dumb_terminal

@@ -189,7 +189,7 @@ class PPOConfig(_Section):
     clip: float = Field(0.2, gt=0, lt=1, description="largest change of the joint probability ratio that is rewarded")
     target_kl: float = Field(0.03, gt=0, description="an update ends when the policy has moved this far [nats]")
     gamma: float = Field(1.0, gt=0, le=1, description="discount a step")
-    lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
+    lam: float = Field(0.98, ge=0, le=1, description="lambda of generalised advantage estimation")
     value_weight: float = Field(0.5, ge=0, description="weight of the critic's loss")
     entropy: float = Field(0.01, ge=0, description="weight of the entropy of the sampled heads, annealed to a tenth")
     exploration: float = Field(

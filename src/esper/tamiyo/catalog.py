@@ -3,13 +3,18 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
 from esper.tamiyo.baselines import Never, RandomValid
+from esper.tamiyo.controller import Learned, is_controller, load_policy, read_settings
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedule import load_schedule
+
+FOLDER = "controller"
+"""Where a run folder holds the controller that was trained in it."""
 
 CONTROLLERS: Mapping[str, str] = MappingProxyType(
     {
@@ -18,11 +23,11 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
         "heuristic": "plants bypasses early at the slots of lowest participation, and keeps what pays",
     }
 )
-"""Name and summary of each; the path of a schedule (.yaml or .yml) is a controller too."""
+"""Name and summary of each; the path of a schedule (.yaml or .yml), or of the run folder of a trained one, is one too."""
 
 
 def get_controller(name_or_path: str, config: Config) -> PolicyClient:
-    """A fresh controller, by name or from a schedule file. InputError where it is neither."""
+    """A fresh controller, by name, from a schedule file, or from a folder that holds a trained one. InputError if neither."""
     match name_or_path:
         case "never":
             return Never()
@@ -32,7 +37,22 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
             return Heuristic(config.heuristic, config.gates)
     if Path(name_or_path).suffix in (".yaml", ".yml") and Path(name_or_path).is_file():
         return load_schedule(name_or_path)
+    if (folder := trained(name_or_path)) is not None:
+        return Learned(load_policy(folder))
     raise InputError(
-        f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, or the path of a schedule file "
-        "(.yaml or .yml), which must exist"
+        f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file "
+        "(.yaml or .yml), or the run folder of a trained controller, which must exist"
     )
+
+
+def settings_of(name_or_path: str) -> Mapping[str, Any]:
+    """The config that a controller brings along, over the task's own: what a trained one was trained under."""
+    folder = trained(name_or_path)
+    return {} if folder is None else read_settings(folder)
+
+
+def trained(name_or_path: str) -> Path | None:
+    """The folder of a trained controller: a run folder, or what `esper train` wrote in it; None where it is none."""
+    if name_or_path in CONTROLLERS:
+        return None
+    return next((path for path in (Path(name_or_path) / FOLDER, Path(name_or_path)) if is_controller(path)), None)

@@ -157,6 +157,7 @@ class VectorizedEngine:
         state.step, state.coalitions = 0, None
         body.clear()
         state.seeds = dormant(*state.seeds.stage.shape)
+        state.measurements = _unmeasured(*state.seeds.stage.shape)
         self._feed.reset(state.episode)
         keys, which = np.unique(state.instance, return_inverse=True)
         for index, name in enumerate(keys.tolist()):

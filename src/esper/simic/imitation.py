@@ -1,0 +1,40 @@
+"""Learning to do as a rule does, before learning to do better. E environments."""
+
+import numpy as np
+import torch
+
+from esper.leyline.actions import Actions, Head
+from esper.leyline.protocols import PolicyClient, Reward
+from esper.leyline.view import View
+from esper.simic.client import SimicClient
+from esper.simic.ppo import PPO
+from esper.simic.rollout import Step
+from esper.tamiyo.baselines import choices
+
+
+class Apprentice(SimicClient):
+    """Some environments follow the teacher, the others the policy; what the teacher would have done is kept of all.
+
+    So the policy is corrected in states that it brings about itself (Ross, Gordon and Bagnell, "A reduction of imitation
+    learning to no-regret online learning", 2011, algorithm 3.1, with the mixture over environments instead of steps). The
+    teacher must decide each environment from its view alone.
+    """
+
+    def __init__(self, learner: PPO, reward: Reward, teacher: PolicyClient, led: float) -> None:
+        """`led` is the share of environments that the teacher decides for."""
+        super().__init__(learner, reward)
+        self.teacher, self.led = teacher, led
+
+    def act(self, view: View) -> Actions:
+        """The teacher's decision in the first environments, the policy's own, sampled, in the rest."""
+        envs = len(view.host_params)
+        thought = self.mind.think(view, greedy=False)
+        shown = self.teacher.act(view)
+        valid = [choices(view.masks, head, shown.op, shown.slot) for head in Head]
+        self.keep(
+            view,
+            Step(thought.observation, shown, valid, torch.zeros(envs), thought.value, thought.starts),
+        )
+        follows = np.arange(envs) < round(self.led * envs)
+        own = thought.decision.actions
+        return Actions(*(np.where(follows, theirs, mine) for theirs, mine in zip(shown, own, strict=True)))

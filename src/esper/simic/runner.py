@@ -1,0 +1,362 @@
+"""Training a controller: rounds of growing whole populations, an update after each, the best one kept. E environments."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.actions import Op
+from esper.leyline.config import Config, dump_config
+from esper.leyline.errors import InputError
+from esper.leyline.keys import Purpose, key
+from esper.leyline.protocols import PolicyClient
+from esper.leyline.stages import Stage
+from esper.leyline.task import AnyTask
+from esper.leyline.view import View
+from esper.nissa.events import RoundRow, RunRow
+from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, check_folder, create_folder, write_atomic
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import JsonLines
+from esper.simic.client import SimicClient
+from esper.simic.environment import describe_environment
+from esper.simic.grow import Summary, to_json
+from esper.simic.imitation import Apprentice
+from esper.simic.interrupt import Interrupt
+from esper.simic.ppo import PPO
+from esper.simic.rewards import get_reward, objective
+from esper.simic.rollout import Rollout
+from esper.tamiyo.catalog import FOLDER, get_controller
+from esper.tamiyo.controller import Language, Learned, Policy, save_policy
+from esper.tolaria.engine import VectorizedEngine
+
+TRAINING: Mapping[str, Any] = MappingProxyType(
+    {
+        "envs": 64,
+        "twin": False,
+        "models": "none",
+        "gates": {"permissive": True, "min_holding": 1},  # a learner judges for itself what a gate would forbid
+        "probe": {"sensors_every": 4},
+        "reward": {"baseline": "group", "group": 8},
+        "telemetry": {"level": "run"},
+    }
+)
+"""What training sets over a task's defaults and under everything that a person asks for."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "quick": {"ppo": {"rounds": 60, "imitation_rounds": 8}},
+        "standard": {"ppo": {"rounds": 240, "imitation_rounds": 8}},
+    }
+)
+"""Lengths of training by name."""
+
+LED = (1.0, 0.75, 0.5, 0.25)
+"""Share of the environments that the teacher decides for in the first rounds of imitation; the last one stays."""
+
+
+class Cohort(NamedTuple):
+    """A population of one task, and the learner's side of it."""
+
+    task: AnyTask  # without its test split
+    config: Config
+    engine: VectorizedEngine
+    validation: VectorizedEngine
+
+
+class Played(NamedTuple):
+    """What a round of one cohort came to."""
+
+    seconds: float  # of the whole round
+    deciding: float  # seconds of act and store
+    germinated: int
+    kept: int  # seeds that were fossilized at the end
+    envs: int
+
+
+class Progress(Protocol):
+    """Who looks on while a controller is trained."""
+
+    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
+        """A round is done; those of imitation are numbered below 0."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something else begins."""
+        ...
+
+
+class Silent:
+    """A Progress that looks away."""
+
+    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+class Stop(Exception):
+    """Someone asked for an end in the middle of a round."""
+
+
+def train(
+    tasks: Sequence[AnyTask],
+    configs: Sequence[Config],
+    folder: Path | None = None,
+    watch: Progress | None = None,
+    *,
+    overwrite: bool = False,
+) -> Summary:
+    """Train a controller on tasks, one config each; what concerns the learner is read from the first.
+
+    Writes the run folder, its `controller/` whenever a better one is found: better by the mean J of greedy growth on the
+    validation split of validation instances. Raises InputError on bad input, before anything is written, and LearningError
+    where an update cannot be trusted; the best controller so far then stays. SIGINT ends the training after the step.
+    """
+    watch, config, started = watch or Silent(), configs[0], time.perf_counter()
+    if folder is not None:
+        check_folder(folder, overwrite)
+    cohorts = [_cohort(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
+    policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
+    school = School(cohorts, policy, config)
+    outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
+    with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
+        if folder is not None:
+            create_folder(folder, overwrite)
+            write_atomic(folder / CONFIG, dump_config(config))
+            described = describe_environment(cohorts[0].engine.device)
+            each = {cohort.task.name: cohort.config.model_dump(mode="json") for cohort in cohorts}
+            write_atomic(folder / ENVIRONMENT, to_json({**described, "cohorts": each}))
+        hub.emit(_run_row(cohorts[0], "running"))
+        status = "finished"
+        try:
+            for number in range(-config.ppo.imitation_rounds, config.ppo.rounds):
+                begin = time.perf_counter()
+                figures = school.imitate(number, interrupt) if number < 0 else school.learn(number, interrupt)
+                due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
+                if due and number >= -1 and school.validate(number, figures) and folder is not None:
+                    (folder / FOLDER).mkdir(exist_ok=True)
+                    save_policy(school.best_policy(), folder / FOLDER)
+                seconds = time.perf_counter() - begin
+                known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+                hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
+                watch.round(number, config.ppo.rounds, figures)
+        except Stop:
+            status = "interrupted"
+            watch.note("interrupted; the best controller so far is kept")
+        summary = {
+            "status": status,
+            "tasks": [cohort.task.name for cohort in cohorts],
+            "seed": config.seed,
+            "envs": config.envs,
+            "device": str(cohorts[0].engine.device),
+            "rounds": config.ppo.rounds,
+            "rounds_done": school.learner.round,
+            **school.summary(),
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        hub.emit(_run_row(cohorts[0], status))
+        hub.flush()
+        if folder is not None:
+            write_atomic(folder / SUMMARY, to_json(summary))
+    return summary
+
+
+class School:
+    """The learner with its cohorts, and the best it has brought forth."""
+
+    def __init__(self, cohorts: Sequence[Cohort], policy: Policy, config: Config) -> None:
+        self.cohorts, self.policy, self.config = cohorts, policy, config
+        group = config.reward.group if config.reward.baseline == "group" else None
+        self.learner = PPO(policy, config.ppo, config.seed, group)
+        self.clients = [SimicClient(self.learner, get_reward(cohort.config.reward)) for cohort in cohorts]
+        self.apprentices = [_apprentice(self.learner, cohort) for cohort in cohorts]
+        self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # what the teacher has shown so far, and the menu
+        self.best: tuple[float, int] | None = None  # J on validation instances, and the round
+        self.history: list[dict[str, float]] = []
+
+    def learn(self, number: int, interrupt: Interrupt) -> dict[str, float]:
+        """One round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
+        self.shown.clear()
+        played = self._play(number, self.clients, self.config.reward.group, interrupt)
+        begin = time.perf_counter()
+        figures = self.learner.update([c.rollout() for c in self.clients], [c.menu for c in self.clients])
+        return self._close(figures, self.clients, played, time.perf_counter() - begin)
+
+    def imitate(self, number: int, interrupt: Interrupt) -> dict[str, float]:
+        """One round in which the policy learns to do as the heuristic does; `number` counts up to -1."""
+        led = LED[min(number + self.config.ppo.imitation_rounds, len(LED) - 1)]
+        for apprentice in self.apprentices:
+            apprentice.led = led
+        played = self._play(number, self.apprentices, 1, interrupt)
+        begin = time.perf_counter()
+        self.shown += [(c.rollout().copied(), c.menu) for c in self.apprentices]
+        rollouts, menus = zip(*self.shown, strict=True)
+        figures = self.learner.imitate(rollouts, menus)
+        return self._close(figures, self.apprentices, played, time.perf_counter() - begin)
+
+    def validate(self, number: int, figures: dict[str, float]) -> bool:
+        """Grow the validation instances greedily, put J into the figures, and say whether it is the best so far."""
+        scores, kept = zip(*(_grown(cohort, Learned(self.policy)) for cohort in self.cohorts), strict=True)
+        worth = float(np.mean([score.mean() for score in scores]))
+        figures["validation_objective"], figures["validation_kept"] = worth, float(np.mean(np.concatenate(kept)))
+        better = self.best is None or worth > self.best[0]
+        if better:
+            self.best = worth, number
+        return better
+
+    def best_policy(self) -> Policy:
+        """The policy as it is now, with where it comes from."""
+        assert self.best is not None
+        self.policy.origin = {
+            "tasks": [cohort.task.name for cohort in self.cohorts],
+            "seed": self.config.seed,
+            "round": self.best[1],
+            "validation_objective": self.best[0],
+        }
+        return self.policy
+
+    def summary(self) -> Summary:
+        """The last rounds' figures, and what the training cost."""
+        rounds = self.history[-10:]
+        names = (
+            "return",
+            "explained_variance",
+            "entropy",
+            "wait",
+            "decisions",
+            "kept",
+            "kept_share",
+            "env_steps_per_second",
+        )
+        last = {name: _mean([figures[name] for figures in rounds if name in figures]) for name in names}
+        share = _mean([figures["controller_share"] for figures in self.history if "controller_share" in figures])
+        return {
+            "best_round": None if self.best is None else self.best[1],
+            "best_validation_objective": None if self.best is None else self.best[0],
+            "last_rounds": last,
+            "controller_share": share,
+        }
+
+    def _play(self, number: int, clients: Sequence[SimicClient], group: int, interrupt: Interrupt) -> list[Played]:
+        return [
+            _play(cohort, client, sample_instances(cohort, number, group), interrupt)
+            for cohort, client in zip(self.cohorts, clients, strict=True)
+        ]
+
+    def _close(
+        self, figures: dict[str, float], clients: Sequence[SimicClient], played: Sequence[Played], updating: float
+    ) -> dict[str, float]:
+        for client in clients:
+            client.clear()
+        growing, deciding = sum(p.seconds for p in played), sum(p.deciding for p in played)
+        steps = sum(p.envs * cohort.config.steps for p, cohort in zip(played, self.cohorts, strict=True))
+        germinated, kept = sum(p.germinated for p in played), sum(p.kept for p in played)
+        figures |= {
+            "kept": kept / sum(p.envs for p in played),
+            "kept_share": kept / germinated if germinated else math.nan,
+            "env_steps_per_second": steps / (growing + updating),
+            "controller_share": (deciding + updating) / (growing + updating),
+        }
+        self.history.append(figures)
+        return figures
+
+
+def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int64]:
+    """(E,) training instances of a round, by key; runs of `group` environments share one."""
+    config = cohort.config
+    keys = cohort.task.keys("training")
+    drawn = key(config.seed, Purpose.SAMPLE, number, np.arange(config.envs // group)) & ((1 << 62) - 1)
+    return np.repeat(keys.start + drawn % len(keys), group)
+
+
+def _play(cohort: Cohort, client: SimicClient, instances: NDArray[np.int64], interrupt: Interrupt) -> Played:
+    """One episode of a cohort."""
+    begin, deciding, germinated = time.perf_counter(), 0.0, 0
+    view = cohort.engine.reset(instances)
+    while view.step < view.steps:
+        if interrupt.asked:
+            raise Stop
+        mark = time.perf_counter()
+        actions = client.act(view)
+        deciding += time.perf_counter() - mark
+        view, outcome = cohort.engine.step(actions)
+        mark = time.perf_counter()
+        client.store(outcome)
+        deciding += time.perf_counter() - mark
+        germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
+    kept = int((view.seeds.stage == Stage.FOSSILIZED).sum())
+    return Played(time.perf_counter() - begin, deciding, germinated, kept, cohort.config.envs)
+
+
+def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """J on the validation split of the networks that would be exported, and seeds kept, each (E,); the same episode always."""
+    engine, reward = cohort.validation, cohort.config.reward
+    view: View = engine.reset(episode=0)
+    while view.step < view.steps:
+        view, outcome = engine.step(client.act(view))
+        client.store(outcome)
+    metric, loss = engine.evaluate(engine.validation_splits())
+    value = metric if reward.objective == "metric" else -loss
+    added = engine.exported_params() - view.host_params
+    kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)
+    return objective(value, added, view.host_params, reward.rent), kept
+
+
+def _cohort(task: AnyTask, config: Config) -> Cohort:
+    reward = config.reward
+    if reward.baseline == "group" and config.envs % reward.group:
+        raise InputError(
+            f"reward.group is {reward.group}, which does not divide the {config.envs} environments; choose a divisor"
+        )
+    if reward.baseline == "twin" and not config.twin:
+        raise InputError("reward.baseline is twin, but no twins are trained; give --twin, or another baseline")
+    engine = VectorizedEngine(task, config)
+    if not engine.space.slots or not engine.space.fits.any():
+        raise InputError(
+            f"task {task.name} has no slot in which anything of its menu may be planted; nothing can be learnt"
+        )
+    watched = config.model_copy(
+        update={"instances": "validation", "first_instance": 0, "envs": config.ppo.validate_envs, "twin": False}
+    )
+    return Cohort(task, config, engine, VectorizedEngine(task, watched))
+
+
+def _apprentice(learner: PPO, cohort: Cohort) -> Apprentice:
+    teacher = get_controller("heuristic", cohort.config)
+    return Apprentice(learner, get_reward(cohort.config.reward), teacher, LED[0])
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The config that a trained controller brings along wherever it decides."""
+    return {
+        "gates": config.gates.model_dump(mode="json"),
+        "probe": {"sensors_every": config.probe.sensors_every, "coalitions_every": config.probe.coalitions_every},
+        "lifecycle": {"tempos": list(config.lifecycle.tempos), "targets": list(config.lifecycle.targets)},
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return float(np.mean(finite)) if finite else None
+
+
+def _run_row(cohort: Cohort, status: Any) -> RunRow:
+    config, engine = cohort.config, cohort.engine
+    return RunRow(
+        status=status,
+        task=config.task,
+        controller="ppo",
+        envs=config.envs,
+        steps=config.steps,
+        seed=config.seed,
+        device=str(engine.device),
+        slots=engine.space.slots,
+        blueprints=[blueprint.name for blueprint in engine.space.blueprints],
+        host_params=engine.state.body.host_params[: config.envs],
+    )
