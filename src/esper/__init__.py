@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from esper.api import check_rows as check_rows
     from esper.api import grow as grow
     from esper.api import load as load
     from esper.kasmina.blueprints import blueprint as blueprint
@@ -40,6 +41,7 @@ _HOME = {
     "Task": "leyline.task",
     "VectorizedEngine": "tolaria.engine",
     "blueprint": "kasmina.blueprints",
+    "check_rows": "api",
     "build_config": "leyline.config",
     "get_controller": "tamiyo.catalog",
     "get_task": "tasks.catalog",

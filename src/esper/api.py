@@ -1,13 +1,18 @@
-"""The two calls that most programs need: grow a population, and load a grown network."""
+"""The calls that most programs need: grow a population, load a grown network, and check a host and seeds of one's own."""
 
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
+from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.export import load_network, read_topology
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.invariance import blends_that_vary, segments_that_vary
 from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
@@ -15,6 +20,10 @@ from esper.leyline.task import AnyTask, Mixture, Task
 from esper.simic.grow import grow as grow_run
 from esper.tamiyo.catalog import get_controller, settings_of
 from esper.tasks.hosts import host_from
+from esper.tolaria.data import stack_splits
+
+CHECKED = 64
+"""Examples that `check_rows` runs a host on."""
 
 
 def grow(
@@ -64,3 +73,23 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
             )
         host = host_from(named["name"], named["arguments"])
     return load_network(path, host)
+
+
+def check_rows(task: AnyTask) -> dict[str, str]:
+    """The modules of a task whose numbers for one environment depend, if only in the last bit, on the others beside it.
+
+    Names segments of the host ("segments.1") and blueprints of the menu under a blend ("wide, GATE"), each with where that
+    shows; empty where every environment is bitwise the same in any population on this machine's CPU. What it finds is only
+    as much as stacks of one to five rows and a few batch sizes show.
+    """
+    instance = task.instance(task.keys("training").start)
+    x = stack_splits([instance.train], np.zeros(1, np.int64), task.inputs, torch.device("cpu")).x[0]
+    with drawn_with(0):
+        host = task.largest()
+    assert isinstance(host, SegmentedHost)
+    found = segments_that_vary(task.largest, x[:CHECKED])
+    for width in sorted({slot.width for slot in host.slots}):
+        for name in task.menu:
+            for blend, where in blends_that_vary(get_blueprint(name), width).items():
+                found.setdefault(f"{name}, {blend}", f"{where}, width {width}")
+    return found

@@ -390,6 +390,29 @@ def _checks() -> Iterator[tuple[bool | None, str]]:
             yield True, f"blueprint {name} passes its birth checks"
         except InputError as error:
             yield False, f"blueprint {name}: {error}"
+    yield from _rows()
+
+
+def _rows() -> Iterator[tuple[bool, str]]:
+    """Whether an environment is bitwise the same in any population, for every host, blueprint and blend of ours."""
+    import torch
+
+    from esper.kasmina.blueprints import BLUEPRINTS
+    from esper.kasmina.invariance import blends_that_vary, segments_that_vary
+    from esper.tasks.catalog import TASKS, get_task
+
+    torch.set_num_threads(1)
+    for name in TASKS:
+        task = get_task(name)
+        x = torch.randn(64, *task.inputs, generator=torch.Generator().manual_seed(0))
+        yield _row(f"host of {name}", segments_that_vary(task.largest, x))
+    for name, blueprint in BLUEPRINTS.items():
+        yield _row(f"blueprint {name}", blends_that_vary(blueprint, 8) | blends_that_vary(blueprint, 3))
+
+
+def _row(what: str, found: Mapping[str, str]) -> tuple[bool, str]:
+    where = "; ".join(f"{part}: {text}" for part, text in found.items())
+    return not found, f"{what}: rows depend on their neighbours ({where})" if found else f"{what}: rows stand alone"
 
 
 def _is_network(folder: Path) -> bool:

@@ -1,0 +1,122 @@
+"""Whether the numbers of a row depend on its company: modules in stacks of one to five rows. N rows, B examples, D features.
+
+A kernel may treat the last elements of a tensor, or one row alone, in another way, which shows in the last bit. An environment's
+trajectory is the same in any population only where no module of it does that.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blending import blend_change
+from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.body import Seed
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.stack import Stack
+from esper.leyline.actions import Blend
+
+ROWS = 5
+BATCHES = (3, 7, 32)
+JOLT = 0.3
+"""What parameters are moved by [standard deviation]: at birth a seed is 0 whatever the kernel."""
+
+
+class Blended(nn.Module):
+    """A slot that reads its own stream: y = h + c, with the change c of a seed at alpha 1/2 under one blend."""
+
+    def __init__(self, seed: Seed, blend: Blend) -> None:
+        super().__init__()
+        self.seed, self.blend = seed, blend
+        self.stacks = bool(getattr(seed.delta, "stacks", False))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(B, D) -> (B, D), or (N, B, D) -> (N, B, D)."""
+        alpha, blend = h.new_full((1, 1), 0.5), torch.full((1, 1), int(self.blend), device=h.device)
+        return h + blend_change(h, self.seed.delta(h), self.seed.gate(h), alpha, blend)
+
+
+def segments_that_vary(factory: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
+    """The segments of a host whose numbers for a row depend on its company, each with where that shows.
+
+    x (B, ...): examples that the host can run. Outputs, gradients and buffers are compared bit for bit, in training mode.
+    """
+    hosts = [_jolted(factory, row) for row in range(ROWS)]
+    assert isinstance(hosts[0], SegmentedHost)
+    return _vary(hosts, x, [f"segments.{k}" for k in range(len(hosts[0].segments))])
+
+
+def blends_that_vary(entry: Blueprint, width: int) -> dict[str, str]:
+    """The blends under which a blueprint's numbers for a row depend on its company, on a stream of `width` features."""
+    with drawn_with(width):
+        x = torch.randn(max(BATCHES), width)
+    found: dict[str, str] = {}
+    for blend in Blend:
+
+        def build(blend: Blend = blend) -> nn.Module:
+            return Blended(Seed(entry.build(width, width), width), blend)
+
+        where = _vary([_jolted(build, row) for row in range(ROWS)], x, [""])
+        if where:
+            found[blend.name] = where[""]
+    return found
+
+
+def _vary(modules: Sequence[nn.Module], x: Tensor, parts: Sequence[str]) -> dict[str, str]:
+    """Hold smaller stacks of the first and of the last rows against that of all of them, part by part."""
+    found: dict[str, str] = {}
+    for batch in BATCHES:
+        example = (np.arange(batch) + 5 * np.arange(ROWS)[:, None]) % len(x)
+        h = x[torch.from_numpy(example)]
+        for part in parts:
+            y, *expected = _run(_stacked(modules), h, part, 0)
+            for count in range(1, ROWS):
+                for rows in (slice(0, count), slice(ROWS - count, ROWS)):
+                    got = _run(_stacked(modules[rows]), h[rows], part, rows.start)
+                    if not all(_same(a, b[rows]) for a, b in zip(got, (y, *expected), strict=True)):
+                        found.setdefault(
+                            part, f"{count} of {ROWS} rows differ without the others, at batches of {batch}"
+                        )
+            h = y
+    return found
+
+
+def _run(stack: Stack, h: Tensor, part: str, first: int) -> list[Tensor]:
+    """Output, gradients of the input and the parameters, and buffers, each with a row axis."""
+    h = h.detach().clone()
+    if h.is_floating_point():
+        h.requires_grad_()
+    stack.columns["gradient"].zero_()
+    stack.train(True)
+    y = stack(h, slice(0, len(h)), part=part, keys=np.arange(first, first + len(h)))
+    if y.requires_grad:
+        pull = torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).view(1, *y.shape[1:])
+        (y * pull).sum().backward()
+    gradient = h.grad if h.grad is not None else torch.zeros_like(h)
+    return [
+        y.detach(),
+        gradient,
+        stack.columns["gradient"].clone(),
+        *(stack.columns[name].clone() for name in stack.buffers),
+    ]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _stacked(modules: Sequence[nn.Module]) -> Stack:
+    stack = Stack(modules[0], len(modules), dtype=next(iter(modules[0].parameters())).dtype)
+    for row, module in enumerate(modules):
+        stack.write(row, module)
+    return stack
+
+
+@torch.no_grad()
+def _jolted(factory: Callable[[], nn.Module], key: int) -> nn.Module:
+    with drawn_with(key):
+        module = factory()
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(parameter.dtype), alpha=JOLT)
+    return module
