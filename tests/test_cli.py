@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
 from esper.cli import main
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint
+from esper.kasmina.blueprints.vector import zero_linear
 from esper.leyline.config import Config, build_config, reference
+from esper.leyline.slots import Kind, Tap
 
 QUICK = ["--envs", "2", "--steps", "3", "--set", "data.batches_per_step=2", "--models", "none"]
 
@@ -193,6 +197,26 @@ def test_doctor_finds_nothing_wrong(esper):
     assert code == 0, out
     assert "FAIL" not in out
     assert "bypass-mlp passes its birth checks" in out
+
+
+def test_doctor_names_a_blueprint_whose_rows_depend_on_their_neighbours(esper, monkeypatch):
+    class Shared(nn.Module):
+        stacks = True
+
+        def __init__(self, reads, writes):
+            super().__init__()
+            self.out = zero_linear(reads, writes)
+
+        def forward(self, u):
+            y = self.out(u)
+            return y - y.mean(0) if y.dim() == 3 else y
+
+    entry = Blueprint("shared", Kind.VECTOR, Tap.HERE, Shared, lambda r, w: r * w + w, "")
+    monkeypatch.setitem(BLUEPRINTS, "shared", entry)
+    code, out, _ = esper("doctor")
+    assert code == 1
+    (line,) = [line for line in out.splitlines() if "FAIL" in line]
+    assert "blueprint shared: rows depend on their neighbours (ADD: " in line
 
 
 def test_export_copies_every_network(esper, exported):

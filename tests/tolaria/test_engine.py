@@ -8,6 +8,7 @@ import torch
 
 from esper.kasmina.export import grown_network
 from esper.leyline.actions import Actions, Op
+from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.stages import ADDED, Stage, among
 from esper.nissa.events import EpisodeRow, LifecycleRow, StepRow
@@ -16,7 +17,7 @@ from esper.nissa.outputs import Memory
 from esper.simic.rewards import objective
 from esper.tamiyo.baselines import RandomValid
 from esper.tasks.catalog import get_task
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import VectorizedEngine, check_memory
 from populations import GROW, Script, blobs, small_config
 
 
@@ -411,3 +412,17 @@ def test_every_environment_of_a_task_of_ours_is_bitwise_the_same_wherever_its_ro
 
     for got, expected in zip(rows(6, busy), rows(3, {}), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_a_population_that_does_not_fit_into_memory_is_refused_before_anything_is_made():
+    with pytest.raises(InputError, match=r"envs is 1,000,000,000, whose 2,000,000,000 networks take at least .* GiB"):
+        VectorizedEngine(get_task("digits"), build_config({"envs": 10**9}))
+
+
+def test_memory_is_counted_by_rows_parameters_and_moments():
+    task, config = get_task("digits"), build_config({"envs": 10, "data": {"batch": 64}})
+    parameters = sum(p.numel() for p in task.largest().parameters())
+    needed = 20 * (parameters * 4 * (2 + 2) + 64 * 64 * 4)
+    check_memory(task, config, 20, 2, needed)
+    with pytest.raises(InputError, match="lower envs"):
+        check_memory(task, config, 20, 2, needed - 1)

@@ -1,11 +1,13 @@
 """The engine: a vector environment whose step trains, probes and edits a whole population. E environments, S slots."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -43,7 +45,7 @@ from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
 from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.probe import negated, probe, sense, spread
-from esper.tolaria.runtime import PhaseTimer, read_packet, resolve_device
+from esper.tolaria.runtime import PhaseTimer, available_memory, read_packet, resolve_device
 from esper.tolaria.sensors import SENSORS
 from esper.tolaria.training import Trained, train
 
@@ -99,11 +101,12 @@ class VectorizedEngine:
         self.timer = PhaseTimer(self.device)
         self.rows = config.envs * (2 if config.twin else 1)
         stacked = max(self.rows, 2)
+        self._optimizer = StackedOptimizer(config.optimizer)
+        check_memory(task, config, stacked, len(self._optimizer.rule.moments), available_memory(self.device))
         first = instance_keys(task, config)
         menu = _menu(task, config)
         self._task = task
         self._objective = task.objective
-        self._optimizer = StackedOptimizer(config.optimizer)
         self._load(self._spread(first))
         body = Body(
             task.largest,
@@ -407,6 +410,22 @@ class VectorizedEngine:
             self.hub.emit(step_row(view, outcome, twin_metric=twins))
         if outcome.terminal:
             self.hub.extend(episode_rows(outcome, self.space, view.seeds))
+
+
+def check_memory(task: AnyTask, config: Config, rows: int, moments: int, available: int) -> None:
+    """InputError where a population alone would take more memory than there is.
+
+    Counted is what is sure: value, gradient and moments of every host's parameters, and one batch of inputs.
+    """
+    with drawn_with(0):
+        host = sum(parameter.nbytes for parameter in task.largest().parameters())
+    inputs = config.data.batch * math.prod(task.inputs) * torch.get_default_dtype().itemsize
+    needed = rows * (host * (2 + moments) + inputs)
+    if needed > available:
+        raise InputError(
+            f"envs is {config.envs:,}, whose {rows:,} networks take at least {needed / 2**30:,.1f} GiB, but "
+            f"{available / 2**30:,.1f} GiB of memory are available; lower envs"
+        )
 
 
 def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:

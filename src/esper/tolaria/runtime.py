@@ -1,8 +1,10 @@
 """The device: which one, how it is read, and where the time of a step goes."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +28,19 @@ def resolve_device(text: str) -> torch.device:
                 f"device {text!r} was asked for, but torch sees {there} CUDA devices; use --device cpu or auto"
             )
     return device
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be had on a device now; of a CPU whose system does not say so, all there are."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    said = Path("/proc/meminfo")
+    if said.exists():
+        lines = [line.split() for line in said.read_text().splitlines()]
+        found = [int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:"]
+        if found:
+            return found[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
