@@ -249,13 +249,13 @@ def test_a_task_without_a_test_split_is_refused(task):
 
 
 class InterruptsItself:
-    """A controller during whose decision at some step Ctrl-C is pressed."""
+    """A controller during whose decision at some step Ctrl-C is pressed, once or more."""
 
-    def __init__(self, client: Any, step: int) -> None:
-        self.client, self.step = client, step
+    def __init__(self, client: Any, step: int, times: int = 1) -> None:
+        self.client, self.step, self.times = client, step, times
 
     def act(self, view: View) -> Any:
-        if view.step == self.step:
+        for _ in range(self.times if view.step == self.step else 0):
             os.kill(os.getpid(), signal.SIGINT)
         return self.client.act(view)
 
@@ -277,6 +277,15 @@ def test_an_interrupted_run_ends_after_its_step_and_is_evaluated_and_exported(ta
     rows = events(tmp_path / "run")
     assert rows[-1].status == "interrupted"
     assert [row.step for row in rows if isinstance(row, StepRow)] == list(range(5))
+
+
+def test_a_second_interrupt_ends_the_run_at_once_and_closes_its_events(task, tmp_path):
+    config = config_of(models="all")
+    client = InterruptsItself(get_controller(config.controller, config), step=4, times=2)
+    with pytest.raises(KeyboardInterrupt):
+        grow(task, config, client, tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert [row.status for row in events(tmp_path / "run") if isinstance(row, RunRow)] == ["running", "interrupted"]
 
 
 def test_the_environment_says_what_ran(finished):

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
@@ -90,28 +91,39 @@ def grow(
             write_atomic(folder / CONFIG, dump_config(config))
             write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
         hub.emit(_run_row(engine, config, "running"))
-        played = _play(engine, client, (view, decided), interrupt, watch)
-        if played.status == "interrupted":
-            watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
-        figures = _figures(engine, task, config)
-        networks = [engine.export(env) for env in range(config.envs)]
-        written = Written([], [])
-        if folder is not None:
-            written = _write_networks(engine, task, config, folder, networks, figures, watch)
-        summary = {
-            **_asked(engine, config, played),
-            **figures,
-            **_growth([topology for _, topology in networks], played.germinated),
-            **written._asdict(),
-            "seconds": round(time.perf_counter() - started, 3),
-            "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
-            "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
-        }
+        with _closing_row(hub, engine, config):
+            played = _play(engine, client, (view, decided), interrupt, watch)
+            if played.status == "interrupted":
+                watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
+            figures = _figures(engine, task, config)
+            networks = [engine.export(env) for env in range(config.envs)]
+            written = Written([], [])
+            if folder is not None:
+                written = _write_networks(engine, task, config, folder, networks, figures, watch)
+            summary = {
+                **_asked(engine, config, played),
+                **figures,
+                **_growth([topology for _, topology in networks], played.germinated),
+                **written._asdict(),
+                "seconds": round(time.perf_counter() - started, 3),
+                "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
+                "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
+            }
         hub.emit(_run_row(engine, config, played.status))
         hub.flush()
         if folder is not None:
             write_atomic(folder / SUMMARY, to_json(summary))
     return summary
+
+
+@contextmanager
+def _closing_row(hub: Hub, engine: VectorizedEngine, config: Config) -> Iterator[None]:
+    """A second SIGINT leaves no summary; that the run is over stands in its events all the same."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        hub.emit(_run_row(engine, config, "interrupted"))
+        raise
 
 
 class Played(NamedTuple):
