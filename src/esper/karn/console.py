@@ -140,10 +140,8 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str) ->
     if best is None:
         _print(console, f"{summary['rounds_done']} rounds; no controller was validated, so none was kept")
     else:
-        _print(
-            console,
-            f"best of {summary['rounds_done']} rounds: round {summary['best_round'] + 1}, validation J {best:.4f}",
-        )
+        place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
+        _print(console, f"best of {summary['rounds_done']} rounds: {place}, validation J {best:.4f}")
     figures = {name: value for name, value in last.items() if value is not None}
     if figures:
         _print(console, "last rounds: " + ", ".join(f"{name.replace('_', ' ')} {v:.3g}" for name, v in figures.items()))

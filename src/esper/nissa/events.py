@@ -197,4 +197,4 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
-_decoder = msgspec.json.Decoder(RunRow | StepRow | LifecycleRow | EpisodeRow)
+_decoder = msgspec.json.Decoder(RunRow | StepRow | LifecycleRow | EpisodeRow | RoundRow)

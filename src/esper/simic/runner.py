@@ -205,7 +205,7 @@ class School:
         scores, kept = zip(*(_grown(cohort, Learned(self.policy)) for cohort in self.cohorts), strict=True)
         worth = float(np.mean([score.mean() for score in scores]))
         figures["validation_objective"], figures["validation_kept"] = worth, float(np.mean(np.concatenate(kept)))
-        better = self.best is None or worth > self.best[0]
+        better = math.isfinite(worth) and (self.best is None or worth > self.best[0])
         if better:
             self.best = worth, number
         return better
@@ -310,16 +310,17 @@ def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], N
 
 def _cohort(task: AnyTask, config: Config) -> Cohort:
     reward = config.reward
-    if reward.baseline == "group" and config.envs % reward.group:
+    if config.envs % reward.group:  # whatever the baseline: instances are drawn by the group
         raise InputError(
             f"reward.group is {reward.group}, which does not divide the {config.envs} environments; choose a divisor"
         )
     if reward.baseline == "twin" and not config.twin:
         raise InputError("reward.baseline is twin, but no twins are trained; give --twin, or another baseline")
     engine = VectorizedEngine(task, config)
-    if not engine.space.slots or not engine.space.fits.any():
+    if not engine.space.slots or not engine.space.fits.any() or not config.lifecycle.max_seeds:
         raise InputError(
-            f"task {task.name} has no slot in which anything of its menu may be planted; nothing can be learnt"
+            f"task {task.name} has no slot in which anything of its menu may be planted, so nothing can be learnt; give it "
+            "slots, blueprints that fit them, and a lifecycle.max_seeds of 1 or more"
         )
     watched = config.model_copy(
         update={"instances": "validation", "first_instance": 0, "envs": config.ppo.validate_envs, "twin": False}

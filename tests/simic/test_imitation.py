@@ -1,0 +1,149 @@
+"""The apprentice: who acts, what is remembered, and what is learnt from it."""
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.actions import Head, Op
+from esper.leyline.config import build_config
+from esper.simic.imitation import Apprentice
+from esper.simic.interrupt import Interrupt
+from esper.simic.ppo import PPO
+from esper.simic.rewards import get_reward
+from esper.simic.runner import LED, TRAINING, School, _cohort, _settings
+from esper.tamiyo.controller import Language, Policy
+from esper.tamiyo.heuristic import Heuristic
+from esper.tamiyo.observation import input_names
+from esper.tolaria.engine import VectorizedEngine
+from populations import blobs, small_config
+
+ENVS, STEPS = 8, 8
+EAGER = {"start": 0, "threshold": 2.0, "min_rank": 2.0, "slack": 0, "patience": 1}
+"""A rule that plants as soon as it may."""
+
+
+class Remembering(Heuristic):
+    """The rule, with all that it ever decided."""
+
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        self.decided = []
+
+    def act(self, view):
+        self.decided.append(super().act(view))
+        return self.decided[-1]
+
+
+class Lesson:
+    """One episode of an apprentice under a teacher that leads a share of the environments."""
+
+    def __init__(self, led):
+        config = small_config(envs=ENVS, steps=STEPS, heuristic=EAGER)
+        engine = VectorizedEngine(blobs(), config)
+        self.teacher = Remembering(config.heuristic, config.gates)
+        learner = PPO(Policy.fresh(Language.of([engine.space]), 0), config.ppo, 0)
+        self.apprentice = Apprentice(learner, get_reward(config.reward), self.teacher, led)
+        self.views, self.outcomes = [engine.reset()], []
+        while self.views[-1].step < STEPS:
+            view, outcome = engine.step(self.apprentice.act(self.views[-1]))
+            self.apprentice.store(outcome)
+            self.views.append(view)
+            self.outcomes.append(outcome)
+
+    def acted(self, head):
+        """(T, E) of what was done."""
+        return np.stack([outcome.actions[head] for outcome in self.outcomes])
+
+    def taught(self, head):
+        """(T, E) of what the teacher would have done."""
+        return np.stack([actions[head] for actions in self.teacher.decided])
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    return Lesson(0.5)
+
+
+def test_the_first_environments_follow_the_teacher_and_the_rest_do_not(lesson):
+    acted, taught = (np.stack([decided(head) for head in Head]) for decided in (lesson.acted, lesson.taught))
+    np.testing.assert_array_equal(acted[..., : ENVS // 2], taught[..., : ENVS // 2])
+    assert (acted[..., ENVS // 2 :] != taught[..., ENVS // 2 :]).any((0, 1)).all()
+
+
+@pytest.mark.parametrize("head", Head, ids=lambda head: head.name)
+def test_what_is_learnt_from_is_the_decision_of_the_teacher_whoever_acted(lesson, head):
+    np.testing.assert_array_equal(lesson.apprentice.rollout().actions[head].numpy(), lesson.taught(head))
+
+
+def test_the_teacher_of_the_lesson_plants_and_keeps(lesson):
+    assert {Op.GERMINATE, Op.ADVANCE, Op.FOSSILIZE} <= set(lesson.taught(Head.OP).ravel().tolist())
+
+
+def test_a_decision_of_the_teacher_is_among_the_valid_ones_that_are_kept_with_it(lesson):
+    rollout = lesson.apprentice.rollout()
+    for actions, valid in zip(rollout.actions, rollout.valid, strict=True):
+        assert valid.gather(-1, actions.unsqueeze(-1)).all()
+
+
+def test_the_apprentice_remembers_what_was_done_not_what_was_taught(lesson):
+    # the observation of a step names the operation of the step before
+    names = [f"last_{op.name.lower()}" for op in Op]
+    columns = [input_names(lesson.apprentice.learner.policy.language.sensors)[0].index(name) for name in names]
+    policy, rollout = lesson.apprentice.learner.policy, lesson.apprentice.rollout()
+    seen = policy.normalised(rollout.observations()).env[1:][..., columns].argmax(-1)
+    np.testing.assert_array_equal(seen, lesson.acted(Head.OP)[:-1])
+
+
+@pytest.mark.parametrize(("led", "share"), [(1.0, 8), (0.25, 2), (0.0, 0)])
+def test_the_teacher_leads_its_share_of_the_environments(led, share):
+    lesson = Lesson(led)
+    alike = (np.stack([lesson.acted(h) == lesson.taught(h) for h in Head])).all((0, 1))
+    assert alike[:share].all()
+    assert not alike[share:].any()
+
+
+def test_the_reward_is_that_of_what_was_done():
+    one, other = (Lesson(led).apprentice.rollout() for led in (1.0, 0.0))
+    assert not torch.equal(one.reward, other.reward)
+
+
+def a_school(**ppo):
+    task = blobs()
+    config = build_config(
+        task.defaults,
+        TRAINING,
+        {"envs": ENVS, "steps": STEPS, "data": {"batch": 12, "batches_per_step": 2}, "heuristic": EAGER},
+        {"reward": {"group": 4}, "ppo": {"validate_envs": 4, **ppo}},
+    )
+    cohort = _cohort(task.sealed(), config)
+    return School([cohort], Policy.fresh(Language.of([cohort.engine.space]), 0, _settings(config)), config)
+
+
+@pytest.fixture(scope="module")
+def imitated():
+    """A school after six rounds of imitation, the share that the teacher led in each, and their figures."""
+    school, led, figures = a_school(imitation_rounds=6, lr=3e-3), [], []
+    for number in range(-6, 0):
+        figures.append(school.imitate(number, Interrupt()))
+        led.append(school.apprentices[0].led)
+    return school, led, figures
+
+
+def test_rounds_of_imitation_raise_the_likelihood_of_the_decisions_of_the_teacher(imitated):
+    _, _, figures = imitated
+    first, *_, last = (found["log_likelihood"] for found in figures)
+    assert last > first + 0.2
+
+
+def test_the_teacher_leads_less_from_round_to_round(imitated):
+    _, led, _ = imitated
+    assert led == [*LED, LED[-1], LED[-1]]
+
+
+def test_what_the_teacher_has_shown_is_kept_until_learning_begins(imitated):
+    school, _, _ = imitated
+    before = [rollout.actions[Head.OP].clone() for rollout, _ in school.shown]
+    assert len(before) == 6
+    assert not all(torch.equal(before[0], other) for other in before[1:])
+    school.learn(0, Interrupt())
+    assert school.shown == []

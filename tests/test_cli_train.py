@@ -1,0 +1,257 @@
+"""`esper train`, and what uses its controller: `esper grow` and `esper eval`."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import esper as library
+from esper.cli import main
+from esper.leyline.config import build_config
+from esper.simic.runner import TRAINING
+from esper.tamiyo.controller import FACTS, load_policy
+
+SHORT = ["--set", "data.batches_per_step=2", "--set", "reward.group=2", "--set", "ppo.imitation_rounds=1"]
+SHORT += ["--set", "ppo.validate_envs=2", "--set", "ppo.validate_every=1", "--set", "ppo.epochs=1"]
+TINY = ["--envs", "4", "--steps", "4", "--rounds", "2", *SHORT]
+FEW = ["--instances", "2", "--seeds", "1", "--searched", "2"]
+FEW += ["--set", "steps=5", "--set", "data.batches_per_step=2", "--set", "slots=[block0]"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Every test runs in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def esper(capsys):
+    """Runs the command; gives (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return end.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run folder with a controller."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    with pytest.raises(SystemExit) as end:
+        main(["train", "spirals", *TINY, "--set", "gates.min_holding=2", "--run", str(folder)])
+    assert not end.value.code
+    return folder
+
+
+def files(folder: Path = Path()) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def refused(found: tuple[int, str, str], names: str, code: int = 2) -> None:
+    """One sentence on stderr, with what it is about."""
+    assert found[0] == code, found
+    assert found[1] == ""
+    assert found[2].splitlines()[-1].startswith("error: ")
+    assert found[2].count("error: ") == 1
+    assert names in found[2]
+
+
+def test_train_tells_of_every_round_and_of_how_to_go_on(esper):
+    code, out, err = esper("train", "iris", *TINY)
+    assert code == 0, err
+    assert os.listdir("runs") == ["train-iris-s0"]
+    lines = err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["imitation, 0 to go", "round 1/2", "round 2/2"]
+    for figure in ("return ", "EPS ", "explained variance ", "entropy ", "seeds kept ", "validation J "):
+        assert figure in lines[-1]
+    assert "best of 2 rounds: " in out
+    assert "round 0" not in out
+    assert "esper grow TASK --controller runs/train-iris-s0" in out
+
+
+def test_json_prints_the_summary_of_a_training_and_nothing_else(esper):
+    code, out, _ = esper("train", "iris", "spirals", *TINY, "--seed", "3", "--json")
+    assert code == 0
+    summary = json.loads(out, parse_constant=pytest.fail)
+    assert summary == json.loads(Path("runs/train-iris+spirals-s3/summary.json").read_text())
+    assert (summary["tasks"], summary["rounds"], summary["seed"]) == (["iris", "spirals"], 2, 3)
+
+
+def test_options_go_before_set_before_file_before_the_preset_before_the_task(esper):
+    Path("c.yaml").write_text("{envs: 6, steps: 5, ppo: {rounds: 5, epochs: 3, lr: 0.01}, data: {batch: 24}}")
+    asked = ["--set", "envs=4", "--set", "ppo.epochs=2", "--rounds", "1", "--steps", "4", "--preset", "standard"]
+    code, _, err = esper("train", "iris", *SHORT, "--config", "c.yaml", *asked, "--run", "r")
+    assert code == 0, err
+    config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
+    assert (config.envs, config.steps, config.task, config.tasks) == (4, 4, "iris", ("iris",))
+    assert (config.ppo.rounds, config.ppo.epochs, config.ppo.lr) == (1, 2, 0.01)
+    assert (config.data.batch, config.data.batches_per_step) == (24, 2)
+    assert config.gates.permissive is TRAINING["gates"]["permissive"]
+
+
+def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esper, trained):
+    asked = ["--envs", "2", "--steps", "4", "--set", "data.batches_per_step=2", "--models", "none"]
+    code, out, err = esper("grow", "spirals", "--controller", str(trained), *asked, "--run", "r")
+    assert code == 0, err
+    assert "test accuracy" in out
+    config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
+    assert config.controller == str(trained)
+    assert (config.gates.permissive, config.gates.min_holding) == (True, 2)
+    assert config.probe.sensors_every == 4
+    summary = library.grow(
+        library.get_task("spirals"),
+        {"envs": 2, "steps": 4, "data": {"batches_per_step": 2}, "models": "none"},
+        controller=str(trained),
+    )
+    written = json.loads(Path("r/summary.json").read_text())
+    assert (summary["grown"], summary["test_objective"]) == (written["grown"], written["test_objective"])
+
+
+def test_what_is_asked_for_goes_before_the_settings_of_a_controller(esper, trained):
+    asked = ["--envs", "2", "--steps", "2", "--set", "gates.min_holding=5", "--models", "none"]
+    code, _, err = esper("grow", "spirals", "--controller", str(trained / "controller"), *asked, "--run", "r")
+    assert code == 0, err
+    config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
+    assert (config.gates.permissive, config.gates.min_holding) == (True, 5)
+
+
+def test_eval_compares_a_trained_controller_with_the_rules(esper, trained):
+    code, out, err = esper("eval", str(trained), "--tasks", "spirals", *FEW, "--set", "blueprints=[bypass-mlp]")
+    assert code == 0, err
+    for name in ("never", "random-valid", "heuristic", "best schedule", "against", "P(better)"):
+        assert name in out
+    record = json.loads(Path("runs/evaluation/evaluation.json").read_text(), parse_constant=pytest.fail)
+    (task,) = record["tasks"]
+    assert [row["name"] for row in task["controllers"]][-1] == str(trained)
+    assert Path("runs/evaluation/evaluation.png").read_bytes().startswith(b"\x89PNG")
+    assert "spirals: never, seed 0, 2 of 2 instances" in err
+
+
+def test_eval_prints_the_record_and_nothing_else(esper):
+    tasks = ["--tasks", "spirals,iris", "--json", "--out", "e", "--set", "blueprints=[bypass-linear]"]
+    code, out, _ = esper("eval", *tasks, *FEW)
+    assert code == 0
+    assert out == Path("e/evaluation.json").read_text()
+    assert [task["task"] for task in json.loads(out)["tasks"]] == ["spirals", "iris"]
+
+
+BAD = {
+    "task": (["train", "nowhere"], "'nowhere'"),
+    "task twice": (["train", "iris", "iris"], "once"),
+    "preset": (["train", "iris", "--preset", "endless"], "'endless'"),
+    "reward": (["train", "iris", "--set", "reward.name=gold"], "reward.name"),
+    "baseline": (["train", "iris", "--set", "reward.baseline=twin"], "--twin"),
+    "group": (["train", "iris", "--envs", "9"], "reward.group"),
+    "no rounds": (["train", "iris", "--rounds", "0"], "ppo.rounds"),
+    "no environments": (["train", "iris", "--envs", "0"], "envs"),
+    "no steps": (["train", "iris", "--steps", "0"], "steps"),
+    "seed": (["train", "iris", "--seed", "-1"], "seed"),
+    "no number": (["train", "iris", "--rounds", "many"], "'many'"),
+    "learning rate": (["train", "iris", "--set", "ppo.lr=0"], "ppo.lr"),
+    "slot": (["train", "iris", "--set", "slots=[nowhere]"], "'nowhere'"),
+    "no seeds": (["train", "iris", "--set", "lifecycle.max_seeds=0"], "max_seeds"),
+    "device": (["train", "iris", "--device", "tpu"], "'tpu'"),
+    "config file": (["train", "iris", "--config", "absent.yaml"], "absent.yaml"),
+    "folder with other files": (["train", "iris", "--run", "mine"], "mine"),
+    "controller of an evaluation": (["eval", "oracle", "--out", "e"], "'oracle'"),
+    "task of an evaluation": (["eval", "--tasks", "nowhere", "--out", "e"], "'nowhere'"),
+    "no instances": (["eval", "--tasks", "iris", "--instances", "0", "--out", "e"], "instances"),
+    "no seeds of an evaluation": (["eval", "--tasks", "iris", "--seeds", "0", "--out", "e"], "seeds"),
+    "folder of no controller": (["grow", "iris", "--controller", "mine"], "'mine'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "names"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_sentence_and_nothing_is_written(esper, arguments, names):
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("mine")
+    found = esper(*arguments)
+    refused(found, names)
+    assert found[2].count("\n") == 1
+    assert files() == ["mine", "mine/notes.txt"]
+
+
+def test_a_training_does_not_replace_a_run_unless_asked(esper, trained):
+    before = {path: (trained / path).read_bytes() for path in files(trained) if (trained / path).is_file()}
+    refused(esper("train", "spirals", *TINY, "--seed", "5", "--run", str(trained)), "--overwrite")
+    refused(esper("train", "spirals", "--envs", "0", "--run", str(trained), "--overwrite"), "envs")
+    assert before == {path: (trained / path).read_bytes() for path in files(trained) if (trained / path).is_file()}
+
+
+def forged(trained: Path, **facts) -> str:
+    """A copy of a controller whose JSON says something else, with a checksum that agrees."""
+    folder = Path("forged")
+    folder.mkdir()
+    for path in (trained / "controller").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    content = json.loads((folder / FACTS).read_text()) | facts
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    content["checksum"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    (folder / FACTS).write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize("command", [["grow", "spirals", "--controller"], ["eval", "--tasks", "spirals"]])
+def test_a_controller_of_another_version_is_refused(esper, trained, command):
+    refused(esper(*command, forged(trained, version=99)), "format 99")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("command", [["grow", "spirals", "--controller"], ["eval", "--tasks", "spirals"]])
+def test_a_controller_with_other_features_is_refused_with_the_one_that_differs(esper, trained, command):
+    vocabulary = json.loads((trained / "controller" / FACTS).read_text())["vocabulary"]
+    vocabulary["slot_features"] = ["weight" if name == "alpha" else name for name in vocabulary["slot_features"]]
+    found = esper(*command, forged(trained, vocabulary=vocabulary))
+    refused(found, "slot features")
+    assert "alpha, weight" in found[2]
+    assert not Path("runs").exists()
+
+
+def test_a_controller_that_was_altered_is_refused(esper, trained):
+    folder = Path(forged(trained))
+    text = (folder / FACTS).read_text()
+    (folder / FACTS).write_text(text.replace('"min_holding": 2', '"min_holding": 1'))
+    refused(esper("grow", "spirals", "--controller", str(folder)), "altered")
+
+
+def test_a_controller_that_does_not_know_the_menu_is_refused_with_what_it_knows(esper):
+    esper("train", "iris", *TINY, "--set", "blueprints=[bypass-linear]", "--rounds", "1", "--run", "narrow")
+    refused(esper("grow", "iris", "--controller", "narrow", "--run", "grown"), "bypass-linear")
+    assert not Path("grown").exists()
+
+
+def test_a_training_whose_hosts_diverge_says_so_with_exit_code_1(esper):
+    asked = ["--set", "optimizer.lr=1e30", "--set", "reward.objective=log_loss"]
+    found = esper("train", "iris", *TINY, *asked, "--run", "r")
+    refused(found, "optimizer.lr", code=1)
+    assert "Traceback" not in found[2]
+    assert not Path("r/controller").exists()
+
+
+def test_ctrl_c_ends_a_training_with_the_best_controller_so_far(tmp_path):
+    arguments = ["train", "iris", *TINY, "--rounds", "1000000", "--run", "r", "--json"]
+    command = [sys.executable, "-m", "esper", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("imitation")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "interrupted" in err
+    summary = json.loads(out)
+    assert summary == json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert (summary["status"], summary["rounds"]) == ("interrupted", 1000000)
+    assert load_policy(tmp_path / "r" / "controller").origin["round"] == summary["best_round"]
