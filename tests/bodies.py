@@ -3,13 +3,14 @@
 import numpy as np
 import torch
 
-from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
+from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import dormant, edits
+from esper.leyline.slots import Kind
 from esper.leyline.stages import IN_BUDGET, Stage
 from esper.tasks.hosts import MLP
 
-ALL = tuple(BLUEPRINTS)
+ALL = tuple(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
 
 
 def make_body(rows=4, menu=ALL, *, width=8, hidden=(3, 5), inputs=6, dtype=torch.float32, plain=False, **options):
@@ -21,7 +22,7 @@ def make_body(rows=4, menu=ALL, *, width=8, hidden=(3, 5), inputs=6, dtype=torch
         made.stacks = not plain
         return made
 
-    entries = [BLUEPRINTS[name] for name in menu]
+    entries = [get_blueprint(name, Kind.VECTOR) for name in menu]
     body = Body(host, entries, max(rows, 2), torch.zeros(2, inputs, dtype=dtype), **options)
     for row in range(max(rows, 2)):
         with drawn_with(100 + row):

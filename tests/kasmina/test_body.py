@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from bodies import ALL, empty, make_body, set_seed, shake
-from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
-from esper.kasmina.body import Branches
+from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.export import GrownNetwork, grown_network
+from esper.kasmina.route import Branches
 from esper.leyline.actions import Blend
 from esper.leyline.stages import Stage
 from esper.tasks.hosts import MLP
@@ -215,7 +215,7 @@ def test_padded_units_of_a_shared_stack_stay_exactly_zero_through_training():
         result.output.square().sum().backward()
         stack.columns["value"].grad = stack.columns["gradient"].clone()
         optimizer.step()
-    hidden = BLUEPRINTS["mlp-small"].build(8, 8).inner.out_features
+    hidden = get_blueprint("mlp-small").build(8, 8).inner.out_features
     assert stack.parameter("delta.inner.weight")[0, :hidden].count_nonzero()
     assert not stack.parameter("delta.inner.weight")[0, hidden:].count_nonzero()
     assert not stack.parameter("delta.out.weight")[0, :, hidden:].count_nonzero()
@@ -247,7 +247,7 @@ def test_a_birth_and_a_prune_leave_every_other_seed_bit_identical():
         for name, values in of(env).items():
             assert torch.equal(values, before[env][name])
     with drawn_with(9):
-        newborn = BLUEPRINTS["mlp-small"].build(8, 8)
+        newborn = get_blueprint("mlp-small").build(8, 8)
     assert torch.equal(body.seed_module(after, 5, 0).delta.inner.weight, newborn.inner.weight)
 
 

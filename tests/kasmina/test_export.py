@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bodies import ALL, empty, make_body, set_seed
-from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
+from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.body import Body
 from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY, GrownNetwork, grown_network, load_network, save_network
 from esper.kasmina.host import SegmentedHost
@@ -282,7 +282,7 @@ def tied_host():
 
 
 def test_a_host_with_tied_weights_and_buffers_is_saved_and_loaded(tmp_path):
-    body = Body(tied_host, [BLUEPRINTS["bypass-linear"]], 2, EXAMPLE, mapping="loop")
+    body = Body(tied_host, [get_blueprint("bypass-linear")], 2, EXAMPLE, mapping="loop")
     for row in range(2):
         with drawn_with(row):
             body.plant_host([row], tied_host(), EXAMPLE, 3)
@@ -311,7 +311,7 @@ class Anonymous:
 
 @pytest.mark.parametrize("make", [tied_host, Anonymous()])
 def test_a_host_that_no_file_can_name_is_saved_without_a_name(make):
-    body = Body(make, [BLUEPRINTS["affine"]], 2, EXAMPLE, mapping="loop")
+    body = Body(make, [get_blueprint("affine")], 2, EXAMPLE, mapping="loop")
     body.plant_host([0, 1], make(), EXAMPLE, 3)
     assert grown_network(make, body, empty(body), 0, EXAMPLE)[1]["host"] is None
 

@@ -11,19 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from esper.kasmina import streams as stream_rows
 from esper.kasmina.blending import Straight, blend_change
 from esper.kasmina.blueprints import Blueprint, count, drawn_with
 from esper.kasmina.blueprints.vector import zero_linear
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.lifecycle import Edits
+from esper.kasmina.route import Branches, Call, Indices, Join, Pass, Route, Streams
 from esper.kasmina.stack import Mapping, Rows, Stack
 from esper.leyline.actions import Blend
 from esper.leyline.keys import key
-from esper.leyline.slots import SlotSpec, Tap
+from esper.leyline.slots import Kind, SlotSpec, Tap
 from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.view import Bools, Seeds
-
-Indices = NDArray[np.int64]
 
 
 class Seed(nn.Module):
@@ -33,82 +33,14 @@ class Seed(nn.Module):
         super().__init__()
         self.delta = delta
         self.gate = zero_linear(reads, 1)
+        self.draws = getattr(delta, "draws", True)
 
 
 class Widths(NamedTuple):
-    """True widths of a host's streams, 0 where a stream is no vector or there is none."""
+    """True widths of a host's streams, 0 where a stream is of another kind than its slot's or there is none."""
 
     reads: Indices  # (S, K) what each blueprint would read at each slot, 0 where it does not fit
     taps: Indices  # (S, 4) at each slot: the stream, what entered the segment, the host's input, the inner features
-
-
-class Branches(NamedTuple):
-    """Further evaluations that leave the pass of their environment at a slot and run on from there at doses of their own.
-
-    Sorted by `slot`. What comes before the slot is shared with the environment's own pass.
-    """
-
-    env: Indices  # (X,)
-    slot: Indices  # (X,) the first slot whose dose differs
-    dose: NDArray[np.float32]  # (X, S)
-
-    @classmethod
-    def at(cls, env: Indices, slot: Indices, dose: NDArray[np.float32]) -> tuple["Branches", Indices]:
-        """Branches from unsorted arrays, and the order that sorts them: row i of the result is row order[i] of the input."""
-        order = np.lexsort((env, slot))
-        return cls(env[order], slot[order], dose[order]), order
-
-
-class _Call(NamedTuple):
-    """One form of one slot, run over the rows of a pass that carry it (n of them)."""
-
-    stack: Stack
-    rows: Rows  # rows of the stack
-    where: Tensor | None  # (n,) rows of the pass; None when they are all of them, in order
-    places: Indices  # (n,) the same on the host
-    taps: tuple[Tap, ...]  # what the rows read, one or more
-    tap: dict[Tap, Tensor]  # (n, 1, 1) bool, the rows that read a tap, for all taps but the first
-    alpha: Tensor | None  # (n, 1, 1); None when it is 1 in every row, as of seeds that have arrived
-    blend: Tensor | None  # (n, 1, 1); None when every row is ADD
-    gated: bool  # some row blends by GATE
-    attached: Tensor | None  # (n, 1, 1) bool, rows whose read passes a gradient on; None when all do
-    frozen: bool
-    straight: bool
-
-
-class _Join(NamedTuple):
-    """What a pass does with branches at one segment."""
-
-    host: Rows  # rows of the host for the branches that run already
-    env: Tensor | None  # branches that leave the pass at the slot behind the segment
-
-
-class Route(NamedTuple):
-    """A forward pass at given doses, worked out once and run for as many batches as the doses hold."""
-
-    rows: int
-    base: tuple[tuple[_Call, ...], ...]  # a tuple of calls for each slot
-    branch: tuple[tuple[_Call, ...], ...]
-    joins: tuple[_Join, ...]  # one for each segment; empty without branches
-    origin: Tensor | None  # (X,) the environment of each branch
-    owners: Indices  # (X,) the same on the host
-
-
-class Streams(NamedTuple):
-    """What one slot sees of a pass."""
-
-    here: Tensor  # (E, B, D) in front of any seed
-    before: Tensor  # (E, B, Db) as it entered the segment
-    inner: Tensor | None  # (E, B, R) inside the segment, where the host offers it and it was asked for
-
-
-class Pass(NamedTuple):
-    """What a forward pass returns."""
-
-    output: Tensor  # (E, B, C)
-    branches: Tensor | None  # (X, B, C), in the order of the branches
-    streams: tuple[Streams, ...]  # one for each slot, where asked for
-    proximal: Tensor | None  # () sum over straight-through seeds of |c|^2 / |h|^2
 
 
 class Body:
@@ -148,6 +80,7 @@ class Body:
         self.dtype = example.dtype
         self._moments = tuple(moments)
         self.host = Stack(host, rows, mapping=mapping, moments=moments, device=device, dtype=self.dtype)
+        self._by_row = self.host.convolves and self.device.type == "cpu" and mapping != "vmap"
         self.segments = len(host.segments)
         self._mapping: Mapping = mapping
         self._slot_after = {slot.after: index for index, slot in enumerate(self.slots)}
@@ -252,33 +185,36 @@ class Body:
         seeds: Seeds,
         branches: Branches | None = None,
         *,
+        part: slice | None = None,
         train: bool = False,
         straight: bool = False,
         frozen: bool = False,
     ) -> Route:
-        """Work out a pass. A row at dose 0 is not run.
+        """Work out a pass over a part of the rows, or all: dose (E, S). A row at dose 0 is not run.
 
-        With `train`, a branch is a shadow: the one seed that it adds at its slot learns, all else is constant. With
-        `straight`, incubating seeds run behind the host in the pass itself. With `frozen` no seed's parameters get gradients.
+        `branches` are those of the part alone (`Branches.within`). With `train`, a branch is a shadow: the one seed that it
+        adds at its slot learns, all else is constant. With `straight`, incubating seeds run behind the host in the pass itself.
+        With `frozen` no seed's parameters get gradients.
         """
-        envs = np.arange(len(dose))
+        part = part or slice(0, len(dose))
+        envs = np.arange(part.start, part.stop)
         base = []
         for s in range(len(self.slots)):
-            calls = self._calls(s, envs, dose[:, s], seeds, frozen=frozen)
+            calls = self._calls(s, envs, dose[envs, s], seeds, frozen=frozen)
             if straight:
-                incubating = np.where(seeds.stage[:, s] == Stage.TRAINING, np.float32(1), np.float32(0))
+                incubating = np.where(seeds.stage[envs, s] == Stage.TRAINING, np.float32(1), np.float32(0))
                 calls += self._calls(s, envs, incubating, seeds, frozen=False, straight=True)
             base.append(tuple(calls))
         if branches is None or not len(branches.env):
-            return Route(len(dose), tuple(base), (), (), None, np.zeros(0, np.int64))
+            return Route(part, tuple(base), (), (), None, np.zeros(0, np.int64))
         branch, joins = [], []
         for segment in range(self.segments):
             at = self._slot_after.get(segment)
             running = int(np.searchsorted(branches.slot, self._first_slot(segment)))
             owners = branches.env[:running]
-            host: Rows = slice(0, len(dose)) if np.array_equal(owners, envs) else owners
-            joining = branches.env[branches.slot == at] if at is not None else np.zeros(0, np.int64)
-            joins.append(_Join(host, self._send(joining) if len(joining) else None))
+            host: Rows = part if np.array_equal(owners, envs) else owners
+            joining = branches.env[branches.slot == at] - part.start if at is not None else np.zeros(0, np.int64)
+            joins.append(Join(host, self._send(joining) if len(joining) else None))
             if at is not None:
                 there = running + len(joining)
                 joined = np.arange(there) >= running
@@ -290,7 +226,8 @@ class Body:
                 else:
                     calls = self._calls(at, branches.env[:there], doses, seeds, frozen=True)
                 branch.append(tuple(calls))
-        return Route(len(dose), tuple(base), tuple(branch), tuple(joins), self._send(branches.env), branches.env)
+        owners = branches.env - part.start
+        return Route(part, tuple(base), tuple(branch), tuple(joins), self._send(owners), owners)
 
     def run(
         self,
@@ -300,16 +237,20 @@ class Body:
         streams: Literal["none", "here", "all"] = "none",
         keys: Indices | None = None,
     ) -> Pass:
-        """Run a route over a batch x (E, B, ...); `keys` (E,) seeds dropout in training mode.
+        """Run a route over a batch of its part, x (n, B, ...); `keys` (n,) seeds dropout in training mode.
 
         With streams "here" the stream and what entered its segment are kept for each slot; with "all" also inner features,
         parameters are constants, and the streams are part of a graph that begins at the first slot.
         """
-        h, kept, penalty = x, [], None
+        h = x = stream_rows.laid_out(x)
+        if self._by_row and route.bare and streams == "none" and not self.host.draws:
+            # A loop saves a call a segment; the kernels are the same.
+            return self._masked(self.host(x, route.part), None, route)
+        kept, penalty = [], None
         frozen = streams == "all"
         extra: Tensor | None = None
         origin: Tensor | None = None
-        rows = slice(0, route.rows)
+        rows = route.part
         for segment in range(self.segments):
             before, h = h, self.host(h, rows, part=f"segments.{segment}", frozen=frozen, keys=_of(keys, segment))
             at = self._slot_after.get(segment)
@@ -320,9 +261,9 @@ class Body:
                 continue
             env = route.joins[segment].env if route.joins else None
             if env is not None:
-                extra = _append(extra, h.detach().index_select(0, env))
-                extra_before = _append(extra_before, before.detach().index_select(0, env))
-                origin = _append(origin, x.index_select(0, env)) if self._skips else None
+                extra = stream_rows.append(extra, stream_rows.rows(h.detach(), env))
+                extra_before = stream_rows.append(extra_before, stream_rows.rows(before.detach(), env))
+                origin = stream_rows.append(origin, stream_rows.rows(x, env)) if self._skips else None
             if frozen and not h.requires_grad:
                 h = h.detach().requires_grad_()
             if streams != "none":
@@ -336,19 +277,35 @@ class Body:
                 there = keys[route.owners[: len(extra)]] if keys is not None else None
                 for call in route.branch[at]:
                     extra, _ = self._grow(call, extra, extra_before, origin, _of(there, self.segments + at))
+        return self._masked(h, extra, route)._replace(streams=tuple(kept), proximal=penalty)
+
+    def _masked(self, output: Tensor, branches: Tensor | None, route: Route) -> Pass:
+        """Outputs, with -inf where a row does not have one."""
         if self._real_outputs is not None:
-            h = h.masked_fill(~self._real_outputs, -torch.inf)
-            if extra is not None:
+            padded = ~self._real_outputs[route.part]
+            output = output.masked_fill(padded, -torch.inf)
+            if branches is not None:
                 assert route.origin is not None
-                extra = extra.masked_fill(~self._real_outputs.index_select(0, route.origin), -torch.inf)
-        return Pass(h, extra, tuple(kept), penalty)
+                branches = branches.masked_fill(padded.index_select(0, route.origin), -torch.inf)
+        return Pass(output, branches, (), None)
 
     @property
     def draws(self) -> bool:
         """Whether some module may draw in training mode, so that a pass needs keys: what runs in a loop may."""
         stacks = [(self.host, f"segments.{k}") for k in range(self.segments)]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
-        return any(stack.part(path).way == "loop" for stack, path in stacks)
+        return any(stack.draws and stack.part(path).way == "loop" for stack, path in stacks)
+
+    @property
+    def parts(self) -> list[slice]:
+        """The parts that passes go over in turn: everything at once, or each row by itself where convolutions run in a loop.
+
+        The activations of one network then stay in the processor's cache from its forward to its backward pass.
+        """
+        capacity = self.host.capacity
+        if not self._by_row:
+            return [slice(0, capacity)]
+        return [slice(row, row + 1) for row in range(capacity)]
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode of every module."""
@@ -366,37 +323,41 @@ class Body:
         return z if spec.inner else None
 
     def _grow(
-        self, call: _Call, h: Tensor, before: Tensor, x: Tensor | None, keys: Indices | None
+        self, call: Call, h: Tensor, before: Tensor, x: Tensor | None, keys: Indices | None
     ) -> tuple[Tensor, Tensor | None]:
         """The stream behind a slot, and the proximal term of straight-through seeds."""
         sources = {Tap.HERE: h, Tap.BEFORE: before}
         if x is not None:
             sources[Tap.INPUT] = x
         first, *others = call.taps
-        u = _rows(sources[first], call.where)
+        u = stream_rows.fitted(stream_rows.rows(sources[first], call.where), h)
         for tap in others:
-            u = torch.where(call.tap[tap], _rows(sources[tap], call.where), u)
-        stream = _rows(h, call.where) if call.blend is not None or call.straight else h
+            u = torch.where(call.tap[tap], stream_rows.fitted(stream_rows.rows(sources[tap], call.where), h), u)
+        stream = stream_rows.rows(h, call.where) if call.blend is not None or call.straight else h
         if call.straight:
             u, stream = u.detach(), stream.detach()
         elif call.attached is not None:
             u = torch.where(call.attached, u, u.detach())
         drawn = keys[call.places] if keys is not None else None
         delta = call.stack(u, call.rows, part="delta", frozen=call.frozen, keys=drawn)
-        gate = call.stack(u, call.rows, part="gate", frozen=call.frozen) if call.gated else None
+        gate = None
+        if call.gated:
+            gate = call.stack(stream_rows.pooled(u), call.rows, part="gate", frozen=call.frozen)
+            gate = gate.view(*gate.shape, *(1,) * (delta.dim() - gate.dim()))
         change = blend_change(stream, delta, gate, call.alpha, call.blend)
         if call.straight:
             where = call.where if call.where is not None else torch.arange(len(h), device=h.device)
-            energy = stream.square().sum((1, 2)).clamp(min=torch.finfo(stream.dtype).tiny)  # a dead stream is all 0
-            ratio = change.square().sum((1, 2)) / energy
+            tiny = torch.finfo(stream.dtype).tiny  # a dead stream is all 0
+            ratio = stream_rows.energy(change) / stream_rows.energy(stream).clamp(min=tiny)
             return Straight.apply(h, change, where), ratio.sum()  # type: ignore[no-untyped-call]
-        return (h + change if call.where is None else h.index_add(0, call.where, change)), None
+        grown = h + change if call.where is None else h.index_add(0, call.where, change)
+        return stream_rows.as_laid_out(grown, h), None
 
     def _calls(
         self, slot: int, envs: Indices, dose: NDArray[np.float32], seeds: Seeds, *, frozen: bool, straight: bool = False
-    ) -> list[_Call]:
+    ) -> list[Call]:
         """The forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
-        calls = []
+        calls, dims = [], stream_rows.DIMENSIONS[self.slots[slot].kind]
         for (at, form), owners in self.envs.items():
             if at != slot or not len(owners):
                 continue
@@ -417,17 +378,17 @@ class Body:
             if self.isolated:
                 detached = seeds.stage[env, slot] != Stage.FOSSILIZED
             calls.append(
-                _Call(
+                Call(
                     stack=self.stacks[slot, form],
                     rows=slice(int(rows[0]), int(rows[0]) + len(rows)) if contiguous else rows,
                     where=None if np.array_equal(where, np.arange(len(envs))) else self._send(where),
                     places=where,
                     taps=tuple(_TAPS[t] for t in used),
-                    tap={_TAPS[t]: self._column(taps == t) for t in used[1:]},
-                    alpha=self._column(dose[where].astype(np.float64)).to(self.dtype) if some_less else None,
-                    blend=self._column(blend.astype(np.int64)) if blend.any() else None,
+                    tap={_TAPS[t]: self._column(taps == t, dims) for t in used[1:]},
+                    alpha=self._column(dose[where].astype(np.float64), dims).to(self.dtype) if some_less else None,
+                    blend=self._column(blend.astype(np.int64), dims) if blend.any() else None,
                     gated=bool((blend == Blend.GATE).any()),
-                    attached=self._column(~detached) if detached.any() else None,
+                    attached=self._column(~detached, dims) if detached.any() else None,
                     frozen=frozen,
                     straight=straight,
                 )
@@ -438,8 +399,9 @@ class Body:
         blueprint = int(seeds.blueprint[env, slot])
         at = slot, int(self.form_of[slot, blueprint])
         if at not in self.stacks:
+            mapping: Mapping = "loop" if self._by_row and self.slots[slot].kind == Kind.MAP else self._mapping
             self.stacks[at] = Stack(
-                self.forms[at], 2, mapping=self._mapping, moments=self._moments, device=self.device, dtype=self.dtype
+                self.forms[at], 2, mapping=mapping, moments=self._moments, device=self.device, dtype=self.dtype
             )
             self.envs[at] = np.zeros(0, np.int64)
         stack, envs = self.stacks[at], self.envs[at]
@@ -467,7 +429,8 @@ class Body:
                     segment = host.segments[slot.after]
                     assert isinstance(segment, nn.Sequential), "inner features are those of an nn.Sequential"
                     inner = segment[: slot.inner](seen[slot.after])
-                taps.append([_width(x) for x in (seen[slot.after + 1], seen[slot.after], seen[0], inner)])
+                streams = seen[slot.after + 1], seen[slot.after], seen[0], inner
+                taps.append([stream_rows.width(x, slot.kind) for x in streams])
         host.train(training)
         widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
         fits = np.array([[entry.kind == slot.kind for entry in self.menu] for slot in self.slots], bool)
@@ -504,9 +467,10 @@ class Body:
     def _send(self, rows: Indices) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
 
-    def _column(self, values: NDArray[np.generic]) -> Tensor:
-        """(n,) on the host -> (n, 1, 1) on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)[:, None, None]
+    def _column(self, values: NDArray[np.generic], dims: int) -> Tensor:
+        """(n,) on the host -> (n, 1, ...) of so many dimensions on the device."""
+        sent = torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+        return sent.view(-1, *(1,) * (dims - 1))
 
 
 _TAPS = tuple(Tap)
@@ -531,20 +495,6 @@ def _run(chosen: Bools) -> slice:
     return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
 
 
-def _rows(stream: Tensor, where: Tensor | None) -> Tensor:
-    """Some rows of a stream, or all; a node of its own in the graph either way, so that gradients are summed in one order."""
-    return stream.view_as(stream) if where is None else stream.index_select(0, where)
-
-
 def _of(keys: Indices | None, place: int) -> Indices | None:
     """The keys of one place of the network, so that no two places draw alike."""
     return None if keys is None else key(keys, place)
-
-
-def _width(x: Tensor | None) -> int:
-    """Features of a vector stream (B, D); 0 of any other."""
-    return x.shape[1] if x is not None and x.dim() == 2 else 0
-
-
-def _append(rows: Tensor | None, more: Tensor) -> Tensor:
-    return more if rows is None else torch.cat([rows, more])

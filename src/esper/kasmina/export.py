@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -90,9 +91,13 @@ class GrownNetwork(nn.Module):
 
 def _grow(seed: nn.Module, graft: Graft, sources: Mapping[Tap, Tensor]) -> Tensor:
     h, u = sources[Tap.HERE], sources[graft.tap]
+    is_map = h.dim() == 4
+    if is_map and u.shape[-2:] != h.shape[-2:]:
+        u = F.adaptive_avg_pool2d(u, tuple(h.shape[-2:]))  # type: ignore[arg-type]
     delta = seed.get_submodule("delta")(u)
     if graft.blend == Blend.GATE:
-        delta = sigmoid(seed.get_submodule("gate")(u)) * delta
+        gate = sigmoid(seed.get_submodule("gate")(u.mean((-2, -1)) if is_map else u))
+        delta = (gate[:, :, None, None] if is_map else gate) * delta
     elif graft.blend == Blend.MULTIPLY:
         delta = h * torch.tanh(delta)
     grown: Tensor = h + graft.alpha * delta
@@ -199,17 +204,16 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         base = host()
     if not isinstance(base, SegmentedHost):
         raise InputError(f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost")
-    modules, grafts, places = [], [], {slot.after for slot in base.slots}
+    modules, grafts, kinds = [], [], {slot.after: slot.kind for slot in base.slots}
     for seed in topology["seeds"]:
-        if seed["after"] not in places:
+        if seed["after"] not in kinds:
             raise InputError(
                 f"{folder / TOPOLOGY} has a seed behind segment {seed['after']}, where the host has no slot; "
                 "give the factory of the host that was grown"
             )
-        modules.append(_seed_module(seed))
-        grafts.append(
-            Graft(seed["after"], get_blueprint(seed["blueprint"]).tap, Blend[seed["blend"].upper()], seed["alpha"])
-        )
+        entry, blend = get_blueprint(seed["blueprint"], kinds[seed["after"]]), Blend[seed["blend"].upper()]
+        modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), seed["reads"]), blend))
+        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"]))
     network = GrownNetwork(base, modules, grafts).to(getattr(torch, topology["dtype"]))
     try:
         network.load_state_dict(load_file(folder / MODEL))
@@ -242,8 +246,3 @@ def read_topology(folder: Path) -> dict[str, Any]:
         where = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; export the network again") from None
     return topology
-
-
-def _seed_module(seed: Mapping[str, Any]) -> nn.Module:
-    built = Seed(get_blueprint(seed["blueprint"]).build(seed["reads"], seed["writes"]), seed["reads"])
-    return _trim(built, Blend[seed["blend"].upper()])

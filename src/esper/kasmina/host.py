@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.streams import width
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec
+from esper.leyline.slots import Kind, SlotSpec
 
 
 class SegmentedHost(nn.Module):
@@ -14,10 +15,12 @@ class SegmentedHost(nn.Module):
 
     A host whose every operation acts on trailing axes, each example by itself, may set `stacks = True`: a stack then calls
     it with parameters that carry a leading row axis, (E, *shape), and inputs (E, B, ...), which costs what hand-written
-    batched arithmetic costs. Any other module is run by vmap or by a loop, with the same numbers.
+    batched arithmetic costs. Any other module is run by vmap or by a loop, with the same numbers. One that draws nothing at
+    random in training mode may set `draws = False`: a loop then need not seed a generator for every call.
     """
 
     stacks = False
+    draws = True
 
     def __init__(self, segments: Iterable[nn.Module], slots: Sequence[SlotSpec]) -> None:
         super().__init__()
@@ -51,6 +54,10 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
         )
     if not host.slots:
         raise InputError("the host has no slots; give it at least one, or there is nothing to grow")
+    if host.slots[0].kind == Kind.MAP and x.dim() != 4:
+        raise InputError(
+            f"the host reads images, but an example of the task has shape {tuple(x.shape[1:])}; give x as (N, C, H, W)"
+        )
     training, first = host.training, x
     host.eval()
     slots = {slot.after: slot for slot in host.slots}
@@ -67,10 +74,10 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
             raise InputError(f"segment {index} of the host changes its input in place, which a seed may read; do not")
         x = y
         slot = slots.get(index)
-        if slot is not None and (x.dim() != 2 or x.shape[1] != slot.width):
+        if slot is not None and width(x, slot.kind) != slot.width:
             raise InputError(
-                f"slot {slot.name!r} declares width {slot.width}, but the stream there has shape {tuple(x.shape[1:])}; "
-                "declare the width of the segment's output"
+                f"slot {slot.name!r} declares width {slot.width} and kind {str(slot.kind)!r}, but the stream there has shape "
+                f"{tuple(x.shape[1:])}; declare the width of the segment's output, and kind 'map' for (C, H, W)"
             )
     whole = host(first)
     host.train(training)

@@ -17,3 +17,13 @@ class Linear(nn.Linear):
         if self.bias is None:
             return torch.bmm(x, self.weight.mT)
         return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
+
+
+class PositionMean(nn.Module):
+    """The mean of a map over its positions."""
+
+    draws = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C)."""
+        return x.mean((-2, -1))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
+from esper.kasmina import streams
 from esper.leyline.errors import InputError
 
 # A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not
@@ -24,6 +25,11 @@ Rows = slice | NDArray[np.int64]
 """Which rows of a stack a call runs: a contiguous slice costs nothing, an index array gathers."""
 
 
+ALIGNED = 16
+"""Parameters of a module that convolves start at multiples of so many numbers, 64 bytes: a kernel may round by where in
+memory its operands lie, and a row must be the same wherever it stands."""
+
+
 class _Place(NamedTuple):
     """Where one parameter of the module lives in a row."""
 
@@ -34,9 +40,13 @@ class _Place(NamedTuple):
     owners: tuple[tuple[nn.Module, str], ...]  # more than one where a parameter is shared inside the module
 
     def of(self, rows: Tensor) -> Tensor:
-        """This parameter of rows (n, P), as a view (n, *shape)."""
-        columns = rows[:, self.start : self.stop]
-        return columns.unflatten(1, self.shape) if self.shape else columns.squeeze(1)
+        """This parameter of rows (..., P), as a view (..., *shape)."""
+        columns = rows[..., self.start : self.stop]
+        if len(self.shape) == 4:  # a convolution's, whose layout is that of the maps it reads
+            out, channels, *size = self.shape
+            stored: Tensor = columns.unflatten(-1, (out, *size, channels))
+            return stored.movedim(-1, -3)
+        return columns.unflatten(-1, self.shape) if self.shape else columns.squeeze(-1)
 
 
 class _Part(NamedTuple):
@@ -82,11 +92,13 @@ class Stack:
         self.template = copy.deepcopy(module).to(device=device, dtype=dtype)
         self.module = copy.deepcopy(self.template)  # the copy that calls rebind to the rows
         self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in self.module.modules())
+        self.convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in self.module.modules())
+        self.draws = self.random or bool(getattr(module, "draws", True))
         self.mapping = mapping
         if mapping == "vmap" and self.random:
             raise InputError("mapping 'vmap' cannot draw dropout by key; set mapping to 'loop' or 'auto'")
         named = sorted(self.module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
-        places, start = [], 0
+        places, start, aligned = [], 0, ALIGNED if self.convolves else 1
         for name, parameter in named:
             owners = tuple(
                 (owner, own)
@@ -95,10 +107,12 @@ class Stack:
                 if p is parameter
             )
             places.append(_Place(name, parameter.shape, start, start + parameter.numel(), owners))
-            start += parameter.numel()
+            start += -(-parameter.numel() // aligned) * aligned
         self.places: tuple[_Place, ...] = tuple(places)
         self.size = start
-        self.trained = sum(p.numel() for _, p in named if p.requires_grad)
+        self.trained = max(
+            (place.stop for place, (_, p) in zip(places, named, strict=True) if p.requires_grad), default=0
+        )
         self.dtype = named[0][1].dtype if named else torch.get_default_dtype()
         self.device = torch.device(device)
         self.buffers = {f"buffer.{name}": value for name, value in self.module.named_buffers()}
@@ -143,8 +157,7 @@ class Stack:
     def _way(self, part: nn.Module) -> Way:
         if self.mapping != "auto":
             return self.mapping
-        convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in part.modules())
-        if self.random or (convolves and self.device.type == "cpu"):
+        if self.random or (self.convolves and self.device.type == "cpu"):
             return "loop"
         return "direct" if getattr(self.module, "stacks", False) or getattr(part, "stacks", False) else "vmap"
 
@@ -223,7 +236,7 @@ class Stack:
                 self.columns["fixed"][row, place.start : place.stop] = True
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         for place in self.places:
-            _corner(self.columns["value"][row, place.start : place.stop].view(place.shape), parameters[place.name])
+            _corner(place.of(self.columns["value"][row]), parameters[place.name])
         for name in self.buffers:
             _corner(self.columns[name][row], buffers[name.removeprefix("buffer.")])
 
@@ -233,7 +246,7 @@ class Stack:
         parameters = dict(module.named_parameters())
         for place in self.places:
             parameter = parameters[place.name]
-            stored = self.columns["value"][row, place.start : place.stop].view(place.shape)
+            stored = place.of(self.columns["value"][row])
             parameter.copy_(stored[tuple(slice(0, k) for k in parameter.shape)])
         buffers = dict(module.named_buffers())
         for name in self.buffers:
@@ -325,10 +338,10 @@ class Stack:
         parts = [replicas[row].get_submodule(part) for row in chosen]
         values = x.unbind(0)
         if frozen or not self.module.training:
-            return torch.stack([module(v) for module, v in zip(parts, values, strict=True)])
+            return streams.stack([module(v) for module, v in zip(parts, values, strict=True)])
         assert keys is not None or not self.random, "dropout in training mode is drawn by key"
-        if keys is None:
-            return torch.stack([module(v) for module, v in zip(parts, values, strict=True)])
+        if keys is None or not self.draws:
+            return streams.stack([module(v) for module, v in zip(parts, values, strict=True)])
         outputs, generator = [], self._generator()
         state = generator.get_state()
         try:
@@ -337,7 +350,7 @@ class Stack:
                 outputs.append(module(v))
         finally:
             generator.set_state(state)
-        return torch.stack(outputs)
+        return streams.stack(outputs)
 
     def _generator(self) -> torch.Generator:
         """The generator that modules on the stack's device draw from."""
@@ -354,10 +367,10 @@ class Stack:
             for row in range(self.capacity):
                 replica = copy.deepcopy(self.template)
                 for place, shared in zip(self.places, self._sites(replica), strict=True):
-                    leaf = value[row, place.start : place.stop].view(place.shape).detach()
+                    leaf = place.of(value[row]).detach()
                     if place.stop <= self.trained and not frozen:
                         leaf.requires_grad_()
-                        leaf.grad = gradient[row, place.start : place.stop].view(place.shape).detach()
+                        leaf.grad = place.of(gradient[row]).detach()
                     for owner, name in shared:
                         owner._parameters[name] = leaf  # type: ignore[assignment]
                 for name in self.buffers:

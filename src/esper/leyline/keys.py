@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     SENSOR = 7
     INSTANCE = 8  # what a sampled problem is: its host and its data
     ATTRIBUTION = 9  # permutations of sampled attribution
+    AUGMENT = 10  # how a training image is shifted and mirrored
     POLICY_WEIGHTS = 11  # initial weights of a policy
     MINIBATCH = 12  # which sequences share a step of the policy's optimizer
     SAMPLE = 13  # which instances a round of training grows

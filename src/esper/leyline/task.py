@@ -2,16 +2,54 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
 class Split(NamedTuple):
     """Examples that are used together."""
 
-    x: Tensor  # (N, ...) floating point
+    x: Tensor  # (N, ...) floating point, or uint8 where the task has `pixels`
     y: Tensor  # (N,) int64 class labels, or (N, C) floating-point targets
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How images that are kept as bytes become what a host reads, and how training images are varied.
+
+        x = (bytes - mean) / deviation,     channel by channel
+
+    A training image is cut out of itself with `pad` pixels of the mean around it, at a drawn place, and mirrored left to
+    right in half of the draws where `flip` is set. What measures never varies an image.
+    """
+
+    mean: tuple[float, ...]  # (C,) [bytes]
+    deviation: tuple[float, ...]  # (C,) [bytes]
+    pad: int = 0  # [pixels]
+    flip: bool = False
+
+    @property
+    def varies(self) -> bool:
+        """Whether training images are varied at all."""
+        return self.pad > 0 or self.flip
+
+    def read(self, x: Tensor) -> Tensor:
+        """x (..., C, H, W) uint8 -> the same in torch's default dtype, with channels last in memory."""
+        assert x.dtype == torch.uint8, x.dtype
+        mean, scale = _row_of(self, x.shape[-1], x.device, torch.get_default_dtype())
+        lines = x.movedim(-3, -1).flatten(-2)  # (..., H, W C): arithmetic on runs of C numbers alone would be slow
+        read: Tensor = lines.to(mean.dtype).sub_(mean).mul_(scale).unflatten(-1, (x.shape[-1], -1))
+        return read.movedim(-1, -3)
+
+
+@lru_cache
+def _row_of(pixels: Pixels, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / deviation of every number in a line of pixels, (W C,), brought to the device once."""
+    mean, deviation = (torch.tensor(values, dtype=dtype) for values in (pixels.mean, pixels.deviation))
+    return mean.repeat(width).to(device), deviation.reciprocal().repeat(width).to(device)
 
 
 class Objective(Protocol):
@@ -37,6 +75,11 @@ class Instance(NamedTuple):
     probe: Split  # read by gates, rewards and attribution
     validation: Split  # read by the selection of models and policies
     outputs: int  # classes or targets of this instance, at most those of the task's objective
+    pixels: Pixels | None = None  # of images that are kept as bytes
+
+    def read(self, x: Tensor) -> Tensor:
+        """Examples of a split as a host reads them: (N, ...) floating point."""
+        return x if self.pixels is None else self.pixels.read(x)
 
 
 class Room(NamedTuple):
@@ -61,6 +104,7 @@ class Task:
     menu: tuple[str, ...]  # names of blueprints
     defaults: Mapping[str, Any] = field(default_factory=dict)  # config that the task sets, under the user's own
     room: Room | None = None  # the layout of a row; None lays it out for the host itself
+    pixels: Pixels | None = None  # of images that are kept as bytes
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -77,7 +121,11 @@ class Task:
 
     def instance(self, key: int) -> Instance:
         """The same for every key."""
-        return Instance(self.host, self.train, self.probe, self.validation, self.objective.outputs)
+        return Instance(self.host, self.train, self.probe, self.validation, self.objective.outputs, self.pixels)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Examples of a split as a host, or a grown network, reads them: (N, ...) floating point."""
+        return x if self.pixels is None else self.pixels.read(x)
 
     def test_split(self, key: int) -> Split | None:
         """What the final evaluation of an instance reads; None in a sealed task."""

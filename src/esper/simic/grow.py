@@ -214,7 +214,8 @@ def _write_networks(
     if written.exported:
         watch.note(f"exporting {len(written.exported)} network{'s' * (len(written.exported) > 1)}")
     for env in written.exported:
-        example = task.instance(int(engine.space.instance[env])).probe.x[:2].cpu()
+        problem = task.instance(int(engine.space.instance[env]))
+        example = problem.read(problem.probe.x[:2]).cpu()
         path = folder / MODELS / f"env-{env:03d}"
         failure = save_network(path, *networks[env], example)
         if failure is not None:

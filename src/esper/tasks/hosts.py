@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.layers import Linear
+from esper.kasmina.layers import Linear, PositionMean
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec
+from esper.leyline.slots import Kind, SlotSpec
 from esper.leyline.task import Room
 
 VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 """The default menu where the stream is a vector. A skip from the input is not in it: it leaves nothing to decide."""
+MAP_MENU = ("bypass-conv-3x3", "bypass-conv-1x1", "conv-light", "squeeze-excite")
+"""The default menu where the stream is a map."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class MLP:
         sizes: dict[str, Any] = {"inputs": self.inputs, "width": self.width, "outputs": self.outputs}
         sizes |= {f"hidden[{k}]": size for k, size in enumerate(self.hidden)}
         for name, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not _is_size(size):
                 raise InputError(f"{name} of an MLP host is {size!r}; give a whole number from 1 on")
 
     def __call__(self) -> SegmentedHost:
@@ -136,6 +138,69 @@ class DamagedMLP:
         return MLP(self.inputs, self.width, self.hidden, self.outputs)
 
 
+@dataclass(frozen=True)
+class CNN:
+    """A factory of convolutional networks (B, C, H, W) -> (B, outputs), whose blocks halve the resolution.
+
+        segment k:      Conv 3x3 (channels[k-1] -> channels[k]), MaxPool 2, ReLU                    then slot "block<k>"
+        or, narrow:     Conv 3x3 (channels[k-1] -> hidden[k]), MaxPool 2, ReLU, Conv 1x1 (hidden[k] -> channels[k])
+        last segment:   mean over positions, Linear(channels[-1] -> outputs)
+
+    with channels[-1] of block 0 the input's. There is no normalisation over the batch, so that no example depends on others.
+    What a narrow block loses only a bypass can bring back, as in `MLP`. Weights are drawn from torch's global generator,
+    normal with the scale sqrt(2 / fan in) in front of a ReLU, or 1 / sqrt(fan in); biases are 0.
+
+    Raises InputError where a size is not an integer from 1 on, there are not as many hidden sizes as blocks, or none, or the
+    input is too small to be halved in every block.
+    """
+
+    name: ClassVar[str] = "cnn"
+
+    inputs: tuple[int, int, int]  # channels, height and width of an image
+    channels: tuple[int, ...]  # of the stream behind each block
+    outputs: int
+    hidden: tuple[int, ...] = ()  # inner channels of each block; none makes every block plain
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "channels", "hidden"):
+            sizes = getattr(self, name)
+            if not isinstance(sizes, list | tuple) or any(not _is_size(size) for size in sizes):
+                raise InputError(f"{name} of a CNN host is {sizes!r}; give whole numbers from 1 on, as (8, 16)")
+            object.__setattr__(self, name, tuple(sizes))  # JSON has no tuples
+        if len(self.inputs) != 3:
+            raise InputError(f"inputs of a CNN host is {self.inputs!r}; give channels, height and width of an image")
+        if not self.channels or len(self.hidden) not in (0, len(self.channels)):
+            raise InputError(
+                f"a CNN host has channels {self.channels} and hidden {self.hidden}; give at least one block, and either no "
+                "hidden sizes or one a block"
+            )
+        if not _is_size(self.outputs):
+            raise InputError(f"outputs of a CNN host is {self.outputs!r}; give a whole number from 1 on")
+        if min(self.inputs[1:]) < 2 ** len(self.channels):
+            raise InputError(
+                f"an image of {self.inputs[1]} x {self.inputs[2]} pixels cannot be halved in {len(self.channels)} blocks; "
+                "give fewer blocks or larger images"
+            )
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        before = (self.inputs[0], *self.channels[:-1])
+        inner = self.hidden or self.channels
+        blocks = []
+        for reads, width, writes in zip(before, inner, self.channels, strict=True):
+            layers: list[nn.Module] = [_conv(reads, width, 3, variance=2 / (9 * reads)), nn.MaxPool2d(2), nn.ReLU()]
+            if self.hidden:
+                layers.append(_conv(width, writes, 1, variance=1 / width))
+            blocks.append(nn.Sequential(*layers))
+        head = nn.Sequential(PositionMean(), _linear(self.channels[-1], self.outputs, variance=1 / self.channels[-1]))
+        slots = [
+            SlotSpec(f"block{k}", after=k, width=width, kind=Kind.MAP, inner=3) for k, width in enumerate(self.channels)
+        ]
+        host = SegmentedHost([*blocks, head], slots)
+        host.draws = False
+        return host
+
+
 def roomy(host: MLP) -> Room:
     """The layout of rows for an MLP whose widths are rounded up to multiples of 4.
 
@@ -150,8 +215,8 @@ def roomy(host: MLP) -> Room:
     return Room(layout, (layout.inputs,))
 
 
-Host = MLP | DamagedMLP
-HOSTS: Mapping[str, type[Host]] = MappingProxyType({MLP.name: MLP, DamagedMLP.name: DamagedMLP})
+Host = MLP | DamagedMLP | CNN
+HOSTS: Mapping[str, type[Host]] = MappingProxyType({MLP.name: MLP, DamagedMLP.name: DamagedMLP, CNN.name: CNN})
 """The hosts that a saved network can name; their arguments are what `dataclasses.asdict` gives."""
 
 
@@ -170,3 +235,14 @@ def _linear(inputs: int, outputs: int, *, variance: float) -> Linear:
     nn.init.normal_(layer.weight, std=variance**0.5)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def _conv(reads: int, writes: int, size: int, *, variance: float) -> nn.Conv2d:
+    layer = nn.Conv2d(reads, writes, size, padding=size // 2)
+    nn.init.normal_(layer.weight, std=variance**0.5)
+    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return layer
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,6 +1,7 @@
 """The data of a population: examples resident on the device, and the order in which each row sees them.
 
-E rows, I data sets, N examples of the largest, B batch.
+E rows, n of them in a part, I data sets, N examples of the largest, B batch. Images (C, H, W) are kept with their channels
+last in memory, and as bytes where they came as bytes.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.errors import InputError
-from esper.leyline.keys import Purpose, key, permutations
-from esper.leyline.task import Split
+from esper.leyline.keys import Purpose, key, mix, permutations
+from esper.leyline.task import Pixels, Split
 
 Indices = NDArray[np.int64]
 
@@ -30,18 +31,31 @@ class Targets(NamedTuple):
 class Examples(NamedTuple):
     """A split of every row. Rows with fewer examples or narrower inputs than others are padded with 0."""
 
-    x: Tensor  # (E, N, ...)
+    x: Tensor  # (E, N, ...) floating point, or uint8 where there are `pixels`
     y: Tensor  # (E, N) or (E, N, C)
-    size: Tensor  # (E, 1) how many examples are real, in the dtype of x
+    size: Tensor  # (E, 1) how many examples are real, floating point
     real: Tensor | None  # (E, N) bool; None when all are
+    pixels: Pixels | None = None
 
     def targets(self, rows: Tensor) -> Targets:
         """Of some rows, by index (n,)."""
         real = self.real.index_select(0, rows) if self.real is not None else None
         return Targets(self.y.index_select(0, rows), self.size.index_select(0, rows), real)
 
+    def read(self, piece: slice) -> Tensor:
+        """Some examples of every row as hosts read them: (E, piece, ...); worked out once where all rows share them."""
+        shared = self.x.stride(0) == 0
+        x = self.x[:1, piece] if shared else self.x[:, piece]
+        return (x if self.pixels is None else self.pixels.read(x)).expand(len(self.x), *x.shape[1:])
 
-def stack_splits(splits: Sequence[Split], row: Indices, inputs: tuple[int, ...], device: torch.device) -> Examples:
+
+def stack_splits(
+    splits: Sequence[Split],
+    row: Indices,
+    inputs: tuple[int, ...],
+    device: torch.device,
+    pixels: Pixels | None = None,
+) -> Examples:
     """The splits of data sets as the examples of rows; row (E,) names each row's split, inputs the widest input's shape."""
     distinct = {id(split.x): split for split in splits}
     if len(distinct) < len(splits):
@@ -49,16 +63,18 @@ def stack_splits(splits: Sequence[Split], row: Indices, inputs: tuple[int, ...],
         row, splits = np.array([place[id(split.x)] for split in splits])[row], list(distinct.values())
     sizes = np.array([len(split.y) for split in splits])
     pooled = _pool(splits, inputs, device)
+    dtype = pooled.x.dtype if pooled.x.is_floating_point() else torch.get_default_dtype()
     if len(splits) == 1:
         x, y = pooled.x[0], pooled.y[0]
-        size = torch.full((len(row), 1), len(y), dtype=x.dtype, device=device)
-        return Examples(x.expand(len(row), *x.shape), y.expand(len(row), *y.shape), size, None)
+        size = torch.full((len(row), 1), len(y), dtype=dtype, device=device)
+        return Examples(x.expand(len(row), *x.shape), y.expand(len(row), *y.shape), size, None, pixels)
     index = torch.from_numpy(row).to(device)
     counts = torch.from_numpy(sizes[row]).to(device)[:, None]
     real = None
     if (sizes < sizes.max()).any():
         real = torch.arange(int(sizes.max()), device=device) < counts
-    return Examples(pooled.x.index_select(0, index), pooled.y.index_select(0, index), counts.to(pooled.x.dtype), real)
+    x, y = (part.index_select(0, index) for part in (pooled.x, pooled.y))
+    return Examples(x, y, counts.to(dtype), real, pixels)
 
 
 class SharedBatchIterator:
@@ -78,6 +94,7 @@ class SharedBatchIterator:
         batch_size: int,
         inputs: tuple[int, ...],
         device: torch.device,
+        pixels: Pixels | None = None,
     ) -> None:
         """row (E,) names each row's split, instance (E,) the key of its order. InputError where a split is under a batch."""
         self.sizes = np.array([len(split.y) for split in splits])[row]
@@ -89,6 +106,9 @@ class SharedBatchIterator:
             )
         pooled = _pool(splits, inputs, device)
         self.x, self.y = pooled.x.flatten(0, 1), pooled.y.flatten(0, 1)
+        self.pixels = pixels
+        if pixels is not None:
+            self._canvas = torch.tensor(pixels.mean).round().to(self.x.dtype).to(device)  # (C,) around a shifted image
         self.batch_size = batch_size
         self.batches_per_epoch = self.sizes // batch_size  # (E,)
         self.batch = 0
@@ -105,12 +125,16 @@ class SharedBatchIterator:
         self._epoch[:] = -1
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """x (E, B, ...), y (E, B) or (E, B, C)."""
+        """The next batch of every row: x (E, B, ...), y (E, B) or (E, B, C)."""
+        self.advance()
+        return self.of(slice(0, len(self._order)))
+
+    def advance(self) -> None:
+        """Go on to the next batch, which `of` then gives."""
         epoch, position = np.divmod(self.batch, self.batches_per_epoch)
         stale = np.flatnonzero(epoch != self._epoch)
         if len(stale):
             self._shuffle(stale, epoch)
-        self.batch += 1
         size = self.batch_size
         if (position == position[0]).all():
             index = self._order[:, position[0] * size : (position[0] + 1) * size]
@@ -119,13 +143,24 @@ class SharedBatchIterator:
                 self._order.device, non_blocking=True
             )
             index = self._order.gather(1, place)
-        if self._offset is not None:
-            index = index + self._offset
+        self._index = index if self._offset is None else index + self._offset
+        if self.pixels is not None and self.pixels.varies:
+            keys = key(self._seed, Purpose.AUGMENT, self._instance, self._episode, self.batch)
+            self._drawn = draws(keys, size, self._order.device)
+        self.batch += 1
+
+    def of(self, part: slice) -> tuple[Tensor, Tensor]:
+        """The present batch of some rows: x (n, B, ...), y (n, B) or (n, B, C)."""
+        index = self._index[part]
         flat = index.reshape(-1)
-        return (
-            self.x.index_select(0, flat).view(*index.shape, *self.x.shape[1:]),
-            self.y.index_select(0, flat).view(*index.shape, *self.y.shape[1:]),
-        )
+        y = self.y.index_select(0, flat).view(*index.shape, *self.y.shape[1:])
+        if self.x.dim() != 4:
+            return self.x.index_select(0, flat).view(*index.shape, *self.x.shape[1:]), y
+        images = self.x.movedim(1, -1).index_select(0, flat)  # (n B, H, W, C), as they lie in memory
+        if self.pixels is not None and self.pixels.varies:
+            images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
+        x = images.unflatten(0, index.shape).movedim(-1, 2)
+        return x if self.pixels is None else self.pixels.read(x), y
 
     def _shuffle(self, rows: Indices, epoch: Indices) -> None:
         """Draw the orders of rows that begin an epoch."""
@@ -138,6 +173,31 @@ class SharedBatchIterator:
         self._epoch[rows] = epoch[rows]
 
 
+def draws(keys: Indices, count: int, device: torch.device) -> Tensor:
+    """(n,) keys -> (n, count) int64 draws on the device: hashes of (key, index), none of which reaches the host."""
+    return mix(torch.from_numpy(keys).to(device, non_blocking=True)[:, None] ^ mix(torch.arange(count, device=device)))
+
+
+def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Tensor:
+    """Images (B, H, W, C) uint8, each cut out of itself with `around` (C,) about it, and mirrored, as its draw (B,) says.
+
+    A draw's bits from the 33rd, the 44th and the 55th on give the shift down, the shift right and the mirror.
+    """
+    count, height, width, channels = images.shape
+    pad, places = pixels.pad, 2 * pixels.pad + 1
+    canvas = around.expand(count, height + 2 * pad, width + 2 * pad, channels).contiguous()
+    canvas[:, pad : pad + height, pad : pad + width] = images
+    down, right = ((drawn >> bits & 0x7FF) % places for bits in (32, 43))
+    row = torch.arange(height, device=images.device) + down[:, None]  # (B, H)
+    column = torch.arange(width, device=images.device).expand(count, width)
+    if pixels.flip:
+        column = torch.where((drawn >> 54 & 1).bool()[:, None], column.flip(1), column)
+    column = column + right[:, None]  # (B, W)
+    image = torch.arange(count, device=images.device)[:, None, None] * canvas[0, ..., 0].numel()
+    place = image + row[:, :, None] * canvas.shape[2] + column[:, None, :]
+    return canvas.view(-1, channels).index_select(0, place.view(-1)).view(images.shape)
+
+
 def _pool(splits: Sequence[Split], inputs: tuple[int, ...], device: torch.device) -> Split:
     """All data sets as one: x (I, N, *inputs), y (I, N, ...), padded with 0."""
     length = max(len(split.y) for split in splits)
@@ -146,6 +206,8 @@ def _pool(splits: Sequence[Split], inputs: tuple[int, ...], device: torch.device
         missing = [wide - own for wide, own in zip(inputs, split.x.shape[1:], strict=True)]
         after = [pad for extra in reversed(missing) for pad in (0, extra)]
         rows = length - len(split.y)
-        xs.append(F.pad(split.x, [*after, 0, rows]))
+        x = F.pad(split.x, [*after, 0, rows])
+        xs.append(x.movedim(1, -1).contiguous() if x.dim() == 4 else x)
         ys.append(F.pad(split.y, [0] * 2 * (split.y.dim() - 1) + [0, rows]))
-    return Split(torch.stack(xs).to(device), torch.stack(ys).to(device))
+    x, y = torch.stack(xs).to(device), torch.stack(ys).to(device)
+    return Split(x.movedim(-1, 2) if len(inputs) == 3 else x, y)

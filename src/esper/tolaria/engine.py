@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from esper.kasmina.blueprints import Blueprint, drawn_with, get_blueprint
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
 from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network
 from esper.kasmina.gates import judge
-from esper.kasmina.host import check_host
+from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.lifecycle import apply, dormant, edits, legal, tick, transitions
 from esper.leyline.actions import Actions
 from esper.leyline.config import Config
@@ -45,7 +45,7 @@ from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
 from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.probe import negated, probe, sense, spread
-from esper.tolaria.runtime import PhaseTimer, available_memory, read_packet, resolve_device
+from esper.tolaria.runtime import PhaseTimer, available_memory, hold_freed_memory, read_packet, resolve_device
 from esper.tolaria.sensors import SENSORS
 from esper.tolaria.training import Trained, train
 
@@ -104,15 +104,17 @@ class VectorizedEngine:
         self._optimizer = StackedOptimizer(config.optimizer)
         check_memory(task, config, stacked, len(self._optimizer.rule.moments), available_memory(self.device))
         first = instance_keys(task, config)
-        menu = _menu(task, config)
         self._task = task
         self._objective = task.objective
         self._load(self._spread(first))
+        menu = _menu(task, config)
+        if len(task.inputs) > 1:
+            hold_freed_memory()
         body = Body(
             task.largest,
             menu,
             stacked,
-            self._problems[0].train.x.new_zeros(2, *task.inputs),
+            self._problems[0].read(self._problems[0].train.x[:2]).new_zeros(2, *task.inputs),
             mapping=config.mapping,
             isolated=config.lifecycle.isolation == "isolated",
             moments=self._optimizer.rule.moments,
@@ -167,7 +169,8 @@ class VectorizedEngine:
             problem = self._problems[self._split_of[index]]
             with drawn_with(scalar(self.config.seed, Purpose.HOST, name, state.episode)):
                 host = problem.host()
-            body.plant_host(np.flatnonzero(which == index).tolist(), host, problem.train.x[:2], problem.outputs)
+            example = problem.read(problem.train.x[:2])
+            body.plant_host(np.flatnonzero(which == index).tolist(), host, example, problem.outputs)
         body.mask_outputs()
         self._space = self._space._replace(
             cost=body.cost.copy(), width=body.taps[..., 0].copy(), instance=state.instance
@@ -263,7 +266,7 @@ class VectorizedEngine:
         splits, row = (
             ([split], np.zeros(len(state.instance), np.int64)) if isinstance(split, Split) else (split, self._env)
         )
-        here = stack_splits(splits, row, self._task.inputs, self.device)
+        here = stack_splits(splits, row, self._task.inputs, self.device, self._problems[0].pixels)
         nothing = coalitions(dormant(*final.stage.shape), None, terminal=False)
         probed = probe(state.body, final, here, self._objective, nothing, rank=False)
         metric, loss = read_packet((probed.metric, probed.loss))
@@ -284,7 +287,8 @@ class VectorizedEngine:
         """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
         assert 0 <= env < self.config.envs
         problem = self._task.instance(int(self.state.instance[env]))
-        return grown_network(problem.host, self.state.body, self.state.seeds, env, problem.train.x[:2])
+        example = problem.read(problem.train.x[:2])
+        return grown_network(problem.host, self.state.body, self.state.seeds, env, example)
 
     # The parts of a step.
 
@@ -343,17 +347,18 @@ class VectorizedEngine:
             same = next((i for i, known in enumerate(self._problems) if known.train.x is problem.train.x), None)
             if same is None:
                 with drawn_with(0):
-                    check_host(problem.host(), problem.train.x[:2], problem.outputs)
+                    check_host(problem.host(), problem.read(problem.train.x[:2]), problem.outputs)
                 same = len(self._problems)
                 self._problems.append(problem)
             self._split_of.append(same)
         row = np.array(self._split_of)[which]
         inputs, batch = self._task.inputs, self.config.data.batch
-        trains = [problem.train for problem in self._problems]
-        self._feed = SharedBatchIterator(trains, row, instance, self.config.seed, batch, inputs, self.device)
+        trains, pixels = [problem.train for problem in self._problems], self._problems[0].pixels
+        assert all(problem.pixels == pixels for problem in self._problems), "instances read bytes in one way"
+        self._feed = SharedBatchIterator(trains, row, instance, self.config.seed, batch, inputs, self.device, pixels)
         sampled = [Split(train.x[:SENSED], train.y[:SENSED]) for train in trains]
-        self._fit = stack_splits(sampled, row, inputs, self.device)
-        self._probe = stack_splits([problem.probe for problem in self._problems], row, inputs, self.device)
+        self._fit = stack_splits(sampled, row, inputs, self.device, pixels)
+        self._probe = stack_splits([problem.probe for problem in self._problems], row, inputs, self.device, pixels)
 
     def _sampling(self, terminal: bool) -> Sampling | None:
         """How this step's attribution is sampled; None where it is not due."""
@@ -441,10 +446,20 @@ def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:
 
 
 def _menu(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
+    """The blueprints that the menu names, each of the kinds that the host's slots have."""
     names = config.blueprints if config.blueprints is not None else task.menu
     if not names:
         raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
-    return tuple(get_blueprint(name) for name in names)
+    with drawn_with(0):
+        host = task.largest()
+    assert isinstance(host, SegmentedHost)
+    kinds = list(dict.fromkeys(slot.kind for slot in host.slots))
+    if len(kinds) == 1:
+        return tuple(get_blueprint(name, kinds[0]) for name in names)
+    known = [[kind for kind in kinds if (kind, name) in BLUEPRINTS] for name in names]
+    return tuple(
+        get_blueprint(name, kind) for name, found in zip(names, known, strict=True) for kind in found or kinds[:1]
+    )
 
 
 def _selected(body: Body, config: Config) -> NDArray[np.bool_]:

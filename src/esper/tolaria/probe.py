@@ -1,8 +1,10 @@
 """The probe: every network on a fixed split, at its real doses and at the coalitions that were asked for.
 
 E rows, S slots, N examples, X branches. One forward pass; a coalition shares what comes before its first changed slot.
+Where the rows of a population run one by one, and where examples are images, the pass goes over parts and pieces of them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.kasmina.body import Body, Indices, Route
+from esper.kasmina.body import Body
+from esper.kasmina.route import Branches, Indices, Route
+from esper.kasmina.streams import fitted
 from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.data import Examples, Targets
+from esper.tolaria.positions import for_positions, positions
 from esper.tolaria.sensors import Sample, Widths, growth_sensors, participation_ratio
 from esper.tolaria.training import doses
 
@@ -37,31 +42,75 @@ def probe(
 ) -> Probed:
     """Evaluate every row on its examples of a split."""
     body.train(False)
-    route = body.route(doses(seeds), seeds, asked.branches)
-    result = body.run(examples.x, route, streams="here" if rank else "none")
-    loss, score = objective.loss(result.output, examples.y), objective.score(result.output, examples.y)
+    output, branches, streams = _swept(body, seeds, examples, asked.branches, rank=rank)
+    loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
     widths = torch.from_numpy(body.taps[..., 0]).to(loss).unbind(1)
     ratios = [
-        participation_ratio(seen.here, width, examples.real)
-        for seen, width in zip(result.streams, widths, strict=len(result.streams) > 0)
+        participation_ratio(here, width, for_positions(examples.real, here))
+        for here, width in zip(streams, widths, strict=len(streams) > 0)
     ]
     participation = torch.stack(ratios, 1) if ratios else loss.new_zeros(len(loss), 0)
-    if result.branches is None:
+    if branches is None:
         none = loss.new_zeros(0)
         none_2 = none.view(0, 2)
         return Probed(mean(loss, examples), mean(score, examples), none, none, none_2, none_2, participation)
-    assert route.origin is not None
-    there = examples.targets(route.origin)
-    branch_loss, branch_score = objective.loss(result.branches, there.y), objective.score(result.branches, there.y)
+    origin = torch.from_numpy(asked.branches.env).to(body.device, non_blocking=True)
+    there = examples.targets(origin)
+    branch_loss, branch_score = objective.loss(branches, there.y), objective.score(branches, there.y)
     return Probed(
         mean(loss, examples),
         mean(score, examples),
         mean(branch_loss, there),
         mean(branch_score, there),
-        paired(branch_loss - loss.index_select(0, route.origin), there),
-        paired(score.index_select(0, route.origin) - branch_score, there),
+        paired(branch_loss - loss.index_select(0, origin), there),
+        paired(score.index_select(0, origin) - branch_score, there),
         participation,
     )
+
+
+IMAGES = 256
+"""Most images of a row in one pass: their maps, and not what a split holds, are what memory is needed for."""
+
+
+def pieces(examples: Examples) -> list[slice]:
+    """The runs of examples that passes go over in turn; all at once where an example is a vector."""
+    count = examples.y.shape[1]
+    size = IMAGES if examples.x.dim() == 5 else max(count, 1)
+    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
+
+
+def _swept(
+    body: Body, seeds: Seeds, examples: Examples, branches: Branches, *, rank: bool
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Outputs (E, N, C) and those of the branches (X, N, C); with `rank` the streams (E, N, D) of all slots."""
+    inside = [branches.within(part) for part in body.parts]
+    routes = [
+        body.route(doses(seeds), seeds, own, part=part) for part, (own, _) in zip(body.parts, inside, strict=True)
+    ]
+    outputs, others, streams = [], [], []
+    for piece in pieces(examples):
+        x = examples.read(piece)
+        passes, seen = [], []
+        for route in routes:
+            found = body.run(x[route.part], route, streams="here" if rank else "none")
+            seen.append([positions(stream.here) for stream in found.streams])
+            passes.append((found.output, found.branches))
+        outputs.append(_joined([output for output, _ in passes], 0))
+        others.append([branch for _, branch in passes if branch is not None])
+        streams.append([_joined(slot, 0) for slot in zip(*seen, strict=True)])
+    output, whole = _joined(outputs, 1), [_joined(slot, 1) for slot in zip(*streams, strict=True)]
+    if not len(branches.env):
+        return output, None, whole
+    branched = _joined([_joined(found, 0) for found in others], 1)
+    order = np.concatenate([places for _, places in inside])
+    if len(routes) > 1:
+        back = torch.from_numpy(np.argsort(order)).to(body.device, non_blocking=True)
+        branched = branched.index_select(0, back)
+    return output, branched, whole
+
+
+def _joined(tensors: Sequence[Tensor], dimension: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dimension)
 
 
 def mean(values: Tensor, examples: Examples | Targets) -> Tensor:
@@ -84,24 +133,56 @@ def paired(difference: Tensor, examples: Examples | Targets) -> Tensor:
 def sense(body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Objective) -> Tensor:
     """The growth sensors of every slot, (E, S, F): measured on some training examples, held against others."""
     body.train(False)
-    route = body.route(doses(seeds), seeds, frozen=True)
-    measured, other = (_samples(body, route, examples, objective) for examples in (fit, held))
+    routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
+    measured, other = (_samples(body, routes, examples, objective) for examples in (fit, held))
     true = torch.from_numpy(body.taps.astype(np.float64)).to(body.device, body.dtype)
     widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
     return growth_sensors(measured, other, widths)
 
 
-def _samples(body: Body, route: Route, examples: Examples, objective: Objective) -> list[Sample]:
+def _samples(body: Body, routes: Sequence[Route], examples: Examples, objective: Objective) -> list[Sample]:
     """What each slot sees of some examples, and the gradient of the loss there."""
+    found = []
+    for piece in pieces(examples):
+        x = examples.read(piece)
+        parts = [_sample(body, route, x[route.part], examples, piece, objective) for route in routes]
+        found.append([_merged(slot, 0) for slot in zip(*parts, strict=True)])
+    whole = [_merged(slot, 1) for slot in zip(*found, strict=True)]
+    return [sample._replace(real=for_positions(examples.real, sample.stream)) for sample in whole]
+
+
+def _sample(
+    body: Body, route: Route, x: Tensor, examples: Examples, piece: slice, objective: Objective
+) -> list[Sample]:
+    """Likewise of a piece of the examples of a part of the rows; which of them are real is left to the whole."""
+    y = examples.y[route.part, piece]
     with torch.enable_grad():
-        result = body.run(examples.x, route, streams="all")
-        loss = objective.loss(result.output, examples.y)
-        total = (loss if examples.real is None else loss.masked_fill(~examples.real, 0)).sum()
+        result = body.run(x, route, streams="all")
+        loss = objective.loss(result.output, y)
+        real = None if examples.real is None else examples.real[route.part, piece]
+        total = (loss if real is None else loss.masked_fill(~real, 0)).sum()
         gradients = torch.autograd.grad(total, [seen.here for seen in result.streams])
-    return [
-        Sample(seen.here.detach(), seen.before.detach(), examples.x, seen.inner, gradient, examples.real)
-        for seen, gradient in zip(result.streams, gradients, strict=True)
-    ]
+    samples = []
+    for seen, gradient in zip(result.streams, gradients, strict=True):
+        here = seen.here.detach()
+        samples.append(
+            Sample(
+                positions(here),
+                positions(fitted(seen.before.detach(), here)),
+                positions(fitted(x, here)),
+                None if seen.inner is None else positions(seen.inner, here),
+                positions(gradient),
+                None,
+            )
+        )
+    return samples
+
+
+def _merged(samples: Sequence[Sample], dimension: int) -> Sample:
+    if len(samples) == 1:
+        return samples[0]
+    merged = [None if column[0] is None else torch.cat(column, dimension) for column in zip(*samples, strict=True)]
+    return Sample._make(merged)
 
 
 def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices], shape: tuple[int, ...]) -> Estimate:

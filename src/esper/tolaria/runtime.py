@@ -61,6 +61,17 @@ def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
     return [piece.reshape(part.shape) for piece, part in zip(np.split(flat, ends[:-1]), parts, strict=True)]
 
 
+def hold_freed_memory() -> None:
+    """Let the C library keep freed memory of up to 32 MiB a block instead of handing it back to the system.
+
+    A pass over maps allocates megabytes and frees them at its end, and every page that comes back from the system costs a
+    fault and a zeroing, a third of a small network's training time. glibc raises its threshold to the size of the largest
+    mapped block that was freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD); where there is another C library, this does
+    nothing.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
 class CUDATimer:
     """Device seconds between `start` and `stop` by CUDA events, summed when `seconds` is read, which waits for them."""
 

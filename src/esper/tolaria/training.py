@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.body import Body, Branches, Indices
+from esper.kasmina.body import Body
+from esper.kasmina.route import Branches, Indices, Route
 from esper.kasmina.stack import Rows, Stack
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, key
@@ -64,8 +65,18 @@ def train(
     HOLDING or FOSSILIZED.
     """
     shadow = config.lifecycle.incubation == "shadow"
-    branches = shadows(seeds) if shadow else None
-    route = body.route(doses(seeds), seeds, branches, train=True, straight=not shadow)
+    branches = shadows(seeds)
+    routes = [
+        body.route(
+            doses(seeds),
+            seeds,
+            branches.within(part)[0] if shadow else None,
+            part=part,
+            train=True,
+            straight=not shadow,
+        )
+        for part in body.parts
+    ]
     accumulate = config.optimizer.accumulate
     updates = config.data.batches_per_step // accumulate
     rows = len(seeds.stage)
@@ -85,18 +96,10 @@ def train(
             keys = None
             if body.draws:
                 keys = key(config.seed, Purpose.DROPOUT, dropout[0], dropout[1], feed.batch)
-            x, y = next(feed)
-            result = body.run(x, route, keys=keys)
-            losses = objective.loss(result.output, y).mean(1)
-            total = losses.sum()
-            if result.branches is not None:
-                assert route.origin is not None
-                total = total + objective.loss(result.branches, y.index_select(0, route.origin)).mean(1).sum()
-            if result.proximal is not None:
-                total = total + config.lifecycle.proximal * result.proximal
-            if total.requires_grad:  # nothing trains in a host that is frozen whole and bears no seed
-                (total if accumulate == 1 else total / accumulate).backward()
-            loss += losses.detach()
+            feed.advance()
+            for route in routes:
+                losses = _backward(body, route, feed, objective, config, None if keys is None else keys[route.part])
+                loss[route.part] += losses
         for group in (host, *groups):
             group.norm.add_(optimizer.step(group.stack, group.rows, group.factors[update]))
     return Trained(
@@ -105,6 +108,25 @@ def train(
         tuple(group.norm / updates for group in groups),
         tuple(owners),
     )
+
+
+def _backward(
+    body: Body, route: Route, feed: SharedBatchIterator, objective: Objective, config: Config, keys: Indices | None
+) -> Tensor:
+    """The losses (n,) of a part of the rows on the present batch, whose gradients are added to those of the rows."""
+    x, y = feed.of(route.part)
+    result = body.run(x, route, keys=keys)
+    losses = objective.loss(result.output, y).mean(1)
+    total = losses.sum()
+    if result.branches is not None:
+        assert route.origin is not None
+        total = total + objective.loss(result.branches, y.index_select(0, route.origin)).mean(1).sum()
+    if result.proximal is not None:
+        total = total + config.lifecycle.proximal * result.proximal
+    if total.requires_grad:  # nothing trains in a host that is frozen whole and bears no seed
+        accumulate = config.optimizer.accumulate
+        (total if accumulate == 1 else total / accumulate).backward()
+    return losses.detach()
 
 
 def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer, updates: int) -> _Group:

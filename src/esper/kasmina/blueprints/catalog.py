@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints.vector import MLP, Affine, Gated, LinearMap, LowRank
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Kind, Tap
@@ -25,46 +26,62 @@ class Blueprint:
     name: str
     kind: Kind
     tap: Tap  # what it reads
-    build: Build  # (width read, width written) -> module (B, read) -> (B, written) that returns the change
+    build: Build  # (width read, width written) -> module that returns the change: (B, read, ...) -> (B, written, ...)
     parameters: Count  # (width read, width written) -> number of parameters
     summary: str
 
 
-BLUEPRINTS: dict[str, Blueprint] = {}
+BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}
+"""By kind of stream and name: blueprints of two kinds may share a name, and a menu's name means that of the slot's kind."""
 
 
 def blueprint(
-    name: str, *, parameters: Count, tap: Tap | str = Tap.HERE, summary: str = ""
+    name: str, *, parameters: Count, tap: Tap | str = Tap.HERE, kind: Kind | str = Kind.VECTOR, summary: str = ""
 ) -> Callable[[Build], Build]:
-    """Register a builder of vector seeds under a name that tasks and schedules can use.
+    """Register a builder of seeds, of vector streams or maps, under a name that tasks and schedules can use.
 
         @esper.blueprint("wide", tap="before", parameters=lambda r, w: r * w + w)
         def wide(reads, writes): ...
 
-    Raises InputError where the name is taken, the tap is unknown, or the module fails a check of its birth (`check`).
+    Raises InputError where the name is taken, the tap or kind is unknown, or the module fails a check of its birth
+    (`check`).
     """
 
     def register(build: Build) -> Build:
-        if name in BLUEPRINTS:
+        if kind not in list(Kind):
+            raise InputError(f"blueprint {name!r} is of kind {kind!r}; choose one of {', '.join(Kind)}")
+        if (Kind(kind), name) in BLUEPRINTS:
             raise InputError(f"a blueprint named {name!r} is registered already; choose another name")
         if tap not in list(Tap):
             raise InputError(f"blueprint {name!r} reads tap {tap!r}; choose one of {', '.join(Tap)}")
         doc = (build.__doc__ or "").strip().splitlines()
-        entry = Blueprint(name, Kind.VECTOR, Tap(tap), build, parameters, summary or (doc[0] if doc else ""))
+        entry = Blueprint(name, Kind(kind), Tap(tap), build, parameters, summary or (doc[0] if doc else ""))
         check(entry)
-        BLUEPRINTS[name] = entry
+        BLUEPRINTS[entry.kind, name] = entry
         return build
 
     return register
 
 
-def get_blueprint(name: str) -> Blueprint:
-    """A registered blueprint. InputError, with the nearest name, where there is none."""
-    if name not in BLUEPRINTS:
-        near = difflib.get_close_matches(name, BLUEPRINTS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(BLUEPRINTS))}"
-        raise InputError(f"unknown blueprint {name!r}; {hint}")
-    return BLUEPRINTS[name]
+def get_blueprint(name: str, kind: Kind | None = None) -> Blueprint:
+    """A registered blueprint of a kind; None takes the first kind that has the name.
+
+    InputError, with the nearest name, where there is none.
+    """
+    for found, entry in BLUEPRINTS.items():
+        if found[1] == name and kind in (None, found[0]):
+            return entry
+    other = [found.value for found, known in BLUEPRINTS if known == name]
+    if other:
+        raise InputError(f"blueprint {name!r} is for {other[0]} streams; {_names(kind)} are for {kind} streams")
+    near = difflib.get_close_matches(name, [known for _, known in BLUEPRINTS], 1)
+    raise InputError(
+        f"unknown blueprint {name!r}; {f'did you mean {near[0]!r}?' if near else f'there are {_names(kind)}'}"
+    )
+
+
+def _names(kind: Kind | None) -> str:
+    return ", ".join(sorted({name for found, name in BLUEPRINTS if kind in (None, found)}))
 
 
 def count(module: nn.Module) -> int:
@@ -81,13 +98,15 @@ def drawn_with(key: int) -> Iterator[None]:
 
 
 def check(entry: Blueprint) -> None:
-    """Hold a blueprint against the rules of a birth at two sizes.
+    """Hold a blueprint against the rules of a birth at two sizes, a map's also at two resolutions.
 
-    The shape is kept; the change is exactly 0 at birth; some gradient is not 0; every parameter moves within five optimizer
-    steps; the declared number of parameters is true; a module that says `pads` keeps padded units at exactly 0. Raises
-    InputError, in one sentence, on the first that fails.
+    The shape is kept; the change is exactly 0 at birth; some gradient is not 0; twice the first step makes twice the change;
+    every parameter moves within five optimizer steps; the declared number of parameters is true; a module that says `pads`
+    keeps padded units at exactly 0. Raises InputError, in one sentence, on the first that fails.
     """
-    for reads, writes in ((5, 5), (8, 8)) if entry.tap != Tap.INPUT else ((5, 8), (9, 5)):
+    # A bypass of maps crosses a segment that changes the number of channels; one of vectors does not.
+    differ = entry.tap == Tap.INPUT or (entry.kind == Kind.MAP and entry.tap == Tap.BEFORE)
+    for (reads, writes), resolution in zip(((5, 8), (9, 5)) if differ else ((5, 5), (8, 8)), _RESOLUTIONS, strict=True):
         with drawn_with(reads):
             try:
                 module = entry.build(reads, writes)
@@ -98,7 +117,11 @@ def check(entry: Blueprint) -> None:
                 ) from None
             if not isinstance(module, nn.Module):
                 raise InputError(f"blueprint {entry.name!r} builds a {type(module).__name__}; return an nn.Module")
-            _check_size(entry, module, torch.randn(16, reads), torch.randn(16, writes))
+            shape = resolution if entry.kind == Kind.MAP else ()
+            _check_size(entry, module, torch.randn(16, reads, *shape), torch.randn(16, writes, *shape))
+
+
+_RESOLUTIONS = ((4, 4), (7, 6))
 
 
 def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) -> None:
@@ -136,6 +159,13 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
     if not delta.requires_grad:
         raise dead
 
+    once, twice = (_after_a_step(module, u, pull, rate) for rate in (1e-3, 2e-3))
+    if not torch.allclose(twice, 2 * once, rtol=0.05, atol=float(once.abs().max()) / 20):
+        raise refuse(
+            "does not change in proportion to its first step",
+            "end it in a zero-initialised linear map, with no normalisation behind it",
+        )
+
     before = copy.deepcopy(module.state_dict())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(5):
@@ -149,6 +179,16 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
         raise refuse(f"never moves {', '.join(still)}", "leave out parameters whose gradient is always 0")
     if getattr(module, "pads", False):
         _check_padding(entry, u, pull)
+
+
+def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Tensor:
+    """What a newborn changes after one step of gradient descent."""
+    grown = copy.deepcopy(module)
+    ((grown(u) - pull) ** 2).mean().backward()
+    torch.optim.SGD(grown.parameters(), lr=rate).step()
+    with torch.no_grad():
+        delta: Tensor = grown(u)
+    return delta
 
 
 def _reason(error: Exception) -> str:
@@ -189,8 +229,8 @@ def write_corner(target: nn.Module, source: nn.Module) -> None:
         parameter[tuple(slice(0, k) for k in parts[name].shape)] = parts[name]
 
 
-def _built_in(name: str, tap: Tap, build: Build, parameters: Count, summary: str) -> None:
-    BLUEPRINTS[name] = Blueprint(name, Kind.VECTOR, tap, build, parameters, summary)
+def _built_in(name: str, tap: Tap, build: Build, parameters: Count, summary: str, kind: Kind = Kind.VECTOR) -> None:
+    BLUEPRINTS[kind, name] = Blueprint(name, kind, tap, build, parameters, summary)
 
 
 def _mlp(hidden: int) -> dict[str, Any]:
@@ -205,3 +245,51 @@ _built_in("gated", Tap.HERE, Gated, lambda r, w: 2 * (r * w + w), "linear map un
 _built_in("bypass-linear", Tap.BEFORE, LinearMap, lambda r, w: r * w + w, "linear map around the segment: width")
 _built_in("bypass-mlp", Tap.BEFORE, **_mlp(16), summary="hidden layer of 16 units around the segment: width")
 _built_in("skip-mlp", Tap.INPUT, **_mlp(8), summary="hidden layer of 8 units from the host's input")
+
+
+def _two_convs(hidden: int, size: int) -> dict[str, Any]:
+    return {
+        "build": lambda r, w: maps.two_convs(r, w, hidden, size),
+        "parameters": lambda r, w: hidden * (9 * r + 1) + w * (size**2 * hidden + 1),
+        "kind": Kind.MAP,
+    }
+
+
+def _one_conv(size: int) -> dict[str, Any]:
+    return {
+        "build": lambda r, w: maps.one_conv(r, w, size),
+        "parameters": lambda r, w: w * (size**2 * r + 1),
+        "kind": Kind.MAP,
+    }
+
+
+_built_in("norm", Tap.HERE, lambda r, w: maps.Norm(w), lambda r, w: 2 * w, "each example normalised", Kind.MAP)
+_built_in(
+    "squeeze-excite",
+    Tap.HERE,
+    lambda r, w: maps.SqueezeExcite(w, 4),
+    lambda r, w: 4 * (r + 1) + 5 * w,
+    "a factor for every channel from the means of all",
+    Kind.MAP,
+)
+_built_in(
+    "depthwise-separable",
+    Tap.HERE,
+    maps.depthwise_separable,
+    lambda r, w: 10 * r + r * w + w,
+    "3x3 within each channel, then 1x1 across them",
+    Kind.MAP,
+)
+_built_in(
+    "bottleneck",
+    Tap.HERE,
+    lambda r, w: maps.bottleneck(r, w, 4),
+    lambda r, w: 4 * (r + 1) + 4 * 37 + 5 * w,
+    "1x1 to 4 channels, 3x3, 1x1 back: depth",
+    Kind.MAP,
+)
+_built_in("conv-light", Tap.HERE, **_two_convs(4, 1), summary="3x3 to 4 channels, then 1x1: depth")
+_built_in("conv-heavy", Tap.HERE, **_two_convs(16, 3), summary="3x3 to 16 channels, then 3x3: depth")
+_built_in("bypass-conv-1x1", Tap.BEFORE, **_one_conv(1), summary="1x1 around the segment: width")
+_built_in("bypass-conv-3x3", Tap.BEFORE, **_one_conv(3), summary="3x3 around the segment: width")
+_built_in("skip-conv", Tap.INPUT, **_two_convs(8, 1), summary="3x3 to 8 channels from the host's input, then 1x1")
