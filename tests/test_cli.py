@@ -17,6 +17,7 @@ from esper.kasmina.blueprints import BLUEPRINTS, Blueprint
 from esper.kasmina.blueprints.vector import zero_linear
 from esper.leyline.config import Config, build_config, reference
 from esper.leyline.slots import Kind, Tap
+from pictures import write_cifar
 
 QUICK = ["--envs", "2", "--steps", "3", "--set", "data.batches_per_step=2", "--models", "none"]
 
@@ -178,7 +179,7 @@ def test_blueprints_are_listed_with_their_cost(esper):
 
     code, out, _ = esper("blueprints")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[1:]] == list(BLUEPRINTS)
+    assert [(line.split()[1], line.split()[0]) for line in out.splitlines()[1:]] == list(BLUEPRINTS)
 
 
 def test_config_lists_every_key(esper):
@@ -190,6 +191,46 @@ def test_config_lists_every_key(esper):
 def test_config_as_yaml_can_be_read_back(esper):
     _, out, _ = esper("config", "--yaml")
     assert build_config(yaml.safe_load(out)) == Config()
+
+
+def test_a_task_whose_files_are_absent_is_listed_with_what_is_missing(esper, monkeypatch, tmp_path):
+    monkeypatch.setenv("ESPER_DATA", str(tmp_path / "nothing"))
+    code, out, _ = esper("tasks")
+    assert code == 0
+    assert "cifar10: " in out
+    assert f"missing   {tmp_path / 'nothing' / 'cifar-10-batches-bin'} is not there" in out
+
+
+def test_growing_on_files_that_are_absent_is_one_sentence_and_exit_code_2(esper, monkeypatch, tmp_path):
+    monkeypatch.setenv("ESPER_DATA", str(tmp_path / "nothing"))
+    code, out, err = esper("grow", "cifar10", *QUICK)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert "ESPER_DATA" in err
+    assert not files()
+
+
+def test_cifar_grows_from_files_of_its_format(esper, monkeypatch, tmp_path):
+    write_cifar(tmp_path / "data", count=40)
+    monkeypatch.setenv("ESPER_DATA", str(tmp_path / "data"))
+    code, out, _ = esper("grow", "cifar10", *QUICK, "--json")
+    assert code == 0
+    assert json.loads(out)["host_params"] == 6362
+
+
+def test_digits_as_images_grow_from_the_command(esper):
+    code, out, _ = esper("grow", "digits-image", *QUICK)
+    assert code == 0
+    assert "test accuracy" in out
+
+
+@pytest.mark.parametrize("name", ["conv-light", "mlp-small"])
+def test_a_blueprint_of_another_kind_than_the_slots_is_refused(esper, name):
+    task = "digits" if name == "conv-light" else "digits-image"
+    code, _, err = esper("grow", task, *QUICK, "--set", f"blueprints=[{name}]")
+    assert code == 2
+    assert f"blueprint '{name}' is for" in err
 
 
 def test_doctor_finds_nothing_wrong(esper):

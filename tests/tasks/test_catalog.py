@@ -3,6 +3,17 @@ import pytest
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.tasks.catalog import TASKS, get_task, task_names
+from pictures import write_cifar
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _data(tmp_path_factory):
+    """A small CIFAR-10, whose files a person brings."""
+    folder = tmp_path_factory.mktemp("data")
+    write_cifar(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ESPER_DATA", str(folder))
+        yield
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -28,7 +39,7 @@ def test_a_misspelt_task_is_refused_with_the_nearest() -> None:
 
 
 def test_a_task_that_is_like_none_is_refused_with_the_list() -> None:
-    with pytest.raises(InputError, match=r"^unknown task 'mnist'; the tasks are breast-cancer, digits, iris, "):
+    with pytest.raises(InputError, match=r"^unknown task 'mnist'; the tasks are breast-cancer, cifar10, digits, "):
         get_task("mnist")
 
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask
-from esper.tasks import digits, repair, small, spirals
+from esper.tasks import digits, images, repair, small, spirals
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
     {
@@ -16,6 +16,8 @@ TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
         "iris": small.iris,
         "wine": small.wine,
         "breast-cancer": small.breast_cancer,
+        "digits-image": images.digits_image,
+        "cifar10": images.cifar10,
     }
 )
 
@@ -26,6 +28,8 @@ _SUMMARIES = {
     "iris": small.IRIS,
     "wine": small.WINE,
     "breast-cancer": small.BREAST_CANCER,
+    "digits-image": images.DIGITS,
+    "cifar10": images.CIFAR10,
 }
 
 

@@ -93,10 +93,7 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
                 f"the {name} split would hold {size} of {len(x)} examples; give more examples or raise its fraction, "
                 "so that it holds at least 2"
             )
-    order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(x)]), _CPU)[0]
-    if not y.is_floating_point():
-        order = order[_places(y[order]).argsort(stable=True)]
-    splits = Splits(*(Split(x[part], y[part]) for part in order.split(list(sizes))))
+    splits = Splits(*(Split(x[part], y[part]) for part in dealt(y, sizes, seed)))
     if y.is_floating_point():
         for name, part in zip(Splits._fields, splits, strict=True):
             constant = (part.y == part.y[0]).all(0).nonzero().flatten().tolist()
@@ -106,6 +103,15 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
                     "R2; drop that target, or give more examples"
                 )
     return splits
+
+
+def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
+    """Indices of the examples of labels or targets y that fall into parts of the given sizes, as `split` deals them."""
+    order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), _CPU)[0]
+    if not y.is_floating_point():
+        order = order[_places(y[order]).argsort(stable=True)]
+    parts: tuple[Tensor, ...] = order.split(list(sizes))
+    return parts
 
 
 def standardized(splits: Splits) -> Splits:

@@ -1,0 +1,146 @@
+"""CIFAR-10 from files on this machine: the published binary version, or a local copy of the Hugging Face data set.
+
+Nothing is downloaded, and nothing in the files is executed: the published Python version, which is pickled, is not read.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esper.leyline.errors import InputError
+from esper.leyline.task import Split
+
+VARIABLE = "ESPER_DATA"
+"""The environment variable that names the folder of data sets; without it, `data` in the current folder."""
+BINARY = "cifar-10-batches-bin"
+TRAIN, TEST = tuple(f"data_batch_{k}.bin" for k in range(1, 6)), ("test_batch.bin",)
+CLASSES, SHAPE = 10, (3, 32, 32)
+RECORD = 1 + 3 * 32 * 32  # a label, then red, green and blue row by row [bytes]
+_MEND = "unpack cifar-10-binary.tar.gz there again"
+
+
+def data_folder() -> Path:
+    """The folder of data sets."""
+    return Path(os.environ.get(VARIABLE) or "data")
+
+
+def read_cifar10(folder: Path | None = None) -> tuple[Split, Split]:
+    """Training and test images, uint8 (N, 3, 32, 32), from a folder, or where None from that of data sets.
+
+    Raises InputError where neither format is there, files are missing, or one is truncated, damaged or of another format.
+    """
+    root = folder or data_folder()
+    for place in (root / BINARY, root):
+        if any((place / name).exists() for name in (*TRAIN, *TEST)):
+            return _read_binary(place)
+    for place in (root / "cifar10", root):
+        if any(place.rglob("*.parquet")) if place.is_dir() else False:
+            return _read_parquet(place)
+    python = [place for place in (root / "cifar-10-batches-py", root) if (place / "data_batch_1").exists()]
+    if python:
+        raise InputError(
+            f"{python[0]} holds the Python version of CIFAR-10, which is pickled and is not read; "
+            f"unpack cifar-10-binary.tar.gz into {root} instead"
+        )
+    raise InputError(
+        f"{root / BINARY} is not there, and {root} holds no parquet files of CIFAR-10; unpack cifar-10-binary.tar.gz into "
+        f"{root}, or name the folder that holds it in {VARIABLE}"
+    )
+
+
+def _read_binary(folder: Path) -> tuple[Split, Split]:
+    """The published binary version."""
+    missing = [name for name in (*TRAIN, *TEST) if not (folder / name).is_file()]
+    if missing:
+        raise InputError(f"{folder} lacks {', '.join(missing)} of CIFAR-10; {_MEND}")
+    records = {name: _records(folder / name) for name in (*TRAIN, *TEST)}
+    counts = {name: len(rows) for name, rows in records.items()}
+    most = max(counts.values())
+    for name, count in counts.items():
+        if count < most:  # all six files are published with the same number
+            raise InputError(f"{folder / name} is truncated: it holds {count} images where others hold {most}; {_MEND}")
+    return _split([records[name] for name in TRAIN]), _split([records[name] for name in TEST])
+
+
+def _records(path: Path) -> NDArray[np.uint8]:
+    """(n, RECORD) bytes of one file."""
+    try:
+        content = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; make it readable") from None
+    if not len(content) or len(content) % RECORD:
+        raise InputError(
+            f"{path} holds {len(content)} bytes, which is no whole number of CIFAR-10 images of {RECORD} bytes: it is "
+            f"truncated, or of another format; {_MEND}"
+        )
+    records = content.reshape(-1, RECORD)
+    wrong = np.flatnonzero(records[:, 0] >= CLASSES)
+    if len(wrong):
+        raise InputError(
+            f"{path} is damaged, or of another format: image {wrong[0]} has the label {records[wrong[0], 0]}, and CIFAR-10 "
+            f"has labels under {CLASSES}; {_MEND}"
+        )
+    return records
+
+
+def _split(files: Sequence[NDArray[np.uint8]]) -> Split:
+    records = np.concatenate(files)
+    images = torch.from_numpy(records[:, 1:].reshape(-1, *SHAPE))
+    return Split(images.contiguous(memory_format=torch.channels_last), torch.from_numpy(records[:, 0].astype(np.int64)))
+
+
+def _read_parquet(folder: Path) -> tuple[Split, Split]:
+    """A local copy of the Hugging Face data set: train-*.parquet and test-*.parquet with the columns img and label."""
+    files = {
+        part: [path for path in sorted(folder.rglob("*.parquet")) if path.name.startswith(part)]
+        for part in ("train", "test")
+    }
+    missing = [part for part, paths in files.items() if not paths]
+    if missing:
+        raise InputError(
+            f"{folder} lacks {' and '.join(f'{part}-*.parquet' for part in missing)} of CIFAR-10; copy the whole data set"
+        )
+    try:
+        from PIL import Image
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(
+            f"{folder} holds parquet files, which take pyarrow and pillow to read: pip install 'esper[vision]'"
+        ) from None
+    train, test = (_split([_rows(path, parquet, Image) for path in files[part]]) for part in ("train", "test"))
+    return train, test
+
+
+def _rows(path: Path, parquet: Any, image: Any) -> NDArray[np.uint8]:
+    """(n, RECORD) bytes, laid out as in the binary version."""
+    try:
+        table = parquet.read_table(path)
+    except Exception as error:  # pyarrow has its own; whatever it raises, the file cannot be read
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path} is truncated or damaged: {reason}; copy it again") from None
+    names = table.column_names
+    if "img" not in names or "label" not in names:
+        raise InputError(f"{path} has the columns {', '.join(names)}; CIFAR-10 has img and label")
+    records = np.empty((table.num_rows, RECORD), np.uint8)
+    for index, (picture, label) in enumerate(
+        zip(table.column("img").to_pylist(), table.column("label").to_pylist(), strict=True)
+    ):
+        try:
+            pixels = np.asarray(image.open(io.BytesIO(picture["bytes"])).convert("RGB"))
+        except Exception:  # pillow raises errors of many kinds; each means that this is no picture
+            raise InputError(
+                f"{path} is damaged: row {index} holds no picture that can be read; copy it again"
+            ) from None
+        if pixels.shape != (32, 32, 3) or not isinstance(label, int) or not 0 <= label < CLASSES:
+            raise InputError(
+                f"{path} is damaged, or of another format: row {index} is a picture of {pixels.shape[1]} x "
+                f"{pixels.shape[0]} pixels with the label {label!r}; CIFAR-10 has 32 x 32 and labels under {CLASSES}"
+            )
+        records[index, 0], records[index, 1:] = label, pixels.transpose(2, 0, 1).reshape(-1)
+    return records

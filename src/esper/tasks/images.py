@@ -1,0 +1,80 @@
+"""Tasks whose examples are images: handwritten digits of 8 x 8 pixels, and CIFAR-10."""
+
+import torch
+from torch import Tensor
+
+from esper.leyline.task import Pixels, Split, Task
+from esper.tasks.cifar import read_cifar10
+from esper.tasks.hosts import CNN, MAP_MENU
+from esper.tasks.objectives import Classification
+from esper.tasks.splits import dealt
+
+DIGITS = "1,797 handwritten digits as images of 8 x 8 pixels in 10 classes; a CNN that is narrow in both of its blocks"
+DIGITS_SIZES = (1024, 256, 128, 389)  # train, probe, validation, test; 16 batches of 64 are one epoch
+CIFAR10 = "60,000 photographs of 32 x 32 pixels in 10 classes, from files of your own (docs/images.md); a slim CNN"
+HELD = 0.05  # of CIFAR's training images, in the probe and in the validation split each
+
+
+def digits_image(channels: tuple[int, ...] = (8, 16), hidden: tuple[int, ...] = (3, 4)) -> Task:
+    """Scikit-learn's digits (Alpaydin and Kaynak, UCI 1998) as images of one channel, kept as bytes.
+
+    The splits are those of `digits`, and the same in every run. Raises InputError where a size is under 1.
+    """
+    from sklearn.datasets import load_digits  # a second of imports that no other task needs
+
+    data = load_digits()
+    x = torch.from_numpy(data.images).to(torch.uint8)[:, None]  # values from 0 to 16
+    y = torch.from_numpy(data.target).to(torch.int64)
+    parts = [Split(x[part], y[part]) for part in dealt(y, DIGITS_SIZES, seed=0)]
+    return Task(
+        name="digits-image",
+        summary=DIGITS,
+        host=CNN(inputs=(1, 8, 8), channels=channels, hidden=hidden, outputs=10),
+        train=parts[0],
+        probe=parts[1],
+        validation=parts[2],
+        test=parts[3],
+        objective=Classification(10),
+        menu=MAP_MENU,
+        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 16}},
+        pixels=standardizing(parts[0].x),
+    )
+
+
+def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
+    """CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009), from files of your own.
+
+    A twentieth of the published training images are the probe, another the validation split; the published test images are
+    the test split. Training images are shifted by up to 4 pixels and mirrored. Raises InputError, naming the file and the
+    mend, where the files are absent, partial, damaged or of another format (docs/images.md says which are read).
+    """
+    train, test = read_cifar10()
+    held = max(round(HELD * len(train.y)), 2)
+    parts = [
+        Split(train.x[part], train.y[part]) for part in dealt(train.y, (len(train.y) - 2 * held, held, held), seed=0)
+    ]
+    return Task(
+        name="cifar10",
+        summary=CIFAR10,
+        host=CNN(inputs=(3, 32, 32), channels=channels, outputs=10),
+        train=parts[0],
+        probe=parts[1],
+        validation=parts[2],
+        test=test,
+        objective=Classification(10),
+        menu=MAP_MENU,
+        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 32}, "optimizer": {"lr": 2e-3}},
+        pixels=standardizing(parts[0].x, pad=4, flip=True),
+    )
+
+
+def standardizing(x: Tensor, *, pad: int = 0, flip: bool = False) -> Pixels:
+    """The reading of bytes x (N, C, H, W) that gives every channel mean 0 and standard deviation 1 over all of them."""
+    levels = torch.arange(256, dtype=torch.float64)
+    means, deviations = [], []
+    for channel in x.unbind(1):
+        share = torch.bincount(channel.reshape(-1).to(torch.int64), minlength=256) / channel.numel()
+        mean = float((share * levels).sum())
+        means.append(mean)
+        deviations.append(max(float((share * (levels - mean).square()).sum()) ** 0.5, 1e-6))
+    return Pixels(tuple(means), tuple(deviations), pad, flip)

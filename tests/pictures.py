@@ -1,0 +1,60 @@
+"""Small images for tests: a task, a body of convolutional hosts, and CIFAR-10 files in the published format."""
+
+import numpy as np
+import torch
+
+from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
+from esper.kasmina.body import Body
+from esper.leyline.slots import Kind
+from esper.leyline.task import Pixels, Split, Task
+from esper.tasks.hosts import CNN, MAP_MENU
+from esper.tasks.objectives import Classification
+
+MAPS = tuple(name for kind, name in BLUEPRINTS if kind == Kind.MAP)
+INPUTS = (2, 9, 8)
+HOST = CNN(inputs=INPUTS, channels=(3, 5), hidden=(2, 3), outputs=3)
+PIXELS = Pixels((100.0, 120.0), (50.0, 60.0))
+
+
+def drawn(count, *, seed=0, inputs=INPUTS):
+    """Byte images whose brighter half tells the class."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 200, (count, *inputs), dtype=torch.uint8, generator=generator)
+    y = torch.randint(0, 3, (count,), generator=generator)
+    x[y == 1, :, : inputs[1] // 2] += 55
+    x[y == 2, :, :, : inputs[2] // 2] += 55
+    return Split(x, y)
+
+
+def pictures(*, host=HOST, menu=MAP_MENU, pixels=PIXELS):
+    """A task that trains in milliseconds."""
+    train, probe, validation, test = (drawn(n, seed=n) for n in (96, 40, 24, 30))
+    return Task(
+        "pictures", "bright halves", host, train, probe, validation, test, Classification(3), menu, pixels=pixels
+    )
+
+
+def map_body(rows=3, menu=MAPS, *, host=HOST, dtype=torch.float32, **options):
+    """A body of freshly drawn convolutional hosts; row r is drawn with key r."""
+    example = torch.zeros(2, *host.inputs, dtype=dtype)
+    body = Body(host, [get_blueprint(name, Kind.MAP) for name in menu], max(rows, 2), example, **options)
+    for row in range(max(rows, 2)):
+        with drawn_with(100 + row):
+            body.plant_host([row], host(), example, host.outputs)
+    return body
+
+
+def cifar_records(count, seed):
+    """(count, 3073) bytes: labels, and images."""
+    records = np.random.default_rng(seed).integers(0, 256, (count, 3073)).astype(np.uint8)
+    records[:, 0] = np.arange(count) % 10
+    return records
+
+
+def write_cifar(folder, count=40):
+    """The six files of the published binary version, with fewer images in each."""
+    place = folder / "cifar-10-batches-bin"
+    place.mkdir(parents=True)
+    for index, name in enumerate([*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]):
+        (place / name).write_bytes(cifar_records(count, index).tobytes())
+    return place
