@@ -192,7 +192,7 @@ class BareStack:
     @torch.no_grad()
     def probe(self) -> NDArray[np.float64]:
         """(2, R) loss and metric of every row first, then means and standard errors of the passes beside them, flat."""
-        x, y, size, real = self.examples
+        x, y, size, real, _ = self.examples
         leaving = self.live or self.incubating
         output, extra = self.forward(x, leaving)
         measured = self._figures(output, y)  # (2, R, N)

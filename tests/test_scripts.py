@@ -52,6 +52,17 @@ def test_the_benchmark_says_what_a_population_takes_and_where_it_ran(benchmark):
     assert {"processor", "cores", "python", "torch", "esper", "load_average_before"} <= set(benchmark)
 
 
+def test_the_benchmark_of_images_sets_the_engine_beside_a_bare_loop(tmp_path):
+    run("benchmark_images.py", "--json", "figures.json", cwd=tmp_path)
+    results = json.loads((tmp_path / "figures.json").read_text())["results"]
+    assert [result["task"] for result in results] == ["digits-image", "photographs"]
+    for result in results:
+        for clock in ("wall", "processor"):
+            assert set(result[clock]) == {"bare loop", "engine"}
+            assert all(row["eps"] > 0 for row in result[clock].values())
+        assert result["reads_per_step"] == 1
+
+
 def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_path):
     run("profile_gpu_sync.py", "--json", "reads.json", cwd=tmp_path)
     (result,) = json.loads((tmp_path / "reads.json").read_text())["results"]

@@ -1,0 +1,211 @@
+"""Environment steps per second of the engine on image hosts, beside a bare, well written loop, in one process.
+
+The *bare loop* trains one network after another and does nothing else: channels-last maps, images resident as bytes, the
+multi-tensor (foreach) AdamW, gradients set to None, no `.item()` but one read of the probe's figures at the end. It runs the
+same host modules on the same number of batches and probe images. Both take turns, step by step, so that a machine whose
+speed drifts slows them alike; medians and the median of the ratio over turns are printed, of wall-clock time and of the
+processor time of the one thread, which does not count how long others held the processor. No seeds, no twins.
+
+    python scripts/benchmark_images.py [--quick] [--json FILE] [--envs E ...] [--repeats N] [--device cpu]
+"""
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.leyline.actions import Actions
+from esper.leyline.config import build_config
+from esper.leyline.task import Split, Task
+from esper.tasks.hosts import CNN, MAP_MENU
+from esper.tasks.images import digits_image, standardizing
+from esper.tasks.objectives import Classification
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.reads import counted_reads
+from esper.tolaria.runtime import hold_freed_memory
+
+BATCH, LR = 64, 5e-3
+
+
+def photographs(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
+    """Random bytes of 32 x 32 pixels in three channels: 256 training and 128 probe images a step."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int) -> Split:
+        x = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        return Split(x, torch.randint(0, 10, (count,), generator=generator))
+
+    train = drawn(1024)
+    return Task(
+        name="photographs",
+        summary="random bytes",
+        host=CNN(inputs=(3, 32, 32), channels=channels, outputs=10),
+        train=train,
+        probe=drawn(128),
+        validation=drawn(16),
+        test=None,
+        objective=Classification(10),
+        menu=MAP_MENU,
+        defaults={"data": {"batch": BATCH, "batches_per_step": 4}},
+        pixels=standardizing(train.x),
+    )
+
+
+def engine_step(task: Task, envs: int, device: str) -> tuple[Callable[[], None], VectorizedEngine]:
+    """One step of the engine, nothing planted, without twins."""
+    config = build_config(
+        task.defaults, {"envs": envs, "twin": False, "device": device, "steps": 10**6, "optimizer": {"lr": LR}}
+    )
+    engine = VectorizedEngine(task, config)
+    engine.reset()
+    wait = Actions.wait(envs)
+
+    def step() -> None:
+        engine.step(wait)
+
+    return step, engine
+
+
+def bare_step(task: Task, envs: int, device: str) -> Callable[[], None]:
+    """The same batches, updates and probe by hand, network by network."""
+    torch.manual_seed(0)
+    batches = int(task.defaults["data"]["batches_per_step"])
+    hosts = [task.host().to(device, memory_format=torch.channels_last) for _ in range(envs)]
+    optimizers = [torch.optim.AdamW(host.parameters(), lr=LR, weight_decay=0.0, foreach=True) for host in hosts]
+    images = task.train.x.movedim(1, -1).contiguous().to(device)  # (N, H, W, C), a row of bytes an image
+    y, px, py = task.train.y.to(device), task.read(task.probe.x).to(device), task.probe.y.to(device)
+    px = px.contiguous(memory_format=torch.channels_last)
+    per_epoch = len(y) // BATCH
+
+    def read(index: Tensor) -> Tensor:
+        return task.read(images.index_select(0, index).movedim(-1, 1))
+
+    def train(host: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        order = torch.randperm(len(y), device=device)
+        for batch in range(batches):
+            start = batch % per_epoch * BATCH
+            index = order[start : start + BATCH]
+            loss = F.cross_entropy(host(read(index)), y.index_select(0, index))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def step() -> None:
+        found = []
+        for host, optimizer in zip(hosts, optimizers, strict=True):
+            train(host, optimizer)
+            with torch.no_grad():
+                output = host(px)
+                found += [F.cross_entropy(output, py), (output.argmax(1) == py).float().mean()]
+        torch.stack(found).cpu()
+
+    return step
+
+
+def timed(step: Callable[[], None], device: str) -> tuple[float, float]:
+    """Seconds of one call, the device waited for, and of the processor."""
+    begin, used = time.perf_counter(), time.process_time()
+    step()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin, time.process_time() - used
+
+
+def figures(seconds: dict[str, list[float]], envs: int) -> dict[str, dict[str, float]]:
+    """Of each way: median, 95th percentile, EPS, and throughput relative to the bare loop, turn by turn."""
+    return {
+        name: {
+            "median_seconds": statistics.median(values),
+            "p95_seconds": float(np.quantile(values, 0.95)),
+            "eps": envs / statistics.median(values),
+            "of_bare_loop": statistics.median(b / v for b, v in zip(seconds["bare loop"], values, strict=True)),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def compare(task: Task, envs: int, device: str, repeats: int) -> dict[str, Any]:
+    """Engine and bare loop in turn: seconds, EPS, and throughput of the engine relative to the loop, turn by turn."""
+    step, engine = engine_step(task, envs, device)
+    steps = {"bare loop": bare_step(task, envs, device), "engine": step}
+    for warm in steps.values():
+        warm()
+    engine.timer.seconds.clear()
+    wall: dict[str, list[float]] = {name: [] for name in steps}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats):
+        for name in sorted(steps, reverse=turn % 2 == 0):  # neither always finds the caches as the other left them
+            taken, used = timed(steps[name], device)
+            wall[name].append(taken)
+            processor[name].append(used)
+    total = sum(engine.timer.seconds.values())
+    phases = {name: value / total for name, value in engine.timer.seconds.items()}
+    with counted_reads() as reads:
+        step()
+    data = task.defaults["data"]
+    return {
+        "task": task.name,
+        "envs": envs,
+        "training_images": data["batch"] * data["batches_per_step"],
+        "probe_images": len(task.probe.y),
+        "wall": figures(wall, envs),
+        "processor": figures(processor, envs),
+        "phases": phases,
+        "reads_per_step": len(reads),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repeats of a small population, to see that it runs")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--envs", type=int, nargs="+", default=[8, 64], help="population sizes")
+    parser.add_argument("--repeats", type=int, default=15, help="turns")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hold_freed_memory()  # for both alike
+    sizes, repeats = ([2], 2) if arguments.quick else (arguments.envs, arguments.repeats)
+    results = []
+    for task in (digits_image(), photographs()):
+        for envs in sizes:
+            result = compare(task, envs, arguments.device, repeats)
+            results.append(result)
+            print(
+                f"\n{task.name}, E = {envs}, {result['training_images']} training and {result['probe_images']} probe images a "
+                "step"
+            )
+            print(f"{'':26}{'ms/step':>10}{'p95':>10}{'EPS':>10}{'of bare':>10}")
+            for clock in ("wall", "processor"):
+                for name, row in result[clock].items():
+                    print(
+                        f"{f'{name}, {clock}':26}{row['median_seconds'] * 1e3:10.1f}{row['p95_seconds'] * 1e3:10.1f}"
+                        f"{row['eps']:10.1f}{row['of_bare_loop']:10.3f}"
+                    )
+            print("phases: " + ", ".join(f"{name} {share:.1%}" for name, share in result["phases"].items()))
+            print(f"device reads a step: {result['reads_per_step']}; peak memory {result['peak_memory_mib']:.0f} MiB")
+    report = {
+        "machine": platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu, one thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "results": results,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
