@@ -175,7 +175,6 @@ def test_tasks_are_listed_with_slots_and_menus(esper):
 
 
 def test_blueprints_are_listed_with_their_cost(esper):
-    from esper.kasmina.blueprints import BLUEPRINTS
 
     code, out, _ = esper("blueprints")
     assert code == 0
@@ -253,7 +252,7 @@ def test_doctor_names_a_blueprint_whose_rows_depend_on_their_neighbours(esper, m
             return y - y.mean(0) if y.dim() == 3 else y
 
     entry = Blueprint("shared", Kind.VECTOR, Tap.HERE, Shared, lambda r, w: r * w + w, "")
-    monkeypatch.setitem(BLUEPRINTS, "shared", entry)
+    monkeypatch.setitem(BLUEPRINTS, (Kind.VECTOR, "shared"), entry)
     code, out, _ = esper("doctor")
     assert code == 1
     (line,) = [line for line in out.splitlines() if "FAIL" in line]
