@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from esper.api import check_rows as check_rows
     from esper.api import grow as grow
     from esper.api import load as load
+    from esper.api import train as train
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.host import SegmentedHost as SegmentedHost
     from esper.kasmina.layers import Linear as Linear
@@ -48,6 +49,7 @@ _HOME = {
     "grow": "api",
     "load": "api",
     "task": "tasks.custom",
+    "train": "api",
 }
 __all__ = sorted(_HOME)
 

@@ -1,6 +1,6 @@
 """The calls that most programs need: grow a population, load a grown network, and check a host and seeds of one's own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.export import load_network, read_topology
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
-from esper.leyline.config import Config, build_config
+from esper.leyline.config import Config, RewardConfig, build_config
 from esper.leyline.errors import InputError
-from esper.leyline.protocols import PolicyClient
+from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.simic.grow import grow as grow_run
+from esper.simic.rewards import get_reward
+from esper.simic.runner import train as train_run
+from esper.simic.runner import training_configs
 from esper.tamiyo.catalog import get_controller, settings_of
 from esper.tasks.hosts import host_from
 from esper.tolaria.data import stack_splits
@@ -55,6 +58,27 @@ def grow(
     if not isinstance(controller, PolicyClient) or isinstance(controller, type):
         raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
     return grow_run(task, config, controller, Path(run) if run is not None else None, overwrite=overwrite)
+
+
+def train(
+    tasks: AnyTask | Sequence[AnyTask],
+    config: Mapping[str, Any] | None = None,
+    *,
+    preset: str = "quick",
+    reward: Callable[[RewardConfig], Reward] = get_reward,
+    run: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Train a controller by growing populations of one task or several, and write the run folder where one is named.
+
+    A mapping of config keys goes over the tasks' own defaults and those of training and the preset. `reward` makes what the
+    controller is paid by, one for each task: any callable from an `Outcome` to named components. Returns the summary;
+    `esper.grow(task, controller=run)` uses what was trained. Raises InputError on bad input, before anything is written, and
+    `esper.simic.ppo.LearningError` where an update cannot be trusted.
+    """
+    chosen = [tasks] if isinstance(tasks, Task | Mixture) else list(tasks)
+    configs = training_configs(chosen, preset, config or {})
+    return train_run(chosen, configs, Path(run) if run is not None else None, overwrite=overwrite, reward=reward)
 
 
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> nn.Module:

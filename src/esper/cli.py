@@ -168,20 +168,21 @@ def train(
     from rich.console import Console
 
     from esper.karn.console import print_training, training
-    from esper.leyline.config import build_config, load_config_file, parse_setting
+    from esper.leyline.config import load_config_file, parse_setting
     from esper.simic.ppo import LearningError
-    from esper.simic.runner import PRESETS, TRAINING
     from esper.simic.runner import train as train_controller
+    from esper.simic.runner import training_configs
     from esper.tasks.catalog import get_task
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
-    names = list(tasks or ("repair",))
-    if len(set(names)) < len(names):
-        raise InputError(f"the tasks are {', '.join(names)}; name each once")
+    from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
+    listed = from_file.pop("tasks", None) or ([from_file["task"]] if "task" in from_file else None)
+    names = list(tasks or listed or ("repair",))
+    if listed is not None and names != list(listed):
+        raise InputError(
+            f"--config {config_file} is of {', '.join(map(str, listed))}, not {', '.join(names)}; name the ones you mean"
+        )
     chosen = [get_task(name) for name in names]
-    if preset not in PRESETS:
-        raise InputError(f"--preset {preset!r} is unknown; give one of {', '.join(PRESETS)}")
-    from_file = {} if config_file is None else load_config_file(str(config_file))
     options = {"envs": envs, "steps": steps, "seed": seed, "device": device, "twin": twin}
     asked: list[Mapping[str, Any]] = [
         from_file,
@@ -189,12 +190,7 @@ def train(
         {name: value for name, value in options.items() if value is not None},
         {"ppo": {"rounds": rounds}} if rounds is not None else {},
     ]
-    configs = [
-        build_config(
-            task.defaults, TRAINING, PRESETS[preset], *asked, {"task": task.name, "tasks": names, "controller": "ppo"}
-        )
-        for task in chosen
-    ]
+    configs = training_configs(chosen, preset, *asked)
     folder = run or Path("runs") / f"train-{'+'.join(names)}-s{configs[0].seed}"
     with training(Console(stderr=True)) as watch:
         try:

@@ -17,6 +17,7 @@ from torch import nn
 import esper
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
+from esper.leyline.keys import Purpose, scalar
 from esper.leyline.task import Split
 from esper.nissa.events import RoundRow, RunRow, decode
 from esper.simic.interrupt import Interrupt
@@ -180,7 +181,14 @@ def test_the_score_of_the_best_controller_is_what_it_grows_on_the_validation_ins
     for task, config in zip(pair, configs(pair), strict=True):
         grown = esper.grow(
             task,
-            {**SHORT, "envs": config.ppo.validate_envs, "instances": "validation", "twin": False, "models": "none"},
+            {
+                **SHORT,
+                "envs": config.ppo.validate_envs,
+                "seed": scalar(config.seed, Purpose.VALIDATION),
+                "instances": "validation",
+                "twin": False,
+                "models": "none",
+            },
             controller=str(folder),
         )
         scores.append(np.mean(grown["validation_objective"]["grown"]))

@@ -191,7 +191,7 @@ class PPOConfig(_Section):
     gamma: float = Field(1.0, gt=0, le=1, description="discount a step")
     lam: float = Field(0.98, ge=0, le=1, description="lambda of generalised advantage estimation")
     value_weight: float = Field(0.5, ge=0, description="weight of the critic's loss")
-    entropy: float = Field(0.01, ge=0, description="weight of the entropy of the sampled heads, annealed to a tenth")
+    entropy: float = Field(0.02, ge=0, description="weight of the entropy of the sampled heads, annealed to a tenth")
     exploration: float = Field(
         0.2, ge=0, lt=1, description="share of the uniform in the choice of slot, blueprint and the rest, annealed to 0"
     )

@@ -32,6 +32,7 @@ class Purpose(IntEnum):
     POLICY_WEIGHTS = 11  # initial weights of a policy
     MINIBATCH = 12  # which sequences share a step of the policy's optimizer
     SAMPLE = 13  # which instances a round of training grows
+    VALIDATION = 14  # the run seed that a policy is validated under
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

@@ -39,7 +39,7 @@ class Row(msgspec.Struct, kw_only=True, tag_field="kind"):
 class RunRow(Row, tag="run", kw_only=True):
     """The first row of a run, and its last."""
 
-    status: Literal["running", "finished", "interrupted"]
+    status: Literal["running", "finished", "interrupted", "failed"]
     task: str
     controller: str
     envs: int
@@ -48,7 +48,7 @@ class RunRow(Row, tag="run", kw_only=True):
     device: str
     slots: Sequence[str]
     blueprints: Sequence[str]  # the menu
-    host_params: Integers  # (E,)
+    host_params: Integers  # (E,); none where a run grows other hosts in every round
 
 
 class StepRow(Row, tag="step", kw_only=True):

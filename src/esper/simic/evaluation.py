@@ -166,6 +166,8 @@ def run_evaluation(
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
     for task, contender in itertools.product(tasks, (*rules, *ours)):
         _check(task, contender, instances, seeds, part, first, settings)
+    if searched < 1:
+        raise InputError(f"the search for a schedule is to end with {searched} instances; give 1 or more")
     if folder is not None:
         _create(folder)
     evaluations, searches = [], []

@@ -108,8 +108,13 @@ class PPO:
         self.round += 1
         return figures | _figures(data)
 
-    def imitate(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> dict[str, float]:
-        """Learn to decide as the rollouts' actions say, whoever took them, and what their returns are. Raises as `update`."""
+    def imitate(
+        self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]], fresh: int | None = None
+    ) -> dict[str, float]:
+        """Learn to decide as the rollouts' actions say, whoever took them, and what their returns are. Raises as `update`.
+
+        The last `fresh` rollouts are new, all where it is None; older ones were counted into the moments before.
+        """
         found: list[Tensor] = []
         with self._kept():
             data = self._prepare(rollouts, menus)
@@ -122,9 +127,10 @@ class PPO:
                     fit = value_loss(value, part.gains.target, network.value_scale)
                     self._descend(-alike + self.config.value_weight * fit, epoch)
                     found.append(torch.stack([alike, fit]).detach())
-        self._follow(data)
+        new = data if fresh is None else data[len(data) - fresh :]
+        self._follow(new)
         alike, fit = torch.stack(found).mean(0).tolist()
-        return {"log_likelihood": alike, "value_loss": fit} | _figures(data)
+        return {"log_likelihood": alike, "value_loss": fit} | _figures(new)
 
     def state(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""

@@ -2,19 +2,19 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Op
-from esper.leyline.config import Config, dump_config
+from esper.leyline.config import Config, RewardConfig, build_config, dump_config
 from esper.leyline.errors import InputError
-from esper.leyline.keys import Purpose, key
-from esper.leyline.protocols import PolicyClient
+from esper.leyline.keys import Purpose, key, scalar
+from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask
 from esper.leyline.view import View
@@ -50,10 +50,26 @@ TRAINING: Mapping[str, Any] = MappingProxyType(
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "quick": {"ppo": {"rounds": 60, "imitation_rounds": 8}},
-        "standard": {"ppo": {"rounds": 240, "imitation_rounds": 8}},
+        "standard": {"ppo": {"rounds": 150, "imitation_rounds": 8}},
     }
 )
 """Lengths of training by name."""
+
+
+def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str, Any]) -> list[Config]:
+    """The config of every task: its own defaults, those of training and of the preset, and what is asked for, in layers."""
+    names = [task.name for task in tasks]
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"the tasks are {', '.join(names) or 'none'}; name one or more, each once")
+    if preset not in PRESETS:
+        raise InputError(f"the preset {preset!r} is unknown; give one of {', '.join(PRESETS)}")
+    return [
+        build_config(
+            task.defaults, TRAINING, PRESETS[preset], *asked, {"task": task.name, "tasks": names, "controller": "ppo"}
+        )
+        for task in tasks
+    ]
+
 
 LED = (1.0, 0.75, 0.5, 0.25)
 """Share of the environments that the teacher decides for in the first rounds of imitation; the last one stays."""
@@ -111,8 +127,11 @@ def train(
     watch: Progress | None = None,
     *,
     overwrite: bool = False,
+    reward: Callable[[RewardConfig], Reward] = get_reward,
 ) -> Summary:
     """Train a controller on tasks, one config each; what concerns the learner is read from the first.
+
+    `reward` makes the reward of every task, as it may remember; a controller is validated by J whatever it was paid for.
 
     Writes the run folder, its `controller/` whenever a better one is found: better by the mean J of greedy growth on the
     validation split of validation instances. Raises InputError on bad input, before anything is written, and LearningError
@@ -123,7 +142,7 @@ def train(
         check_folder(folder, overwrite)
     cohorts = [_cohort(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
     policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
-    school = School(cohorts, policy, config)
+    school = School(cohorts, policy, config, reward)
     outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
     with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
         if folder is not None:
@@ -133,49 +152,68 @@ def train(
             each = {cohort.task.name: cohort.config.model_dump(mode="json") for cohort in cohorts}
             write_atomic(folder / ENVIRONMENT, to_json({**described, "cohorts": each}))
         hub.emit(_run_row(cohorts[0], "running"))
-        status = "finished"
+        status: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            for number in range(-config.ppo.imitation_rounds, config.ppo.rounds):
-                begin = time.perf_counter()
-                figures = school.imitate(number, interrupt) if number < 0 else school.learn(number, interrupt)
-                due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
-                if due and number >= -1 and school.validate(number, figures) and folder is not None:
-                    (folder / FOLDER).mkdir(exist_ok=True)
-                    save_policy(school.best_policy(), folder / FOLDER)
-                seconds = time.perf_counter() - begin
-                known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-                hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
-                watch.round(number, config.ppo.rounds, figures)
-        except Stop:
+            status = _rounds(school, config, folder, hub, interrupt, watch)
+        except KeyboardInterrupt:
             status = "interrupted"
-            watch.note("interrupted; the best controller so far is kept")
-        summary = {
-            "status": status,
-            "tasks": [cohort.task.name for cohort in cohorts],
-            "seed": config.seed,
-            "envs": config.envs,
-            "device": str(cohorts[0].engine.device),
-            "rounds": config.ppo.rounds,
-            "rounds_done": school.learner.round,
-            **school.summary(),
-            "seconds": round(time.perf_counter() - started, 3),
-        }
-        hub.emit(_run_row(cohorts[0], status))
-        hub.flush()
-        if folder is not None:
-            write_atomic(folder / SUMMARY, to_json(summary))
+            raise
+        finally:
+            hub.emit(_run_row(cohorts[0], status))
+            hub.flush()
+            summary = {
+                "status": status,
+                "tasks": [cohort.task.name for cohort in cohorts],
+                "seed": config.seed,
+                "envs": config.envs,
+                "device": str(cohorts[0].engine.device),
+                "rounds": config.ppo.rounds,
+                "rounds_done": school.learner.round,
+                **school.summary(),
+                "seconds": round(time.perf_counter() - started, 3),
+            }
+            if folder is not None:
+                write_atomic(folder / SUMMARY, to_json(summary))
     return summary
+
+
+def _rounds(
+    school: "School", config: Config, folder: Path | None, hub: Hub, interrupt: Interrupt, watch: Progress
+) -> Literal["finished", "interrupted"]:
+    """Imitation, then learning, until all rounds are done or someone asks for an end."""
+    for number in range(-config.ppo.imitation_rounds, config.ppo.rounds):
+        begin = time.perf_counter()
+        try:
+            figures = school.imitate(number, interrupt) if number < 0 else school.learn(number, interrupt)
+        except Stop:
+            watch.note("interrupted; the best controller so far is kept")
+            return "interrupted"
+        due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
+        if due and number >= -1 and school.validate(number, figures) and folder is not None:
+            (folder / FOLDER).mkdir(exist_ok=True)
+            save_policy(school.best_policy(), folder / FOLDER)
+        seconds = time.perf_counter() - begin
+        known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
+        watch.round(number, config.ppo.rounds, figures)
+    return "finished"
 
 
 class School:
     """The learner with its cohorts, and the best it has brought forth."""
 
-    def __init__(self, cohorts: Sequence[Cohort], policy: Policy, config: Config) -> None:
+    def __init__(
+        self,
+        cohorts: Sequence[Cohort],
+        policy: Policy,
+        config: Config,
+        reward: Callable[[RewardConfig], Reward] = get_reward,
+    ) -> None:
         self.cohorts, self.policy, self.config = cohorts, policy, config
         group = config.reward.group if config.reward.baseline == "group" else None
         self.learner = PPO(policy, config.ppo, config.seed, group)
-        self.clients = [SimicClient(self.learner, get_reward(cohort.config.reward)) for cohort in cohorts]
-        self.apprentices = [_apprentice(self.learner, cohort) for cohort in cohorts]
+        self.clients = [SimicClient(self.learner, reward(cohort.config.reward)) for cohort in cohorts]
+        self.apprentices = [_apprentice(self.learner, cohort, reward(cohort.config.reward)) for cohort in cohorts]
         self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # what the teacher has shown so far, and the menu
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
         self.history: list[dict[str, float]] = []
@@ -197,7 +235,7 @@ class School:
         begin = time.perf_counter()
         self.shown += [(c.rollout().copied(), c.menu) for c in self.apprentices]
         rollouts, menus = zip(*self.shown, strict=True)
-        figures = self.learner.imitate(rollouts, menus)
+        figures = self.learner.imitate(rollouts, menus, fresh=len(self.apprentices))
         return self._close(figures, self.apprentices, played, time.perf_counter() - begin)
 
     def validate(self, number: int, figures: dict[str, float]) -> bool:
@@ -223,7 +261,7 @@ class School:
 
     def summary(self) -> Summary:
         """The last rounds' figures, and what the training cost."""
-        rounds = self.history[-10:]
+        rounds = [figures for figures in self.history if "kl" in figures][-10:]  # of learning
         names = (
             "return",
             "explained_variance",
@@ -322,15 +360,21 @@ def _cohort(task: AnyTask, config: Config) -> Cohort:
             f"task {task.name} has no slot in which anything of its menu may be planted, so nothing can be learnt; give it "
             "slots, blueprints that fit them, and a lifecycle.max_seeds of 1 or more"
         )
+    # a run seed of its own, so that on one data set too no start is validated on that an evaluation grows
     watched = config.model_copy(
-        update={"instances": "validation", "first_instance": 0, "envs": config.ppo.validate_envs, "twin": False}
+        update={
+            "instances": "validation",
+            "first_instance": 0,
+            "envs": config.ppo.validate_envs,
+            "twin": False,
+            "seed": scalar(config.seed, Purpose.VALIDATION),
+        }
     )
     return Cohort(task, config, engine, VectorizedEngine(task, watched))
 
 
-def _apprentice(learner: PPO, cohort: Cohort) -> Apprentice:
-    teacher = get_controller("heuristic", cohort.config)
-    return Apprentice(learner, get_reward(cohort.config.reward), teacher, LED[0])
+def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
+    return Apprentice(learner, reward, get_controller("heuristic", cohort.config), LED[0])
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -359,5 +403,5 @@ def _run_row(cohort: Cohort, status: Any) -> RunRow:
         device=str(engine.device),
         slots=engine.space.slots,
         blueprints=[blueprint.name for blueprint in engine.space.blueprints],
-        host_params=engine.state.body.host_params[: config.envs],
+        host_params=[],  # other hosts in every round
     )
