@@ -255,3 +255,39 @@ def test_ctrl_c_ends_a_training_with_the_best_controller_so_far(tmp_path):
     assert summary == json.loads((tmp_path / "r" / "summary.json").read_text())
     assert (summary["status"], summary["rounds"]) == ("interrupted", 1000000)
     assert load_policy(tmp_path / "r" / "controller").origin["round"] == summary["best_round"]
+
+
+def test_a_config_of_a_training_trains_on_the_same_tasks(esper):
+    code, _, err = esper("train", "spirals", "iris", *TINY, "--run", "first")
+    assert code == 0, err
+    code, _, err = esper("train", "--config", "first/config.yaml", "--run", "second")
+    assert code == 0, err
+    assert json.loads(Path("second/summary.json").read_text())["tasks"] == ["spirals", "iris"]
+
+
+def test_a_config_of_other_tasks_is_refused(esper):
+    Path("mine.yaml").write_text("tasks: [spirals, iris]\n")
+    refused(esper("train", "digits", "--config", "mine.yaml"), "spirals, iris")
+
+
+def test_a_controller_is_trained_by_a_reward_of_ones_own():
+    paid = []
+
+    def reward(config):
+        def pay(outcome):
+            paid.append(outcome.step)
+            return {"mine": outcome.after.metric - outcome.before.metric}
+
+        return pay
+
+    settings = {
+        "envs": 4,
+        "steps": 4,
+        "data": {"batches_per_step": 2},
+        "reward": {"group": 2},
+        "ppo": {"rounds": 1, "imitation_rounds": 0, "validate_envs": 2, "epochs": 1},
+    }
+    summary = library.train(library.get_task("spirals"), settings, reward=reward, run="own")
+    assert summary["status"] == "finished"
+    assert paid == [0, 1, 2, 3]
+    assert load_policy(Path("own/controller")).origin["tasks"] == ["spirals"]

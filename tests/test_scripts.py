@@ -82,3 +82,7 @@ def test_the_studies_write_their_pages(tmp_path):
     assert "| iris |" in (tmp_path / "controls.md").read_text()
     run("study_headroom.py", "--page", "headroom.md", cwd=tmp_path)
     assert "unbiased oracle" in (tmp_path / "headroom.md").read_text()
+    run("study_exploits.py", "--page", "exploits.md", cwd=tmp_path)
+    assert "| honest |" in (tmp_path / "exploits.md").read_text()
+    run("study_sandbox.py", "--page", "sandbox.md", cwd=tmp_path)
+    assert "| growth | blind | bandit | chain |" in (tmp_path / "sandbox.md").read_text()
