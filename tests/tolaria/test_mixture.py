@@ -8,7 +8,7 @@ from esper.kasmina.export import grown_network
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
-from esper.leyline.task import Instance, Mixture, Room, Split, Task
+from esper.leyline.task import Instance, Lengths, Mixture, Room, Split, Task
 from esper.leyline.view import take
 from esper.tasks.hosts import DamagedMLP
 from esper.tasks.objectives import Classification
@@ -43,7 +43,7 @@ def mixture():
     return Mixture(
         name="four",
         summary="",
-        room=Room(lambda: LARGEST().double(), (6,)),
+        room=Room(lambda: LARGEST().double(), (6,), Lengths(probe=30, held=20)),
         sample=problem,
         test=None,
         ranges={"training": range(4), "validation": range(4, 4), "heldout": range(4, 4)},

@@ -82,11 +82,22 @@ class Instance(NamedTuple):
         return x if self.pixels is None else self.pixels.read(x)
 
 
+class Lengths(NamedTuple):
+    """Examples that every row has room for; shorter splits are padded to them, whatever the other rows hold.
+
+    The last bit of a sum depends on how many numbers are summed, zeros included.
+    """
+
+    probe: int  # most examples of a probe split
+    held: int  # likewise of a validation or a test split
+
+
 class Room(NamedTuple):
     """What the rows of a population are laid out for: a host in whose leading corner every row's host fits."""
 
     host: Callable[[], nn.Module]
     inputs: tuple[int, ...]  # shape of one input of it
+    lengths: Lengths | None = None  # of splits; a mixture has them, and None is for rows that share every split
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,11 @@ class Task:
     def inputs(self) -> tuple[int, ...]:
         """Shape of one input of the largest host."""
         return self.room.inputs if self.room is not None else tuple(self.train.x.shape[1:])
+
+    @property
+    def lengths(self) -> None:
+        """Rows share every split, and none is padded."""
+        return None
 
     def largest(self) -> nn.Module:
         """A host in whose leading corner every instance's host fits."""
@@ -153,10 +169,18 @@ class Mixture:
     menu: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        assert self.room.lengths is not None, "a row of a mixture is padded to lengths that its room names"
+
     @property
     def inputs(self) -> tuple[int, ...]:
         """Shape of one input of the largest host."""
         return self.room.inputs
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """What every row's splits are padded to."""
+        return self.room.lengths
 
     def sealed(self) -> "Mixture":
         """The same mixture without its test splits: all that an engine is given."""

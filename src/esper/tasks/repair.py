@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from esper.leyline import keys
 from esper.leyline.errors import InputError
-from esper.leyline.task import Instance, Mixture, Room, Split
+from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
 from esper.tasks.hosts import VECTOR_MENU, DamagedMLP
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import split
@@ -176,6 +176,7 @@ def repair() -> Mixture:
                 frozen=(False,) * BLOCKS,
             ),
             (max(INPUTS.values()),),
+            Lengths(probe=SIZES[Part.PROBE], held=max(SIZES[Part.VALIDATION], SIZES[Part.TEST])),
         ),
         sample=sample,
         test=held_back,

@@ -55,24 +55,36 @@ def stack_splits(
     inputs: tuple[int, ...],
     device: torch.device,
     pixels: Pixels | None = None,
+    length: int | None = None,
 ) -> Examples:
-    """The splits of data sets as the examples of rows; row (E,) names each row's split, inputs the widest input's shape."""
+    """The splits of data sets as the examples of rows; row (E,) names each row's split, inputs the widest input's shape.
+
+    With `length` every row has as many examples, real or not, and `real` is there even where all are, so that a row's
+    numbers do not depend on the other splits. Without it rows are as long as the longest split. InputError where a split is
+    longer than `length`.
+    """
     distinct = {id(split.x): split for split in splits}
     if len(distinct) < len(splits):
         place = {name: index for index, name in enumerate(distinct)}
         row, splits = np.array([place[id(split.x)] for split in splits])[row], list(distinct.values())
     sizes = np.array([len(split.y) for split in splits])
-    pooled = _pool(splits, inputs, device)
+    longest = int(sizes.max())
+    if length is not None and longest > length:
+        raise InputError(
+            f"a split has {longest:,} examples, more than the {length:,} that every row of the mixture has room for; "
+            "give it fewer, or raise the lengths of the mixture's room"
+        )
+    pooled = _pool(splits, inputs, device, length or longest)
     dtype = pooled.x.dtype if pooled.x.is_floating_point() else torch.get_default_dtype()
-    if len(splits) == 1:
+    if len(splits) == 1 and length is None:
         x, y = pooled.x[0], pooled.y[0]
         size = torch.full((len(row), 1), len(y), dtype=dtype, device=device)
         return Examples(x.expand(len(row), *x.shape), y.expand(len(row), *y.shape), size, None, pixels)
     index = torch.from_numpy(row).to(device)
     counts = torch.from_numpy(sizes[row]).to(device)[:, None]
     real = None
-    if (sizes < sizes.max()).any():
-        real = torch.arange(int(sizes.max()), device=device) < counts
+    if length is not None or (sizes < longest).any():
+        real = torch.arange(length or longest, device=device) < counts
     x, y = (part.index_select(0, index) for part in (pooled.x, pooled.y))
     return Examples(x, y, counts.to(dtype), real, pixels)
 
@@ -104,7 +116,7 @@ class SharedBatchIterator:
                 f"the train split has {least} examples, fewer than data.batch ({batch_size}); "
                 f"set data.batch to {least} or less, or bring more data"
             )
-        pooled = _pool(splits, inputs, device)
+        pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits))
         self.x, self.y = pooled.x.flatten(0, 1), pooled.y.flatten(0, 1)
         self.pixels = pixels
         if pixels is not None:
@@ -198,9 +210,8 @@ def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Ten
     return canvas.view(-1, channels).index_select(0, place.view(-1)).view(images.shape)
 
 
-def _pool(splits: Sequence[Split], inputs: tuple[int, ...], device: torch.device) -> Split:
-    """All data sets as one: x (I, N, *inputs), y (I, N, ...), padded with 0."""
-    length = max(len(split.y) for split in splits)
+def _pool(splits: Sequence[Split], inputs: tuple[int, ...], device: torch.device, length: int) -> Split:
+    """All data sets as one: x (I, N, *inputs), y (I, N, ...) for a length N, padded with 0."""
     xs, ys = [], []
     for split in splits:
         missing = [wide - own for wide, own in zip(inputs, split.x.shape[1:], strict=True)]

@@ -266,7 +266,8 @@ class VectorizedEngine:
         splits, row = (
             ([split], np.zeros(len(state.instance), np.int64)) if isinstance(split, Split) else (split, self._env)
         )
-        here = stack_splits(splits, row, self._task.inputs, self.device, self._problems[0].pixels)
+        inputs, lengths, pixels = self._task.inputs, self._task.lengths, self._problems[0].pixels
+        here = stack_splits(splits, row, inputs, self.device, pixels, lengths.held if lengths is not None else None)
         nothing = coalitions(dormant(*final.stage.shape), None, terminal=False)
         probed = probe(state.body, final, here, self._objective, nothing, rank=False)
         metric, loss = read_packet((probed.metric, probed.loss))
@@ -357,8 +358,10 @@ class VectorizedEngine:
         assert all(problem.pixels == pixels for problem in self._problems), "instances read bytes in one way"
         self._feed = SharedBatchIterator(trains, row, instance, self.config.seed, batch, inputs, self.device, pixels)
         sampled = [Split(train.x[:SENSED], train.y[:SENSED]) for train in trains]
-        self._fit = stack_splits(sampled, row, inputs, self.device, pixels)
-        self._probe = stack_splits([problem.probe for problem in self._problems], row, inputs, self.device, pixels)
+        probes, lengths = [problem.probe for problem in self._problems], self._task.lengths
+        sensed, probed = (SENSED, lengths.probe) if lengths is not None else (None, None)
+        self._fit = stack_splits(sampled, row, inputs, self.device, pixels, sensed)
+        self._probe = stack_splits(probes, row, inputs, self.device, pixels, probed)
 
     def _sampling(self, terminal: bool) -> Sampling | None:
         """How this step's attribution is sampled; None where it is not due."""

@@ -1,0 +1,128 @@
+"""Environments of the mixture `repair`, whose splits have other sizes: each is bitwise the same in any company."""
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.actions import Actions
+from esper.leyline.errors import InputError
+from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
+from esper.leyline.task import Lengths
+from esper.leyline.view import take
+from esper.tamiyo.baselines import RandomValid
+from esper.tasks.repair import POOLS, SIZES, Part, describe, held_back, repair, sample
+from esper.tolaria.data import stack_splits
+from esper.tolaria.engine import VectorizedEngine
+from populations import small_config
+
+SHORT = (1375, 2244, 31901)  # probe splits of 46, 46 and 121 examples; the second has a block that is frozen
+LONG = next(key for key in range(1000) if describe(key).damage == "frozen" and len(sample(key).probe.y) == 200)
+OTHERS = (3, 4, 5, 6, 7)
+KEYS = (*SHORT, LONG)
+STEPS = 10
+
+
+def decided(view):
+    """Random valid decisions that depend on an environment's own instance and masks alone."""
+    own = [
+        RandomValid().act(
+            view._replace(masks=take(view.masks, slice(env, env + 1)), space=view.space._replace(seed=int(key)))
+        )
+        for env, key in enumerate(view.space.instance)
+    ]
+    return Actions(*(np.concatenate(head) for head in zip(*own, strict=True)))
+
+
+def leaves(value):
+    """The arrays of a record, nested or not, in order; scalars as arrays."""
+    return [leaf for part in value for leaf in leaves(part)] if isinstance(value, tuple) else [np.asarray(value)]
+
+
+def grown(keys, **top):
+    """All that an episode measures of each instance and all that it trains, by its key, and the stages of its slots."""
+    config = small_config({"probe": {"sensors_every": 2}}, envs=len(keys), steps=STEPS, **top)
+    engine = VectorizedEngine(repair(), config)
+    view = engine.reset(np.array(keys))
+    seen, stages = [[] for _ in keys], []
+    for _ in range(STEPS):
+        view, outcome = engine.step(decided(view))
+        stages.append(view.seeds.stage.copy())
+        for env, found in enumerate(seen):
+            here = slice(env, env + 1)
+            record = view.measurements, view.seeds, view.masks, outcome.after, view.added_params, outcome.accepted
+            found += [leaf for part in record for leaf in leaves(take(part, here))]
+            for name, column in engine.state.body.host.columns.items():
+                if name not in ("gradient", "fixed"):  # what is left over from a step, and there only where some row needs it
+                    found.append(column[env].numpy().copy())
+            for slot in np.flatnonzero(among(view.seeds.stage[env], IN_BUDGET)).tolist():
+                module = engine.state.body.seed_module(view.seeds, env, slot)
+                found += [parameter.detach().numpy().copy() for parameter in module.parameters()]
+    for split in (engine.validation_splits(), [held_back(key) for key in keys]):
+        for figures in engine.evaluate(split):
+            for env, found in enumerate(seen):
+                found.append(figures[env : env + 1])
+    return dict(zip(keys, seen, strict=True)), np.stack(stages, 1)
+
+
+def assert_bitwise(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+
+
+@pytest.fixture(scope="module", params=["shadow", "ste"])
+def singles(request):
+    """The config of an incubation, and each instance grown with no other."""
+    top = {"lifecycle": {"incubation": request.param, "max_training": 2}}
+    return top, {key: grown((key,), **top) for key in KEYS}
+
+
+def test_the_instances_differ_in_every_size():
+    sizes = {(len(sample(key).train.y), len(sample(key).probe.y), len(held_back(key).y)) for key in KEYS}
+    assert len({probe for _, probe, _ in sizes}) == 3
+    assert min(train for train, _, _ in sizes) < 256 < max(train for train, _, _ in sizes)
+
+
+def test_every_instance_trains_seeds_and_some_take_part(singles):
+    stages = {key: stage for key, (_, stage) in singles[1].items()}
+    assert all((stage == Stage.TRAINING).any() for stage in stages.values())
+    assert sum(among(stage, ADDED).any() for stage in stages.values()) > 1
+
+
+@pytest.mark.parametrize(
+    "company", [lambda key: (key, LONG), lambda key: (SHORT[0], key), lambda key: (*OTHERS, LONG, key)]
+)
+def test_an_instance_is_bitwise_the_same_alone_and_in_company(singles, company):
+    top, alone = singles
+    for key in SHORT:
+        keys = tuple(dict.fromkeys(company(key)))
+        together, _ = grown(keys, **top)
+        for known in set(keys) & set(alone):
+            assert_bitwise(together[known], alone[known][0][known])
+
+
+def test_an_instance_is_bitwise_the_same_beside_its_twin(singles):
+    top, alone = singles
+    key = SHORT[2]
+    assert_bitwise(grown((key, LONG), twin=True, **top)[0][key], alone[key][0][key])
+
+
+def test_no_split_of_repair_is_longer_than_its_room():
+    assert repair().lengths == Lengths(probe=SIZES[Part.PROBE], held=SIZES[Part.TEST])
+    assert SIZES[Part.VALIDATION] <= SIZES[Part.TEST]
+    assert POOLS[Part.PROBE] >= SIZES[Part.PROBE]
+
+
+def test_rows_of_a_length_are_padded_alike_with_one_split_or_several():
+    splits, row = [sample(key).probe for key in SHORT[1:]], np.array([0, 1, 0])
+    together = stack_splits(splits, row, (64,), torch.device("cpu"), length=200)
+    one = stack_splits(splits[:1], np.zeros(2, np.int64), (64,), torch.device("cpu"), length=200)
+    for mine, theirs in zip(one[:4], together[:4], strict=True):
+        assert torch.equal(mine[0], theirs[0])
+    assert together.real.sum(1).tolist() == [46, 121, 46]
+
+
+def test_a_split_that_is_longer_than_the_room_is_refused():
+    probe = sample(SHORT[2]).probe
+    with pytest.raises(InputError, match="a split has 121 examples, more than the 120 that every row"):
+        stack_splits([probe], np.zeros(2, np.int64), (64,), torch.device("cpu"), length=120)
