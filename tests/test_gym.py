@@ -20,6 +20,7 @@ from esper.kasmina.lifecycle import allowed
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.errors import InputError
 from esper.leyline.view import take
+from esper.tasks.repair import repair
 from populations import blobs, small_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "gym.md"
@@ -72,11 +73,12 @@ def test_gymnasium_finds_nothing_to_say_of_one_environment(reward, sensors_every
 
 
 @pytest.mark.parametrize("reward", [{"name": "delta"}, {"name": "escrow", "baseline": "twin"}])
-def test_a_population_is_gymnasiums_own_vector_of_as_many_environments(reward):
+@pytest.mark.parametrize("task", [blobs, repair])
+def test_a_population_is_gymnasiums_own_vector_of_as_many_environments(reward, task):
     config = small_config({"probe": {"sensors_every": 3}}, steps=5, reward=reward)
-    population = EsperVectorEnv(blobs(), config)
+    population = EsperVectorEnv(task(), config)
     singles = SyncVectorEnv(
-        [lambda: EsperEnv(blobs(), config) for _ in range(config.envs)], autoreset_mode=AutoresetMode.SAME_STEP
+        [lambda: EsperEnv(task(), config) for _ in range(config.envs)], autoreset_mode=AutoresetMode.SAME_STEP
     )
     assert population.observation_space == singles.observation_space
     assert population.action_space == singles.action_space

@@ -52,7 +52,10 @@ def grown(keys, **top):
             record = view.measurements, view.seeds, view.masks, outcome.after, view.added_params, outcome.accepted
             found += [leaf for part in record for leaf in leaves(take(part, here))]
             for name, column in engine.state.body.host.columns.items():
-                if name not in ("gradient", "fixed"):  # what is left over from a step, and there only where some row needs it
+                if name not in (
+                    "gradient",
+                    "fixed",
+                ):  # what is left over from a step, and there only where some row needs it
                     found.append(column[env].numpy().copy())
             for slot in np.flatnonzero(among(view.seeds.stage[env], IN_BUDGET)).tolist():
                 module = engine.state.body.seed_module(view.seeds, env, slot)
@@ -90,7 +93,9 @@ def test_every_instance_trains_seeds_and_some_take_part(singles):
 
 
 @pytest.mark.parametrize(
-    "company", [lambda key: (key, LONG), lambda key: (SHORT[0], key), lambda key: (*OTHERS, LONG, key)]
+    "company",
+    [lambda key: (key, LONG), lambda key: (SHORT[0], key), lambda key: (*OTHERS, LONG, key)],
+    ids=["a pair", "the shortest", "six others"],
 )
 def test_an_instance_is_bitwise_the_same_alone_and_in_company(singles, company):
     top, alone = singles

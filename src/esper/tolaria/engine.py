@@ -257,7 +257,8 @@ class VectorizedEngine:
     def evaluate(self, split: Split | Sequence[Split]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Metric and loss on a split of the networks that would be exported now, each (rows,): environments, then twins.
 
-        One split that all environments share, or one for each environment.
+        One split that all environments share, or one for each environment. InputError where one is longer than a mixture's
+        rows have room for.
         """
         state = self.state
         final = state.seeds._replace(
