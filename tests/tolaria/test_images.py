@@ -228,6 +228,22 @@ def test_the_sensors_of_maps_are_measured_and_tell_of_every_slot():
     assert (sensors[..., :4] <= 1 + 1e-6).all()
 
 
+@pytest.mark.parametrize("inner", [None, 1], ids=["no inner features", "inner features are maps"])
+def test_what_a_vector_slot_of_an_image_host_cannot_read_is_absent(inner):
+    def host():
+        behind = nn.Sequential(nn.Conv2d(3, 4, 3), PositionMean(), Linear(4, 5))
+        slots = [SlotSpec("map", 0, 3, Kind.MAP), SlotSpec("vector", 1, 5, inner=inner)]
+        return SegmentedHost([nn.Conv2d(2, 3, 3), behind, Linear(5, 3)], slots)
+
+    task = pictures(host=host, menu=("conv-light", "mlp-small"))
+    engine = VectorizedEngine(task, small_config({"probe": {"sensors_every": 1}}, envs=2, steps=1))
+    view = engine.reset()
+    of_vector = dict(zip(view.space.sensors, view.measurements.sensors[:, 1].T, strict=True))
+    for name, values in of_vector.items():
+        here = not any(part in name for part in ("before", "input", "inner", "dead", "unsaturated"))
+        assert np.isfinite(values).all() if here else np.isnan(values).all(), name
+
+
 def test_an_episode_ends_in_a_network_that_computes_what_the_probe_saw():
     task = pictures(pixels=VARIED)
     engine, outcomes = run(2, task)

@@ -168,14 +168,23 @@ def _sample(
         samples.append(
             Sample(
                 positions(here),
-                positions(fitted(seen.before.detach(), here)),
-                positions(fitted(x, here)),
-                None if seen.inner is None else positions(seen.inner, here),
+                _beside(seen.before.detach(), here),
+                _beside(x, here),
+                None if seen.inner is None or seen.inner.dim() != here.dim() else positions(seen.inner, here),
                 positions(gradient),
                 None,
             )
         )
     return samples
+
+
+def _beside(u: Tensor, here: Tensor) -> Tensor:
+    """What a tap reads, by example, as the stream `here` is. A stream of another kind, which no seed there can read, is one
+    feature of 0, whose true width is 0: what it could explain is nan.
+    """
+    if u.dim() != here.dim():
+        return positions(torch.zeros_like(here[:, :, :1]))
+    return positions(fitted(u, here))
 
 
 def _merged(samples: Sequence[Sample], dimension: int) -> Sample:
