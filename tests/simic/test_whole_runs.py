@@ -159,6 +159,28 @@ def test_dropout_in_hosts_and_seeds_is_keyed_and_differs_from_segment_to_segment
     assert not torch.equal(*masks)
 
 
+class DrawsUnseen(nn.Module):
+    """Dropout that no module says it has: vmap finds out in the first call of training."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.linear(x), 0.5, self.training)
+
+
+def test_dropout_by_a_function_is_keyed_from_the_first_batch_on():
+    task = user_task(lambda: [DrawsUnseen(), nn.Linear(8, 2)], [esper.SlotSpec("a", 0, 8)])
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        engine = esper.VectorizedEngine(task, small_config(steps=1))
+        engine.run(Script({}))
+        losses.append(engine.state.measurements.train_loss.tolist())
+    assert losses[0] == losses[1]
+
+
 def test_a_host_that_is_frozen_whole_can_bear_seeds():
     def segments():
         made = [nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 2)]

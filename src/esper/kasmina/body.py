@@ -291,10 +291,12 @@ class Body:
 
     @property
     def draws(self) -> bool:
-        """Whether some module may draw in training mode, so that a pass needs keys: what runs in a loop may."""
+        """Whether some module may draw in training mode, so that a pass needs keys: what runs in a loop may, and so may what
+        vmap is yet to find out that it cannot map.
+        """
         stacks = [(self.host, f"segments.{k}") for k in range(self.segments)]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
-        return any(stack.draws and stack.part(path).way == "loop" for stack, path in stacks)
+        return any(stack.draws and stack.part(path).way != "direct" for stack, path in stacks)
 
     @property
     def parts(self) -> list[slice]:
