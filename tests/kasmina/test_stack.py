@@ -143,6 +143,25 @@ def test_vmap_refuses_dropout_by_name():
         Stack(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), 2, mapping="vmap")
 
 
+class Starved(nn.Module):
+    """What a device without memory left does to a call of many rows; row by row there would be enough."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if torch._C._functorch.is_batchedtensor(x):
+            raise torch.OutOfMemoryError("out of memory")
+        return self.linear(x)
+
+
+def test_a_lack_of_memory_is_said_and_not_taken_for_what_vmap_cannot_map():
+    stack = Stack(Starved(), 3)
+    with pytest.raises(torch.OutOfMemoryError):
+        stack(torch.zeros(3, 4, 2), slice(0, 3))
+
+
 def test_a_smaller_module_sits_in_the_leading_corner_and_the_rest_is_zero():
     stack = filled(lambda: Tanh(5, 4, 3), 2)
     stack.write(1, Tanh(5, 2, 3))

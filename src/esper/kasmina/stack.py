@@ -204,8 +204,8 @@ class Stack:
             inner |= {name[start:]: b for name, b in buffers.items()}
             try:
                 y = vmap(lambda p, v: functional_call(what.module, p, (v,), tie_weights=False))(inner, x)
-            except RuntimeError:
-                if self.mapping == "vmap":
+            except RuntimeError as error:
+                if self.mapping == "vmap" or isinstance(error, torch.OutOfMemoryError):
                     raise
                 # What vmap cannot map (recurrences, draws, branches on data), a loop runs, or says what is wrong with it.
                 self._parts[part] = what._replace(way="loop")
