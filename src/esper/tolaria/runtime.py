@@ -1,6 +1,7 @@
 """The device: which one, how it is read, and where the time of a step goes."""
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +19,16 @@ def resolve_device(text: str) -> torch.device:
     """'auto', 'cpu', 'cuda' or 'cuda:i' as a device. InputError where that GPU is not there."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if len(text) > len("cuda:000"):
-        raise InputError(f"device {text!r} is no device; give auto, cpu, cuda or cuda:i")
-    device = torch.device(text)
-    if device.type == "cuda":
+    if not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,5}))?", text):
+        raise InputError(f"device {text[:60]!r} is no device; give auto, cpu, cuda or cuda:i")
+    name, _, index = text.partition(":")
+    if name == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= there:
+        if int(index or 0) >= there:  # before torch reads it, to which 300 is 44
             raise InputError(
                 f"device {text!r} was asked for, but torch sees {there} CUDA devices; use --device cpu or auto"
             )
-    return device
+    return torch.device(text)
 
 
 def available_memory(device: torch.device) -> int:
