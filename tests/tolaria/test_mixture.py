@@ -1,5 +1,7 @@
 """Rows of different hosts in one population: each is the same network alone, padded."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,19 @@ def test_parameters_are_counted_unpadded():
     assert view.host_params.tolist() == [sum(p.numel() for p in host().parameters()) for host in HOSTS]
     linear = MENU.index("bypass-linear")
     assert view.space.cost[:, 0, linear].tolist() == [host.width * (host.width + 1) for host in HOSTS]
+
+
+def test_instances_that_share_features_keep_their_own_hosts_and_labels():
+    shared, hosts = problem(0), HOSTS[:1] + (DamagedMLP(6, 8, (1, 2), 4, (False, False), (False, False)),)
+
+    def sample(key):
+        host, probe = hosts[key], shared.probe
+        return shared._replace(host=lambda: host().double(), probe=probe._replace(y=(probe.y + key) % 4))
+
+    engine = VectorizedEngine(replace(mixture(), sample=sample), small_config(envs=2))
+    view = engine.reset()
+    assert view.host_params.tolist() == [sum(p.numel() for p in host().parameters()) for host in hosts]
+    assert torch.equal(engine._probe.y[1], (engine._probe.y[0] + 1) % 4)
 
 
 def test_the_instances_of_an_episode_can_be_chosen():

@@ -63,10 +63,10 @@ def stack_splits(
     numbers do not depend on the other splits. Without it rows are as long as the longest split. InputError where a split is
     longer than `length`.
     """
-    distinct = {id(split.x): split for split in splits}
+    distinct = {(id(split.x), id(split.y)): split for split in splits}
     if len(distinct) < len(splits):
         place = {name: index for index, name in enumerate(distinct)}
-        row, splits = np.array([place[id(split.x)] for split in splits])[row], list(distinct.values())
+        row, splits = np.array([place[id(split.x), id(split.y)] for split in splits])[row], list(distinct.values())
     sizes = np.array([len(split.y) for split in splits])
     longest = int(sizes.max())
     if length is not None and longest > length:

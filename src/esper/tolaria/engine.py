@@ -340,13 +340,13 @@ class VectorizedEngine:
         return space._replace(cost=space.cost[envs], width=space.width[envs], instance=space.instance[envs])
 
     def _load(self, instance: NDArray[np.int64]) -> None:
-        """Bring the data of the instances to the device; a data set that several share is held once."""
+        """Bring the data of the instances to the device; a problem that several keys share is held once."""
         keys, which = np.unique(instance, return_inverse=True)
         self._problems: list[Instance] = []
         self._split_of: list[int] = []
         for name in keys.tolist():
             problem = self._task.instance(name)
-            same = next((i for i, known in enumerate(self._problems) if known.train.x is problem.train.x), None)
+            same = next((i for i, known in enumerate(self._problems) if _is(known, problem)), None)
             if same is None:
                 with drawn_with(0):
                     check_host(problem.host(), problem.read(problem.train.x[:2]), problem.outputs)
@@ -419,6 +419,14 @@ class VectorizedEngine:
             self.hub.emit(step_row(view, outcome, twin_metric=twins))
         if outcome.terminal:
             self.hub.extend(episode_rows(outcome, self.space, view.seeds))
+
+
+def _is(known: Instance, other: Instance) -> bool:
+    """Whether two instances are one problem: the very same host, examples and labels."""
+    splits = zip(
+        (known.train, known.probe, known.validation), (other.train, other.probe, other.validation), strict=True
+    )
+    return known.host is other.host and all(a.x is b.x and a.y is b.y for a, b in splits)
 
 
 def check_memory(task: AnyTask, config: Config, rows: int, moments: int, available: int) -> None:
