@@ -132,12 +132,21 @@ def test_a_parquet_copy_that_lacks_a_part_is_refused(tmp_path):
     assert "lacks test-*.parquet of CIFAR-10" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("more", ["train-00001-of-00003.parquet", "copy/train-00000-of-00001.parquet"])
+def test_a_parquet_copy_with_more_or_fewer_files_than_they_say_is_refused(tmp_path, more):
+    for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", more):
+        path = tmp_path / "cifar10" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"PAR1")
+    assert "holds 2 files of the train part of CIFAR-10" in refusal(tmp_path)
+
+
 vision = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("pyarrow", "PIL")), reason="takes the extra vision"
 )
 
 
-def write_parquet(folder, records, *, side=32, names=("img", "label"), label=None):
+def write_parquet(folder, records, *, side=32, names=("img", "label"), label=None, form="PNG"):
     """Both parts as the Hugging Face data set lays them out."""
     import pyarrow
     from PIL import Image
@@ -149,7 +158,7 @@ def write_parquet(folder, records, *, side=32, names=("img", "label"), label=Non
     for record in records:
         stored = io.BytesIO()
         pixels = record[1:].reshape(3, 32, 32).transpose(1, 2, 0)[:side]
-        Image.fromarray(np.ascontiguousarray(pixels)).save(stored, "PNG")
+        Image.fromarray(np.ascontiguousarray(pixels)).save(stored, form)
         rows.append({"bytes": stored.getvalue(), "path": None})
     labels = [int(record[0]) if label is None else label for record in records]
     table = pyarrow.table({names[0]: rows, names[1]: labels})
@@ -175,6 +184,7 @@ def test_a_parquet_copy_is_read_as_the_binary_files_are(tmp_path):
         ({"side": 16}, "picture of 32 x 16 pixels"),
         ({"names": ("image", "label")}, "has the columns image, label; CIFAR-10 has img and label"),
         ({"label": 11}, "with the label 11"),
+        ({"form": "EPS"}, "row 0 holds no PNG picture that can be read"),
     ],
 )
 def test_a_parquet_copy_of_something_else_is_refused(tmp_path, options, reason):

@@ -5,6 +5,7 @@ Nothing is downloaded, and nothing in the files is executed: the published Pytho
 
 import io
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ def _read_parquet(folder: Path) -> tuple[Split, Split]:
         raise InputError(
             f"{folder} lacks {' and '.join(f'{part}-*.parquet' for part in missing)} of CIFAR-10; copy the whole data set"
         )
+    for part, paths in files.items():
+        declared = {name.group(1) for path in paths if (name := re.search(r"-of-([0-9]+)\.parquet$", path.name))}
+        if declared and {int(count) for count in declared} != {len(paths)}:
+            raise InputError(
+                f"{folder} holds {len(paths)} files of the {part} part of CIFAR-10, whose names say that there are "
+                f"{' or '.join(sorted(declared))}; copy the whole data set once, and nothing else, there"
+            )
     try:
         from PIL import Image
         from pyarrow import parquet
@@ -132,15 +140,18 @@ def _rows(path: Path, parquet: Any, image: Any) -> NDArray[np.uint8]:
         zip(table.column("img").to_pylist(), table.column("label").to_pylist(), strict=True)
     ):
         try:
-            pixels = np.asarray(image.open(io.BytesIO(picture["bytes"])).convert("RGB"))
+            # PNG alone, as they are published: of other formats pillow hands some to programs of their own
+            opened = image.open(io.BytesIO(picture["bytes"]), formats=("PNG",))
+            fits = opened.size == SHAPE[1:]  # known before the picture is unpacked, however large it would become
+            pixels = np.asarray(opened.convert("RGB")) if fits else np.zeros(0, np.uint8)
         except Exception:  # pillow raises errors of many kinds; each means that this is no picture
             raise InputError(
-                f"{path} is damaged: row {index} holds no picture that can be read; copy it again"
+                f"{path} is damaged: row {index} holds no PNG picture that can be read; copy it again"
             ) from None
-        if pixels.shape != (32, 32, 3) or not isinstance(label, int) or not 0 <= label < CLASSES:
+        if not fits or not isinstance(label, int) or not 0 <= label < CLASSES:
             raise InputError(
-                f"{path} is damaged, or of another format: row {index} is a picture of {pixels.shape[1]} x "
-                f"{pixels.shape[0]} pixels with the label {label!r}; CIFAR-10 has 32 x 32 and labels under {CLASSES}"
+                f"{path} is damaged, or of another format: row {index} is a picture of {opened.size[0]} x "
+                f"{opened.size[1]} pixels with the label {label!r}; CIFAR-10 has 32 x 32 and labels under {CLASSES}"
             )
         records[index, 0], records[index, 1:] = label, pixels.transpose(2, 0, 1).reshape(-1)
     return records
