@@ -25,6 +25,7 @@ from esper.simic.evaluation import (
 )
 from esper.simic.grow import grow, to_json
 from esper.tamiyo.baselines import Never
+from esper.tamiyo.controller import Language, Policy, save_policy
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tasks.repair import repair
 from populations import blobs
@@ -327,15 +328,23 @@ def test_a_task_is_named_once(slim, times):
         run_evaluation([], [slim] * times, instances=2, seeds=1, settings=[SHORT])
 
 
-@pytest.mark.parametrize("name", ["plan.yaml", "folder/weights"])
-def test_the_content_of_a_file_or_folder_is_part_of_who_a_contender_is(tmp_path, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    given, contents = str(tmp_path / name.split("/")[0]), []
+def test_the_content_of_a_schedule_is_part_of_who_a_contender_is(tmp_path):
+    path, contents = tmp_path / "plan.yaml", []
     for text in ("[]", "- {at: 0, op: wait}", "[]"):
         path.write_text(text)
-        contents.append(named(given).content)
+        contents.append(named(str(path)).content)
     assert contents[0] == contents[2] != contents[1]
+
+
+def test_what_was_trained_is_who_a_contender_is_and_not_what_else_its_run_holds(tmp_path):
+    language = Language((), ("mlp-small",), (0, 2), (1.0,))
+    (tmp_path / "controller").mkdir()
+    contents = []
+    for seed, file in ((0, "a"), (0, "b"), (1, "c")):
+        save_policy(Policy.fresh(language, seed), tmp_path / "controller")
+        (tmp_path / file).write_text(file)
+        contents.append(named(str(tmp_path)).content)
+    assert contents[0] == contents[1] != contents[2]
 
 
 def test_a_metric_that_is_not_finite_is_null_in_the_record(slim):

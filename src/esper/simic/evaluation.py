@@ -39,7 +39,8 @@ from esper.simic.statistics import (
     probability_of_improvement,
 )
 from esper.tamiyo.baselines import Rule
-from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of
+from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of, trained
+from esper.tamiyo.controller import FACTS, WEIGHTS
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tolaria.engine import VectorizedEngine, instance_keys
 from esper.tolaria.runtime import resolve_device
@@ -124,11 +125,16 @@ class Found(NamedTuple):
 
 
 def named(name_or_path: str) -> Contender:
-    """A contender by the name of its controller, or from a file or a folder, whose content is then part of who it is."""
-    path, content = Path(name_or_path), hashlib.sha256()
-    for file in [] if name_or_path in CONTROLLERS else sorted([path, *path.rglob("*")]):
+    """A contender by the name of its controller, or from a schedule file or the folder of a trained one.
+
+    What is read of the latter two is part of who it is; whatever else a folder holds is not looked at.
+    """
+    path, folder, content = Path(name_or_path), trained(name_or_path), hashlib.sha256()
+    parts = [Path(FACTS), Path(WEIGHTS)] if folder is not None else [Path()]
+    for part in [] if name_or_path in CONTROLLERS else parts:
+        file = (folder or path) / part
         if file.is_file():
-            content.update(f"{file.relative_to(path)} {file.stat().st_size} ".encode() + file.read_bytes())
+            content.update(f"{part} {file.stat().st_size} ".encode() + file.read_bytes())
     return Contender(
         name_or_path,
         {**settings_of(name_or_path), "controller": name_or_path},
