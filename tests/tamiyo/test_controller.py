@@ -383,6 +383,14 @@ def test_features_in_another_order_are_refused(saved):
     refused(saved, FACTS, "stages", "order")
 
 
+def test_weights_that_are_not_finite_are_refused(saved):
+    weights = load_file(saved / WEIGHTS)
+    weights["op_head.2.bias"][1] = torch.nan
+    save_file(weights, saved / WEIGHTS)
+    rewrite(saved, sha256=hashlib.sha256((saved / WEIGHTS).read_bytes()).hexdigest())
+    refused(saved, "op_head.2.bias", "not finite")
+
+
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"controller"', "", "{", "[" * 100_000, "\udcff"])
 def test_what_is_no_json_object_is_refused(saved, text):
     (saved / FACTS).write_bytes(text.encode(errors="surrogateescape"))

@@ -236,6 +236,8 @@ def load_policy(folder: Path) -> Policy:
         policy = Policy.fresh(language, 0, facts["settings"])
         state = load_file(weights)
         policy.network.load_state_dict(state)
+        if odd := [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]:
+            raise ValueError(f"weights of {odd[0]} are not finite")  # they would decide to wait, always
         sizes = len(GLOBAL), len(slot_features(language.sensors))
         normaliser = Normaliser(
             *(_moments(facts["normaliser"][part], n) for part, n in zip(Normaliser._fields, sizes, strict=True))
