@@ -270,6 +270,12 @@ def test_a_config_of_other_tasks_is_refused(esper):
     refused(esper("train", "digits", "--config", "mine.yaml"), "spirals, iris")
 
 
+@pytest.mark.parametrize("content", ["tasks: repair", "tasks: [3]", "task: [repair]"])
+def test_a_config_whose_tasks_are_no_names_is_refused(esper, content):
+    Path("mine.yaml").write_text(content)
+    refused(esper("train", "--config", "mine.yaml"), "list of names")
+
+
 def test_a_controller_is_trained_by_a_reward_of_ones_own():
     paid = []
 

@@ -177,6 +177,10 @@ def train(
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
     from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
     listed = from_file.pop("tasks", None) or ([from_file["task"]] if "task" in from_file else None)
+    if listed is not None and (not isinstance(listed, list) or not all(isinstance(name, str) for name in listed)):
+        raise InputError(
+            f"--config {config_file} names the tasks {listed!r}; give a list of names, as [repair, digits]"
+        )
     names = list(tasks or listed or ("repair",))
     if listed is not None and names != list(listed):
         raise InputError(
