@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from esper.kasmina.blueprints import drawn_with, get_blueprint
-from esper.kasmina.export import load_network, read_topology
+from esper.kasmina.blueprints import count, drawn_with, get_blueprint
+from esper.kasmina.export import check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
 from esper.leyline.config import Config, RewardConfig, build_config
@@ -96,6 +96,8 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
                 f"{path} holds a network on a host of your own; pass its factory: esper.load(folder, host=...)"
             )
         host = host_from(named["name"], named["arguments"])
+        with torch.device("meta"), drawn_with(0):  # counted without room for a single number
+            check_size(path, count(host()))
     return load_network(path, host)
 
 

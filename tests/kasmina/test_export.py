@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import esper
 from bodies import ALL, empty, make_body, set_seed
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.body import Body
@@ -355,7 +356,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
     assert str(tmp_path / "nowhere") in refusal(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"not json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"not json", b"[" * 100_000])
 def test_a_topology_that_is_no_json_is_refused(folder, content):
     (folder / TOPOLOGY).write_bytes(content)
     assert f"{folder / TOPOLOGY} is not valid JSON" in refusal(folder)
@@ -397,6 +398,19 @@ def test_a_seed_where_the_host_has_no_slot_is_refused(folder):
 def test_a_dtype_that_is_none_is_refused(folder, dtype):
     edit(folder, lambda topology: topology.update(dtype=dtype))
     assert f"{folder / TOPOLOGY} is damaged" in refusal(folder)
+
+
+@pytest.mark.parametrize("field", ["reads", "writes"])
+def test_a_seed_that_is_larger_than_the_file_of_weights_is_refused_before_it_is_built(folder, field):
+    edit(folder, lambda topology: topology["seeds"][-1].update({field: 10**12}))
+    assert f"{folder / MODEL} does not fit the network of {TOPOLOGY}: it holds" in refusal(folder)
+
+
+def test_a_host_that_is_larger_than_the_file_of_weights_is_refused_before_it_is_built(folder):
+    arguments = {"inputs": 4, "width": 10**12, "hidden": [3], "outputs": 3}
+    edit(folder, lambda topology: topology.update(host={"name": "mlp", "arguments": arguments}))
+    with pytest.raises(InputError, match="does not fit"):
+        esper.load(folder)
 
 
 def test_a_blueprint_that_is_not_registered_is_named(folder):

@@ -212,7 +212,9 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
                 "give the factory of the host that was grown"
             )
         entry, blend = get_blueprint(seed["blueprint"], kinds[seed["after"]]), Blend[seed["blend"].upper()]
-        modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), seed["reads"]), blend))
+        gate = seed["reads"] if blend == Blend.GATE else 1  # wide only where it is not trimmed off again
+        check_size(folder, entry.parameters(seed["reads"], seed["writes"]) + gate)
+        modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
         grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"]))
     network = GrownNetwork(base, modules, grafts).to(getattr(torch, topology["dtype"]))
     try:
@@ -227,6 +229,22 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     return network.eval()
 
 
+def check_size(folder: Path, parameters: int) -> None:
+    """InputError where model.safetensors is missing, or has less than a byte for each of so many parameters.
+
+    So what a topology asks for is no larger than what was brought along, and is built only then.
+    """
+    try:
+        size = (folder / MODEL).stat().st_size
+    except OSError as error:
+        raise InputError(f"{folder / MODEL}: {error.strerror}; export the network again") from None
+    if parameters > size:
+        raise InputError(
+            f"{folder / MODEL} does not fit the network of {TOPOLOGY}: it holds {size:,} bytes, and {TOPOLOGY} asks for "
+            f"{parameters:,} parameters; export it again"
+        )
+
+
 def read_topology(folder: Path) -> dict[str, Any]:
     """topology.json of an exported network. InputError where it is missing, damaged or of another format."""
     path = folder / TOPOLOGY
@@ -234,7 +252,7 @@ def read_topology(folder: Path) -> dict[str, Any]:
         topology = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; give a folder that `esper grow` or `esper export` wrote") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{path} is not valid JSON; export the network again") from None
     if not isinstance(topology, dict) or topology.get("format") != FORMAT:
         found = topology.get("format") if isinstance(topology, dict) else None
