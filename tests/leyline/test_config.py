@@ -21,6 +21,12 @@ def test_the_defaults_written_as_yaml_are_the_defaults():
     assert build_config(yaml.safe_load(dump_config(Config()))) == Config()
 
 
+def test_off_needs_no_quotes_in_yaml(tmp_path):
+    (tmp_path / "config.yaml").write_text("telemetry: {level: off}\n")
+    for layer in (parse_setting("telemetry.level=off"), load_config_file(str(tmp_path / "config.yaml"))):
+        assert build_config(layer).telemetry.level == "off"
+
+
 def test_a_later_layer_overrides_an_earlier_one_key_by_key():
     config = build_config({"data": {"batch": 8, "batches_per_step": 2}}, {"data": {"batch": 16}})
     assert (config.data.batch, config.data.batches_per_step) == (16, 2)

@@ -166,6 +166,11 @@ class TelemetryConfig(_Section):
 
     level: Literal["off", "run", "step"] = Field("step", description="off; run: all but step rows; step: everything")
 
+    @pydantic.field_validator("level", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads off without quotes as false
+
 
 class HeuristicConfig(_Section):
     """The rule `heuristic`."""
