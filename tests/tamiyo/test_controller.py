@@ -260,9 +260,9 @@ def test_a_language_of_several_tasks_has_the_blueprints_of_all():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sensors": ("one",)}, ("growth sensors", "'one'")),
-        ({"tempos": (0, 3)}, ("tempos", "[0, 3]")),
-        ({"targets": (1.0,)}, ("targets", "[1.0]")),
+        ({"sensors": ("one",)}, ("growth sensors", "'one'", "; train a controller")),
+        ({"tempos": (0, 3)}, ("tempos", "[0, 3]", "; set lifecycle.tempos")),
+        ({"targets": (1.0,)}, ("targets", "[1.0]", "; set lifecycle.targets")),
     ],
 )
 def test_tasks_that_speak_of_other_things_do_not_fit_together(change, words):
@@ -274,7 +274,7 @@ def test_tasks_that_speak_of_other_things_do_not_fit_together(change, words):
 
 def test_a_controller_refuses_a_blueprint_that_it_does_not_know(trained):
     engine = engine_of(2, menu=("bypass-linear", "mlp-large"))
-    with pytest.raises(InputError, match=r"does not know blueprint 'mlp-large'.*bypass-linear, bypass-mlp, mlp-small"):
+    with pytest.raises(InputError, match=r"does not know blueprint 'mlp-large'.*bypass-linear, bypass-mlp, mlp-small: .*that fit"):
         Learned(trained).act(engine.reset())
 
 

@@ -62,17 +62,20 @@ class Language(NamedTuple):
     def check(self, space: Space) -> None:
         """InputError, saying what differs, where a space has other features or choices."""
         names = tuple(info.name for info in space.blueprints)
-        for what, mine, theirs in (
-            ("growth sensors", self.sensors, space.sensors),
-            ("tempos", self.tempos, space.tempos),
-            ("targets", self.targets, space.targets),
+        for what, mine, theirs, alike in (
+            ("growth sensors", self.sensors, space.sensors, ""),
+            ("tempos", self.tempos, space.tempos, "set lifecycle.tempos to what it knows, or "),
+            ("targets", self.targets, space.targets, "set lifecycle.targets to what it knows, or "),
         ):
             if mine != theirs:
-                raise InputError(f"the controller knows the {what} {list(mine)}, the task has {list(theirs)}")
+                raise InputError(
+                    f"the controller knows the {what} {list(mine)}, the task has {list(theirs)}; {alike}train a controller "
+                    "on those of the task"
+                )
         if unknown := [name for name in names if name not in self.blueprints]:
             raise InputError(
                 f"the controller does not know blueprint {unknown[0]!r}; it knows {', '.join(self.blueprints)}: choose "
-                "among them with --set blueprints=[...], or train a controller on this menu"
+                "those of them that fit the task's slots with --set blueprints=[...], or train a controller on this menu"
             )
 
 
