@@ -274,7 +274,9 @@ def test_tasks_that_speak_of_other_things_do_not_fit_together(change, words):
 
 def test_a_controller_refuses_a_blueprint_that_it_does_not_know(trained):
     engine = engine_of(2, menu=("bypass-linear", "mlp-large"))
-    with pytest.raises(InputError, match=r"does not know blueprint 'mlp-large'.*bypass-linear, bypass-mlp, mlp-small: .*that fit"):
+    with pytest.raises(
+        InputError, match=r"does not know blueprint 'mlp-large'.*bypass-linear, bypass-mlp, mlp-small: .*that fit"
+    ):
         Learned(trained).act(engine.reset())
 
 
