@@ -32,7 +32,7 @@ def test_the_heuristic_has_the_settings_of_the_config():
     assert (controller.config, controller.gates) == (config.heuristic, config.gates)
 
 
-@pytest.mark.parametrize("name", ["always", "none.yaml", "plan.txt"])
+@pytest.mark.parametrize("name", ["always", "none.yaml", "plan.txt", ""])
 def test_an_unknown_controller_gets_the_known_ones_named(name):
     with pytest.raises(InputError) as caught:
         get_controller(name, Config())
@@ -40,3 +40,10 @@ def test_an_unknown_controller_gets_the_known_ones_named(name):
         f"unknown controller {name!r}; give one of never, random-valid, heuristic, the path of a schedule file "
         "(.yaml or .yml), or the run folder of a trained controller, which must exist"
     )
+
+
+def test_a_folder_without_a_controller_is_told_apart_from_an_unknown_name(tmp_path):
+    with pytest.raises(
+        InputError, match=r"holds no trained controller, as it has no file controller/controller\.json;"
+    ):
+        get_controller(str(tmp_path), Config())

@@ -9,7 +9,7 @@ from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
 from esper.tamiyo.baselines import Never, RandomValid
-from esper.tamiyo.controller import Learned, is_controller, load_policy, read_settings
+from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_settings
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedule import load_schedule
 
@@ -39,6 +39,11 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
         return load_schedule(name_or_path)
     if (folder := trained(name_or_path)) is not None:
         return Learned(load_policy(folder))
+    if name_or_path and Path(name_or_path).is_dir():
+        raise InputError(
+            f"the folder {name_or_path!r} holds no trained controller, as it has no file {FOLDER}/{FACTS}; name a folder "
+            "that `esper train` wrote, once its first validation is done"
+        )
     raise InputError(
         f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file "
         "(.yaml or .yml), or the run folder of a trained controller, which must exist"
