@@ -366,6 +366,11 @@ BAD = {
     "a group that does not divide the environments": (blobs, {"envs": 6}, "reward.group is 4.*divisor"),
     "a group without its baseline": (blobs, {"envs": 6, "reward": {"baseline": "none"}}, "reward.group is 4.*divisor"),
     "a twin baseline without twins": (blobs, {"reward": {"baseline": "twin"}}, "--twin"),
+    "a validation that does not fit": (
+        blobs,
+        {"ppo": {"validate_envs": 10**9}},
+        "validate_envs stands for envs.*lower",
+    ),
     "nothing that may be planted": (blobs, {"lifecycle": {"max_seeds": 0}}, "max_seeds"),
     "a host without slots": (without_slots, {}, "slot"),
     "a slot that there is not": (blobs, {"slots": ["nowhere"]}, "'nowhere'"),

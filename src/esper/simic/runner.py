@@ -370,7 +370,11 @@ def _cohort(task: AnyTask, config: Config) -> Cohort:
             "seed": scalar(config.seed, Purpose.VALIDATION),
         }
     )
-    return Cohort(task, config, engine, VectorizedEngine(task, watched))
+    try:
+        validation = VectorizedEngine(task, watched)
+    except InputError as error:
+        raise InputError(f"in the validation, where ppo.validate_envs stands for envs: {error}") from None
+    return Cohort(task, config, engine, validation)
 
 
 def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
