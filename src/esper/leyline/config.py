@@ -172,6 +172,14 @@ class TelemetryConfig(_Section):
         return "off" if value is False else value  # YAML reads off without quotes as false
 
 
+class CheckpointConfig(_Section):
+    """When the state of a run is written, so that `esper resume` goes on from there. It never changes what is computed."""
+
+    every_steps: int = Field(0, ge=0, description="cadence of checkpoints; 0 for none by steps [steps]")
+    every_seconds: float = Field(30.0, ge=0, description="likewise by the clock; 0 for none by it [seconds]")
+    keep: int = Field(2, ge=1, description="checkpoints that are kept, the last ones [checkpoints]")
+
+
 class HeuristicConfig(_Section):
     """The rule `heuristic`."""
 
@@ -218,6 +226,9 @@ class Config(_Section):
 
     task: str = Field("digits", description="name of the task; `esper tasks` lists them")
     tasks: tuple[str, ...] = Field((), description="tasks that a controller is trained on, `task` the first of them")
+    cohorts: Mapping[str, Any] = Field(
+        {}, description="of a training on several tasks: the configs of all but the first, by task"
+    )
     controller: str = Field(
         "heuristic", description="never, random-valid, heuristic, a schedule file, or the run folder of a trained one"
     )
@@ -243,6 +254,7 @@ class Config(_Section):
     probe: ProbeConfig = ProbeConfig()
     reward: RewardConfig = RewardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
     ppo: PPOConfig = PPOConfig()
 

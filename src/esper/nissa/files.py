@@ -1,5 +1,6 @@
 """The folder of a run: its names, who may write there, and files that are whole or absent."""
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -10,8 +11,9 @@ CONFIG = "config.yaml"  # everything that was asked for; its presence is what ma
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 MODELS = "models"
+CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
-OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, "checkpoints", "controller", "report.html", CONFIG)
+OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, CHECKPOINTS, "controller", "report.html", CONFIG)
 """What Esper writes into a run folder, the config last: until it is gone, the folder counts as a run."""
 
 
@@ -20,17 +22,57 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
     The content goes to a temporary name beside it, is flushed to the disk, and takes the name in one rename.
     """
-    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and see that its content survives a crash of the machine."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:  # a nearly full disk takes a part of it first
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """See that the names in a folder survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cut_events(folder: Path, rows: int) -> Path | None:
+    """Leave the first `rows` rows in the events of a run, and move what follows to a file beside it, which is returned.
+
+    What a killed run wrote behind its last checkpoint is written again when it is taken up there. A crash between the two
+    steps leaves rows twice and loses none. InputError where there are fewer rows.
+    """
+    path = folder / EVENTS
+    data = path.read_bytes() if path.exists() else b""
+    lines = data.splitlines(keepends=True)
+    whole = len(lines) - (bool(lines) and not lines[-1].endswith(b"\n"))
+    if whole < rows:
+        raise InputError(f"{path} holds {whole} rows, but the checkpoint was taken after {rows}; put the file back")
+    kept = sum(map(len, lines[:rows]))
+    if kept == len(data):
+        return None
+    number = next(n for n in itertools.count(1) if not (folder / f"events-cut-{n}.jsonl").exists())
+    side = folder / f"events-cut-{number}.jsonl"
+    write_atomic(side, data[kept:])
+    os.truncate(path, kept)
+    return side
 
 
 def is_run(folder: Path) -> bool:
@@ -64,8 +106,7 @@ def create_folder(folder: Path, overwrite: bool = False) -> None:
     check_folder(folder, overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in OWN:
-            path = folder / name
+        for path in (*folder.glob("events-cut-*.jsonl"), *(folder / name for name in OWN)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

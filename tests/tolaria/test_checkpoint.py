@@ -1,0 +1,326 @@
+"""Checkpoints: trees as files, atomic writing, and what is refused when they are read."""
+
+import json
+import math
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from esper.leyline.config import CheckpointConfig
+from esper.leyline.errors import InputError
+from esper.tolaria.checkpoint import FACTS, LATEST, TENSORS, Checkpoints, flatten, unflatten
+
+KEPT = CheckpointConfig(every_steps=5, every_seconds=0, keep=3)
+
+
+def state(number):
+    return {
+        "step": number,
+        "body": {"value": torch.arange(number * 100.0), "steps": np.arange(number)},
+        "seq": [1, None],
+    }
+
+
+def same(one, other):
+    """Whether two trees are equal bit for bit, kinds and dtypes included."""
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and same(one.numpy(), other.numpy())
+    if isinstance(one, np.ndarray):
+        alike = isinstance(other, np.ndarray) and (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and one.tobytes() == other.tobytes()
+    if isinstance(one, float) and math.isnan(one):
+        return isinstance(other, float) and math.isnan(other)
+    return type(one) is type(other) and one == other
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "run"
+    made.mkdir()
+    (made / "config.yaml").write_text("task: blobs\n")
+    return made
+
+
+@pytest.fixture
+def written(folder):
+    """A run folder with the checkpoints of steps 1, 2 and 3."""
+    store = Checkpoints(folder, KEPT)
+    for number in (1, 2, 3):
+        store.write(number, state(number))
+    return folder
+
+
+def read(folder):
+    notes = []
+    return Checkpoints(folder, KEPT).read(notes.append), notes
+
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats()
+    | st.text("aé$\n", max_size=3)
+    | st.builds(
+        lambda kind, size: np.arange(size).astype(kind),
+        st.sampled_from(["?", "i1", "i2", "i4", "i8", "f4", "f8"]),
+        st.integers(0, 3),
+    )
+    | st.builds(lambda values: torch.tensor(values, dtype=torch.float32), st.lists(st.floats(width=32), max_size=3))
+)
+names = st.text("abc", min_size=1, max_size=3)
+trees = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(names, trees, max_size=4))
+def test_a_tree_comes_back_as_it_was(tree):
+    tensors, plain = flatten(tree)
+    assert same(unflatten(tensors, json.loads(json.dumps(plain, allow_nan=False))), tree)
+
+
+def test_arrays_are_called_by_their_dotted_place():
+    tensors, plain = flatten({"body": {"host": [np.zeros(1), torch.ones(2)]}, "step": 3})
+    assert list(tensors) == ["body.host.0", "body.host.1"]
+    assert plain == {"body": {"host": [{"$array": "body.host.0"}, {"$tensor": "body.host.1"}]}, "step": 3}
+
+
+def test_a_flattened_tree_stays_what_it_is_while_the_run_goes_on():
+    column, array = torch.zeros(3), np.zeros(3)
+    tensors, _ = flatten({"a": column, "b": array, "shared": array})
+    column += 1
+    array += 1
+    assert not any(tensor.any() for tensor in tensors.values())
+
+
+def test_what_no_file_holds_is_no_leaf():
+    with pytest.raises(TypeError, match="a\\.b is a object"):
+        flatten({"a": {"b": object()}})
+
+
+def test_the_last_checkpoint_is_read_back(written):
+    found, notes = read(written)
+    assert (found.number, notes) == (3, [])
+    assert same(found.state, state(3))
+
+
+def test_where_there_is_none_nothing_is_read(folder):
+    assert read(folder) == (None, [])
+
+
+def test_the_last_ones_are_kept(folder):
+    store = Checkpoints(folder, CheckpointConfig(keep=2))
+    for number in (1, 2, 3, 4):
+        store.write(number, state(number))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [LATEST, "step-000003", "step-000004"]
+
+
+def test_retention_never_removes_what_latest_names(written):
+    """A run that went on from an earlier checkpoint writes one that is not the last by number."""
+    Checkpoints(written, CheckpointConfig(keep=1)).write(2, state(2))
+    found, _ = read(written)
+    assert found.number == 2
+
+
+def test_a_checkpoint_is_due_by_steps_and_none_where_nothing_happened(folder):
+    store = Checkpoints(folder, CheckpointConfig(every_steps=5, every_seconds=0))
+    assert [number for number in range(12) if store.due(number)] == [5, 6, 7, 8, 9, 10, 11]
+    store.write(6, state(6))
+    assert [number for number in range(6, 13) if store.due(number)] == [11, 12]
+
+
+def test_a_checkpoint_is_due_by_the_clock(folder):
+    store = Checkpoints(folder, CheckpointConfig(every_seconds=1e-9))
+    assert not store.due(0)
+    assert store.due(1)
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def deleted(path):
+    path.unlink()
+
+
+def swapped(path):
+    """Another checkpoint's file in its place."""
+    shutil.copy(path.parent.parent / "step-000001" / path.name, path)
+
+
+def pickled(path):
+    """A pickle that makes a folder where it is loaded."""
+    path.write_bytes(b"cos\nmkdir\n(V" + str(path.parents[3] / "executed").encode() + b"\ntR.")
+
+
+def linked(path):
+    """A link to a file out of the run folder, of the right content."""
+    outside = path.parents[3] / f"outside-{path.name}"
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
+DAMAGES = [truncated, flipped, emptied, deleted, swapped, pickled, linked]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", [FACTS, TENSORS])
+def test_a_damaged_file_is_refused_by_name_and_the_checkpoint_before_is_used(written, name, damage):
+    path = written / "checkpoints" / "step-000003" / name
+    damage(path)
+    found, notes = read(written)
+    assert found.number == 2
+    assert all(str(path) in note for note in notes)
+    assert notes
+    assert same(found.state, state(2))
+    assert not (written.parent / "executed").exists()
+
+
+@pytest.mark.parametrize("damage", [d for d in DAMAGES if d is not swapped], ids=lambda damage: damage.__name__)
+def test_where_latest_is_damaged_the_newest_checkpoint_that_verifies_is_used(written, damage):
+    path = written / "checkpoints" / LATEST
+    if damage is linked:
+        (written.parent / "outside").mkdir()
+        (written / "checkpoints" / LATEST).rename(written.parent / "outside" / LATEST)
+        path.symlink_to(written.parent / "outside" / LATEST)
+    else:
+        damage(path)
+    flipped(written / "checkpoints" / "step-000003" / FACTS)
+    found, notes = read(written)
+    assert found.number == 2
+    assert str(path) in notes[0]
+    assert any("step-000003" in note for note in notes)
+
+
+def test_where_latest_alone_is_damaged_nothing_else_is_lost(written):
+    path = written / "checkpoints" / LATEST
+    flipped(path)
+    found, notes = read(written)
+    assert found.number == 3
+    assert str(path) in notes[0]
+
+
+@pytest.mark.parametrize("name", [FACTS, TENSORS])
+def test_every_flipped_bit_of_a_checkpoint_that_latest_does_not_name_is_noticed(folder, name):
+    Checkpoints(folder, KEPT).write(1, {"a": np.arange(3)})
+    (folder / "checkpoints" / LATEST).unlink()
+    path = folder / "checkpoints" / "step-000001" / name
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 5):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        path.write_bytes(data)
+        found, _ = read(folder)
+        assert found is None or same(found.state, {"a": np.arange(3)})
+
+
+def test_a_link_in_place_of_a_checkpoint_or_of_all_is_not_followed(written):
+    newest = written / "checkpoints" / "step-000003"
+    newest.rename(written.parent / "elsewhere")
+    newest.symlink_to(written.parent / "elsewhere")
+    found, notes = read(written)
+    assert found.number == 2
+    assert str(newest) in notes[0]
+    (written / "checkpoints").rename(written.parent / "all")
+    (written / "checkpoints").symlink_to(written.parent / "all")
+    with pytest.raises(InputError, match="is a link"):
+        read(written)
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_the_one_before_is_used(written, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text("task: spirals\n")
+    Checkpoints(other, KEPT).write(4, state(4))
+    shutil.copytree(other / "checkpoints" / "step-000004", written / "checkpoints" / "step-000004")
+    shutil.copy(other / "checkpoints" / LATEST, written / "checkpoints" / LATEST)
+    found, notes = read(written)
+    assert found.number == 3
+    assert "step-000004" in notes[0]
+    assert "another run" in notes[0]
+
+
+def test_where_the_config_was_changed_the_run_is_not_begun_again(written):
+    (written / "config.yaml").write_text("task: other\n")
+    with pytest.raises(InputError, match=r"config\.yaml was changed since"):
+        read(written)
+
+
+def test_another_format_is_refused_with_both_numbers(folder, monkeypatch):
+    with monkeypatch.context() as later:
+        later.setattr("esper.tolaria.checkpoint.FORMAT", 7)
+        Checkpoints(folder, KEPT).write(1, state(1))
+    with pytest.raises(InputError, match=r"state\.json is of format 7, this Esper reads format 1"):
+        read(folder)
+
+
+class Crash(BaseException):
+    """The machine stops: nothing that runs after it has an effect."""
+
+
+CALLS = ("mkdir", "rmdir", "unlink", "rename", "replace", "fsync", "write", "open")
+
+
+def crashing(monkeypatch, at):
+    """From the system call number `at` on, every one that changes the disk fails; returns the list of those made."""
+    made = []
+
+    def counted(name, real):
+        def call(*arguments, **named):
+            if len(made) >= at:
+                raise Crash
+            made.append(name)
+            return real(*arguments, **named)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    return made
+
+
+def test_a_crash_between_any_two_system_calls_leaves_the_last_checkpoint_readable(written, monkeypatch):
+    Checkpoints(written, KEPT).write(4, state(4))
+    shutil.rmtree(written / "checkpoints" / "step-000002")
+    start = written.parent / "start"
+    shutil.copytree(written, start)
+    numbers, at, whole = [], 0, False
+    while not whole:
+        shutil.rmtree(written)
+        shutil.copytree(start, written)
+        with monkeypatch.context() as crashed:
+            crashing(crashed, at)
+            try:
+                Checkpoints(written, CheckpointConfig(keep=1)).write(5, state(5))
+                whole = True
+            except Crash:
+                at += 1
+        found, notes = read(written)
+        assert notes == []
+        assert same(found.state, state(found.number))
+        numbers.append(found.number)
+        Checkpoints(written, CheckpointConfig(keep=1)).write(6, state(6))
+        assert sorted(path.name for path in (written / "checkpoints").iterdir()) == [LATEST, "step-000006"]
+        assert read(written)[0].number == 6
+    assert at > 20, "or this test shows nothing"
+    assert numbers == sorted(numbers)
+    assert set(numbers) == {4, 5}
