@@ -121,7 +121,7 @@ def test_a_frozen_segment_never_moves_and_a_free_one_does():
     engine.reset()
     value = engine.state.body.host.columns["value"]
     before = value.clone()
-    client, view = Script({}), engine._view()
+    client, view = Script({}), engine.view()
     for _ in range(3):
         view, _ = engine.step(client.act(view))
     fixed = engine.state.body.host.columns["fixed"]

@@ -4,7 +4,7 @@ E environments, S slots, K blueprints of the menu, B examples, X branches.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -146,6 +146,40 @@ class Body:
     def clear(self) -> None:
         """Free every seed."""
         self.envs = {at: np.zeros(0, np.int64) for at in self.envs}
+
+    def state(self) -> dict[str, Any]:
+        """All that a later pass or edit depends on, as a tree of arrays; tensors share memory."""
+        return {
+            "host": self.host.state(),
+            "widths": {name: getattr(self, name) for name in _WIDTHS},
+            "seeds": [
+                {"slot": slot, "form": form, "envs": self.envs[slot, form], "stack": stack.state()}
+                for (slot, form), stack in self.stacks.items()
+            ],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, of a body of the same hosts and menu. ValueError where it was another.
+
+        The stacks of the seeds are built first, in the order in which they came to be, and then filled.
+        """
+        self.host.load_state(state["host"])
+        for name in _WIDTHS:
+            given, known = state["widths"][name], getattr(self, name)
+            if given.shape != known.shape or given.dtype != known.dtype:
+                raise ValueError(
+                    f"{name} is {given.shape} {given.dtype}, where {known.shape} {known.dtype} was expected"
+                )
+            known[...] = given
+        self.mask_outputs()
+        self.stacks, self.envs = {}, {}
+        for entry in state["seeds"]:
+            at = entry["slot"], entry["form"]
+            if at not in self.forms:
+                raise ValueError(f"there is no form {at[1]} at slot {at[0]}")
+            self._make_room(at, len(entry["stack"]["steps"]))
+            self.stacks[at].load_state(entry["stack"])
+            self.envs[at] = entry["envs"]
 
     def trainable(self, seeds: Seeds) -> dict[tuple[int, int], list[slice]]:
         """The rows of each seed stack that an optimizer moves now: those that train with the host, and incubating ones."""
@@ -401,16 +435,20 @@ class Body:
         blueprint = int(seeds.blueprint[env, slot])
         at = slot, int(self.form_of[slot, blueprint])
         if at not in self.stacks:
-            mapping: Mapping = "loop" if self._by_row and self.slots[slot].kind == Kind.MAP else self._mapping
-            self.stacks[at] = Stack(
-                self.forms[at], 2, mapping=mapping, moments=self._moments, device=self.device, dtype=self.dtype
-            )
-            self.envs[at] = np.zeros(0, np.int64)
+            self._make_room(at, 2)
         stack, envs = self.stacks[at], self.envs[at]
         stack.reserve(len(envs) + 1)
         reads, writes = int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, 0])
         stack.write(len(envs), self._build(slot, blueprint, key, reads, writes))
         self.envs[at] = np.append(envs, env)
+
+    def _make_room(self, at: tuple[int, int], capacity: int) -> None:
+        """An empty stack of a form at a slot."""
+        mapping: Mapping = "loop" if self._by_row and self.slots[at[0]].kind == Kind.MAP else self._mapping
+        self.stacks[at] = Stack(
+            self.forms[at], capacity, mapping=mapping, moments=self._moments, device=self.device, dtype=self.dtype
+        )
+        self.envs[at] = np.zeros(0, np.int64)
 
     def _build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
         with drawn_with(key):
@@ -476,6 +514,7 @@ class Body:
 
 
 _TAPS = tuple(Tap)
+_WIDTHS = ("host_params", "reads", "taps", "cost", "outputs")  # what `plant_host` knows of every row
 _WITH_HOST, _DOOMED, _INCUBATING, _IDLE = range(4)
 
 

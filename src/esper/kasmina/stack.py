@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -291,6 +291,33 @@ class Stack:
         self._leaves.clear()
         self._replicas.clear()
 
+    def state(self) -> dict[str, Any]:
+        """All that a later call or step of the optimizer depends on, as a tree of arrays; tensors share memory.
+
+        Gradients are left out: they are 0 between two steps wherever the optimizer still goes.
+        """
+        return {
+            "columns": {name: column for name, column in self.columns.items() if name != "gradient"},
+            "steps": self.steps,
+            "rates": self.rates,
+            "ways": {path: part.way for path, part in self._parts.items()},
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, of a stack of the same module and capacity. ValueError where it was another."""
+        columns = state["columns"]
+        if "fixed" in columns and "fixed" not in self.columns:
+            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
+        known = {name: column for name, column in self.columns.items() if name != "gradient"}
+        _check_alike(columns, known)
+        for name, column in known.items():
+            column.copy_(columns[name])
+        self.columns["gradient"].zero_()
+        self.steps, self.rates = state["steps"], state["rates"]
+        for path, way in state["ways"].items():  # what vmap failed on is not tried again
+            self._parts[path] = self.part(path)._replace(way=way)
+
     def parameter(self, name: str, column: str = "value") -> Tensor:
         """One parameter of every row, (capacity, *shape), as a view of a column."""
         return next(place for place in self.places if place.name == name).of(self.columns[column])
@@ -385,6 +412,16 @@ class Stack:
         """The owners of every place, in a copy of the module."""
         path = {module: name for name, module in self.module.named_modules()}
         return [[(replica.get_submodule(path[owner]), name) for owner, name in place.owners] for place in self.places]
+
+
+def _check_alike(given: dict[str, Tensor], known: dict[str, Tensor]) -> None:
+    """ValueError naming the first tensor that is missing, unknown, or of another shape or type."""
+    for name in {**known, **given}:
+        one, other = (
+            None if name not in side else (tuple(side[name].shape), side[name].dtype) for side in (given, known)
+        )
+        if one != other:
+            raise ValueError(f"{name} is {one}, where {other} was expected")
 
 
 def _corner(target: Tensor, source: Tensor) -> None:

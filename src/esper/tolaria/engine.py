@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,13 +172,47 @@ class VectorizedEngine:
             example = problem.read(problem.train.x[:2])
             body.plant_host(np.flatnonzero(which == index).tolist(), host, example, problem.outputs)
         body.mask_outputs()
-        self._space = self._space._replace(
-            cost=body.cost.copy(), width=body.taps[..., 0].copy(), instance=state.instance
-        )
-        self.space = self._visible()
+        self._survey()
         with self.timer.phase("probe"):
             self._measure(None)
-        return self._view()
+        return self.view()
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that the next step depends on, as a tree of arrays (tolaria/checkpoint.py); tensors share memory."""
+        state = self.state
+        return {
+            "episode": state.episode,
+            "step": state.step,
+            "batch": self._feed.batch,
+            "instance": state.instance,
+            "seeds": state.seeds._asdict(),
+            "measurements": _as_tree(state.measurements),
+            "coalitions": None if state.coalitions is None else state.coalitions._asdict(),
+            "scores": state.scores._asdict(),
+            "body": state.body.state(),
+        }
+
+    def restore(self, tree: Mapping[str, Any]) -> View:
+        """Go on from a snapshot of an engine of the same task and config. ValueError where it was another's.
+
+        Modules are built first and then filled; masks, and the orders of the data, follow from what they are hashes of.
+        """
+        state = self.state
+        seeds = _like(state.seeds, tree["seeds"], "seeds")
+        measurements = _like(state.measurements, tree["measurements"], "measurements")
+        scores = _like(state.scores, tree["scores"], "scores")
+        instance = _like(state.instance, tree["instance"], "instance")
+        if not np.array_equal(instance, state.instance):
+            self._load(instance)
+        state.body.load_state(tree["body"])
+        state.episode, state.step, state.instance = tree["episode"], tree["step"], instance
+        self._feed.reset(state.episode)
+        self._feed.batch = tree["batch"]
+        state.seeds, state.measurements, state.scores = seeds, measurements, scores
+        state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
+        self._survey()
+        state.masks = self._legal(seeds, measurements)
+        return self.view()
 
     def decide(self, actions: Actions) -> NDArray[np.bool_]:
         """Carry out one decision per environment and let no time pass; returns which were accepted, (E,).
@@ -226,7 +260,7 @@ class VectorizedEngine:
             exported = self._measure(trained, terminal=terminal)
         with self.timer.phase("close"):
             envs, twins = slice(0, config.envs), slice(config.envs, self.rows)
-            view = self._view()
+            view = self.view()
             outcome = Outcome(
                 episode=state.episode,
                 step=state.step - 1,
@@ -244,6 +278,25 @@ class VectorizedEngine:
             )
             self._report(view, outcome, (decided, applied, state.seeds))
         return view, outcome
+
+    def view(self) -> View:
+        """What the next decision may be based on."""
+        state, envs = self.state, slice(0, self.config.envs)
+        view: View = read_only(
+            View(
+                space=self.space,
+                episode=state.episode,
+                step=state.step,
+                steps=self.config.steps,
+                seeds=take(state.seeds, envs),
+                masks=take(state.masks, envs),
+                measurements=take(state.measurements, envs),
+                coalitions=state.coalitions,
+                host_params=state.body.host_params[envs].copy(),
+                added_params=state.scores.added_params[envs],
+            )
+        )
+        return view
 
     def run(self, client: PolicyClient, rounds: int = 1) -> None:
         """Play whole episodes, one a round, and let the client learn after each."""
@@ -339,6 +392,14 @@ class VectorizedEngine:
         space = self._space
         return space._replace(cost=space.cost[envs], width=space.width[envs], instance=space.instance[envs])
 
+    def _survey(self) -> None:
+        """Take what the hosts cost and how wide they are into the space."""
+        body = self.state.body
+        self._space = self._space._replace(
+            cost=body.cost.copy(), width=body.taps[..., 0].copy(), instance=self.state.instance
+        )
+        self.space = self._visible()
+
     def _load(self, instance: NDArray[np.int64]) -> None:
         """Bring the data of the instances to the device; a problem that several keys share is held once."""
         keys, which = np.unique(instance, return_inverse=True)
@@ -389,24 +450,6 @@ class VectorizedEngine:
         state = self.state
         instance = int(state.instance[env])
         return scalar(self.config.seed, Purpose.BIRTH, instance, state.episode, state.step, slot)
-
-    def _view(self) -> View:
-        state, envs = self.state, slice(0, self.config.envs)
-        view: View = read_only(
-            View(
-                space=self.space,
-                episode=state.episode,
-                step=state.step,
-                steps=self.config.steps,
-                seeds=take(state.seeds, envs),
-                masks=take(state.masks, envs),
-                measurements=take(state.measurements, envs),
-                coalitions=state.coalitions,
-                host_params=state.body.host_params[envs].copy(),
-                added_params=state.scores.added_params[envs],
-            )
-        )
-        return view
 
     def _report(self, view: View, outcome: Outcome, path: Sequence[Seeds]) -> None:
         """Events of a step: changes of stage, the step itself, and the episode where it ends."""
@@ -483,6 +526,23 @@ def _selected(body: Body, config: Config) -> NDArray[np.bool_]:
         if name not in names:
             raise InputError(f"the host has no slot {name!r}; it has {', '.join(names) or 'none'}")
     return np.array([name in config.slots for name in names], bool)
+
+
+def _as_tree(record: Any) -> Any:
+    """A record of arrays, nested or not, as a tree."""
+    if not isinstance(record, tuple):
+        return record
+    return {name: _as_tree(field) for name, field in zip(type(record)._fields, record, strict=True)}  # type: ignore[attr-defined]
+
+
+def _like(known: Any, tree: Any, name: str) -> Any:
+    """The record that `_as_tree` took apart, of the kind and the shapes of a known one. ValueError where it is not."""
+    if isinstance(known, tuple):
+        fields = zip(type(known)._fields, known, strict=True)  # type: ignore[attr-defined]
+        return type(known)(*(_like(field, tree[key], f"{name}.{key}") for key, field in fields))
+    if isinstance(known, np.ndarray) and (tree.shape, tree.dtype) != (known.shape, known.dtype):
+        raise ValueError(f"{name} is {tree.shape} {tree.dtype}, where {known.shape} {known.dtype} was expected")
+    return tree
 
 
 def _unmeasured(rows: int, slots: int) -> Measurements:
