@@ -1,7 +1,7 @@
 """What the parts ask of each other."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,19 @@ class PolicyClient(Protocol):
 
     def update(self) -> Mapping[str, float]:
         """Learn, after a round. Returns figures for telemetry."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """What can be taken up again: a controller whose run is to be resumed is one."""
+
+    def state(self) -> dict[str, Any]:
+        """All that it remembers: nested dicts and lists of arrays, tensors and plain values."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. ValueError or InputError where it does not fit."""
         ...
 
 

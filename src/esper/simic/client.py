@@ -1,6 +1,7 @@
 """The learner as a controller: it samples decisions, is paid, and keeps what it saw. E environments."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from esper.leyline.actions import Actions
 from esper.leyline.protocols import Reward
 from esper.leyline.view import Outcome, View
 from esper.simic.ppo import PPO
+from esper.simic.rewards import StatefulReward
 from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
 from esper.tamiyo.controller import Mind
 
@@ -65,6 +67,27 @@ class SimicClient:
         """Begin the next round."""
         assert self._buffer is not None, "a round comes before the next"
         self._buffer.clear()
+
+    def state(self) -> dict[str, Any]:
+        """All that it remembers but the learner: memory, rollout so far, and what the reward remembers."""
+        buffer = self._buffer
+        return {
+            "menu": list(self.menu),
+            "mind": self.mind.state(),
+            "reward": dict(self.reward.state()) if isinstance(self.reward, StatefulReward) else {},
+            "room": None if buffer is None else [buffer.steps, buffer.envs],
+            "rollout": None if buffer is None else buffer.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, with a learner and a reward of the same kind."""
+        self.menu = tuple(state["menu"])
+        self.mind.load_state(state["mind"])
+        if isinstance(self.reward, StatefulReward):
+            self.reward.load_state(state["reward"])
+        self._buffer = None if state["room"] is None else TamiyoRolloutBuffer(*state["room"])
+        if self._buffer is not None:
+            self._buffer.load_state(state["rollout"])
 
     def update(self) -> Mapping[str, float]:
         """Learn from this cohort alone, and begin the next round."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,18 +132,24 @@ class PPO:
         alike, fit = torch.stack(found).mean(0).tolist()
         return {"log_likelihood": alike, "value_loss": fit} | _figures(new)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """Everything but the policy that the next update depends on."""
-        return {"round": self.round, "updates": self.updates, "optimizer": _copy(self.optimizer.state_dict())}
+        kept = self.optimizer.state_dict()
+        return {
+            "round": self.round,
+            "updates": self.updates,
+            "lr": [group["lr"] for group in kept["param_groups"]],
+            "moments": {str(index): _copy(moments) for index, moments in kept["state"].items()},
+        }
 
-    def load_state(self, state: Mapping[str, object]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken."""
-        round_, updates, optimizer = state["round"], state["updates"], state["optimizer"]
-        assert isinstance(round_, int)
-        assert isinstance(updates, int)
-        assert isinstance(optimizer, dict)
-        self.round, self.updates = round_, updates
-        self.optimizer.load_state_dict(_copy(optimizer))
+        self.round, self.updates = state["round"], state["updates"]
+        kept = self.optimizer.state_dict()
+        kept["state"] = {int(index): _copy(moments) for index, moments in state["moments"].items()}
+        for group, lr in zip(kept["param_groups"], state["lr"], strict=True):
+            group["lr"] = lr
+        self.optimizer.load_state_dict(kept)
 
     @contextmanager
     def _kept(self) -> Iterator[None]:

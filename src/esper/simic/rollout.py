@@ -1,7 +1,7 @@
 """What a round leaves to learn from. T steps, E environments, S slots."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,16 @@ class Rollout(NamedTuple):
     def copied(self) -> "Rollout":
         """The same in memory of its own, which a next round does not write over."""
         return self.rows(torch.arange(self.value.shape[1]))
+
+    def tree(self) -> dict[str, Any]:
+        """The fields by name, as a tree of tensors that share memory."""
+        return {name: list(field) if isinstance(field, tuple) else field for name, field in self._asdict().items()}
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, Any]) -> "Rollout":
+        """What `tree` took apart."""
+        fields: list[Any] = [tuple(tree[name]) if isinstance(tree[name], list) else tree[name] for name in cls._fields]
+        return cls(*fields)
 
     def rows(self, index: Tensor) -> "Rollout":
         """Whole sequences of some environments."""
@@ -96,6 +106,25 @@ class TamiyoRolloutBuffer:
     def clear(self) -> None:
         """Begin the next round in the same memory."""
         self.length = 0
+
+    def state(self) -> dict[str, Any] | None:
+        """The steps written so far; None where there are none."""
+        return self.rollout().tree() if self.length else None
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Go on behind the steps that `state` gave."""
+        if state is None:
+            self.clear()
+            return
+        written = Rollout.of_tree(state)
+        self.length = len(written.value)
+        self._rollout = Rollout(*[self._with_room(field) for field in written])
+
+    def _with_room(self, field: Tensor | tuple[Tensor, ...]) -> Any:
+        """A field, or each part of one, with room for the steps that are still to come."""
+        if isinstance(field, tuple):
+            return tuple(map(self._with_room, field))
+        return torch.cat([field, field.new_zeros(self.steps - self.length, *field.shape[1:])])
 
 
 def _room(steps: int, envs: int, step: Step) -> Rollout:

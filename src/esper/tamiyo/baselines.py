@@ -4,6 +4,7 @@ E environments, S slots.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ TEMPO = 2
 
 
 class Rule:
-    """A controller that learns nothing: `act` is all there is to it."""
+    """A controller that learns nothing: `act` is all there is to it. One that remembers says so in `state`."""
 
     def store(self, outcome: Outcome) -> None:
         """Nothing is kept."""
@@ -24,6 +25,13 @@ class Rule:
     def update(self) -> Mapping[str, float]:
         """Nothing is learnt."""
         return {}
+
+    def state(self) -> dict[str, Any]:
+        """Nothing is remembered."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to go on from."""
 
 
 class Never(Rule):

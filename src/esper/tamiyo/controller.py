@@ -103,6 +103,19 @@ class Policy:
         """What the network reads of an observation."""
         return normalise(observation, self.normaliser, slot_features(self.language.sensors))
 
+    def state(self) -> dict[str, Any]:
+        """Weights and moments, as a tree of arrays; tensors share memory."""
+        moments = {part: getattr(self.normaliser, part)._asdict() for part in Normaliser._fields}
+        return {"network": dict(self.network.state_dict()), "normaliser": moments}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. ValueError where it is that of a policy of other shapes."""
+        try:
+            self.network.load_state_dict(state["network"])
+        except RuntimeError as error:  # which is what torch says
+            raise ValueError(" ".join(str(error).split())[:160]) from None
+        self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
+
     def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
         """Inputs, (T, E, ...), as tensors, with the menu's blueprints by their place in the vocabulary."""
         vocabulary = [self.language.blueprints.index(name) for name in menu]
@@ -177,6 +190,22 @@ class Mind:
         self.history, self.hidden = self.history.reset(rows), (self.hidden[0] * keep, self.hidden[1] * keep)
         self._begins = self._begins | rows
 
+    def state(self) -> dict[str, Any]:
+        """History, state of the network, and which sequences begin, as a tree of arrays."""
+        return {
+            "episode": self._episode,
+            "history": None if self.history is None else self.history._asdict(),
+            "hidden": self.hidden,
+            "begins": self._begins,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, with the policy as it is."""
+        history, hidden = state["history"], state["hidden"]
+        self.history = None if history is None else History(**history)
+        self.hidden = None if hidden is None else (hidden[0], hidden[1])
+        self._begins, self._episode = state["begins"], state["episode"]
+
     def _look(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
         seen = self.policy.normalised(observation)
         inputs = Inputs(seen.env[None], seen.slot[None], seen.blueprint[None], seen.cost[None])
@@ -198,6 +227,15 @@ class Learned(Rule):
     def store(self, outcome: Outcome) -> None:
         """What the policy will see of it at the next decision."""
         self.mind.learn_outcome(outcome)
+
+    def state(self) -> dict[str, Any]:
+        """The memory, and the policy itself: its folder may hold another one by the time a run goes on."""
+        return {"policy": self.mind.policy.state(), "mind": self.mind.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.mind.policy.load_state(state["policy"])
+        self.mind.load_state(state["mind"])
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

@@ -6,7 +6,7 @@ A file is a list of entries:
     - {at: 9, op: prune, slot: s0, tempo: 0}
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -103,18 +103,32 @@ class Schedule(Rule):
         self.entries = tuple(entries)
         self.source = source  # what errors call it
         self._plan: _Plan | None = None
-        self._pending: Bools = np.zeros((0, 0), bool)  # (E, N)
+        self._pending: Bools | None = None  # (E, N)
 
     def act(self, view: View) -> Actions:
         """The entry whose turn it is, per environment, or WAIT. InputError where the space lacks what it names."""
         if self._plan is None or view.step == 0:
             self._plan = _plan(self.entries, view.space, self.source)
-            self._pending = np.tile(self._plan.listed, (len(view.masks.op), 1))
         plan = self._plan
+        if self._pending is None or view.step == 0:
+            self._pending = np.tile(plan.listed, (len(view.masks.op), 1))
         ready = self._pending & (plan.at <= view.step) & _valid(plan, view.masks)
         turn = ready.argmax(1)  # the WAIT at the end is always ready
         self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
         return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.wanted[turn, head] for head in _OPEN})
+
+    def state(self) -> dict[str, Any]:
+        """The entries, and which of them are still to be carried out, by environment."""
+        return {"entries": self._listed(), "pending": self._pending}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, at the next view. InputError where the entries are others now."""
+        if state["entries"] != self._listed():
+            raise InputError(f"{self.source} is not the schedule that the run began with; put back what was there")
+        self._plan, self._pending = None, state["pending"]
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return [entry.model_dump(mode="json") for entry in self.entries]
 
 
 def load_schedule(path: str | Path) -> Schedule:
