@@ -209,6 +209,56 @@ def train(
         raise typer.Exit(130)
 
 
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="The run folder of `esper grow` or `esper train`.")],
+    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+) -> None:
+    """Go on with a run that was interrupted or killed, to the very numbers it would have had (docs/checkpoints.md).
+
+    It goes on at its last checkpoint, or begins again from its config.yaml where it has none; of a finished run the summary
+    is printed. Runs whose task, controller or reward were objects from Python cannot be resumed.
+    """
+    import torch
+    from rich.console import Console
+
+    from esper.karn.console import live, print_summary, print_training, training
+    from esper.simic.grow import grow as run_population
+    from esper.simic.ppo import LearningError
+    from esper.simic.resume import cohort_configs, finished, is_training, read_config
+    from esper.simic.runner import train as train_controller
+    from esper.tamiyo.catalog import get_controller
+    from esper.tasks.catalog import get_task
+
+    torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
+    config = read_config(run)
+    trains, known = is_training(config), finished(run)
+    if known is not None:
+        summary = known
+    elif trains:
+        with training(Console(stderr=True)) as watch:
+            try:
+                summary = train_controller(
+                    [get_task(name) for name in config.tasks], cohort_configs(config), run, watch, resume=True
+                )
+            except LearningError as error:
+                _fail(error, 1)
+    else:
+        task = get_task(config.task)
+        try:
+            client = get_controller(config.controller, config)
+        except InputError as error:
+            raise InputError(f"{error}; one that was given as an object from Python cannot be resumed") from None
+        with live(Console(stderr=True), config.steps, task.objective.metric) as sight:
+            summary = run_population(task, config, client, run, sight, resume=True)
+    if json_:
+        typer.echo(json.dumps(summary, indent=2, allow_nan=False))
+    else:
+        (print_training if trains else print_summary)(summary, Console(), str(run))
+    if summary["status"] == "interrupted":
+        raise typer.Exit(130)
+
+
 @app.command("eval")
 def evaluate(
     controllers: Annotated[

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
@@ -15,7 +16,7 @@ from esper.kasmina.export import PROGRAM, save_network
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config, dump_config
 from esper.leyline.errors import InputError
-from esper.leyline.protocols import PolicyClient
+from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.task import AnyTask, Split
 from esper.leyline.view import Floats, View
 from esper.nissa.events import RunRow
@@ -24,7 +25,9 @@ from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines
 from esper.simic.environment import describe_environment
 from esper.simic.interrupt import Interrupt
+from esper.simic.resume import fitting, reopen_run, take_up
 from esper.simic.rewards import objective
+from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.engine import VectorizedEngine
 
 Summary = dict[str, Any]
@@ -68,31 +71,46 @@ def grow(
     watch: Watch | None = None,
     *,
     overwrite: bool = False,
+    resume: bool = False,
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate what came out on the test split, and export it.
 
     Without a folder nothing is written. What was asked for is checked first, so that bad input (InputError) leaves
-    nothing behind. SIGINT ends the growth after the step it fell in; what is done so far is evaluated and exported.
+    nothing behind. SIGINT or SIGTERM ends the growth after the step it fell in; what is done so far is evaluated and
+    exported. With `resume` the run of the folder, of this task, config and a controller as it was at first, goes on at its
+    last checkpoint, or begins again where it has none; checkpoints are written where the controller is `Resumable`.
     """
     started = time.perf_counter()
     watch = watch or Silent()
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     get_blueprint(config.heuristic.blueprint)  # a task may lack it; a name that nothing has is a mistake
-    if folder is not None:
+    if folder is not None and not resume:
         check_folder(folder, overwrite)
     outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
     with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
         engine = VectorizedEngine(task.sealed(), config, hub)
-        view = engine.reset()
-        decided = client.act(view)  # a controller that does not fit the task says so before anything is written
-        if folder is not None:
+        store, found = take_up(folder, config, watch.note) if resume and folder is not None else (None, None)
+        if found is None:
+            episode = Episode(engine.reset())
+            # a controller that does not fit the task says so before anything is written
+            episode.decided = client.act(episode.view)
+        else:
+            with fitting(found):
+                episode = _restored(engine, client, found.state)
+                hub.seq = found.state["seq"]
+        if folder is not None and resume:
+            reopen_run(folder, hub.seq, watch.note)
+        elif folder is not None:
             create_folder(folder, overwrite)
             write_atomic(folder / CONFIG, dump_config(config))
             write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
-        hub.emit(_run_row(engine, config, "running"))
+            store = Checkpoints(folder, config.checkpoint)
+        if found is None:
+            hub.emit(_run_row(engine, config, "running"))
+        keeper = Keeper(store if isinstance(client, Resumable) else None, engine, client, episode, hub, started)
         with _closing_row(hub, engine, config):
-            played = _play(engine, client, (view, decided), interrupt, watch)
+            played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
                 watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
             figures = _figures(engine, task, config)
@@ -105,7 +123,7 @@ def grow(
                 **figures,
                 **_growth([topology for _, topology in networks], played.germinated),
                 **written._asdict(),
-                "seconds": round(time.perf_counter() - started, 3),
+                "seconds": round(episode.before + time.perf_counter() - started, 3),
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
                 "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
             }
@@ -126,6 +144,54 @@ def _closing_row(hub: Hub, engine: VectorizedEngine, config: Config) -> Iterator
         raise
 
 
+@dataclass
+class Episode:
+    """What has been done of an episode."""
+
+    view: View  # of the next decision
+    decided: Actions | None = None  # the next decision, where it was made already
+    steps: int = 0
+    germinated: int = 0  # seeds planted, over all environments
+    seconds: float = 0.0  # of stepping alone
+    before: float = 0.0  # seconds of the run before it was taken up
+
+
+class Keeper(NamedTuple):
+    """Writes the checkpoints of an episode; none where there is no folder."""
+
+    store: Checkpoints | None
+    engine: VectorizedEngine
+    client: PolicyClient
+    episode: Episode
+    hub: Hub
+    started: float
+
+    def when_due(self) -> None:
+        """Write one where the config's cadences ask for it."""
+        if self.store is not None and self.store.due(self.episode.steps):
+            self.now()
+
+    def now(self) -> None:
+        """Write one, unless nothing has happened since the last."""
+        episode, store = self.episode, self.store
+        if store is None or episode.steps == store.last:
+            return
+        assert isinstance(self.client, Resumable)
+        self.hub.flush()
+        state = {
+            "seq": self.hub.seq,
+            "episode": {
+                "steps": episode.steps,
+                "germinated": episode.germinated,
+                "seconds": episode.seconds,
+                "before": episode.before + time.perf_counter() - self.started,
+            },
+            "client": self.client.state(),
+            "engine": self.engine.snapshot(),
+        }
+        store.write(episode.steps, state)
+
+
 class Played(NamedTuple):
     """An episode, or as much of it as an interrupt left."""
 
@@ -143,22 +209,42 @@ class Written(NamedTuple):
 
 
 def _play(
-    engine: VectorizedEngine, client: PolicyClient, first: tuple[View, Actions], interrupt: Interrupt, watch: Watch
+    engine: VectorizedEngine,
+    client: PolicyClient,
+    episode: Episode,
+    interrupt: Interrupt,
+    watch: Watch,
+    keeper: Keeper,
 ) -> Played:
-    """Step to the end of the episode or to an interrupt; the first decision was made already."""
-    view, decided = first
-    length = view.steps
-    germinated = steps = 0
-    begin = time.perf_counter()
-    while steps < length and not interrupt.asked:
-        view, outcome = engine.step(client.act(view) if steps else decided)
+    """Step to the end of the episode or to an interrupt."""
+    length = episode.view.steps
+    while episode.steps < length and not interrupt.asked:
+        keeper.when_due()
+        begin = time.perf_counter()
+        view = episode.view
+        decided = client.act(view) if episode.decided is None else episode.decided
+        episode.view, outcome = engine.step(decided)
         client.store(outcome)
-        germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
-        steps += 1
-        watch.step(view, engine.rows * steps / (time.perf_counter() - begin))
-    seconds = time.perf_counter() - begin
+        episode.germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
+        episode.decided = None
+        episode.steps += 1
+        episode.seconds += time.perf_counter() - begin
+        watch.step(episode.view, engine.rows * episode.steps / episode.seconds)
+    keeper.now()
     client.update()
-    return Played("finished" if steps == length else "interrupted", steps, germinated, seconds)
+    status: Literal["finished", "interrupted"] = "finished" if episode.steps == length else "interrupted"
+    return Played(status, episode.steps, episode.germinated, episode.seconds)
+
+
+def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str, Any]) -> Episode:
+    """The episode of a checkpoint, with the engine and the controller as they were."""
+    if not isinstance(client, Resumable):
+        raise InputError(
+            f"the controller is a {type(client).__name__}, which has no state and load_state to go on with"
+        )
+    view = engine.restore(state["engine"])
+    client.load_state(state["client"])
+    return Episode(view, None, **state["episode"])
 
 
 def _asked(engine: VectorizedEngine, config: Config, played: Played) -> Summary:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -28,10 +29,12 @@ from esper.simic.grow import Summary, to_json
 from esper.simic.imitation import Apprentice
 from esper.simic.interrupt import Interrupt
 from esper.simic.ppo import PPO
+from esper.simic.resume import PAID, fitting, reopen_run, take_up, with_cohorts
 from esper.simic.rewards import get_reward, objective
 from esper.simic.rollout import Rollout
 from esper.tamiyo.catalog import FOLDER, get_controller
 from esper.tamiyo.controller import Language, Learned, Policy, save_policy
+from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.engine import VectorizedEngine
 
 TRAINING: Mapping[str, Any] = MappingProxyType(
@@ -63,12 +66,21 @@ def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str,
         raise InputError(f"the tasks are {', '.join(names) or 'none'}; name one or more, each once")
     if preset not in PRESETS:
         raise InputError(f"the preset {preset!r} is unknown; give one of {', '.join(PRESETS)}")
+    named = {"tasks": names, "controller": "ppo"}
     return [
-        build_config(
-            task.defaults, TRAINING, PRESETS[preset], *asked, {"task": task.name, "tasks": names, "controller": "ppo"}
-        )
+        build_config(task.defaults, TRAINING, PRESETS[preset], *_of_task(asked, task.name), named | {"task": task.name})
         for task in tasks
     ]
+
+
+def _of_task(asked: Sequence[Mapping[str, Any]], task: str) -> list[Mapping[str, Any]]:
+    """The layers for one task: `cohorts`, as the config of a training has them, lie over what they stand beside."""
+    layers: list[Mapping[str, Any]] = []
+    for layer in asked:
+        layers.append({name: value for name, value in layer.items() if name != "cohorts"})
+        own = (layer.get("cohorts") or {}).get(task, {})
+        layers.append({name: value for name, value in own.items() if name != "task"})
+    return layers
 
 
 LED = (1.0, 0.75, 0.5, 0.25)
@@ -92,6 +104,15 @@ class Played(NamedTuple):
     germinated: int
     kept: int  # seeds that were fossilized at the end
     envs: int
+
+
+@dataclass
+class Episode:
+    """What has been done of an episode of one cohort."""
+
+    seconds: float = 0.0
+    deciding: float = 0.0  # seconds of act and store
+    germinated: int = 0
 
 
 class Progress(Protocol):
@@ -127,6 +148,7 @@ def train(
     watch: Progress | None = None,
     *,
     overwrite: bool = False,
+    resume: bool = False,
     reward: Callable[[RewardConfig], Reward] = get_reward,
 ) -> Summary:
     """Train a controller on tasks, one config each; what concerns the learner is read from the first.
@@ -135,26 +157,40 @@ def train(
 
     Writes the run folder, its `controller/` whenever a better one is found: better by the mean J of greedy growth on the
     validation split of validation instances. Raises InputError on bad input, before anything is written, and LearningError
-    where an update cannot be trusted; the best controller so far then stays. SIGINT ends the training after the step.
+    where an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the training after the
+    step. With `resume` the run of the folder, of these tasks, configs and rewards, goes on at its last checkpoint, or begins
+    again where it has none.
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
-    if folder is not None:
+    whole = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
+    if folder is not None and not resume:
         check_folder(folder, overwrite)
     cohorts = [_cohort(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
     policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
     school = School(cohorts, policy, config, reward)
     outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
     with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
-        if folder is not None:
+        store, found = take_up(folder, whole, watch.note) if resume and folder is not None else (None, None)
+        before = 0.0  # seconds of the run until it was taken up
+        if found is not None:
+            with fitting(found):
+                school.load_state(found.state["school"])
+                hub.seq, before = found.state["seq"], found.state["seconds"]
+        if folder is not None and resume:
+            reopen_run(folder, hub.seq, watch.note)
+        elif folder is not None:
             create_folder(folder, overwrite)
-            write_atomic(folder / CONFIG, dump_config(config))
+            write_atomic(folder / CONFIG, dump_config(whole))
             described = describe_environment(cohorts[0].engine.device)
             each = {cohort.task.name: cohort.config.model_dump(mode="json") for cohort in cohorts}
             write_atomic(folder / ENVIRONMENT, to_json({**described, "cohorts": each}))
-        hub.emit(_run_row(cohorts[0], "running"))
+            store = Checkpoints(folder, config.checkpoint)
+        if found is None:
+            hub.emit(_run_row(cohorts[0], "running"))
+        keeper = Keeper(store, school, hub, started - before)
         status: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            status = _rounds(school, config, folder, hub, interrupt, watch)
+            status = _rounds(school, config, folder, hub, interrupt, watch, keeper)
         except KeyboardInterrupt:
             status = "interrupted"
             raise
@@ -170,21 +206,50 @@ def train(
                 "rounds": config.ppo.rounds,
                 "rounds_done": school.learner.round,
                 **school.summary(),
-                "seconds": round(time.perf_counter() - started, 3),
+                "seconds": round(before + time.perf_counter() - started, 3),
             }
             if folder is not None:
                 write_atomic(folder / SUMMARY, to_json(summary))
     return summary
 
 
+class Keeper(NamedTuple):
+    """Writes the checkpoints of a training; none where there is no folder."""
+
+    store: Checkpoints | None
+    school: "School"
+    hub: Hub
+    started: float  # of the run, had it never been left [seconds of the clock that counts]
+
+    def when_due(self, asked: bool) -> None:
+        """Write one where the config's cadences, or someone who wants an end, ask for it."""
+        if self.store is not None and (asked or self.store.due(self.school.steps)):
+            self.now()
+
+    def now(self) -> None:
+        """Write one, unless no step was taken since the last."""
+        if self.store is None or self.school.steps == self.store.last:
+            return
+        self.hub.flush()
+        seconds = time.perf_counter() - self.started
+        self.store.write(self.school.steps, {"seq": self.hub.seq, "seconds": seconds, "school": self.school.state()})
+
+
 def _rounds(
-    school: "School", config: Config, folder: Path | None, hub: Hub, interrupt: Interrupt, watch: Progress
+    school: "School",
+    config: Config,
+    folder: Path | None,
+    hub: Hub,
+    interrupt: Interrupt,
+    watch: Progress,
+    keeper: Keeper,
 ) -> Literal["finished", "interrupted"]:
     """Imitation, then learning, until all rounds are done or someone asks for an end."""
-    for number in range(-config.ppo.imitation_rounds, config.ppo.rounds):
+    for number in range(school.number, config.ppo.rounds):
         begin = time.perf_counter()
+        teach = school.imitate if number < 0 else school.learn
         try:
-            figures = school.imitate(number, interrupt) if number < 0 else school.learn(number, interrupt)
+            figures = teach(number, interrupt, keeper)
         except Stop:
             watch.note("interrupted; the best controller so far is kept")
             return "interrupted"
@@ -196,6 +261,7 @@ def _rounds(
         known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
         watch.round(number, config.ppo.rounds, figures)
+        keeper.now()
     return "finished"
 
 
@@ -217,21 +283,25 @@ class School:
         self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # what the teacher has shown so far, and the menu
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
         self.history: list[dict[str, float]] = []
+        self.number = -config.ppo.imitation_rounds  # the round under way, or the next
+        self.steps = 0  # taken in all rounds, by every cohort
+        self.played: list[Played] = []  # the cohorts whose episode of the round is over
+        self.episode: Episode | None = None  # that of the next cohort, where it has begun
 
-    def learn(self, number: int, interrupt: Interrupt) -> dict[str, float]:
+    def learn(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
         """One round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
         self.shown.clear()
-        played = self._play(number, self.clients, self.config.reward.group, interrupt)
+        played = self._play(number, self.clients, self.config.reward.group, interrupt, keeper)
         begin = time.perf_counter()
         figures = self.learner.update([c.rollout() for c in self.clients], [c.menu for c in self.clients])
         return self._close(figures, self.clients, played, time.perf_counter() - begin)
 
-    def imitate(self, number: int, interrupt: Interrupt) -> dict[str, float]:
+    def imitate(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
         """One round in which the policy learns to do as the heuristic does; `number` counts up to -1."""
         led = LED[min(number + self.config.ppo.imitation_rounds, len(LED) - 1)]
         for apprentice in self.apprentices:
             apprentice.led = led
-        played = self._play(number, self.apprentices, 1, interrupt)
+        played = self._play(number, self.apprentices, 1, interrupt, keeper)
         begin = time.perf_counter()
         self.shown += [(c.rollout().copied(), c.menu) for c in self.apprentices]
         rollouts, menus = zip(*self.shown, strict=True)
@@ -281,11 +351,84 @@ class School:
             "controller_share": share,
         }
 
-    def _play(self, number: int, clients: Sequence[SimicClient], group: int, interrupt: Interrupt) -> list[Played]:
-        return [
-            _play(cohort, client, sample_instances(cohort, number, group), interrupt)
-            for cohort, client in zip(self.cohorts, clients, strict=True)
-        ]
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the training depends on, as a tree of arrays; tensors share memory."""
+        return {
+            "number": self.number,
+            "steps": self.steps,
+            "played": [played._asdict() for played in self.played],
+            "episode": None if self.episode is None else asdict(self.episode),
+            "policy": self.policy.state(),
+            "learner": self.learner.state(),
+            "shown": [{"rollout": rollout.tree(), "menu": menu} for rollout, menu in self.shown],
+            "best": self.best,
+            "history": self.history,
+            "cohorts": [
+                {"engine": cohort.engine.snapshot(), "client": client.state(), "apprentice": apprentice.state()}
+                for cohort, client, apprentice in zip(self.cohorts, self.clients, self.apprentices, strict=True)
+            ],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, of a school of the same cohorts and config. ValueError where it was another."""
+        self.number, self.steps = state["number"], state["steps"]
+        self.played = [Played(**played) for played in state["played"]]
+        self.episode = None if state["episode"] is None else Episode(**state["episode"])
+        self.policy.load_state(state["policy"])
+        self.learner.load_state(state["learner"])
+        self.shown = [(Rollout.of_tree(entry["rollout"]), tuple(entry["menu"])) for entry in state["shown"]]
+        self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        self.history = state["history"]
+        every = zip(self.cohorts, self.clients, self.apprentices, state["cohorts"], strict=True)
+        for cohort, client, apprentice, own in every:
+            cohort.engine.restore(own["engine"])
+            client.load_state(own["client"])
+            apprentice.load_state(own["apprentice"])
+
+    def _play(
+        self,
+        number: int,
+        clients: Sequence[SimicClient],
+        group: int,
+        interrupt: Interrupt,
+        keeper: "Keeper | None",
+    ) -> list[Played]:
+        """An episode of every cohort whose episode of the round is not over."""
+        self.number = number
+        for cohort, client in list(zip(self.cohorts, clients, strict=True))[len(self.played) :]:
+            self.played.append(self._grow(cohort, client, group, interrupt, keeper))
+            self.episode = None
+        return self.played
+
+    def _grow(
+        self, cohort: Cohort, client: SimicClient, group: int, interrupt: Interrupt, keeper: "Keeper | None"
+    ) -> Played:
+        """One episode of a cohort, or the rest of it. Raises Stop, behind a checkpoint, on an interrupt."""
+        mark = time.perf_counter()
+        if self.episode is None:
+            view = cohort.engine.reset(sample_instances(cohort, self.number, group))
+            self.episode = Episode()
+        else:
+            view = cohort.engine.view()
+        episode = self.episode
+        while view.step < view.steps:
+            episode.seconds, mark = episode.seconds + time.perf_counter() - mark, time.perf_counter()
+            if keeper is not None:
+                keeper.when_due(interrupt.asked)
+            if interrupt.asked:
+                raise Stop
+            began = time.perf_counter()
+            actions = client.act(view)
+            episode.deciding += time.perf_counter() - began
+            view, outcome = cohort.engine.step(actions)
+            began = time.perf_counter()
+            client.store(outcome)
+            episode.deciding += time.perf_counter() - began
+            episode.germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
+            self.steps += 1
+        kept = int((view.seeds.stage == Stage.FOSSILIZED).sum())
+        seconds = episode.seconds + time.perf_counter() - mark
+        return Played(seconds, episode.deciding, episode.germinated, kept, cohort.config.envs)
 
     def _close(
         self, figures: dict[str, float], clients: Sequence[SimicClient], played: Sequence[Played], updating: float
@@ -302,6 +445,7 @@ class School:
             "controller_share": (deciding + updating) / (growing + updating),
         }
         self.history.append(figures)
+        self.number, self.played = self.number + 1, []
         return figures
 
 
@@ -311,25 +455,6 @@ def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int6
     keys = cohort.task.keys("training")
     drawn = key(config.seed, Purpose.SAMPLE, number, np.arange(config.envs // group)) & ((1 << 62) - 1)
     return np.repeat(keys.start + drawn % len(keys), group)
-
-
-def _play(cohort: Cohort, client: SimicClient, instances: NDArray[np.int64], interrupt: Interrupt) -> Played:
-    """One episode of a cohort."""
-    begin, deciding, germinated = time.perf_counter(), 0.0, 0
-    view = cohort.engine.reset(instances)
-    while view.step < view.steps:
-        if interrupt.asked:
-            raise Stop
-        mark = time.perf_counter()
-        actions = client.act(view)
-        deciding += time.perf_counter() - mark
-        view, outcome = cohort.engine.step(actions)
-        mark = time.perf_counter()
-        client.store(outcome)
-        deciding += time.perf_counter() - mark
-        germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
-    kept = int((view.seeds.stage == Stage.FOSSILIZED).sum())
-    return Played(time.perf_counter() - begin, deciding, germinated, kept, cohort.config.envs)
 
 
 def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -388,6 +513,11 @@ def _settings(config: Config) -> dict[str, Any]:
         "probe": {"sensors_every": config.probe.sensors_every, "coalitions_every": config.probe.coalitions_every},
         "lifecycle": {"tempos": list(config.lifecycle.tempos), "targets": list(config.lifecycle.targets)},
     }
+
+
+def _name(made_by: Callable[..., Any]) -> str:
+    """What a factory given from Python is called."""
+    return str(getattr(made_by, "__name__", type(made_by).__name__))
 
 
 def _mean(values: Sequence[float]) -> float | None:
