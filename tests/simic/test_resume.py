@@ -1,0 +1,419 @@
+"""A run that is left and taken up again comes to the numbers of the run that was not."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from esper.leyline.config import build_config, dump_config
+from esper.leyline.errors import InputError
+from esper.leyline.stages import Stage
+from esper.nissa.events import RunRow, decode
+from esper.simic.grow import Silent, grow
+from esper.simic.resume import cohort_configs, is_training, read_config, with_cohorts
+from esper.simic.rewards import Escrow
+from esper.simic.runner import train, training_configs
+from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.controller import Language, Learned, Policy
+from esper.tamiyo.schedule import load_schedule
+from esper.tolaria.checkpoint import Checkpoints, flatten, unflatten
+from esper.tolaria.engine import VectorizedEngine
+from populations import GROW, Script, blobs, small_config
+
+TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
+EVERY = {"every_steps": 1, "every_seconds": 0, "keep": 2}
+STEPS = 10
+SCHEDULE = """
+- {at: 1, op: germinate, slot: block0, blueprint: bypass-mlp, tempo: 2, keep: true}
+- {at: 2, op: germinate, slot: block1, blueprint: mlp-small, blend: gate, tempo: 2}
+- {at: 7, op: prune, slot: block1, tempo: 1}
+"""
+
+
+class Left(BaseException):
+    """The process is gone."""
+
+
+class Leaving(Silent):
+    """A Watch under which the process is gone after so many steps."""
+
+    def __init__(self, after):
+        self.after, self.notes, self.steps = after, [], 0
+
+    def step(self, view, eps):
+        self.steps += 1
+        if self.steps == self.after:
+            raise Left
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def timeless(value):
+    """Without what a clock has a part in, at any depth."""
+    if isinstance(value, dict):
+        return {name: timeless(item) for name, item in value.items() if name not in TIMES and name != "time"}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def events(folder):
+    path = folder / "events.jsonl"
+    return [timeless(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def kept(folder, config):
+    """The last checkpoint of a run, taken apart: (tensors, the rest), without the clock's part."""
+    notes = []
+    found = Checkpoints(folder, config.checkpoint).read(notes.append)
+    assert notes == []
+    tensors, plain = flatten(timeless(json_free(found.state)))
+    return tensors, plain
+
+
+def json_free(tree):
+    """Without the seconds that an episode took until it was left."""
+    if isinstance(tree, dict):
+        return {name: json_free(item) for name, item in tree.items() if name not in ("before", "deciding")}
+    return [json_free(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def equal(one, other):
+    """Whether two checkpoints hold the same bits."""
+    (mine, plain), (theirs, other_plain) = one, other
+    assert plain == other_plain
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert tensor.numpy().tobytes() == theirs[name].numpy().tobytes(), name
+    return True
+
+
+def learned(space):
+    policy = Policy.fresh(Language.of([space]), 3)
+    with torch.no_grad():  # decisions that differ from step to step
+        for parameter in policy.network.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return Learned(policy)
+
+
+def client_of(name, config, tmp_path):
+    if name == "schedule":
+        (tmp_path / "schedule.yaml").write_text(SCHEDULE)
+        return load_schedule(tmp_path / "schedule.yaml")
+    if name == "learned":
+        return learned(VectorizedEngine(blobs(), config).space)
+    return get_controller(name, config)
+
+
+def config_of(name="random-valid", **over):
+    settings = {"steps": STEPS, "models": "none", "twin": True, "checkpoint": EVERY, "seed": 4}
+    lifecycle = {
+        "lifecycle": {"min_prune_age": 0, "embargo": 0},
+        "heuristic": {"min_rank": 1.1, "start": 0, "slack": 0},
+    }
+    return small_config(lifecycle, {"probe": {"sensors_every": 3}}, settings, {"controller": name}, over)
+
+
+def left_and_resumed(config, folder, client, *lefts):
+    """Grow until the process is gone after each of some steps, and then to the end."""
+    for number, after in enumerate(lefts):
+        with pytest.raises(Left):
+            grow(blobs(), config, client(), folder, Leaving(after), resume=number > 0)
+    return grow(blobs(), config, client(), folder, resume=True)
+
+
+@pytest.mark.parametrize("twin", [True, False])
+@pytest.mark.parametrize("name", ["heuristic", "random-valid", "schedule", "learned"])
+def test_five_steps_a_resume_and_five_steps_are_ten(tmp_path, name, twin):
+    config = config_of(name, twin=twin)
+
+    def client():
+        return client_of(name, config, tmp_path)
+
+    straight = grow(blobs(), config, client(), tmp_path / "straight")
+    resumed = left_and_resumed(config, tmp_path / "resumed", client, 5)
+    assert straight["seeds"]["germinated"] > 0, "or this test shows nothing"
+    assert timeless(resumed) == timeless(straight)
+    assert events(tmp_path / "resumed") == events(tmp_path / "straight")
+    assert equal(kept(tmp_path / "resumed", config), kept(tmp_path / "straight", config))
+
+
+def test_a_run_may_be_left_after_every_step(tmp_path):
+    config = config_of()
+
+    def client():
+        return get_controller("random-valid", config)
+
+    straight = grow(blobs(), config, client(), tmp_path / "straight")
+    resumed = left_and_resumed(config, tmp_path / "resumed", client, *[2] * (STEPS - 1))
+    assert timeless(resumed) == timeless(straight)
+    assert equal(kept(tmp_path / "resumed", config), kept(tmp_path / "straight", config))
+    assert events(tmp_path / "resumed") == events(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("incubation", ["shadow", "ste"])
+def test_an_engine_goes_on_from_a_snapshot_at_every_stage_as_if_it_had_not_stopped(optimizer, incubation):
+    config = small_config(
+        envs=3,
+        steps=STEPS,
+        twin=True,
+        optimizer={"name": optimizer, "weight_decay": 0.01},
+        lifecycle={"incubation": incubation, "max_training": 2},
+        probe={"sensors_every": 2},
+    )
+    client, straight = Script(GROW), VectorizedEngine(blobs(), config)
+    view, snapshots, stages = straight.reset(), [], set()
+    while view.step < STEPS:
+        tensors, plain = flatten(straight.snapshot())
+        snapshots.append((tensors, json.loads(json.dumps(plain))))
+        view, _ = straight.step(client.act(view))
+        stages |= set(view.seeds.stage.ravel().tolist())
+    assert stages == set(Stage) - {Stage.GERMINATED, Stage.PRUNED}, "those two pass within a step"
+    final = flatten(straight.snapshot())
+    for snapshot in snapshots:
+        resumed = VectorizedEngine(blobs(), config)
+        view = resumed.restore(unflatten(*snapshot))
+        while view.step < STEPS:
+            view, _ = resumed.step(client.act(view))
+        assert equal(flatten(resumed.snapshot()), final)
+
+
+def test_a_snapshot_of_another_population_is_refused_with_what_differs():
+    snapshot = VectorizedEngine(blobs(), small_config()).snapshot()
+    with pytest.raises(ValueError, match=r"seeds\.stage is \(3, 2\)"):
+        VectorizedEngine(blobs(), small_config(envs=4)).restore(snapshot)
+    with pytest.raises(ValueError, match="value is"):
+        VectorizedEngine(blobs(classes=4), small_config()).restore(snapshot)
+
+
+@pytest.mark.parametrize("level", ["off", "run"])
+def test_a_resume_with_telemetry_is_one_without(tmp_path, level):
+    config, quiet = config_of(), config_of(telemetry={"level": level})
+
+    def client():
+        return get_controller("random-valid", config)
+
+    loud = left_and_resumed(config, tmp_path / "loud", client, 4)
+    assert timeless(left_and_resumed(quiet, tmp_path / "quiet", client, 4)) == timeless(loud)
+
+
+def test_rows_from_behind_the_checkpoint_are_cut_into_a_file_beside(tmp_path):
+    config = config_of(checkpoint={**EVERY, "every_steps": 4})
+
+    def client():
+        return get_controller("random-valid", config)
+
+    folder = tmp_path / "run"
+    with pytest.raises(Left):
+        grow(blobs(), config, client(), folder, Leaving(7))
+    before = (folder / "events.jsonl").read_bytes()
+    watch = Leaving(2)
+    with pytest.raises(Left):
+        grow(blobs(), config, client(), folder, watch, resume=True)
+    side = (folder / "events-cut-1.jsonl").read_bytes()
+    assert before.endswith(side)
+    assert side
+    assert "going on after step 4" in watch.notes
+    with open(folder / "events.jsonl", "ab") as file:
+        file.write(b'{"kind": "ste')  # as a full disk or a kill leaves a row
+    grow(blobs(), config, client(), folder, resume=True)
+    assert (folder / "events-cut-2.jsonl").read_bytes().endswith(b'{"kind": "ste')
+    rows = [decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
+    assert [row.seq for row in rows] == list(range(len(rows)))
+    assert [row.status for row in rows if isinstance(row, RunRow)] == ["running", "finished"]
+
+
+def test_without_a_checkpoint_a_run_begins_again(tmp_path):
+    config = config_of()
+
+    def client():
+        return get_controller("random-valid", config)
+
+    straight = grow(blobs(), config, client(), tmp_path / "straight")
+    with pytest.raises(Left):
+        grow(blobs(), config, client(), tmp_path / "run", Leaving(4))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "environment.json").unlink()
+    watch = Leaving(0)
+    assert timeless(grow(blobs(), config, client(), tmp_path / "run", watch, resume=True)) == timeless(straight)
+    assert watch.notes[0].startswith("no complete checkpoint")
+    assert events(tmp_path / "run") == events(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
+    config = config_of(checkpoint={"every_seconds": 0})
+
+    class Asking(Silent):
+        def step(self, view, eps):
+            if view.step == 5:
+                os.kill(os.getpid(), number)
+
+    def client():
+        return get_controller("random-valid", config)
+
+    straight = grow(blobs(), config, client(), tmp_path / "straight")
+    first = grow(blobs(), config, client(), tmp_path / "run", Asking())
+    assert (first["status"], first["steps_done"]) == ("interrupted", 5)
+    assert timeless(grow(blobs(), config, client(), tmp_path / "run", resume=True)) == timeless(straight)
+    assert events(tmp_path / "run") == events(tmp_path / "straight")
+
+
+def test_a_client_without_a_state_leaves_no_checkpoints(tmp_path):
+    config = config_of(controller="Script")
+    grow(blobs(), config, Script(GROW), tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_schedule_that_was_changed_is_refused(tmp_path):
+    config = config_of("schedule")
+    with pytest.raises(Left):
+        grow(blobs(), config, client_of("schedule", config, tmp_path), tmp_path / "run", Leaving(4))
+    (tmp_path / "schedule.yaml").write_text("- {at: 1, op: wait}")
+    events_before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    with pytest.raises(InputError, match="is not the schedule that the run began with"):
+        grow(blobs(), config, load_schedule(tmp_path / "schedule.yaml"), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == events_before
+
+
+def test_events_that_are_missing_are_not_numbered_over(tmp_path):
+    config = config_of()
+    with pytest.raises(Left):
+        grow(blobs(), config, get_controller("never", config), tmp_path / "run", Leaving(4))
+    (tmp_path / "run" / "events.jsonl").write_bytes(b"")
+    with pytest.raises(InputError, match="holds 0 rows"):
+        grow(blobs(), config, get_controller("never", config), tmp_path / "run", resume=True)
+
+
+# Trainings.
+
+SHORT = {
+    "envs": 4,
+    "steps": 4,
+    "data": {"batch": 12, "batches_per_step": 1},
+    "reward": {"group": 2, "name": "escrow"},
+    "checkpoint": EVERY,
+    "ppo": {"rounds": 2, "imitation_rounds": 1, "epochs": 2, "validate_envs": 2, "validate_every": 1},
+}
+
+
+def two_tasks():
+    return [blobs(), replace(blobs(hidden=(3, 4, 5), menu=("mlp-small", "bypass-linear")), name="blobs3")]
+
+
+class Payer:
+    """Makes rewards that remember; the process is gone when the step of a number is to be paid."""
+
+    __name__ = "payer"
+
+    def __init__(self, after=None):
+        self.after, self.paid = after, 0
+
+    def __call__(self, config):
+        payer = self
+
+        class Paid(Escrow):
+            def __call__(self, outcome):
+                payer.paid += 1
+                if payer.paid == payer.after:
+                    raise Left
+                return super().__call__(outcome)
+
+        return Paid(config)
+
+
+def trained(folder, *lefts, **over):
+    """A training that is left when it pays its steps of these numbers, each counted from where it went on."""
+    tasks = two_tasks()
+    configs = training_configs(tasks, "quick", SHORT, over)
+    for number, after in enumerate(lefts):
+        with pytest.raises(Left):
+            train(tasks, configs, folder, resume=number > 0, reward=Payer(after))
+    return train(tasks, configs, folder, resume=bool(lefts), reward=Payer())
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return folder, trained(folder)
+
+
+def controller(folder):
+    return {path.name: path.read_bytes() for path in (folder / "controller").iterdir()}
+
+
+@pytest.mark.parametrize(
+    "lefts",
+    [(3,), (6,), (9,), (15,), (18, 2), (11, 5, 7)],
+    ids=["imitating", "second cohort", "round's end", "second cohort, learning", "twice in a round", "thrice"],
+)
+def test_a_training_that_is_left_and_resumed_is_the_one_that_was_not(straight, tmp_path, lefts):
+    folder, summary = straight
+    resumed = trained(tmp_path / "run", *lefts)
+    config = read_config(folder)
+    assert timeless(resumed) == timeless(summary)
+    assert controller(tmp_path / "run") == controller(folder)
+    assert equal(kept(tmp_path / "run", config), kept(folder, config))
+    assert events(tmp_path / "run") == events(folder)
+
+
+@pytest.mark.parametrize("every", [3, 5])
+def test_the_cadence_of_checkpoints_does_not_change_where_a_training_comes_to(straight, tmp_path, every):
+    checkpoint = {"every_steps": every, "every_seconds": 0, "keep": 1}
+    resumed = trained(tmp_path / "run", 8, 8, checkpoint=checkpoint)
+    assert timeless(resumed) == timeless(straight[1])
+    assert load_file(tmp_path / "run" / "controller" / "controller.safetensors").keys()
+    weights = [load_file(at / "controller" / "controller.safetensors") for at in (tmp_path / "run", straight[0])]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+def test_a_training_that_was_asked_to_end_goes_on_to_the_end(straight, tmp_path):
+    tasks = two_tasks()
+    configs = training_configs(tasks, "quick", SHORT)
+
+    asked = Payer()
+
+    class Terminating(Escrow):
+        def __call__(self, outcome):
+            asked.paid += 1
+            if asked.paid == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().__call__(outcome)
+
+    def payer(config):
+        return Terminating(config)
+
+    payer.__name__ = "payer"
+    first = train(tasks, configs, tmp_path / "run", reward=payer)
+    assert (first["status"], first["rounds_done"]) == ("interrupted", 0)
+    resumed = train(tasks, configs, tmp_path / "run", resume=True, reward=Payer())
+    assert timeless(resumed) == timeless(straight[1])
+    assert controller(tmp_path / "run") == controller(straight[0])
+
+
+def test_the_config_of_a_training_holds_those_of_all_its_tasks():
+    tasks = two_tasks()
+    configs = training_configs(tasks, "standard", SHORT)
+    configs[1] = configs[1].model_copy(update={"steps": 5})
+    assert cohort_configs(build_config(yaml.safe_load(dump_config(with_cohorts(configs, "ppo"))))) == configs
+
+
+def test_the_config_of_a_training_starts_the_same_training():
+    tasks = two_tasks()
+    configs = training_configs(tasks, "standard", SHORT)
+    configs[1] = configs[1].model_copy(update={"steps": 5})
+    content = yaml.safe_load(dump_config(with_cohorts(configs, "ppo")))
+    assert training_configs(tasks, "quick", content) == configs
+    assert [config.steps for config in training_configs(tasks, "quick", content, {"steps": 7})] == [7, 7]
+
+
+def test_a_training_paid_by_an_object_cannot_be_resumed_from_its_folder(straight):
+    with pytest.raises(InputError, match="paid by payer, a reward given as an object from Python"):
+        is_training(read_config(straight[0]))
