@@ -69,6 +69,7 @@ def without_times(summary: dict[str, Any]) -> dict[str, Any]:
 def test_the_folder_of_a_run_holds_what_it_should(finished):
     folder, _ = finished
     assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
         "config.yaml",
         "environment.json",
         "events.jsonl",

@@ -10,9 +10,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch import nn
 
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.layers import Linear
 from esper.leyline.config import build_config, dump_config
 from esper.leyline.errors import InputError
+from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import Stage
 from esper.nissa.events import RunRow, decode
 from esper.simic.grow import Silent, grow
@@ -185,6 +189,36 @@ def test_an_engine_goes_on_from_a_snapshot_at_every_stage_as_if_it_had_not_stopp
         assert equal(flatten(resumed.snapshot()), final)
 
 
+class Drawing(nn.Module):
+    """A layer that draws without being one of torch's dropouts: what vmap cannot map runs in a loop, with keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = Linear(6, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * (torch.rand(y.shape) < 0.7) if self.training else y
+
+
+def test_a_host_that_draws_for_itself_goes_on_from_a_snapshot_as_if_it_had_not_stopped():
+    def host():
+        return SegmentedHost([Drawing(), Linear(8, 3)], [SlotSpec("s", 0, 8)])
+
+    config, client, task = small_config(steps=6), get_controller("random-valid", small_config()), blobs()
+    straight = VectorizedEngine(replace(task, host=host), config)
+    view, snapshots = straight.reset(), []
+    while view.step < 6:
+        snapshots.append(flatten(straight.snapshot()))
+        view, _ = straight.step(client.act(view))
+    for snapshot in snapshots[1:4]:
+        resumed = VectorizedEngine(replace(task, host=host), config)
+        view = resumed.restore(unflatten(*snapshot))
+        while view.step < 6:
+            view, _ = resumed.step(client.act(view))
+        assert equal(flatten(resumed.snapshot()), flatten(straight.snapshot()))
+
+
 def test_a_snapshot_of_another_population_is_refused_with_what_differs():
     snapshot = VectorizedEngine(blobs(), small_config()).snapshot()
     with pytest.raises(ValueError, match=r"seeds\.stage is \(3, 2\)"):
@@ -264,6 +298,29 @@ def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
     assert (first["status"], first["steps_done"]) == ("interrupted", 5)
     assert timeless(grow(blobs(), config, client(), tmp_path / "run", resume=True)) == timeless(straight)
     assert events(tmp_path / "run") == events(tmp_path / "straight")
+
+
+def test_a_run_that_is_left_while_its_networks_are_written_has_them_all_in_the_end(tmp_path):
+    config = config_of(models="all", checkpoint={"every_seconds": 0})
+
+    class Exporting(Silent):
+        def note(self, text):
+            if text.startswith("exporting"):
+                raise Left
+
+    def client():
+        return get_controller("random-valid", config)
+
+    with pytest.raises(Left):
+        grow(blobs(), config, client(), tmp_path / "run", Exporting())
+    resumed = grow(blobs(), config, client(), tmp_path / "run", resume=True)
+    straight = grow(blobs(), config, client(), tmp_path / "straight")
+    assert timeless(resumed) == timeless(straight)
+    for name in ("env-000", "env-001", "env-002"):
+        models = [
+            folder / "models" / name / "model.safetensors" for folder in (tmp_path / "run", tmp_path / "straight")
+        ]
+        assert models[0].read_bytes() == models[1].read_bytes()
 
 
 def test_a_client_without_a_state_leaves_no_checkpoints(tmp_path):

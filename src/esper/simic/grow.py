@@ -104,8 +104,11 @@ def grow(
         elif folder is not None:
             create_folder(folder, overwrite)
             write_atomic(folder / CONFIG, dump_config(config))
-            write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
             store = Checkpoints(folder, config.checkpoint)
+        if (
+            folder is not None and not (folder / ENVIRONMENT).exists()
+        ):  # a run may have been killed before it was written
+            write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
         if found is None:
             hub.emit(_run_row(engine, config, "running"))
         keeper = Keeper(store if isinstance(client, Resumable) else None, engine, client, episode, hub, started)

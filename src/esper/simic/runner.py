@@ -181,10 +181,13 @@ def train(
         elif folder is not None:
             create_folder(folder, overwrite)
             write_atomic(folder / CONFIG, dump_config(whole))
+            store = Checkpoints(folder, config.checkpoint)
+        if (
+            folder is not None and not (folder / ENVIRONMENT).exists()
+        ):  # a run may have been killed before it was written
             described = describe_environment(cohorts[0].engine.device)
             each = {cohort.task.name: cohort.config.model_dump(mode="json") for cohort in cohorts}
             write_atomic(folder / ENVIRONMENT, to_json({**described, "cohorts": each}))
-            store = Checkpoints(folder, config.checkpoint)
         if found is None:
             hub.emit(_run_row(cohorts[0], "running"))
         keeper = Keeper(store, school, hub, started - before)

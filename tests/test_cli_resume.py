@@ -1,0 +1,148 @@
+"""`esper resume`: runs that were killed, finished, changed, or are none."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from esper.cli import main
+from esper.leyline.errors import InputError
+from esper.nissa.files import cut_events, write_atomic
+
+TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
+GROW = ["grow", "iris", "--envs", "2", "--steps", "60", "--controller", "random-valid", "--models", "none"]
+TRAIN = ["train", "iris", "wine", "--envs", "4", "--steps", "4", "--rounds", "3", "--set", "reward.group=2"]
+TRAIN += ["--set", "ppo={imitation_rounds: 1, validate_envs: 2, validate_every: 1}", "--set", "data.batches_per_step=1"]
+OFTEN = ["--set", "checkpoint={every_steps: 1, every_seconds: 0}", "--json"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def esper(capsys):
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return run
+
+
+def timeless(value):
+    if isinstance(value, dict):
+        return {name: timeless(item) for name, item in value.items() if name not in TIMES and name != "time"}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def events(folder):
+    return [timeless(json.loads(line)) for line in Path(folder, "events.jsonl").read_text().splitlines()]
+
+
+def killed(arguments, step):
+    """Start the command and kill it when the checkpoint of a step, or a later one, is there."""
+    command = [sys.executable, "-m", "esper", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        latest = Path("r/checkpoints/latest")
+        while not latest.exists() or int(latest.read_text()[5:11]) < step:
+            assert process.poll() is None, "it ended by itself"
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("command", "steps"), [(GROW, (3, 20)), (TRAIN, (3, 13))], ids=["grow", "train"])
+def test_a_run_that_is_killed_twice_comes_to_the_numbers_of_one_that_is_not(esper, command, steps):
+    code, out, _ = esper(*command, *OFTEN, "--run", "straight")
+    assert code == 0
+    killed([*command, *OFTEN, "--run", "r"], steps[0])
+    killed(["resume", "r"], steps[1])
+    code, resumed, err = esper("resume", "r", "--json")
+    assert code == 0
+    assert "going on after step" in err
+    assert timeless(json.loads(resumed)) == timeless(json.loads(out))
+    assert json.loads(Path("r/summary.json").read_text()) == json.loads(resumed)
+    assert events("r") == events("straight")
+    for path in Path("straight/controller").glob("*"):
+        assert Path("r/controller", path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_finished_run_prints_its_summary_and_is_left_as_it_is(esper):
+    _, out, _ = esper("grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--run", "r", "--json")
+    before = {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")}
+    assert esper("resume", "r", "--json")[:2] == (0, out)
+    assert "finished" in esper("resume", "r")[1] or "iris" in esper("resume", "r")[1]
+    assert {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")} == before
+
+
+def test_a_run_that_has_only_its_config_begins_again(esper):
+    _, out, _ = esper(*GROW, "--json", "--run", "straight")
+    Path("r").mkdir()
+    shutil.copy("straight/config.yaml", "r/config.yaml")
+    code, resumed, _ = esper("resume", "r", "--json")
+    assert code == 0
+    assert timeless(json.loads(resumed)) == timeless(json.loads(out))
+    assert Path("r/environment.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (None, "no run folder"),
+        ("- 1", "no mapping"),
+        ("a: [", "not valid YAML"),
+        ("envs: -1", "envs"),
+        ("task: nowhere", "nowhere"),
+        ("controller: Script", "object from Python cannot be resumed"),
+        ("{tasks: [iris], controller: 'ppo, paid by mine'}", "object from Python, which cannot be resumed"),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_sentence(esper, config, names):
+    Path("r").mkdir()
+    if config is not None:
+        Path("r/config.yaml").write_text(config)
+    code, out, err = esper("resume", "r")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert names in err
+
+
+def test_a_changed_config_is_refused(esper):
+    esper(*GROW, *OFTEN, "--run", "r")
+    Path("r/summary.json").unlink()
+    path = Path("r/config.yaml")
+    path.write_text(path.read_text().replace("lr: 0.005", "lr: 0.006"))
+    before = Path("r/events.jsonl").read_bytes()
+    code, _, err = esper("resume", "r")
+    assert code == 2
+    assert "config.yaml was changed since" in err
+    assert Path("r/events.jsonl").read_bytes() == before
+
+
+def test_overwriting_removes_cut_events_too(esper):
+    arguments = ["grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--run", "r"]
+    esper(*arguments)
+    Path("r/events-cut-1.jsonl").write_text("")
+    esper(*arguments, "--overwrite")
+    assert not Path("r/events-cut-1.jsonl").exists()
+
+
+def test_events_are_cut_where_they_should_be(tmp_path):
+    write_atomic(tmp_path / "events.jsonl", b"a\nb\nc\nd")
+    assert cut_events(tmp_path, 2) == tmp_path / "events-cut-1.jsonl"
+    assert (tmp_path / "events.jsonl").read_bytes() == b"a\nb\n"
+    assert (tmp_path / "events-cut-1.jsonl").read_bytes() == b"c\nd"
+    assert cut_events(tmp_path, 2) is None
+    with pytest.raises(InputError, match="holds 2 rows"):
+        cut_events(tmp_path, 3)
