@@ -11,8 +11,10 @@ from esper.leyline.actions import Op
 from esper.leyline.config import build_config
 from esper.leyline.slots import Kind, SlotSpec
 from esper.leyline.task import Pixels
+from esper.tamiyo.baselines import RandomValid
 from esper.tasks.custom import task_from
 from esper.tasks.hosts import CNN
+from esper.tolaria.checkpoint import flatten, unflatten
 from esper.tolaria.data import SharedBatchIterator, draws, stack_splits, varied
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.positions import for_positions, positions
@@ -302,3 +304,43 @@ def test_a_host_may_have_slots_of_both_kinds(mapping):
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(network(task.read(task.probe.x)), task.probe.y)
     assert float(loss) == pytest.approx(script.outcomes[-1].after.loss[0], rel=1e-4)
+
+
+class Drawing(nn.Module):
+    """A change that draws without being a dropout layer of torch, which vmap cannot map, and remembers in a buffer."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.inner = nn.Conv2d(channels, channels, 1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        y = self.norm(self.inner(x))
+        return y * (torch.rand(y.shape[0], 1, 1, 1) < 0.7) if self.training else y
+
+
+def drawing_host():
+    return SegmentedHost(
+        [nn.Sequential(nn.Conv2d(2, 3, 3), Drawing(3)), nn.Sequential(PositionMean(), Linear(3, 3))],
+        [SlotSpec("s", 0, 3, Kind.MAP)],
+    )
+
+
+@pytest.mark.parametrize("host", [HOST, drawing_host])
+def test_images_go_on_from_a_snapshot_as_if_they_had_not_stopped(host):
+    config = small_config(envs=2, steps=7, lifecycle={"min_prune_age": 0}, mapping="auto")
+    task = pictures(host=host, pixels=VARIED)
+    straight, client = VectorizedEngine(task, config), RandomValid()
+    view, snapshots = straight.reset(), []
+    while view.step < 7:
+        snapshots.append(flatten(straight.snapshot()))
+        view, _ = straight.step(client.act(view))
+    final, plain = flatten(straight.snapshot())
+    for snapshot in snapshots[::3]:
+        resumed = VectorizedEngine(task, config)
+        view = resumed.restore(unflatten(*snapshot))
+        while view.step < 7:
+            view, _ = resumed.step(client.act(view))
+        found, found_plain = flatten(resumed.snapshot())
+        assert found_plain == plain
+        assert all(found[name].numpy().tobytes() == final[name].numpy().tobytes() for name in final)

@@ -12,8 +12,10 @@ from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split, Task
 from esper.leyline.view import take
+from esper.tamiyo.baselines import RandomValid
 from esper.tasks.hosts import DamagedMLP
 from esper.tasks.objectives import Classification
+from esper.tolaria.checkpoint import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, Script, small_config
 
@@ -171,3 +173,21 @@ def test_the_exported_network_of_a_padded_row_has_its_true_widths():
     assert engine.state.seeds.stage[1].tolist().count(Stage.FOSSILIZED) == len(topology["seeds"]) == 1
     assert topology["seeds"][0]["writes"] == 5
     assert network(problem(1).probe.x).shape == (25, 2)
+
+
+def test_rows_of_different_hosts_go_on_from_a_snapshot_as_if_they_had_not_stopped():
+    config = small_config(envs=4, steps=8, lifecycle={"min_prune_age": 0})
+    straight, client = VectorizedEngine(mixture(), config), RandomValid()
+    view, snapshots = straight.reset(np.array([3, 1, 1, 0])), []
+    while view.step < 8:
+        snapshots.append(flatten(straight.snapshot()))
+        view, _ = straight.step(client.act(view))
+    final, plain = flatten(straight.snapshot())
+    for tensors, rest in snapshots[::3]:
+        resumed = VectorizedEngine(mixture(), config)
+        view = resumed.restore(unflatten(tensors, rest))
+        while view.step < 8:
+            view, _ = resumed.step(client.act(view))
+        found, found_plain = flatten(resumed.snapshot())
+        assert found_plain == plain
+        assert all(found[name].numpy().tobytes() == final[name].numpy().tobytes() for name in final)
