@@ -104,6 +104,7 @@ def test_a_controller_trained_on_three_slots_runs_on_any_number(trained, allowed
 def test_a_controller_runs_on_a_part_of_the_menu_it_was_trained_on(trained):
     engine = engine_of(2, menu=("mlp-small", "bypass-linear"))
     engine.run(Learned(trained))
+    assert engine.state.step == engine.config.steps
 
 
 def test_a_smaller_menu_is_read_by_its_names(trained):
