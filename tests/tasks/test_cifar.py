@@ -1,6 +1,5 @@
 """CIFAR-10 from files: what was written is read, and anything else is refused with the file and the mend."""
 
-import importlib.util
 import io
 import sys
 
@@ -141,11 +140,6 @@ def test_a_parquet_copy_with_more_or_fewer_files_than_they_say_is_refused(tmp_pa
     assert "holds 2 files of the train part of CIFAR-10" in refusal(tmp_path)
 
 
-vision = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("pyarrow", "PIL")), reason="takes the extra vision"
-)
-
-
 def write_parquet(folder, records, *, side=32, names=("img", "label"), label=None, form="PNG"):
     """Both parts as the Hugging Face data set lays them out."""
     import pyarrow
@@ -167,7 +161,6 @@ def write_parquet(folder, records, *, side=32, names=("img", "label"), label=Non
     return place
 
 
-@vision
 def test_a_parquet_copy_is_read_as_the_binary_files_are(tmp_path):
     records = cifar_records(20, 3)
     write_parquet(tmp_path, records)
@@ -177,7 +170,6 @@ def test_a_parquet_copy_is_read_as_the_binary_files_are(tmp_path):
         assert split.y.tolist() == records[:, 0].tolist()
 
 
-@vision
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -192,7 +184,6 @@ def test_a_parquet_copy_of_something_else_is_refused(tmp_path, options, reason):
     assert reason in refusal(tmp_path)
 
 
-@vision
 def test_a_truncated_parquet_file_is_refused(tmp_path):
     path = write_parquet(tmp_path, cifar_records(4, 0)) / "train-00000-of-00001.parquet"
     path.write_bytes(path.read_bytes()[:200])
