@@ -4,6 +4,7 @@ import itertools
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.errors import InputError
 from esper.leyline.view import take
 from esper.tasks.repair import repair
+from esper.tolaria.poison import poisoned
 from populations import blobs, small_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "gym.md"
@@ -158,6 +160,55 @@ def test_an_episode_terminates_at_its_last_step_and_then_asks_for_a_reset():
     assert [env.step(np.array(padded(())))[2:4] for _ in range(3)] == [(False, False), (False, False), (True, False)]
     with pytest.raises(ResetNeeded):
         env.step(np.array(padded(())))
+
+
+def test_a_rollback_terminates_with_the_penalty_and_reset_goes_on_with_the_episode():
+    env, population = (make(blobs(), small_config(steps=5, envs=1)) for make in (EsperEnv, EsperVectorEnv))
+    wait = np.zeros(len(Head), np.int64)
+    env.reset(seed=3)
+    population.reset(seed=3)
+    for step in range(5):
+        breaks = [
+            poisoned(each.population.engine, 0, "loss") if step == 2 else nullcontext() for each in (env, population)
+        ]
+        with breaks[0]:
+            observation, reward, terminated, truncated, info = env.step(wait)
+        with breaks[1]:
+            several, rewards, ends, _, infos = population.step(wait[None])
+        assert (reward, terminated, truncated) == (rewards[0], ends[0], False)
+        assert terminated == (step in (2, 4))
+        assert info["rolled_back"] == (step == 2)
+        if step == 2:
+            assert reward == -0.5
+            assert alike(infos["final_obs"][0], observation)
+            assert infos["_final_obs"].tolist() == [True]
+            with pytest.raises(ResetNeeded):
+                env.step(wait)
+        if terminated:
+            observation, info = env.reset()
+        assert alike({name: value[0] for name, value in several.items()}, observation)
+    assert env.population.engine.state.episode == population.population.engine.state.episode == 1
+
+
+def test_a_row_that_is_rolled_back_ends_alone():
+    population = EsperVectorEnv(blobs(), small_config(steps=4, envs=3))
+    population.reset(seed=3)
+    with poisoned(population.population.engine, 1, "loss"):
+        _, rewards, ends, _, infos = population.step(np.zeros((3, len(Head)), np.int64))
+    assert ends.tolist() == infos["_final_obs"].tolist() == infos["rolled_back"].tolist() == [False, True, False]
+    assert rewards[1] == infos["reward"]["governor"][1] == -0.5
+    assert infos["final_obs"][0] is None
+
+
+def test_stable_baselines_hears_of_a_rollback():
+    flat = sb3(EsperVectorEnv(blobs(), small_config(steps=4, envs=2)))
+    flat.reset()
+    with poisoned(flat._population.engine, 1, "loss"):
+        _, rewards, ends, infos = flat.step(np.zeros(2, np.int64))
+    assert ends.tolist() == [info["rolled_back"] for info in infos] == [False, True]
+    assert rewards[1] == -0.5
+    assert "terminal_observation" in infos[1]
+    assert "terminal_observation" not in infos[0]
 
 
 def test_a_refused_action_is_a_wait():

@@ -45,6 +45,7 @@ def seeds(stage: list[list[Stage]], blueprint: list[list[int]]) -> Seeds:
 
 
 D, G, T, B, H, F, P, E = Stage
+NO_ROLLBACKS = np.zeros(ENVS, np.int64)
 EMPTY = seeds([[D] * SLOTS] * ENVS, [[-1] * SLOTS] * ENVS)
 
 
@@ -57,7 +58,8 @@ def outcome(exported: Scores | None) -> Outcome:
         episode=1,
         step=4,
         actions=Actions.wait(ENVS),
-        accepted=np.ones(ENVS, bool),
+        refused=np.zeros(ENVS, np.int8),
+        found=np.zeros(ENVS, np.int8),
         before=scores(0.5),
         after=scores(0.75),
         host_params=np.array([10, 10]),
@@ -118,14 +120,14 @@ def test_a_lifecycle_row_names_its_ends_from_and_to():
 
 def test_only_fossilized_seeds_are_grown_and_the_others_in_place_are_unfinished():
     after = seeds([[F, H, D], [T, D, P]], [[0, 1, -1], [1, -1, -1]])
-    first, second = episode_rows(outcome(scores(0.75)), space(), after)
+    first, second = episode_rows(outcome(scores(0.75)), space(), after, NO_ROLLBACKS)
     assert (first.grown, first.fossilized, first.unfinished) == ({"a": "bypass"}, 1, ["b"])
     assert (second.grown, second.fossilized, second.unfinished) == ({}, 0, ["a"])
     assert (first.step, first.env, second.env) == (5, 0, 1)
 
 
 def test_an_episode_row_holds_the_scores_of_the_exported_network():
-    first, _ = episode_rows(outcome(scores(0.25)), space(), EMPTY)
+    first, _ = episode_rows(outcome(scores(0.25)), space(), EMPTY, NO_ROLLBACKS)
     assert (first.metric, first.added_params, first.host_params) == (0.25, 7, 10)
 
 
@@ -199,7 +201,7 @@ def test_every_row_is_read_back_as_it_was(kind):
         LifecycleRow: LifecycleRow(
             episode=0, step=1, env=1, slot="b", from_stage="TRAINING", to_stage="BLENDING", blueprint="mlp", alpha=0.5
         ),
-        EpisodeRow: next(iter(episode_rows(outcome(scores(0.5)), space(), EMPTY))),
+        EpisodeRow: next(iter(episode_rows(outcome(scores(0.5)), space(), EMPTY, NO_ROLLBACKS))),
     }
     row = decode(encode(rows[kind]))
     assert type(row) is kind
@@ -218,6 +220,6 @@ def test_ops_that_act_on_no_slot_name_none():
 
 
 def test_a_loss_that_was_not_measured_is_null_in_an_episode_row():
-    first, _ = episode_rows(outcome(scores(0.5)), space(), EMPTY)
+    first, _ = episode_rows(outcome(scores(0.5)), space(), EMPTY, NO_ROLLBACKS)
     assert math.isnan(first.loss)
     assert json.loads(encode(first))["loss"] is None

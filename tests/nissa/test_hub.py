@@ -24,6 +24,7 @@ def step() -> StepRow:
         op=["WAIT"],
         slot=[None],
         accepted=[True],
+        refused=[None],
         stage=[0],
         alpha=[[0.0]],
         added_params=[0],

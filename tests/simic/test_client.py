@@ -1,5 +1,7 @@
 """The learner on the real engine: what it saw, what it was paid, and that one seed gives one training."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from esper.simic.rewards import get_reward, total
 from esper.tamiyo.controller import Language, Policy
 from esper.tamiyo.policy import judge
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.poison import poisoned
 from populations import MENU, blobs, small_config
 
 ENVS, STEPS = 4, 4
@@ -45,6 +48,15 @@ def play(engine, client, steps=STEPS):
         view, outcome = engine.step(client.act(view))
         client.store(outcome)
     return view
+
+
+def play_broken(engine, client, row, step):
+    """An episode in which one row is rolled back in one step."""
+    view = engine.reset()
+    while view.step < STEPS:
+        with poisoned(engine, row, "gradient") if view.step == step else nullcontext():
+            view, outcome = engine.step(client.act(view))
+        client.store(outcome)
 
 
 def judged_again(client):
@@ -90,6 +102,43 @@ def test_two_trainings_with_one_seed_are_equal_and_with_another_they_are_not():
     )
     assert all(torch.equal(adam[i][name], too[i][name]) for i in adam for name in adam[i])
     assert not torch.equal(first["op_head.2.bias"], other["op_head.2.bias"])
+
+
+def test_a_rollback_is_a_terminal_that_costs_the_penalty_and_the_rest_of_the_episode_is_a_sequence_of_its_own():
+    engine, client = a_run()
+    play_broken(engine, client, row=2, step=1)
+    rollout = client.rollout()
+    assert rollout.end[:, 2].tolist() == [False, True, False, True]
+    assert rollout.starts[:, 2].tolist() == [True, False, True, False]
+    assert rollout.end[:, [0, 1, 3]].sum() == rollout.starts[:, [0, 1, 3]].sum() == 3
+    assert rollout.reward[1, 2] == -client.penalty
+    assert not rollout.after.any()
+    last = rollout.observations().env_flags
+    assert not last[2, 2, : len(Op)].any()  # nothing was decided before, as at the start
+    np.testing.assert_array_equal(last[2, 2, -1], last[0, 2, -1])
+
+
+def test_a_rollout_across_a_rollback_is_replayed_exactly():
+    engine, client = a_run()
+    engine.run(client)
+    play_broken(engine, client, row=2, step=1)
+    log_prob, value = judged_again(client)
+    rollout = client.rollout()
+    torch.testing.assert_close(log_prob, rollout.log_prob, rtol=0, atol=1e-5)
+    torch.testing.assert_close(value, rollout.value, rtol=0, atol=1e-5)
+    client.update()
+
+
+def test_a_rollback_of_one_environment_leaves_what_the_others_saw_decided_and_earned():
+    found = []
+    for broken in (False, True):
+        engine, client = a_run()
+        play_broken(engine, client, row=2, step=1 if broken else -1)
+        found.append(client.rollout().rows(torch.tensor([0, 1, 3])))
+    whole, cut = found
+    for one, other in zip(whole, cut, strict=True):
+        for a, b in zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]:
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
 def test_a_rollout_is_one_episode_of_every_environment_that_ends_for_good():

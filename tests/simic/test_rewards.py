@@ -12,6 +12,7 @@ from esper.leyline.config import RewardConfig
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import Reward
 from esper.leyline.stages import IN_BUDGET, LIVE, Stage
+from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Estimate, Outcome, Scores
 from esper.simic.rewards import (
     Account,
@@ -81,7 +82,8 @@ def outcome(before, after, *, step=0, ops=(0, 0), accepted=(True, True), exporte
         episode=0,
         step=step,
         actions=nothing._replace(op=np.array(ops)),
-        accepted=np.array(accepted),
+        refused=np.where(accepted, Refusal.NONE, Refusal.MASKED).astype(np.int8),
+        found=np.zeros(ENVS, np.int8),
         before=before,
         after=after,
         host_params=HOSTS,

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import Env
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ class EsperEnv(Env[Arrays, Heads]):
 
     An action that the masks refuse changes nothing: it is a WAIT whose `info["accepted"]` is False. The episode terminates
     after `config.steps` steps and is never truncated, as the end is part of the problem and time left is observed.
+
+    Where the governor rolls the host back, the step pays minus `governor.penalty` and terminates too. The next `reset()`
+    without a seed and options then returns to the same episode, the rest of which is a sequence of its own.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # gymnasium has no ClassVar
@@ -33,6 +37,7 @@ class EsperEnv(Env[Arrays, Heads]):
     def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None = None) -> None:
         """InputError where the task and the config do not fit together; `envs` of the config is not read."""
         self.population = Population(task, config, envs=1)
+        self._rest: tuple[Arrays, Info] | None = None  # where the rest of a rolled back episode begins
         self.observation_space = observation_space(self.space)
         self.action_space = action_space(self.space)
 
@@ -49,13 +54,21 @@ class EsperEnv(Env[Arrays, Heads]):
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Arrays, Info]:
         """Begin an episode: the next one, the first of a seed, or on the instance that options name."""
         super().reset(seed=seed)
+        rest, self._rest = self._rest, None
+        if rest is not None and seed is None and not options:
+            return rest
         now = self.population.begin(seed, options)
         return row(now.observation, 0), row(now.info, 0)
 
     def step(self, action: Heads) -> tuple[Arrays, float, bool, bool, Info]:
         """Observation, reward, terminated, truncated (never) and info, as Gymnasium has them."""
-        now, reward, terminal = self.population.advance(np.asarray(action)[None])
-        return row(now.observation, 0), float(reward[0]), terminal, False, row(now.info, 0)
+        if self._rest is not None:
+            raise ResetNeeded("the host was rolled back, which ended the sequence; reset() goes on with the episode")
+        now, reward, ended = self.population.advance(np.asarray(action)[None])
+        observation, info = row(now.observation, 0), row(now.info, 0)
+        if ended[0] and not self.population.over:
+            self._rest = row(now.observation, 0), row(now.info, 0)
+        return observation, float(reward[0]), bool(ended[0]), False, info
 
 
 class EsperVectorEnv(VectorEnv[Arrays, Heads, NDArray[Any]]):
@@ -63,7 +76,8 @@ class EsperVectorEnv(VectorEnv[Arrays, Heads, NDArray[Any]]):
 
     Row e, seeded with s, equals an `EsperEnv` that is seeded with s + e: bit for bit where a row's trajectory does not depend
     on its neighbours (docs/lifecycle.md). All episodes end at one step, so they begin anew within it: nothing is lost by
-    `AutoresetMode.SAME_STEP`, and no step is spent on a reset.
+    `AutoresetMode.SAME_STEP`, and no step is spent on a reset. A row that the governor rolls back terminates by itself, and
+    goes on with the rest of its episode.
     """
 
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
@@ -94,28 +108,29 @@ class EsperVectorEnv(VectorEnv[Arrays, Heads, NDArray[Any]]):
         """Begin an episode of every environment: the next, the first of a seed, or on the instances that options name."""
         super().reset(seed=seed)
         now = self.population.begin(seed, options)
-        return now.observation, _flagged(now.info, self.num_envs)
+        return now.observation, _flagged(now.info, np.ones(self.num_envs, bool))
 
     def step(self, actions: Heads) -> tuple[Arrays, Floats, Bools, Bools, Info]:
         """Arrays over environments. At the end observation and info are those of the next episode's first state.
 
         What was seen last is then in `info["final_obs"]` and `info["final_info"]`.
         """
-        now, reward, terminal = self.population.advance(actions)
+        now, reward, ended = self.population.advance(actions)
         info: Info = {}
-        if terminal:
+        if ended.any():
             last = np.full(self.num_envs, None, object)
-            last[:] = [row(now.observation, env) for env in range(self.num_envs)]
-            info = {"final_obs": last, "final_info": now.info}
+            last[ended] = [row(now.observation, env) for env in np.flatnonzero(ended).tolist()]
+            info = _flagged({"final_obs": last, "final_info": now.info}, ended)
+        if self.population.over:
             now = self.population.begin(None, None)
-        ended = np.full(self.num_envs, terminal)
-        return now.observation, reward, ended, np.zeros_like(ended), _flagged(info | now.info, self.num_envs)
+        everyone = np.ones(self.num_envs, bool)
+        return now.observation, reward, ended, np.zeros_like(ended), info | _flagged(now.info, everyone)
 
 
-def _flagged(info: Info, envs: int) -> Info:
-    """Gymnasium's form of many infos: beside every entry `_name` says which environments have it, here all of them."""
+def _flagged(info: Info, those: Bools) -> Info:
+    """Gymnasium's form of many infos: beside every entry `_name` says which environments have it, (E,) bool."""
     flagged: Info = {}
     for name, value in info.items():
-        flagged[name] = _flagged(value, envs) if isinstance(value, dict) else value
-        flagged[f"_{name}"] = np.ones(envs, bool)
+        flagged[name] = _flagged(value, those) if isinstance(value, dict) else value
+        flagged[f"_{name}"] = those.copy()
     return flagged

@@ -13,8 +13,8 @@ from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, uniform
 from esper.leyline.task import AnyTask, Mixture, Task
-from esper.leyline.view import Floats, Space, View
-from esper.simic.rewards import get_reward, total
+from esper.leyline.view import Bools, Floats, Space, View
+from esper.simic.rewards import get_reward, paid, total
 from esper.tamiyo.observation import CLIP, History, Normaliser, input_names, normalise, observe, slot_features
 from esper.tolaria.engine import VectorizedEngine
 
@@ -79,9 +79,13 @@ class Population:
         self._history = History.empty(self.config.envs)
         return self._see(self.engine.reset(self._instances(options or {})), {})
 
-    def advance(self, heads: NDArray[np.int64]) -> tuple[Seen, Floats, bool]:
-        """One step under decisions (E, 6): what is seen then, the rewards (E,), and whether every episode ended."""
-        if self.view is None or self.view.step == self.config.steps:
+    def advance(self, heads: NDArray[np.int64]) -> tuple[Seen, Floats, Bools]:
+        """One step under decisions (E, 6): what is seen then, the rewards (E,), and which sequences ended, (E,) bool.
+
+        All end with the episode. Before that one ends where its environment was rolled back; what is seen then is the first of
+        a new sequence, the rest of the episode.
+        """
+        if self.over:
             raise ResetNeeded("no episode is going on; reset() begins one")
         if np.shape(heads) != (self.config.envs, len(Head)):
             raise InputError(
@@ -89,8 +93,16 @@ class Population:
             )
         view, outcome = self.engine.step(Actions(*np.asarray(heads, np.int64).T))
         self._history = self._history.decided(outcome.actions, outcome.accepted)
-        parts = self._reward(outcome)
-        return self._see(view, {"accepted": outcome.accepted, "reward": dict(parts)}), total(parts), outcome.terminal
+        if outcome.rolled_back.any():
+            self._history = self._history.reset(outcome.rolled_back)
+        parts = paid(self._reward(outcome), outcome, self.config.governor.penalty)
+        told = {"accepted": outcome.accepted, "reward": parts, "rolled_back": outcome.rolled_back}
+        return self._see(view, told), total(parts), outcome.ended
+
+    @property
+    def over(self) -> bool:
+        """Whether the episode has ended, for every environment, or none has begun."""
+        return self.view is None or self.view.step == self.config.steps
 
     def _see(self, view: View, info: Info) -> Seen:
         self.view, self._history = view, self._history.measured(view.measurements)

@@ -56,14 +56,14 @@ class FlatVecEnv(VecEnv):
 
     def step_wait(self) -> tuple[Arrays, NDArray[np.float32], Bools, list[dict[str, Any]]]:
         """Observations, rewards, ends and infos, (E, ...). At an end the observation is the next episode's first."""
-        now, reward, terminal = self._population.advance(self.decisions[self._chosen])
-        shown = {name: now.info[name] for name in ("accepted", "reward", "instance")}
+        now, reward, ended = self._population.advance(self.decisions[self._chosen])
+        shown = {name: now.info[name] for name in ("accepted", "reward", "rolled_back", "instance")}
         infos = [row(shown, env) | {"TimeLimit.truncated": False} for env in range(self.num_envs)]
-        if terminal:
-            for env, info in enumerate(infos):
-                info["terminal_observation"] = row(now.observation, env)
+        for env in np.flatnonzero(ended).tolist():
+            infos[env]["terminal_observation"] = row(now.observation, env)
+        if self._population.over:
             now = self._population.begin(None, None)
-        return now.observation, reward.astype(np.float32), np.full(self.num_envs, terminal), infos
+        return now.observation, reward.astype(np.float32), ended, infos
 
     def close(self) -> None:
         """There is nothing to let go of but memory."""

@@ -192,11 +192,35 @@ class Body:
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         """(E,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
         counted = among(seeds.stage, stages)
-        env, slot = np.indices(seeds.stage.shape)
-        blueprint = np.maximum(seeds.blueprint, 0)
-        gate = np.where(seeds.blend == Blend.GATE, self.reads[env, slot, blueprint] + 1, 0)
-        cost = self.cost[env, slot, blueprint] + gate
-        return np.asarray(np.where(counted, cost, 0).sum(1), np.int64)
+        env, slot = (np.arange(size) for size in seeds.stage.shape)
+        env = env[:, None]
+        price = self.price(env, slot, np.maximum(seeds.blueprint, 0), seeds.blend)
+        return np.asarray(np.where(counted, price, 0).sum(1), np.int64)
+
+    def price(self, env: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
+        """Parameters that seeds add, the gate where it is used; the arrays broadcast."""
+        gate = np.where(blend == Blend.GATE, self.reads[env, slot, blueprint] + 1, 0)
+        return np.asarray(self.cost[env, slot, blueprint] + gate, np.int64)
+
+    def growth(self, slot: Indices, blueprint: Indices) -> int:
+        """Bytes that further seeds (n,) take while the stacks that they go into grow; 0 where there is room for them."""
+        needed = 0
+        forms, counts = np.unique(np.stack([slot, self.form_of[slot, blueprint]], 1), axis=0, return_counts=True)
+        for (s, form), more in zip(forms.tolist(), counts.tolist(), strict=True):
+            stack, rows = self.stacks.get((s, form)), more + len(self.envs.get((s, form), ()))
+            capacity = stack.capacity if stack is not None else 0
+            if rows > capacity:
+                row = sum(parameter.nbytes for parameter in self.forms[s, form].parameters()) * (2 + len(self._moments))
+                needed += max(rows, 2 * capacity) * row
+        return needed
+
+    def finite(self) -> Tensor:
+        """(E,) sums of all parameters of every host and its seeds: not finite where one of them is not."""
+        total = self.host.columns["value"].sum(1)
+        for at, envs in self.envs.items():
+            if len(envs):
+                total = total.index_add(0, self._send(envs), self.stacks[at].columns["value"][: len(envs)].sum(1))
+        return total
 
     def seed_module(self, seeds: Seeds, env: int, slot: int) -> Seed:
         """A copy of a seed as a module of its own, at its true widths."""

@@ -202,6 +202,16 @@ def apply(
     return after, edits(seeds, after), accepted
 
 
+def uprooted(seeds: Seeds, rows: Bools, embargo: int) -> Seeds:
+    """The state with every seed of some rows, (E,) bool, gone that is not part of the network for good; its slot rests."""
+    gone = rows[:, None] & among(seeds.stage, IN_BUDGET) & (seeds.stage != Stage.FOSSILIZED)
+    after = copied(seeds)
+    after.stage[gone] = Stage.EMBARGOED if embargo else Stage.DORMANT
+    after.age[gone] = 0
+    _clear(after, gone)
+    return after
+
+
 def edits(before: Seeds, after: Seeds) -> Edits:
     """Which modules came and which went between two states."""
     had, has = among(before.stage, IN_BUDGET), among(after.stage, IN_BUDGET)

@@ -180,6 +180,33 @@ class CheckpointConfig(_Section):
     keep: int = Field(2, ge=1, description="checkpoints that are kept, the last ones [checkpoints]")
 
 
+class GovernorConfig(_Section):
+    """When a row is taken for broken and rolled back to its last healthy snapshot, and which edits are refused beforehand."""
+
+    enabled: bool = Field(True, description="watch every row; else a diverged one stays so to the end of its episode")
+    snapshot_every: int = Field(1, ge=1, description="cadence of the snapshots of healthy rows [steps]")
+    penalty: float = Field(0.5, ge=0, description="minus the reward of a step that is rolled back")
+    patience: int = Field(
+        3, ge=1, description="steps in a row that a finite sign must last; what is not finite acts at once [steps]"
+    )
+    history: int = Field(16, ge=2, description="last losses that a loss is held against [steps]")
+    loss_rise: float = Field(
+        8.0, gt=0, description="loss above the median of its history [robust standard deviations, 1.4826 MAD]"
+    )
+    loss_floor: float = Field(
+        0.05, gt=0, description="least such standard deviation, as a share of the loss before training"
+    )
+    collapse: float = Field(1e-3, ge=0, lt=1, description="spread of the outputs over examples / its largest so far")
+    metric_fall: float = Field(5.0, gt=0, description="metric below its best [standard errors of the difference]")
+    least_fall: float = Field(0.2, ge=0, description="and at least by so much")
+    param_budget: float | None = Field(
+        None, ge=0, description="hard cap of the parameters of all seeds / host parameters; null for none"
+    )
+    memory_share: float = Field(
+        0.9, gt=0, le=1, description="share of the free memory that the edits of a step may take"
+    )
+
+
 class HeuristicConfig(_Section):
     """The rule `heuristic`."""
 
@@ -255,6 +282,7 @@ class Config(_Section):
     reward: RewardConfig = RewardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    governor: GovernorConfig = GovernorConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
     ppo: PPOConfig = PPOConfig()
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions
+from esper.leyline.verdicts import Refusal, Vital
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -142,7 +143,8 @@ class Outcome(NamedTuple):
     episode: int
     step: int  # the step that was taken, counted from 0
     actions: Actions
-    accepted: Bools  # (E,)
+    refused: NDArray[np.int8]  # (E,) a Refusal, NONE where the decision was carried out
+    found: NDArray[np.int8]  # (E,) a Vital; all but GOOD were rolled back, and `after` is the network that was restored
     before: Scores
     after: Scores
     host_params: NDArray[np.int64]  # (E,)
@@ -153,12 +155,36 @@ class Outcome(NamedTuple):
     contribution_loss: Estimate  # (E, S) likewise
     twin: tuple[Scores, Scores] | None  # (E,) before and after, of the never-grow twins where they are trained
 
+    @property
+    def accepted(self) -> Bools:
+        """(E,) whether the decision was carried out."""
+        return np.asarray(self.refused == Refusal.NONE)
+
+    @property
+    def ended(self) -> Bools:
+        """(E,) whether a sequence of decisions ends with this step: by the episode's end, or since it was rolled back."""
+        return np.asarray(self.rolled_back | self.terminal)
+
+    @property
+    def rolled_back(self) -> Bools:
+        """(E,) whether the step failed: what came of it was taken back, and its sequence of decisions ends here."""
+        return np.asarray(self.found != Vital.GOOD)
+
 
 def take(record: Any, rows: slice) -> Any:
     """A record of arrays, nested or not, cut to some environments along the leading axis; scalars stay."""
     if isinstance(record, tuple):
         return type(record)(*(take(field, rows) for field in record))
     return record[rows] if isinstance(record, np.ndarray) else record
+
+
+def choose(rows: Bools, one: Any, other: Any) -> Any:
+    """The record of arrays (E, ...), nested or not, whose rows are those of `one` where chosen, (E,); scalars are of `other`."""
+    if isinstance(other, tuple):
+        return type(other)(*(choose(rows, mine, theirs) for mine, theirs in zip(one, other, strict=True)))
+    if isinstance(other, np.ndarray):
+        return np.where(rows.reshape(-1, *(1,) * (other.ndim - 1)), one, other)
+    return other
 
 
 def read_only(record: Any) -> Any:

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
-from esper.leyline.stages import Stage
-from esper.leyline.view import Outcome, Seeds, Space, Transitions, View
+from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.verdicts import Refusal, Vital
+from esper.leyline.view import Outcome, Scores, Seeds, Space, Transitions, View
 
 if TYPE_CHECKING:
     Numbers = Sequence[float | None] | NDArray[np.floating[Any]]
@@ -62,6 +63,7 @@ class StepRow(Row, tag="step", kw_only=True):
     op: Sequence[str]  # (E,)
     slot: Sequence[str | None]  # (E,) null where the op acts on none
     accepted: Flags  # (E,)
+    refused: Sequence[str | None]  # (E,) a `Refusal` in lower case; null where the decision was carried out
     stage: Table  # (E, S) a `Stage`
     alpha: Matrix  # (E, S)
     added_params: Integers  # (E,) of the seeds in BLENDING, HOLDING or FOSSILIZED
@@ -81,6 +83,20 @@ class LifecycleRow(Row, tag="lifecycle", kw_only=True, rename={"from_stage": "fr
     alpha: float  # dose after the transition
 
 
+class RollbackRow(Row, tag="rollback", kw_only=True):
+    """One row of the population failed in a step and was put back to its last healthy snapshot."""
+
+    episode: int
+    step: int
+    env: int
+    twin: bool  # the never-grow twin of the environment, and not the environment itself
+    reason: str  # a `Vital` in lower case
+    metric: float | None  # on the probe split, of what failed
+    loss: float | None
+    pruned: Sequence[str]  # slots whose seed did not come back
+    stage: Sequence[int]  # (S,) a `Stage` each, after it
+
+
 class EpisodeRow(Row, tag="episode", kw_only=True):
     """One environment at the end of an episode; the figures are those of the network that would be exported."""
 
@@ -94,6 +110,7 @@ class EpisodeRow(Row, tag="episode", kw_only=True):
     fossilized: int  # seeds kept
     grown: dict[str, str]  # blueprint by slot, of the seeds kept
     unfinished: Sequence[str]  # slots whose seed was not kept, and is left out
+    rollbacks: int  # in the episode
 
 
 class RoundRow(Row, tag="round", kw_only=True):
@@ -117,6 +134,7 @@ def step_row(view: View, outcome: Outcome, *, twin_metric: Numbers | None = None
         op=ops,
         slot=slots,
         accepted=outcome.accepted,
+        refused=[Refusal(why).name.lower() if why else None for why in outcome.refused.tolist()],
         stage=seeds.stage,
         alpha=seeds.alpha,
         added_params=outcome.after.added_params,
@@ -146,8 +164,32 @@ def lifecycle_rows(
         )
 
 
-def episode_rows(outcome: Outcome, space: Space, seeds: Seeds) -> Iterator[EpisodeRow]:
-    """One row per environment at the end of an episode, from the outcome of its last step and the seeds after it."""
+def rollback_rows(
+    outcome: Outcome, space: Space, found: NDArray[np.int8], failed: Scores, before: Seeds, after: Seeds
+) -> Iterator[RollbackRow]:
+    """One row per rollback of a step: `found` (rows,) over environments and then their twins, what `failed` was worth, and the
+    seeds on either side of the rollback.
+    """
+    envs = len(outcome.actions.op)
+    for row in np.flatnonzero(found != Vital.GOOD).tolist():
+        gone = among(before.stage[row], IN_BUDGET) & ~among(after.stage[row], IN_BUDGET)
+        yield RollbackRow(
+            episode=outcome.episode,
+            step=outcome.step,
+            env=row % envs,
+            twin=row >= envs,
+            reason=Vital(found[row]).name.lower(),
+            metric=float(failed.metric[row]),
+            loss=float(failed.loss[row]),
+            pruned=[space.slots[slot] for slot in np.flatnonzero(gone)],
+            stage=after.stage[row].tolist(),
+        )
+
+
+def episode_rows(outcome: Outcome, space: Space, seeds: Seeds, rollbacks: NDArray[np.int64]) -> Iterator[EpisodeRow]:
+    """One row per environment at the end of an episode, from the outcome of its last step, the seeds after it, and how often
+    each was rolled back, (E,) or longer.
+    """
     scores = outcome.exported
     assert scores is not None, "an episode has ended where the exported network was measured"
     for env, (stages, blueprints) in enumerate(zip(seeds.stage.tolist(), seeds.blueprint.tolist(), strict=True)):
@@ -164,6 +206,7 @@ def episode_rows(outcome: Outcome, space: Space, seeds: Seeds) -> Iterator[Episo
             fossilized=len(grown),
             grown=grown,
             unfinished=[name for name, stage, index in slots if index >= 0 and stage != Stage.FOSSILIZED],
+            rollbacks=int(rollbacks[env]),
         )
 
 
@@ -197,4 +240,4 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
-_decoder = msgspec.json.Decoder(RunRow | StepRow | LifecycleRow | EpisodeRow | RoundRow)
+_decoder = msgspec.json.Decoder(RunRow | StepRow | LifecycleRow | RollbackRow | EpisodeRow | RoundRow)

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from esper.leyline.actions import Actions
+from esper.leyline.config import GovernorConfig
 from esper.leyline.protocols import Reward
 from esper.leyline.view import Outcome, View
 from esper.simic.ppo import PPO
-from esper.simic.rewards import StatefulReward
+from esper.simic.rewards import StatefulReward, paid, total
 from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
 from esper.tamiyo.controller import Mind
 
@@ -17,8 +18,9 @@ from esper.tamiyo.controller import Mind
 class SimicClient:
     """One cohort's side of a learner: several may share it, and `learner.update` then takes all their rollouts."""
 
-    def __init__(self, learner: PPO, reward: Reward) -> None:
-        self.learner, self.reward = learner, reward
+    def __init__(self, learner: PPO, reward: Reward, penalty: float = GovernorConfig().penalty) -> None:
+        """`penalty` is what a step costs that the governor rolls back."""
+        self.learner, self.reward, self.penalty = learner, reward, penalty
         self.mind = Mind(learner.policy)
         self.menu: tuple[str, ...] = ()
         self._buffer: TamiyoRolloutBuffer | None = None
@@ -42,11 +44,9 @@ class SimicClient:
         self._buffer.add(step)
 
     def store(self, outcome: Outcome) -> None:
-        """Pay the decisions just made, after they acted."""
+        """Pay the decisions just made, after they acted. What was rolled back ends a sequence; the next begins without memory."""
         assert self._buffer is not None, "act comes before store"
-        components = self.reward(outcome)
-        total = np.sum(list(components.values()), axis=0)
-        self._buffer.close(total, np.full(len(total), outcome.terminal))
+        self._buffer.close(total(paid(self.reward(outcome), outcome, self.penalty)), outcome.ended)
         self.mind.learn_outcome(outcome)
 
     def cut(self, view: View) -> None:

@@ -42,7 +42,8 @@ from esper.tamiyo.baselines import Rule
 from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of, trained
 from esper.tamiyo.controller import FACTS, WEIGHTS
 from esper.tamiyo.schedule import Entry, Schedule
-from esper.tolaria.engine import VectorizedEngine, instance_keys
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.fitting import instance_keys
 from esper.tolaria.runtime import resolve_device
 
 ROWS = 64

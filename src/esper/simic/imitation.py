@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from esper.leyline.actions import Actions, Head
+from esper.leyline.config import GovernorConfig
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.view import View
 from esper.simic.client import SimicClient
@@ -20,9 +21,16 @@ class Apprentice(SimicClient):
     teacher must decide each environment from its view alone.
     """
 
-    def __init__(self, learner: PPO, reward: Reward, teacher: PolicyClient, led: float) -> None:
+    def __init__(
+        self,
+        learner: PPO,
+        reward: Reward,
+        teacher: PolicyClient,
+        led: float,
+        penalty: float = GovernorConfig().penalty,
+    ) -> None:
         """`led` is the share of environments that the teacher decides for."""
-        super().__init__(learner, reward)
+        super().__init__(learner, reward, penalty)
         self.teacher, self.led = teacher, led
 
     def act(self, view: View) -> Actions:

@@ -5,6 +5,7 @@ A reward is a sum of named components, each (E,):
     metric   change of the metric, or of minus the loss          budget   change of the penalty above `param_budget`
     rent     change of the rent for added parameters             fees     minus the price of the accepted operation
     twin     minus the change of the twin's worth                escrow   what the accounts of kept seeds pay out
+    governor minus the penalty of a step that was rolled back, which is then all that it is paid (`paid`)
 
 `twin` is there where `baseline` is twin, `escrow` in the reward of that name. The baseline `group` belongs to the advantage
 and leaves the reward alone. What was not measured is nan, and so is every component that needs it.
@@ -82,6 +83,16 @@ def fees(outcome: Outcome, config: RewardConfig) -> Floats:
 def delta(outcome: Outcome, config: RewardConfig) -> Components:
     """r_t = J_{t+1} - J_t - fee(action_t), in parts; sums to J_T - J_0 - fees over an episode."""
     return _rise(*worths(outcome, config)) | {"fees": fees(outcome, config)}
+
+
+def paid(components: Mapping[str, Floats], outcome: Outcome, penalty: float) -> Components:
+    """What a decision is paid when the governor had its say: a step that was rolled back earns minus the penalty alone.
+
+    Whatever a reward makes of the network that was restored is left out.
+    """
+    failed = outcome.rolled_back
+    kept = {name: np.where(failed, 0.0, value) for name, value in components.items()}
+    return kept | {"governor": np.where(failed, -penalty, 0.0)}
 
 
 def total(components: Mapping[str, Floats]) -> Floats:

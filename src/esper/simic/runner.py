@@ -281,7 +281,10 @@ class School:
         self.cohorts, self.policy, self.config = cohorts, policy, config
         group = config.reward.group if config.reward.baseline == "group" else None
         self.learner = PPO(policy, config.ppo, config.seed, group)
-        self.clients = [SimicClient(self.learner, reward(cohort.config.reward)) for cohort in cohorts]
+        self.clients = [
+            SimicClient(self.learner, reward(cohort.config.reward), cohort.config.governor.penalty)
+            for cohort in cohorts
+        ]
         self.apprentices = [_apprentice(self.learner, cohort, reward(cohort.config.reward)) for cohort in cohorts]
         self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # what the teacher has shown so far, and the menu
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
@@ -506,7 +509,8 @@ def _cohort(task: AnyTask, config: Config) -> Cohort:
 
 
 def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
-    return Apprentice(learner, reward, get_controller("heuristic", cohort.config), LED[0])
+    teacher = get_controller("heuristic", cohort.config)
+    return Apprentice(learner, reward, teacher, LED[0], cohort.config.governor.penalty)
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from esper.leyline.config import Config, build_config
 from esper.leyline.keys import Purpose, key, uniform
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import ADDED, LIVE, Stage, among
+from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import (
     BlueprintInfo,
     Bools,
@@ -136,7 +137,8 @@ class Sandbox:
             episode=state.episode,
             step=state.step,
             actions=actions,
-            accepted=accepted,
+            refused=np.where(accepted, Refusal.NONE, Refusal.MASKED).astype(np.int8),
+            found=np.full(config.envs, Vital.GOOD, np.int8),
             before=state.scores,
             after=after.scores,
             host_params=view.host_params,

@@ -177,9 +177,11 @@ class Mind:
             return self._look(observation, view.space, self.hidden)[1][0]
 
     def learn_outcome(self, outcome: Outcome) -> None:
-        """Remember what was decided and whether it was taken."""
+        """Remember what was decided and whether it was taken; nothing where the step was rolled back."""
         assert self.history is not None
         self.history = self.history.decided(outcome.actions, outcome.accepted)
+        if outcome.rolled_back.any():
+            self.forget(outcome.rolled_back)
 
     def forget(self, rows: NDArray[np.bool_]) -> None:
         """Begin a new sequence in some environments, (E,) bool: their history and state are emptied."""

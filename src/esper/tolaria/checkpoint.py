@@ -32,7 +32,7 @@ from esper.nissa.files import CHECKPOINTS, CONFIG, sync_folder, write_atomic, wr
 Tree = dict[str, Any]
 """Nested dicts (with names as keys) and lists of arrays, tensors, numbers, texts, booleans and None."""
 
-FORMAT = 1
+FORMAT = 2
 """Of the files of a checkpoint; no other is read."""
 LATEST, FACTS, TENSORS = "latest", "state.json", "state.safetensors"
 _LARGEST_LATEST, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**30  # bytes that are read

@@ -1,21 +1,19 @@
 """The engine: a vector environment whose step trains, probes and edits a whole population. E environments, S slots."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
+from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network
 from esper.kasmina.gates import judge
-from esper.kasmina.host import SegmentedHost, check_host
+from esper.kasmina.host import check_host
 from esper.kasmina.lifecycle import apply, dormant, edits, legal, tick, transitions
 from esper.leyline.actions import Actions
 from esper.leyline.config import Config
@@ -24,11 +22,10 @@ from esper.leyline.keys import Purpose, scalar
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Instance, Split
+from esper.leyline.verdicts import Vital
 from esper.leyline.view import (
     BlueprintInfo,
     CoalitionValues,
-    Estimate,
-    Floats,
     Masks,
     Measurements,
     Outcome,
@@ -39,12 +36,15 @@ from esper.leyline.view import (
     read_only,
     take,
 )
-from esper.nissa.events import StepRow, episode_rows, lifecycle_rows, step_row
+from esper.nissa.events import StepRow, episode_rows, lifecycle_rows, rollback_rows, step_row
 from esper.nissa.hub import Hub
-from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
+from esper.tolaria.coalitions import Sampling, coalitions
 from esper.tolaria.data import SharedBatchIterator, stack_splits
+from esper.tolaria.fitting import check_memory, instance_keys, menu_of, selected
+from esper.tolaria.governor import Governor, Verdicts, barred, preflight
+from esper.tolaria.measuring import Asked, Measured, measure, unmeasured, without
 from esper.tolaria.optimizer import StackedOptimizer
-from esper.tolaria.probe import negated, probe, sense, spread
+from esper.tolaria.probe import probe
 from esper.tolaria.runtime import PhaseTimer, available_memory, hold_freed_memory, read_packet, resolve_device
 from esper.tolaria.sensors import SENSORS
 from esper.tolaria.training import Trained, train
@@ -71,25 +71,14 @@ class ParallelEnvState:
     step: int  # steps taken in the episode
 
 
-class _Figures(NamedTuple):
-    """`Probed`, read: the same fields as arrays."""
-
-    loss: Floats
-    metric: Floats
-    branch_loss: Floats
-    branch_metric: Floats
-    loss_rise: Floats
-    metric_fall: Floats
-    participation: Floats
-
-
 class VectorizedEngine:
     """Trains E environments as one object.
 
         engine = VectorizedEngine(task, config)
         engine.run(client)                       # or view = engine.reset(); view, outcome = engine.step(actions)
 
-    A step reads the device once, whatever E, S and the telemetry are. The test split of the task is dropped at once.
+    A step reads the device once, whatever E, S and the telemetry are, and a second time where a row is rolled back. The test
+    split of the task is dropped at once.
     """
 
     def __init__(self, task: AnyTask, config: Config, hub: Hub | None = None) -> None:
@@ -107,7 +96,7 @@ class VectorizedEngine:
         self._task = task
         self._objective = task.objective
         self._load(self._spread(first))
-        menu = _menu(task, config)
+        menu = menu_of(task, config)
         if len(task.inputs) > 1:
             hold_freed_memory()
         body = Body(
@@ -126,7 +115,7 @@ class VectorizedEngine:
             tempos=config.lifecycle.tempos,
             targets=config.lifecycle.targets,
             cost=np.zeros((stacked, *body.fits.shape), np.int64),  # known when the hosts are planted
-            fits=body.fits & _selected(body, config)[:, None],
+            fits=body.fits & selected(body, config)[:, None],
             width=np.zeros((stacked, len(body.slots)), np.int64),  # likewise
             sensors=tuple(sensor.name for sensor in SENSORS),
             max_seeds=config.lifecycle.max_seeds,
@@ -135,7 +124,7 @@ class VectorizedEngine:
         )
         self.space = self._visible()
         seeds = dormant(stacked, len(body.slots))
-        measurements = _unmeasured(stacked, len(body.slots))
+        measurements = unmeasured(stacked, len(body.slots))
         self.state = ParallelEnvState(
             body=body,
             seeds=seeds,
@@ -147,6 +136,7 @@ class VectorizedEngine:
             episode=-1,
             step=0,
         )
+        self.governor = Governor(body, seeds, self.rows, config)
 
     def reset(self, instance: NDArray[np.int64] | None = None, episode: int | None = None) -> View:
         """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders.
@@ -162,7 +152,7 @@ class VectorizedEngine:
         state.step, state.coalitions = 0, None
         body.clear()
         state.seeds = dormant(*state.seeds.stage.shape)
-        state.measurements = _unmeasured(*state.seeds.stage.shape)
+        state.measurements = unmeasured(*state.seeds.stage.shape)
         self._feed.reset(state.episode)
         keys, which = np.unique(state.instance, return_inverse=True)
         for index, name in enumerate(keys.tolist()):
@@ -174,7 +164,10 @@ class VectorizedEngine:
         body.mask_outputs()
         self._survey()
         with self.timer.phase("probe"):
-            self._measure(None)
+            measured = self._measure(None)
+        with self.timer.phase("govern"):
+            self.governor.begin(body, state.seeds, measured.signs)
+        self._accept(measured)
         return self.view()
 
     def snapshot(self) -> dict[str, Any]:
@@ -190,6 +183,7 @@ class VectorizedEngine:
             "coalitions": None if state.coalitions is None else state.coalitions._asdict(),
             "scores": state.scores._asdict(),
             "body": state.body.state(),
+            "governor": self.governor.state(state.step),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
@@ -212,25 +206,30 @@ class VectorizedEngine:
         state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
         self._survey()
         state.masks = self._legal(seeds, measurements)
+        self.governor.load_state(tree["governor"], state.body, seeds)
         return self.view()
 
-    def decide(self, actions: Actions) -> NDArray[np.bool_]:
-        """Carry out one decision per environment and let no time pass; returns which were accepted, (E,).
+    def decide(self, actions: Actions) -> Verdicts:
+        """Carry out one decision per environment and let no time pass; returns which were refused, (E,) a `Refusal`.
 
         `step` begins with it. On its own it lets a study make several decisions in one step; masks are those of the new state.
         """
-        state = self.state
+        state, config = self.state, self.config
         with self.timer.phase("apply"):
-            after, changes, accepted = apply(
-                state.seeds, self._everywhere(actions), state.masks, self._space, self.config.lifecycle
+            every = self._everywhere(actions)
+            refused = preflight(
+                state.body, state.seeds, every, state.masks, config.lifecycle.max_seeds, config.governor
             )
+            self.governor.count(refused)
+            masks = barred(state.masks, refused)
+            after, changes, _ = apply(state.seeds, every, masks, self._space, config.lifecycle)
             state.body.edit(changes, after, self._birth_key)
             state.seeds = after
             state.masks = self._legal(after, state.measurements)
-        return accepted[: self.config.envs]
+        return refused[: config.envs]
 
     def step(self, actions: Actions) -> tuple[View, Outcome]:
-        """apply -> train -> tick -> probe -> close, for one decision per environment (E,).
+        """apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
 
         Returns what the next decision may be based on, and the outcome of this one, measured after it acted.
         """
@@ -238,7 +237,7 @@ class VectorizedEngine:
         assert state.episode >= 0, "reset() begins an episode"
         assert state.step < config.steps, "the episode is over; reset() begins the next"
         before, decided = state.scores, state.seeds
-        accepted = self.decide(actions)
+        refused = self.decide(actions)
         applied = state.seeds
         with self.timer.phase("train"):
             trained = train(
@@ -252,31 +251,35 @@ class VectorizedEngine:
             )
         with self.timer.phase("tick"):
             gates = judge(applied, state.measurements, config.gates)
-            state.seeds = tick(applied, gates, config.lifecycle)
-            state.body.edit(edits(applied, state.seeds), state.seeds, self._birth_key)
+            state.seeds = ticked = tick(applied, gates, config.lifecycle)
+            state.body.edit(edits(applied, ticked), ticked, self._birth_key)
             state.step += 1
         terminal = state.step == config.steps
         with self.timer.phase("probe"):
-            exported = self._measure(trained, terminal=terminal)
+            measured = self._measure(trained, terminal=terminal)
+        with self.timer.phase("govern"):
+            governed, found = self._govern(decided, measured, terminal=terminal)
         with self.timer.phase("close"):
+            self._accept(governed)
             envs, twins = slice(0, config.envs), slice(config.envs, self.rows)
             view = self.view()
             outcome = Outcome(
                 episode=state.episode,
                 step=state.step - 1,
                 actions=actions,
-                accepted=accepted,
+                refused=refused,
+                found=found[envs],
                 before=take(before, envs),
                 after=take(state.scores, envs),
                 host_params=view.host_params,
                 terminal=terminal,
-                exported=take(exported, envs) if exported is not None else None,
+                exported=take(governed.exported, envs) if governed.exported is not None else None,
                 seeds=view.seeds,
                 contribution=view.measurements.contribution,
                 contribution_loss=view.measurements.contribution_loss,
                 twin=(take(before, twins), take(state.scores, twins)) if config.twin else None,
             )
-            self._report(view, outcome, (decided, applied, state.seeds))
+            self._report(view, outcome, (decided, applied, ticked), measured, found)
         return view, outcome
 
     def view(self) -> View:
@@ -323,7 +326,7 @@ class VectorizedEngine:
         inputs, lengths, pixels = self._task.inputs, self._task.lengths, self._problems[0].pixels
         here = stack_splits(splits, row, inputs, self.device, pixels, lengths.held if lengths is not None else None)
         nothing = coalitions(dormant(*final.stage.shape), None, terminal=False)
-        probed = probe(state.body, final, here, self._objective, nothing, rank=False)
+        probed = probe(state.body, final, here, self._objective, nothing, signs=False)
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric[: self.rows], loss[: self.rows]
 
@@ -347,34 +350,40 @@ class VectorizedEngine:
 
     # The parts of a step.
 
-    def _measure(self, trained: Trained | None, *, terminal: bool = False) -> Scores | None:
-        """Probe every row, read the one packet of the step, and set measurements, scores and masks.
+    def _measure(self, trained: Trained | None, *, terminal: bool = False) -> Measured:
+        """Probe every row of the population as it is now: the one read of a step."""
+        every, state = self.config.probe.sensors_every, self.state
+        fit = self._fit if every > 0 and state.step % every == 0 else None
+        asked = Asked(self._probe, fit, self._sampling(terminal), terminal, state.step)
+        return measure(state.body, state.seeds, self._objective, asked, state.measurements, trained)
 
-        Returns the scores of the exported networks at the end of an episode.
+    def _govern(self, before: Seeds, measured: Measured, *, terminal: bool) -> tuple[Measured, Verdicts]:
+        """Roll back the rows that the step left broken, and keep the others as they are.
+
+        Returns what was measured, of rolled back rows once more, and what was found of every row, (rows,) a `Vital`.
         """
-        state, config = self.state, self.config
-        sampling = self._sampling(terminal)
-        asked = coalitions(state.seeds, sampling, terminal=terminal)
-        probed = probe(state.body, state.seeds, self._probe, self._objective, asked, rank=True)
-        every = config.probe.sensors_every
-        sensed = every > 0 and state.step % every == 0
-        sensors = [sense(state.body, state.seeds, self._fit, self._probe, self._objective)] if sensed else []
-        training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
-        packet = iter(read_packet([*probed, *sensors, *training]))
-        figures = _Figures._make(itertools.islice(packet, len(probed)))
-        found = next(packet) if sensed else None
-        state.measurements = _unpack(state, asked, figures, found, trained, list(packet))
-        added = state.body.added_params(state.seeds)
-        state.scores = Scores(state.measurements.metric, state.measurements.loss, added)
-        if sampling is not None:
-            state.coalitions = _values(state.step, sampling.draw, asked, figures)
+        state, governor = self.state, self.governor
+        found = governor.inspect(before, state.seeds, measured.signs)
+        rows = found != Vital.GOOD
+        if rows.any():
+            state.seeds = governor.put_back(state.body, state.seeds, found)
+            fit = self._fit if self.config.probe.sensors_every else None
+            asked = Asked(self._probe, fit, None, terminal, state.step)
+            again = measure(state.body, state.seeds, self._objective, asked, state.measurements, None)
+            measured = measured.replaced(again, rows)
+            if state.coalitions is not None:
+                state.coalitions = without(state.coalitions, rows)
+            governor.resume(found, measured.signs)
+        governor.keep(state.body, state.seeds, found, state.step)
+        return measured, found
+
+    def _accept(self, measured: Measured) -> None:
+        """Go on from what was measured."""
+        state = self.state
+        state.measurements, state.scores = measured.measurements, measured.scores
+        if measured.coalitions is not None:
+            state.coalitions = measured.coalitions
         state.masks = self._legal(state.seeds, state.measurements)
-        if not terminal:
-            return None
-        branch, env = asked.exported()
-        metric, loss = state.scores.metric.copy(), state.scores.loss.copy()
-        metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
-        return Scores(metric, loss, state.body.added_params(state.seeds, frozenset({Stage.FOSSILIZED})))
 
     def _spread(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """(E,) instances of the environments -> those of every row: twins share them, and a ghost is environment 0."""
@@ -451,17 +460,20 @@ class VectorizedEngine:
         instance = int(state.instance[env])
         return scalar(self.config.seed, Purpose.BIRTH, instance, state.episode, state.step, slot)
 
-    def _report(self, view: View, outcome: Outcome, path: Sequence[Seeds]) -> None:
-        """Events of a step: changes of stage, the step itself, and the episode where it ends."""
+    def _report(self, view: View, outcome: Outcome, path: Sequence[Seeds], measured: Measured, found: Verdicts) -> None:
+        """Events of a step: changes of stage, rollbacks, the step itself, and the episode where it ends."""
         envs = slice(0, self.config.envs)
         for before, after in itertools.pairwise(path):
             changes = transitions(take(before, envs), take(after, envs))
             self.hub.extend(lifecycle_rows(outcome.episode, outcome.step, self.space, changes, before, after))
+        self.hub.extend(
+            rollback_rows(outcome, self.space, found[: self.rows], measured.scores, path[-1], self.state.seeds)
+        )
         twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
         if self.hub.wants(StepRow):
             self.hub.emit(step_row(view, outcome, twin_metric=twins))
         if outcome.terminal:
-            self.hub.extend(episode_rows(outcome, self.space, view.seeds))
+            self.hub.extend(episode_rows(outcome, self.space, view.seeds, self.governor.record.rollbacks))
 
 
 def _is(known: Instance, other: Instance) -> bool:
@@ -470,62 +482,6 @@ def _is(known: Instance, other: Instance) -> bool:
         (known.train, known.probe, known.validation), (other.train, other.probe, other.validation), strict=True
     )
     return known.host is other.host and all(a.x is b.x and a.y is b.y for a, b in splits)
-
-
-def check_memory(task: AnyTask, config: Config, rows: int, moments: int, available: int) -> None:
-    """InputError where a population alone would take more memory than there is.
-
-    Counted is what is sure: value, gradient and moments of every host's parameters, and one batch of inputs.
-    """
-    with drawn_with(0):
-        host = sum(parameter.nbytes for parameter in task.largest().parameters())
-    inputs = config.data.batch * math.prod(task.inputs) * torch.get_default_dtype().itemsize
-    needed = rows * (host * (2 + moments) + inputs)
-    if needed > available:
-        raise InputError(
-            f"envs is {config.envs:,}, whose {rows:,} networks take at least {needed / 2**30:,.1f} GiB, but "
-            f"{available / 2**30:,.1f} GiB of memory are available; lower envs"
-        )
-
-
-def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:
-    """(E,) the instances that the config names."""
-    keys = task.keys(config.instances)
-    first, last = config.first_instance, config.first_instance + config.envs - 1
-    if last >= len(keys):
-        raise InputError(
-            f"first_instance {first} with {config.envs} environments asks for instance {last} of the {config.instances} "
-            f"instances of {task.name}, which has {len(keys)}; lower one of them"
-        )
-    return keys.start + first + np.arange(config.envs)
-
-
-def _menu(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
-    """The blueprints that the menu names, each of the kinds that the host's slots have."""
-    names = config.blueprints if config.blueprints is not None else task.menu
-    if not names:
-        raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
-    with drawn_with(0):
-        host = task.largest()
-    assert isinstance(host, SegmentedHost)
-    kinds = list(dict.fromkeys(slot.kind for slot in host.slots))
-    if len(kinds) == 1:
-        return tuple(get_blueprint(name, kinds[0]) for name in names)
-    known = [[kind for kind in kinds if (kind, name) in BLUEPRINTS] for name in names]
-    return tuple(
-        get_blueprint(name, kind) for name, found in zip(names, known, strict=True) for kind in found or kinds[:1]
-    )
-
-
-def _selected(body: Body, config: Config) -> NDArray[np.bool_]:
-    """(S,) the slots that may be used."""
-    names = [slot.name for slot in body.slots]
-    if config.slots is None:
-        return np.ones(len(names), bool)
-    for name in config.slots:
-        if name not in names:
-            raise InputError(f"the host has no slot {name!r}; it has {', '.join(names) or 'none'}")
-    return np.array([name in config.slots for name in names], bool)
 
 
 def _as_tree(record: Any) -> Any:
@@ -543,66 +499,3 @@ def _like(known: Any, tree: Any, name: str) -> Any:
     if isinstance(known, np.ndarray) and (tree.shape, tree.dtype) != (known.shape, known.dtype):
         raise ValueError(f"{name} is {tree.shape} {tree.dtype}, where {known.shape} {known.dtype} was expected")
     return tree
-
-
-def _unmeasured(rows: int, slots: int) -> Measurements:
-    nothing, shape = np.full(rows, np.nan), (rows, slots)
-    return Measurements(
-        metric=nothing,
-        loss=nothing,
-        train_loss=nothing,
-        gradient_norm=nothing,
-        contribution=Estimate.absent(*shape),
-        contribution_loss=Estimate.absent(*shape),
-        gain=Estimate.absent(*shape),
-        gain_metric=Estimate.absent(*shape),
-        seed_gradient_norm=np.full(shape, np.nan),
-        seed_gradient_finite=np.zeros(shape, bool),
-        participation=np.full(shape, np.nan),
-        sensors=np.full((*shape, len(SENSORS)), np.nan),
-        sensor_age=0,
-    )
-
-
-def _values(step: int, draw: int, asked: Coalitions, figures: _Figures) -> CoalitionValues:
-    """The coalitions of a step, the full one of every environment with live seeds included."""
-    full = np.flatnonzero(asked.live.any(1))
-    env, mask = np.concatenate([asked.env, full]), np.concatenate([asked.mask, masks(asked.live)[full]])
-    order = np.lexsort((mask, env))
-    metric = np.concatenate([figures.branch_metric[asked.branch], figures.metric[full]])
-    loss = np.concatenate([figures.branch_loss[asked.branch], figures.loss[full]])
-    return CoalitionValues(step, draw, asked.live, env[order], mask[order], metric[order], loss[order])
-
-
-def _unpack(
-    state: ParallelEnvState,
-    asked: Coalitions,
-    figures: _Figures,
-    found: Floats | None,
-    trained: Trained | None,
-    training: list[NDArray[np.float64]],
-) -> Measurements:
-    """The packet of a step as measurements over (rows, S)."""
-    shape = state.seeds.stage.shape
-    fresh = _unmeasured(*shape)
-    seed_norm = fresh.seed_gradient_norm
-    if trained is not None:
-        for (at, owners), norm in zip(trained.seed_owners, training[2:], strict=True):
-            seed_norm[owners, at] = norm
-    sensors, sensor_age = found, 0
-    if sensors is None:
-        sensors, sensor_age = state.measurements.sensors, state.measurements.sensor_age + 1
-    return fresh._replace(
-        metric=figures.metric,
-        loss=figures.loss,
-        train_loss=training[0] if trained is not None else fresh.train_loss,
-        gradient_norm=training[1] if trained is not None else fresh.gradient_norm,
-        contribution=spread(figures.metric_fall, asked.without(), shape),
-        contribution_loss=spread(figures.loss_rise, asked.without(), shape),
-        gain=negated(spread(figures.loss_rise, asked.alone, shape)),
-        gain_metric=negated(spread(figures.metric_fall, asked.alone, shape)),
-        seed_gradient_finite=np.isfinite(seed_norm),
-        participation=figures.participation,
-        sensors=sensors,
-        sensor_age=sensor_age,
-    )

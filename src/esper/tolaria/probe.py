@@ -34,15 +34,16 @@ class Probed(NamedTuple):
     loss_rise: Tensor  # (X, 2) mean and standard error of branch loss minus the environment's own, example by example
     metric_fall: Tensor  # (X, 2) likewise of the environment's own metric minus the branch's
     participation: Tensor  # (E, S) of the stream at each slot / its width; (E, 0) where it was not asked for
+    signs: Tensor  # (E, 3) standard error of the metric, `output_spread`, `Body.finite`; (E, 0) likewise
 
 
 @torch.no_grad()
 def probe(
-    body: Body, seeds: Seeds, examples: Examples, objective: Objective, asked: Coalitions, *, rank: bool
+    body: Body, seeds: Seeds, examples: Examples, objective: Objective, asked: Coalitions, *, signs: bool
 ) -> Probed:
-    """Evaluate every row on its examples of a split."""
+    """Evaluate every row on its examples of a split; with `signs` also look at what governor and controllers go by."""
     body.train(False)
-    output, branches, streams = _swept(body, seeds, examples, asked.branches, rank=rank)
+    output, branches, streams = _swept(body, seeds, examples, asked.branches, signs=signs)
     loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
     widths = torch.from_numpy(body.taps[..., 0]).to(loss).unbind(1)
     ratios = [
@@ -50,21 +51,26 @@ def probe(
         for here, width in zip(streams, widths, strict=len(streams) > 0)
     ]
     participation = torch.stack(ratios, 1) if ratios else loss.new_zeros(len(loss), 0)
+    metric, metric_se = paired(score, examples).unbind(1)
+    vital = loss.new_zeros(len(loss), 0)
+    if signs:
+        vital = torch.stack([metric_se, output_spread(output, examples), body.finite()], 1)
     if branches is None:
         none = loss.new_zeros(0)
         none_2 = none.view(0, 2)
-        return Probed(mean(loss, examples), mean(score, examples), none, none, none_2, none_2, participation)
+        return Probed(mean(loss, examples), metric, none, none, none_2, none_2, participation, vital)
     origin = torch.from_numpy(asked.branches.env).to(body.device, non_blocking=True)
     there = examples.targets(origin)
     branch_loss, branch_score = objective.loss(branches, there.y), objective.score(branches, there.y)
     return Probed(
         mean(loss, examples),
-        mean(score, examples),
+        metric,
         mean(branch_loss, there),
         mean(branch_score, there),
         paired(branch_loss - loss.index_select(0, origin), there),
         paired(score.index_select(0, origin) - branch_score, there),
         participation,
+        vital,
     )
 
 
@@ -80,9 +86,9 @@ def pieces(examples: Examples) -> list[slice]:
 
 
 def _swept(
-    body: Body, seeds: Seeds, examples: Examples, branches: Branches, *, rank: bool
+    body: Body, seeds: Seeds, examples: Examples, branches: Branches, *, signs: bool
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Outputs (E, N, C) and those of the branches (X, N, C); with `rank` the streams (E, N, D) of all slots."""
+    """Outputs (E, N, C) and those of the branches (X, N, C); with `signs` the streams (E, N, D) of all slots."""
     inside = [branches.within(part) for part in body.parts]
     routes = [
         body.route(doses(seeds), seeds, own, part=part) for part, (own, _) in zip(body.parts, inside, strict=True)
@@ -92,7 +98,7 @@ def _swept(
         x = examples.read(piece)
         passes, seen = [], []
         for route in routes:
-            found = body.run(x[route.part], route, streams="here" if rank else "none")
+            found = body.run(x[route.part], route, streams="here" if signs else "none")
             seen.append([positions(stream.here) for stream in found.streams])
             passes.append((found.output, found.branches))
         outputs.append(_joined([output for output, _ in passes], 0))
@@ -128,6 +134,21 @@ def paired(difference: Tensor, examples: Examples | Targets) -> Tensor:
     squares = (difference - centre[:, None]).square().masked_fill(~examples.real, 0).sum(1)
     n = examples.size[:, 0]
     return torch.stack([centre, (squares / (n - 1) / n).sqrt()], 1)
+
+
+def output_spread(output: Tensor, examples: Examples) -> Tensor:
+    """(E, N, C) -> (E,) standard deviation of the outputs over each row's real examples, root mean square over outputs.
+
+    0 where every example gets the same. An output that a row does not have is -inf everywhere, and counts as constant.
+    """
+    z = output.masked_fill(output == -torch.inf, 0)
+    if examples.real is not None:
+        z = z.masked_fill(~examples.real[..., None], 0)
+    size = examples.size[:, :, None]
+    gap = z - z.sum(1, keepdim=True) / size
+    if examples.real is not None:
+        gap = gap.masked_fill(~examples.real[..., None], 0)
+    return (gap.square().sum(1) / size[:, 0]).mean(1).sqrt()
 
 
 def sense(body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Objective) -> Tensor:

@@ -1,0 +1,72 @@
+"""What a task and a config come to together: instances, menu, usable slots, and whether memory holds them. S slots."""
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
+from esper.kasmina.body import Body
+from esper.kasmina.host import SegmentedHost
+from esper.leyline.config import Config
+from esper.leyline.errors import InputError
+from esper.leyline.task import AnyTask
+
+
+def check_memory(task: AnyTask, config: Config, rows: int, moments: int, available: int) -> None:
+    """InputError where a population alone would take more memory than there is.
+
+    Counted is what is sure: value, gradient and moments of every host's parameters, those of the governor's snapshot, and one
+    batch of inputs.
+    """
+    with drawn_with(0):
+        host = sum(parameter.nbytes for parameter in task.largest().parameters())
+    inputs = config.data.batch * math.prod(task.inputs) * torch.get_default_dtype().itemsize
+    copies = 2 + moments + (1 + moments if config.governor.enabled else 0)
+    needed = rows * (host * copies + inputs)
+    if needed > available:
+        raise InputError(
+            f"envs is {config.envs:,}, whose {rows:,} networks take at least {needed / 2**30:,.1f} GiB, but "
+            f"{available / 2**30:,.1f} GiB of memory are available; lower envs"
+        )
+
+
+def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:
+    """(E,) the instances that the config names."""
+    keys = task.keys(config.instances)
+    first, last = config.first_instance, config.first_instance + config.envs - 1
+    if last >= len(keys):
+        raise InputError(
+            f"first_instance {first} with {config.envs} environments asks for instance {last} of the {config.instances} "
+            f"instances of {task.name}, which has {len(keys)}; lower one of them"
+        )
+    return keys.start + first + np.arange(config.envs)
+
+
+def menu_of(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
+    """The blueprints that the menu names, each of the kinds that the host's slots have."""
+    names = config.blueprints if config.blueprints is not None else task.menu
+    if not names:
+        raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
+    with drawn_with(0):
+        host = task.largest()
+    assert isinstance(host, SegmentedHost)
+    kinds = list(dict.fromkeys(slot.kind for slot in host.slots))
+    if len(kinds) == 1:
+        return tuple(get_blueprint(name, kinds[0]) for name in names)
+    known = [[kind for kind in kinds if (kind, name) in BLUEPRINTS] for name in names]
+    return tuple(
+        get_blueprint(name, kind) for name, found in zip(names, known, strict=True) for kind in found or kinds[:1]
+    )
+
+
+def selected(body: Body, config: Config) -> NDArray[np.bool_]:
+    """(S,) the slots that may be used."""
+    names = [slot.name for slot in body.slots]
+    if config.slots is None:
+        return np.ones(len(names), bool)
+    for name in config.slots:
+        if name not in names:
+            raise InputError(f"the host has no slot {name!r}; it has {', '.join(names) or 'none'}")
+    return np.array([name in config.slots for name in names], bool)

@@ -1,0 +1,143 @@
+"""Breaking one row on purpose, and telling whether another was touched. An instrument, not part of a step. E rows, S slots."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.kasmina.stack import Rows, Stack
+from esper.leyline.task import Objective
+from esper.tolaria.data import SharedBatchIterator
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.optimizer import StackedOptimizer
+
+Kind = Literal["loss", "gradient", "seed gradient", "parameter", "data"]
+"""What NaN is put into; a seed's gradient wants a seed that trains."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class _Feed:
+    """The feed, whose batch number `at` of the step has a NaN in the inputs of one row; it also knows what is under way."""
+
+    def __init__(self, feed: SharedBatchIterator, row: int, at: int, *, taints: bool) -> None:
+        self._feed, self._row, self._at, self._taints = feed, row, at, taints
+        self.served = -1  # batches of the step, less one
+        self.part = slice(0, 0)  # the rows that were asked for last
+
+    @property
+    def batch(self) -> int:
+        return self._feed.batch
+
+    def advance(self) -> None:
+        self._feed.advance()
+        self.served += 1
+
+    def of(self, part: slice) -> tuple[Tensor, Tensor]:
+        self.part = part
+        x, y = self._feed.of(part)
+        if self._taints and self.now and part.start <= self._row < part.stop:
+            x = x.clone()
+            x[self._row - part.start, 0] = torch.nan
+        return x, y
+
+    @property
+    def now(self) -> bool:
+        """Whether this is the batch."""
+        return self.served == self._at
+
+
+class _Loss:
+    """The objective, whose losses of one row in one training batch are NaN."""
+
+    def __init__(self, objective: Objective, feed: _Feed, row: int) -> None:
+        self._objective, self._feed, self._row = objective, feed, row
+        self._done = False
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        found, part = self._objective.loss(output, target), self._feed.part
+        if self._done or not self._feed.now or not part.start <= self._row < part.stop:
+            return found
+        self._done = True  # the first call of a batch is that of the networks, the second that of their branches
+        factor = torch.ones(len(found), 1, dtype=found.dtype, device=found.device)
+        factor[self._row - part.start] = torch.nan
+        return found * factor
+
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        return self._objective.score(output, target)
+
+
+class _Optimizer:
+    """The optimizer, which finds a NaN in one gradient of one row in one of its steps."""
+
+    def __init__(self, optimizer: StackedOptimizer, feed: _Feed, stack: Stack, row: int) -> None:
+        self._optimizer, self._feed, self._stack, self._row = optimizer, feed, stack, row
+
+    def plan(self, stack: Stack, rows: Rows, count: int) -> Tensor:
+        return self._optimizer.plan(stack, rows, count)
+
+    def step(self, stack: Stack, rows: Rows, factors: Tensor) -> Tensor:
+        if stack is self._stack and self._feed.now:
+            stack.columns["gradient"][self._row, 0] = torch.nan
+        return self._optimizer.step(stack, rows, factors)
+
+
+@contextmanager
+def poisoned(engine: VectorizedEngine, row: int, kind: Kind, batch: int = 0) -> Iterator[None]:
+    """For the one step that is taken inside the block, put NaN into one row, at one batch of the step.
+
+    ValueError where a seed is to be poisoned and the row has none that incubates or lives.
+    """
+    feed, optimizer, objective = engine._feed, engine._optimizer, engine._objective
+    watched = _Feed(feed, row, batch, taints=kind == "data")
+    engine._feed = watched  # type: ignore[assignment]
+    if kind == "loss":
+        engine._objective = _Loss(objective, watched, row)  # type: ignore[assignment]
+    elif kind == "gradient":
+        engine._optimizer = _Optimizer(optimizer, watched, engine.state.body.host, row)  # type: ignore[assignment]
+    elif kind == "seed gradient":
+        stack, place = _training_seed(engine, row)
+        engine._optimizer = _Optimizer(optimizer, watched, stack, place)  # type: ignore[assignment]
+    elif kind == "parameter":
+        engine.state.body.host.columns["value"][row, 0] = torch.nan
+    try:
+        yield
+    finally:
+        engine._feed, engine._optimizer, engine._objective = feed, optimizer, objective
+
+
+def fingerprints(engine: VectorizedEngine) -> list[str]:
+    """By row, environments and then twins, the sha256 of all that its next step depends on and of what was measured of it."""
+    state = engine.state
+    digests = [hashlib.sha256() for _ in range(engine.rows)]
+    stacks = [(state.body.host, np.arange(engine.rows))]
+    stacks += [
+        (stack, state.body.envs[at]) for at, stack in sorted(state.body.stacks.items(), key=lambda item: item[0])
+    ]
+    for stack, owners in stacks:
+        for name in sorted(stack.columns.keys() - {"gradient"}):
+            column = stack.columns[name].cpu().numpy()
+            for place, row in enumerate(owners.tolist()):
+                if row < engine.rows:
+                    digests[row].update(column[place].tobytes() + stack.steps[place].tobytes())
+    estimates = [field for name, field in state.measurements._asdict().items() if name != "sensor_age"]
+    records = [*state.seeds, *state.scores, *state.masks]
+    arrays = [*records, *(a for field in estimates for a in (field if isinstance(field, tuple) else (field,)))]
+    for array in arrays:
+        for row, digest in enumerate(digests):
+            digest.update(np.ascontiguousarray(array[row]).tobytes())
+    return [digest.hexdigest() for digest in digests]
+
+
+def _training_seed(engine: VectorizedEngine, row: int) -> tuple[Stack, int]:
+    """A stack and the row in it of a seed that the optimizer moves in the present step."""
+    body = engine.state.body
+    for at, runs in body.trainable(engine.state.seeds).items():
+        for run in runs:
+            found = np.flatnonzero(body.envs[at][run] == row)
+            if len(found):
+                return body.stacks[at], run.start + int(found[0])
+    raise ValueError(f"row {row} has no seed that trains")
