@@ -36,9 +36,8 @@ from numpy.typing import NDArray
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask, Instance, Mixture, Split
-from esper.nissa.files import EVENTS, SUMMARY, write_atomic
+from esper.nissa.files import EVENTS, SUMMARY, to_json, write_atomic
 from esper.simic.evaluation import BEST, ROWS, Contender, Evaluation, evaluate, named, search_schedules
-from esper.simic.grow import to_json
 from esper.simic.runner import PRESETS, TRAINING, train
 from esper.simic.statistics import interquartile_mean, interval, mean, mean_difference
 from esper.simic.statistics import probability_of_improvement as improvement

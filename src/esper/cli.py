@@ -291,9 +291,8 @@ def evaluate(
 
     from esper.karn.evaluation import draw_evaluation, print_evaluation
     from esper.leyline.config import parse_setting
-    from esper.nissa.files import write_atomic
+    from esper.nissa.files import to_json, write_atomic
     from esper.simic.evaluation import named, run_evaluation
-    from esper.simic.grow import to_json
     from esper.tasks.catalog import get_task
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more

@@ -10,6 +10,7 @@ import pytest
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split
+from esper.nissa.files import to_json
 from esper.simic.evaluation import (
     BEST,
     RULES,
@@ -23,7 +24,7 @@ from esper.simic.evaluation import (
     run_evaluation,
     search_schedules,
 )
-from esper.simic.grow import grow, to_json
+from esper.simic.grow import grow
 from esper.tamiyo.baselines import Never
 from esper.tamiyo.controller import Language, Policy, save_policy
 from esper.tamiyo.schedule import Entry, Schedule

@@ -1,9 +1,11 @@
 """The folder of a run: its names, who may write there, and files that are whole or absent."""
 
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from esper.leyline.errors import InputError
 
@@ -15,6 +17,11 @@ CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, CHECKPOINTS, "controller", "report.html", CONFIG)
 """What Esper writes into a run folder, the config last: until it is gone, the folder counts as a run."""
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON for people: indented, and a ValueError rather than a NaN."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -1,6 +1,5 @@
 """The run: a population grown under a controller, and the folder that remains of it."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,19 +13,19 @@ from torch import nn
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
 from esper.leyline.actions import Actions, Op
-from esper.leyline.config import Config, dump_config
+from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.task import AnyTask, Split
 from esper.leyline.view import Floats, View
 from esper.nissa.events import RunRow
-from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, MODELS, SUMMARY, check_folder, create_folder, write_atomic
+from esper.nissa.files import MODELS
 from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines
 from esper.simic.environment import describe_environment
 from esper.simic.interrupt import Interrupt
-from esper.simic.resume import fitting, reopen_run, take_up
+from esper.simic.resume import fitting
 from esper.simic.rewards import objective
+from esper.simic.run_folder import RunFolder
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.engine import VectorizedEngine
 
@@ -85,12 +84,8 @@ def grow(
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     get_blueprint(config.heuristic.blueprint)  # a task may lack it; a name that nothing has is a mistake
-    if folder is not None and not resume:
-        check_folder(folder, overwrite)
-    outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
-    with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
-        engine = VectorizedEngine(task.sealed(), config, hub)
-        store, found = take_up(folder, config, watch.note) if resume and folder is not None else (None, None)
+    with Interrupt() as interrupt, RunFolder(folder, config, watch.note, overwrite=overwrite, resume=resume) as run:
+        engine, found = VectorizedEngine(task.sealed(), config, run.hub), run.found
         if found is None:
             episode = Episode(engine.reset())
             # a controller that does not fit the task says so before anything is written
@@ -98,21 +93,9 @@ def grow(
         else:
             with fitting(found):
                 episode = _restored(engine, client, found.state)
-                hub.seq = found.state["seq"]
-        if folder is not None and resume:
-            reopen_run(folder, hub.seq, watch.note)
-        elif folder is not None:
-            create_folder(folder, overwrite)
-            write_atomic(folder / CONFIG, dump_config(config))
-            store = Checkpoints(folder, config.checkpoint)
-        if (
-            folder is not None and not (folder / ENVIRONMENT).exists()
-        ):  # a run may have been killed before it was written
-            write_atomic(folder / ENVIRONMENT, to_json(describe_environment(engine.device)))
-        if found is None:
-            hub.emit(_run_row(engine, config, "running"))
-        keeper = Keeper(store if isinstance(client, Resumable) else None, engine, client, episode, hub, started)
-        with _closing_row(hub, engine, config):
+        run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
+        keeper = Keeper(run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started)
+        with _closing_row(run.hub, engine, config):
             played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
                 watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
@@ -130,10 +113,7 @@ def grow(
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
                 "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
             }
-        hub.emit(_run_row(engine, config, played.status))
-        hub.flush()
-        if folder is not None:
-            write_atomic(folder / SUMMARY, to_json(summary))
+        run.end(_run_row(engine, config, played.status), summary)
     return summary
 
 
@@ -311,11 +291,6 @@ def _write_networks(
             watch.note(f"{path} has no {PROGRAM}, as torch.export cannot trace the network: {failure}")
             written.untraced.append(env)
     return written
-
-
-def to_json(value: Any) -> str:
-    """Strict JSON for people: indented, and a ValueError rather than a NaN."""
-    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Op
-from esper.leyline.config import Config, RewardConfig, build_config, dump_config
+from esper.leyline.config import Config, RewardConfig, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, scalar
 from esper.leyline.protocols import PolicyClient, Reward
@@ -20,18 +20,17 @@ from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask
 from esper.leyline.view import View
 from esper.nissa.events import RoundRow, RunRow
-from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, check_folder, create_folder, write_atomic
 from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines
 from esper.simic.client import SimicClient
 from esper.simic.environment import describe_environment
-from esper.simic.grow import Summary, to_json
+from esper.simic.grow import Summary
 from esper.simic.imitation import Apprentice
 from esper.simic.interrupt import Interrupt
 from esper.simic.ppo import PPO
-from esper.simic.resume import PAID, fitting, reopen_run, take_up, with_cohorts
+from esper.simic.resume import PAID, fitting, with_cohorts
 from esper.simic.rewards import get_reward, objective
 from esper.simic.rollout import Rollout
+from esper.simic.run_folder import RunFolder
 from esper.tamiyo.catalog import FOLDER, get_controller
 from esper.tamiyo.controller import Language, Learned, Policy, save_policy
 from esper.tolaria.checkpoint import Checkpoints
@@ -163,43 +162,23 @@ def train(
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
     whole = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
-    if folder is not None and not resume:
-        check_folder(folder, overwrite)
-    cohorts = [_cohort(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
-    policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
-    school = School(cohorts, policy, config, reward)
-    outputs = [JsonLines(folder / EVENTS)] if folder is not None else []
-    with Hub(outputs, config.telemetry.level) as hub, Interrupt() as interrupt:
-        store, found = take_up(folder, whole, watch.note) if resume and folder is not None else (None, None)
-        before = 0.0  # seconds of the run until it was taken up
-        if found is not None:
-            with fitting(found):
-                school.load_state(found.state["school"])
-                hub.seq, before = found.state["seq"], found.state["seconds"]
-        if folder is not None and resume:
-            reopen_run(folder, hub.seq, watch.note)
-        elif folder is not None:
-            create_folder(folder, overwrite)
-            write_atomic(folder / CONFIG, dump_config(whole))
-            store = Checkpoints(folder, config.checkpoint)
-        if (
-            folder is not None and not (folder / ENVIRONMENT).exists()
-        ):  # a run may have been killed before it was written
-            described = describe_environment(cohorts[0].engine.device)
-            each = {cohort.task.name: cohort.config.model_dump(mode="json") for cohort in cohorts}
-            write_atomic(folder / ENVIRONMENT, to_json({**described, "cohorts": each}))
-        if found is None:
-            hub.emit(_run_row(cohorts[0], "running"))
-        keeper = Keeper(store, school, hub, started - before)
+    with Interrupt() as interrupt, RunFolder(folder, whole, watch.note, overwrite=overwrite, resume=resume) as run:
+        cohorts = [_cohort(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
+        policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
+        school, before = School(cohorts, policy, config, reward), 0.0  # seconds of the run until it was taken up
+        if run.found is not None:
+            with fitting(run.found):
+                school.load_state(run.found.state["school"])
+                before = run.found.state["seconds"]
+        run.begin(lambda: _environment(cohorts), _run_row(cohorts[0], "running"))
+        keeper = Keeper(run.store, school, run.hub, started - before)
         status: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            status = _rounds(school, config, folder, hub, interrupt, watch, keeper)
+            status = _rounds(school, config, folder, run.hub, interrupt, watch, keeper)
         except KeyboardInterrupt:
             status = "interrupted"
             raise
         finally:
-            hub.emit(_run_row(cohorts[0], status))
-            hub.flush()
             summary = {
                 "status": status,
                 "tasks": [cohort.task.name for cohort in cohorts],
@@ -211,9 +190,14 @@ def train(
                 **school.summary(),
                 "seconds": round(before + time.perf_counter() - started, 3),
             }
-            if folder is not None:
-                write_atomic(folder / SUMMARY, to_json(summary))
+            run.end(_run_row(cohorts[0], status), summary)
     return summary
+
+
+def _environment(cohorts: Sequence[Cohort]) -> dict[str, Any]:
+    """environment.json of a training, which holds the config of every cohort."""
+    each = {cohort.task.name: cohort.config.model_dump(mode="json") for cohort in cohorts}
+    return {**describe_environment(cohorts[0].engine.device), "cohorts": each}
 
 
 class Keeper(NamedTuple):

@@ -1,0 +1,69 @@
+"""A run folder from its opening to its closing: what is read first, what is written when, and what the run leaves there."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from esper.leyline.config import Config, dump_config
+from esper.nissa.events import RunRow
+from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, check_folder, create_folder, to_json, write_atomic
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import JsonLines
+from esper.simic.resume import fitting, reopen_run, take_up
+from esper.tolaria.checkpoint import Checkpoint, Checkpoints
+
+
+class RunFolder:
+    """The folder of a run that is open; one that has no path takes everything and keeps nothing.
+
+    Entered, it is checked and, where the run goes on, read: `found` is the checkpoint, `hub` numbers on from it. `begin` is
+    when the first file is written, so that what is found to be bad until then leaves the folder as it was. `end` closes the run.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        config: Config,
+        note: Callable[[str], None],
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> None:
+        self.path, self.config, self.note = path, config, note
+        self.overwrite, self.resume = overwrite, resume
+        self.hub = Hub([JsonLines(path / EVENTS)] if path is not None else [], config.telemetry.level)
+        self.store: Checkpoints | None = None
+        self.found: Checkpoint | None = None
+
+    def __enter__(self) -> Self:
+        if self.path is not None and self.resume:
+            self.store, self.found = take_up(self.path, self.config, self.note)
+        elif self.path is not None:
+            check_folder(self.path, self.overwrite)
+        if self.found is not None:
+            with fitting(self.found):
+                self.hub.seq = self.found.state["seq"]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hub.close()
+
+    def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
+        """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing of it."""
+        if self.path is not None and self.resume:
+            reopen_run(self.path, self.hub.seq, self.note)
+        elif self.path is not None:
+            create_folder(self.path, self.overwrite)
+            write_atomic(self.path / CONFIG, dump_config(self.config))
+            self.store = Checkpoints(self.path, self.config.checkpoint)
+        if self.path is not None and not (self.path / ENVIRONMENT).exists():  # a kill may have come before it
+            write_atomic(self.path / ENVIRONMENT, to_json(environment()))
+        if self.found is None:
+            self.hub.emit(row)
+
+    def end(self, row: RunRow, summary: Mapping[str, Any]) -> None:
+        """Write the last row and the summary."""
+        self.hub.emit(row)
+        self.hub.flush()
+        if self.path is not None:
+            write_atomic(self.path / SUMMARY, to_json(summary))
