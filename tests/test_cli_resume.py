@@ -130,6 +130,47 @@ def test_a_changed_config_is_refused(esper):
     assert Path("r/events.jsonl").read_bytes() == before
 
 
+def content(folder):
+    """Every file that a run which stands still leaves as it is."""
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_a_run_that_another_process_is_at_is_left_alone(esper):
+    command = [sys.executable, "-m", "esper", *GROW, *OFTEN, "--run", "r"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not Path("r/checkpoints/latest").exists():
+            assert process.poll() is None, "it ended by itself"
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        before = content("r")
+        for arguments in (["resume", "r"], [*GROW, "--run", "r", "--overwrite"], [*TRAIN, "--run", "r", "--overwrite"]):
+            code, out, err = esper(*arguments)
+            assert (code, out, err.count("\n")) == (2, "", 1), err
+            assert f"process {process.pid} on " in err
+            assert content("r") == before
+        os.kill(process.pid, signal.SIGCONT)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    code, _, err = esper("resume", "r", "--json")
+    assert code == 0
+    assert f"process {process.pid} on " in err
+    assert "left its lock behind" in err
+    assert not Path("r/lock").exists()
+
+
+def test_two_runs_of_one_new_folder_are_kept_apart(tmp_path):
+    command = [sys.executable, "-m", "esper", "grow", "iris", "--envs", "2", "--steps", "8", "--models", "none"]
+    started = [
+        subprocess.Popen([*command, "--run", "r"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    left = sorted((process.communicate()[1].count("error: "), process.returncode) for process in started)
+    assert left == [(0, 0), (1, 2), (1, 2)]
+    rows = [json.loads(line)["seq"] for line in Path("r/events.jsonl").read_text().splitlines()]
+    assert rows == list(range(len(rows)))
+
+
 def test_overwriting_removes_cut_events_too(esper):
     arguments = ["grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--run", "r"]
     esper(*arguments)

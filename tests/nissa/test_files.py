@@ -83,6 +83,20 @@ def test_a_folder_of_other_files_is_refused_even_to_overwrite(tmp_path, overwrit
     assert (tmp_path / "summary.json").exists()
 
 
+@pytest.mark.parametrize("content", ["", '{"pid": 1, "host": "a", "started": 1, "since": "b", "command": []}'])
+def test_a_folder_that_holds_but_a_lock_is_empty(tmp_path, content):
+    (tmp_path / "lock").write_text(content)
+    create_folder(tmp_path)
+    assert not is_run(tmp_path)
+    assert (tmp_path / "lock").exists()
+
+
+def test_a_file_that_is_called_like_the_lock_is_another_file(tmp_path):
+    (tmp_path / "lock").write_text("of my bicycle")
+    with pytest.raises(InputError, match="holds other files"):
+        create_folder(tmp_path)
+
+
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_file_in_the_way_is_named(tmp_path, below):
     (tmp_path / "file").write_text("")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.leyline.errors import InputError
+from esper.nissa.lock import is_lock
 
 CONFIG = "config.yaml"  # everything that was asked for; its presence is what makes a folder a run
 ENVIRONMENT = "environment.json"
@@ -16,7 +17,7 @@ MODELS = "models"
 CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, CHECKPOINTS, "controller", "report.html", CONFIG)
-"""What Esper writes into a run folder, the config last: until it is gone, the folder counts as a run."""
+"""What Esper writes into a run folder beside its lock, the config last: until it is gone, the folder counts as a run."""
 
 
 def to_json(value: Any) -> str:
@@ -90,7 +91,7 @@ def is_run(folder: Path) -> bool:
 def check_folder(folder: Path, overwrite: bool = False) -> None:
     """See that a run may be written to `folder`, without touching anything. InputError where it may not."""
     try:
-        content = [path.name for path in folder.iterdir()]
+        content = [path.name for path in folder.iterdir() if not is_lock(path)]
     except FileNotFoundError:
         content = []
     except NotADirectoryError:
@@ -108,17 +109,27 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
         raise InputError(f"no permission to write to {place}, where the run was to go; name another folder with --run")
 
 
-def create_folder(folder: Path, overwrite: bool = False) -> None:
-    """Make the folder, and free it of an earlier run's files where `overwrite` says so; other files stay."""
-    check_folder(folder, overwrite)
+def make_folder(folder: Path) -> None:
+    """Make the folder where it is missing. InputError where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from None
+
+
+def create_folder(folder: Path, overwrite: bool = False) -> None:
+    """Make the folder, and free it of an earlier run's files where `overwrite` says so; other files, and the lock, stay."""
+    check_folder(folder, overwrite)
+    make_folder(folder)
+    try:
         for path in (*folder.glob("events-cut-*.jsonl"), *(folder / name for name in OWN)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(
-            f"cannot write to {error.filename}: {error.strerror}; name another folder with --run"
-        ) from None
+        raise _unwritable(error) from None
+
+
+def _unwritable(error: OSError) -> InputError:
+    return InputError(f"cannot write to {error.filename}: {error.strerror}; name another folder with --run")

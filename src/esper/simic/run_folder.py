@@ -6,8 +6,20 @@ from typing import Any, Self
 
 from esper.leyline.config import Config, dump_config
 from esper.nissa.events import RunRow
-from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, check_folder, create_folder, to_json, write_atomic
+from esper.nissa.files import (
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    SUMMARY,
+    check_folder,
+    create_folder,
+    is_run,
+    make_folder,
+    to_json,
+    write_atomic,
+)
 from esper.nissa.hub import Hub
+from esper.nissa.lock import Lock
 from esper.nissa.outputs import JsonLines
 from esper.simic.resume import fitting, reopen_run, take_up
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
@@ -32,28 +44,47 @@ class RunFolder:
         self.path, self.config, self.note = path, config, note
         self.overwrite, self.resume = overwrite, resume
         self.hub = Hub([JsonLines(path / EVENTS)] if path is not None else [], config.telemetry.level)
+        self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
 
     def __enter__(self) -> Self:
-        if self.path is not None and self.resume:
-            self.store, self.found = take_up(self.path, self.config, self.note)
-        elif self.path is not None:
-            check_folder(self.path, self.overwrite)
-        if self.found is not None:
-            with fitting(self.found):
-                self.hub.seq = self.found.state["seq"]
+        try:
+            if self.path is not None and self.lock is not None:
+                self._open(self.path, self.lock)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
         self.hub.close()
+        if self.lock is not None:
+            self.lock.release()
+
+    def _open(self, path: Path, lock: Lock) -> None:
+        """Lock what is there, and read where the run goes on. A folder that is still to be made is locked in `begin`."""
+        if not self.resume:
+            check_folder(path, self.overwrite)
+        if is_run(path) if self.resume else path.is_dir():
+            lock.take()
+        if self.resume:
+            self.store, self.found = take_up(path, self.config, self.note)
+        if self.found is not None:
+            with fitting(self.found):
+                self.hub.seq = self.found.state["seq"]
 
     def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
         """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing of it."""
         if self.path is not None and self.resume:
             reopen_run(self.path, self.hub.seq, self.note)
-        elif self.path is not None:
-            create_folder(self.path, self.overwrite)
+        elif self.path is not None and self.lock is not None:
+            if not self.lock.held:
+                make_folder(self.path)
+                self.lock.take()
+            create_folder(
+                self.path, self.overwrite
+            )  # checked once more, as a run may have come and gone before the lock
             write_atomic(self.path / CONFIG, dump_config(self.config))
             self.store = Checkpoints(self.path, self.config.checkpoint)
         if self.path is not None and not (self.path / ENVIRONMENT).exists():  # a kill may have come before it
