@@ -34,9 +34,10 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.config import build_config
+from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask, Instance, Mixture, Split
-from esper.nissa.files import EVENTS, SUMMARY, to_json, write_atomic
+from esper.nissa.files import EVENTS, SUMMARY, to_json
 from esper.simic.evaluation import BEST, ROWS, Contender, Evaluation, evaluate, named, search_schedules
 from esper.simic.runner import PRESETS, TRAINING, train
 from esper.simic.statistics import interquartile_mean, interval, mean, mean_difference

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
+from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
-from esper.nissa.files import cut_events, write_atomic
+from esper.nissa.files import cut_events
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
 GROW = ["grow", "iris", "--envs", "2", "--steps", "60", "--controller", "random-valid", "--models", "none"]

@@ -291,7 +291,8 @@ def evaluate(
 
     from esper.karn.evaluation import draw_evaluation, print_evaluation
     from esper.leyline.config import parse_setting
-    from esper.nissa.files import to_json, write_atomic
+    from esper.leyline.disk import write_atomic
+    from esper.nissa.files import to_json
     from esper.simic.evaluation import named, run_evaluation
     from esper.tasks.catalog import get_task
 
@@ -378,18 +379,17 @@ def export(
 ) -> None:
     """Copy the grown networks of a run elsewhere."""
     from esper.kasmina.export import MODEL, TOPOLOGY, read_topology
+    from esper.leyline.disk import standing
     from esper.nissa.files import MODELS, is_run
 
     if not is_run(run):
         raise InputError(f"{run} is no run folder, as it holds no config.yaml; name one that `esper grow` wrote")
-    found = [
-        path
-        for path in sorted((run / MODELS).glob("env-*"))
-        if all((path / part).is_file() for part in (MODEL, TOPOLOGY))
-    ]
-    if not found:
+    names = [path.name for path in (run / MODELS).glob("env-*")]
+    names += [path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")]  # a kill left it aside
+    found = {Path(name): standing(run / MODELS / name) for name in sorted(set(names))}
+    sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in (MODEL, TOPOLOGY))}
+    if not sources:
         raise InputError(f"{run} holds no networks; run it to its end, with --models all or best")
-    sources = {Path(path.name): path for path in found}
     if env is not None:
         if Path(f"env-{env:03d}") not in sources:
             raise InputError(f"{run} has no network of environment {env}; it has {', '.join(map(str, sources))}")

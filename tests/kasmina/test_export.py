@@ -14,9 +14,19 @@ from torch import nn
 
 import esper
 from bodies import ALL, empty, make_body, set_seed
+from crashes import at_every_call
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.body import Body
-from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY, GrownNetwork, grown_network, load_network, save_network
+from esper.kasmina.export import (
+    MODEL,
+    PROGRAM,
+    TOPOLOGY,
+    GrownNetwork,
+    grown_network,
+    load_network,
+    read_topology,
+    save_network,
+)
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
@@ -262,6 +272,22 @@ def test_saving_again_replaces_what_is_there(tmp_path):
         save_network(tmp_path, network, topology, EXAMPLE)
     x = torch.randn(3, INPUTS)
     assert torch.equal(load_network(tmp_path, factory(2))(x), network(x))
+
+
+def test_a_crash_between_any_two_system_calls_leaves_the_old_network_or_the_new(tmp_path, monkeypatch):
+    one, other = (network_of(*grown({0: name})) for name in ("affine", "mlp-small"))
+    shapeless = EXAMPLE[:, :1]  # of which no program is made, which would take most of the time
+    folder, found = tmp_path / "env-000", []
+
+    def prepare():
+        assert save_network(folder, *one, shapeless) is not None
+
+    for _ in at_every_call(monkeypatch, prepare, lambda: save_network(folder, *other, shapeless)):
+        load_network(folder, factory(2))
+        found.append(read_topology(folder)["seeds"][0]["blueprint"])
+    assert len(found) > 10, "or this test shows nothing"
+    assert found == sorted(found)
+    assert set(found) == {"affine", "mlp-small"}
 
 
 class Tied(nn.Module):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from esper.leyline.errors import InputError
-from esper.nissa.files import OWN, check_folder, create_folder, is_run, write_atomic
+from esper.nissa.files import OWN, check_folder, create_folder, is_run
 
 
 def make_run(folder):
@@ -14,20 +14,6 @@ def make_run(folder):
     (folder / "models" / "env-000").mkdir(parents=True)
     (folder / "models" / "env-000" / "topology.json").write_text("old")
     return folder
-
-
-def test_a_file_is_written_whole_under_its_name_alone(tmp_path):
-    write_atomic(tmp_path / "a.json", "one")
-    write_atomic(tmp_path / "a.json", b"two")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-    assert (tmp_path / "a.json").read_text() == "two"
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
-    (tmp_path / "a.json").mkdir()  # a rename over a folder fails
-    with pytest.raises(OSError, match=r"a\.json"):
-        write_atomic(tmp_path / "a.json", "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize("make", [lambda folder: None, lambda folder: folder.mkdir()])
@@ -62,6 +48,13 @@ def test_overwriting_removes_what_is_ours_and_nothing_else(tmp_path):
     create_folder(folder, overwrite=True)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
     assert not is_run(folder)
+
+
+def test_overwriting_removes_what_a_kill_left_beside_the_controller(tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / ".controller.old").mkdir()
+    create_folder(folder, overwrite=True)
+    assert list(folder.iterdir()) == []
 
 
 def test_overwriting_follows_no_link_out_of_the_folder(tmp_path):

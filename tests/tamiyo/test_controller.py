@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from crashes import at_every_call
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import InputError
 from esper.leyline.view import take
@@ -309,6 +310,23 @@ def test_a_policy_is_written_over_an_older_one(trained, saved):
     other = Policy.fresh(trained.language, 5)
     save_policy(other, saved)
     assert torch.equal(load_policy(saved).network.op_head[0].weight, other.network.op_head[0].weight)
+
+
+def test_a_crash_between_any_two_system_calls_leaves_the_old_controller_or_the_new(trained, tmp_path, monkeypatch):
+    one, other = (Policy.fresh(trained.language, seed) for seed in (5, 6))
+    one.origin, other.origin = {"seed": 5}, {"seed": 6}
+    folder, found = tmp_path / "controller", []
+
+    def prepare():
+        save_policy(one, folder)
+
+    for _ in at_every_call(monkeypatch, prepare, lambda: save_policy(other, folder)):
+        assert is_controller(folder)
+        found.append(load_policy(folder).origin["seed"])
+    assert len(found) > 10, "or this test shows nothing"
+    assert found == sorted(found)
+    assert set(found) == {5, 6}
+    assert [path.name for path in tmp_path.iterdir()] == ["controller"]
 
 
 def test_weights_and_facts_of_two_controllers_do_not_go_together(trained, saved, tmp_path):

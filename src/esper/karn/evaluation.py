@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
-from esper.nissa.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

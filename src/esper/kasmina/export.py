@@ -1,9 +1,8 @@
 """Grown networks as plain PyTorch: one module, one folder, loadable where only torch is installed."""
 
 import dataclasses
+import io
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.body import Body, Seed
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.actions import Blend
+from esper.leyline.disk import standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Tap
 from esper.leyline.stages import IN_BUDGET, Stage
@@ -163,7 +163,9 @@ def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
 
 
 def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], example: Tensor) -> str | None:
-    """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone.
+    """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone, as a folder.
+
+    It takes the place of a network of that name, and a crash leaves the old one or the new.
 
     example (B, ...) with B >= 2 fixes the shape and dtype of an input. A network that torch.export cannot trace is written
     without a program; returns the reason then, and None otherwise.
@@ -174,23 +176,21 @@ def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], 
         program = torch.export.export(network, (example,), dynamic_shapes=({0: batch},))
     except Exception as error:  # torch.export raises errors of many kinds, none of which may cost the trained weights
         failure = (str(error).splitlines() or [type(error).__name__])[0]
+    # Copies, because safetensors refuses a weight that two layers share.
+    weights = network.state_dict().items()
+    files = {
+        MODEL: save({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights}),
+        TOPOLOGY: (json.dumps(topology, indent=2, allow_nan=False) + "\n").encode(),
+    }
+    if program is not None:
+        stored = io.BytesIO()
+        torch.export.save(program, stored)
+        files[PROGRAM] = stored.getvalue()
+    strange = {path.name for path in folder.iterdir()} - {MODEL, TOPOLOGY, PROGRAM} if folder.exists() else ()
+    if strange:
+        raise InputError(f"{folder} holds {', '.join(sorted(strange))} beside a network; name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        new = Path(scratch) / folder.name  # renamed when whole, so that a killed run leaves no half of a network
-        new.mkdir()
-        # Copies, because safetensors refuses a weight that two layers share.
-        weights = network.state_dict().items()
-        stored = save({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights})
-        (new / MODEL).write_bytes(stored)
-        (new / TOPOLOGY).write_text(json.dumps(topology, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        if program is not None:
-            torch.export.save(program, new / PROGRAM)
-        if folder.exists():
-            strange = {path.name for path in folder.iterdir()} - {MODEL, TOPOLOGY, PROGRAM}
-            if strange:
-                raise InputError(f"{folder} holds {', '.join(sorted(strange))} beside a network; name another folder")
-            shutil.rmtree(folder)
-        new.rename(folder)
+    write_folder(folder, files)
     return failure
 
 
@@ -199,6 +199,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
 
     Raises InputError, naming the file, where one is missing, is not what it should be, or does not fit the host.
     """
+    folder = standing(folder)
     topology = read_topology(folder)
     with drawn_with(0):
         base = host()
@@ -235,7 +236,7 @@ def check_size(folder: Path, parameters: int) -> None:
     So what a topology asks for is no larger than what was brought along, and is built only then.
     """
     try:
-        size = (folder / MODEL).stat().st_size
+        size = (standing(folder) / MODEL).stat().st_size
     except OSError as error:
         raise InputError(f"{folder / MODEL}: {error.strerror}; export the network again") from None
     if parameters > size:
@@ -247,7 +248,7 @@ def check_size(folder: Path, parameters: int) -> None:
 
 def read_topology(folder: Path) -> dict[str, Any]:
     """topology.json of an exported network. InputError where it is missing, damaged or of another format."""
-    path = folder / TOPOLOGY
+    path = standing(folder) / TOPOLOGY
     try:
         topology = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,12 +1,12 @@
-"""The folder of a run: its names, who may write there, and files that are whole or absent."""
+"""The folder of a run: its names, who may write there, and where its events are cut."""
 
 import itertools
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
+from esper.leyline.disk import remove, write_atomic
 from esper.leyline.errors import InputError
 from esper.nissa.lock import is_lock
 
@@ -15,50 +15,15 @@ ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 MODELS = "models"
 CHECKPOINTS = "checkpoints"
+CONTROLLER = "controller"
 SUMMARY = "summary.json"
-OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, CHECKPOINTS, "controller", "report.html", CONFIG)
+OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, CHECKPOINTS, CONTROLLER, "report.html", CONFIG)
 """What Esper writes into a run folder beside its lock, the config last: until it is gone, the folder counts as a run."""
 
 
 def to_json(value: Any) -> str:
     """Strict JSON for people: indented, and a ValueError rather than a NaN."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `path` so that a reader, or a crash, finds either the old content or all of the new.
-
-    The content goes to a temporary name beside it, is flushed to the disk, and takes the name in one rename.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        write_synced(temporary, content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and see that its content survives a crash of the machine."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        rest = memoryview(data)
-        while rest:  # a nearly full disk takes a part of it first
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """See that the names in a folder survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def cut_events(folder: Path, rows: int) -> Path | None:
@@ -122,11 +87,12 @@ def create_folder(folder: Path, overwrite: bool = False) -> None:
     check_folder(folder, overwrite)
     make_folder(folder)
     try:
-        for path in (*folder.glob("events-cut-*.jsonl"), *(folder / name for name in OWN)):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        for path in (
+            *folder.glob("events-cut-*.jsonl"),
+            *folder.glob(f".{CONTROLLER}.*"),
+            *(folder / name for name in OWN),
+        ):
+            remove(path)
     except OSError as error:
         raise _unwritable(error) from None
 

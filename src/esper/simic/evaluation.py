@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config, build_config
+from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.view import Floats, Outcome, View, take
-from esper.nissa.files import write_atomic
 from esper.simic.environment import describe_environment
 from esper.simic.rewards import objective
 from esper.simic.statistics import (

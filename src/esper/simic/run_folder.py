@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from esper.leyline.config import Config, dump_config
+from esper.leyline.disk import write_atomic
 from esper.nissa.events import RunRow
 from esper.nissa.files import (
     CONFIG,
@@ -16,7 +17,6 @@ from esper.nissa.files import (
     is_run,
     make_folder,
     to_json,
-    write_atomic,
 )
 from esper.nissa.hub import Hub
 from esper.nissa.lock import Lock

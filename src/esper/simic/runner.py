@@ -242,7 +242,6 @@ def _rounds(
             return "interrupted"
         due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
         if due and number >= -1 and school.validate(number, figures) and folder is not None:
-            (folder / FOLDER).mkdir(exist_ok=True)
             save_policy(school.best_policy(), folder / FOLDER)
         seconds = time.perf_counter() - begin
         known = {name: value if math.isfinite(value) else None for name, value in figures.items()}

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from esper.leyline.actions import Actions, Blend, Head, Op
+from esper.leyline.disk import standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, scalar, uniform
 from esper.leyline.stages import Stage
@@ -241,14 +242,11 @@ class Learned(Rule):
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """Write the two files into a folder that exists; weights first, and the JSON, which holds their sha256, by a rename."""
-    state = {name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()}
-    scratch = folder / f"{WEIGHTS}.new"
-    save_file(state, scratch)
-    digest = hashlib.sha256(scratch.read_bytes()).hexdigest()
+    """Write the two files as a folder, in place of the one of that name; a crash leaves the old one or the new."""
+    weights = save({name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()})
     facts = {
         "version": VERSION,
-        "sha256": digest,
+        "sha256": hashlib.sha256(weights).hexdigest(),
         "vocabulary": _vocabulary(),
         "language": policy.language._asdict(),
         "normaliser": {
@@ -258,15 +256,13 @@ def save_policy(policy: Policy, folder: Path) -> None:
         "settings": dict(policy.settings),
         "origin": dict(policy.origin),
     }
-    facts["checksum"] = _checksum(facts)
-    text = folder / f"{FACTS}.new"
-    text.write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    scratch.rename(folder / WEIGHTS)
-    text.rename(folder / FACTS)
+    text = json.dumps({**facts, "checksum": _checksum(facts)}, indent=2, allow_nan=False) + "\n"
+    write_folder(folder, {WEIGHTS: weights, FACTS: text.encode()})
 
 
 def load_policy(folder: Path) -> Policy:
     """The policy of a folder that `save_policy` wrote. InputError where a file is missing, damaged, or of another format."""
+    folder = standing(folder)
     facts = _read_facts(folder)
     weights = folder / WEIGHTS
     if not weights.is_file() or weights.is_symlink() or weights.stat().st_size > _LARGEST:
@@ -294,13 +290,13 @@ def load_policy(folder: Path) -> Policy:
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
     """The config under which a controller decides, without its weights. InputError as `load_policy`."""
-    settings: dict[str, Any] = _read_facts(folder)["settings"]
+    settings: dict[str, Any] = _read_facts(standing(folder))["settings"]
     return settings
 
 
 def is_controller(folder: Path) -> bool:
     """Whether a folder claims to hold a controller."""
-    return (folder / FACTS).is_file()
+    return (standing(folder) / FACTS).is_file()
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:

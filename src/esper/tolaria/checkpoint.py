@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping
@@ -26,8 +25,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from esper.leyline.config import CheckpointConfig
+from esper.leyline.disk import remove, sync_folder, write_atomic, write_folder
 from esper.leyline.errors import InputError
-from esper.nissa.files import CHECKPOINTS, CONFIG, sync_folder, write_atomic, write_synced
+from esper.nissa.files import CHECKPOINTS, CONFIG
 
 Tree = dict[str, Any]
 """Nested dicts (with names as keys) and lists of arrays, tensors, numbers, texts, booleans and None."""
@@ -147,15 +147,7 @@ class Checkpoints:
         sync_folder(self.folder.parent)
         self._sweep()
         name = f"step-{number:06d}"
-        scratch, target = self.folder / f".{name}.new", self.folder / name
-        scratch.mkdir()
-        write_synced(scratch / TENSORS, data)
-        write_synced(scratch / FACTS, text)
-        sync_folder(scratch)
-        if os.path.lexists(target):  # one that was damaged, or that no `latest` ever named
-            os.rename(target, self.folder / f".{name}.old")
-        os.rename(scratch, target)
-        sync_folder(self.folder)
+        write_folder(self.folder / name, {TENSORS: data, FACTS: text})
         write_atomic(self.folder / LATEST, f"{name} {_sha256(text)}\n")
         self.last, self._written = number, time.monotonic()
         self._retain(name)
@@ -170,10 +162,7 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Remove what a crash, or `_retain`, left under a temporary name."""
         for path in self.folder.glob(".step-*"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            remove(path)
 
     # Reading.
 

@@ -1,0 +1,89 @@
+"""Files and folders that are whole or absent, whatever moment a crash comes at."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write `path` so that a reader, or a crash, finds either the old content or all of the new.
+
+    The content goes to a temporary name beside it, is flushed to the disk, and takes the name in one rename.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write_synced(temporary, content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a folder of files in place of the one of that name, so that a crash leaves all of the old one or of the new.
+
+    No system call exchanges two folders everywhere, so the old one steps aside for a moment: `standing` finds it there, and
+    the next `write_folder` puts it back first.
+    """
+    new, old = _aside(folder, "new"), _aside(folder, "old")
+    if os.path.lexists(old) and not os.path.lexists(folder):
+        os.rename(old, folder)
+    remove(new)
+    remove(old)
+    try:
+        new.mkdir()
+        for name, data in files.items():
+            write_synced(new / name, data)
+        sync_folder(new)
+    except OSError:
+        remove(new)  # a full disk has use for the room
+        raise
+    if os.path.lexists(folder):
+        os.rename(folder, old)
+    os.rename(new, folder)
+    sync_folder(folder.parent)
+    remove(old)
+
+
+def standing(folder: Path) -> Path:
+    """Where to read what `write_folder` wrote: under its name or, behind a crash between two renames, beside it."""
+    if os.path.lexists(folder):
+        return folder
+    old = _aside(folder, "old")
+    return old if old.is_dir() and not old.is_symlink() else folder
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (not what it leads to) or a folder with all that it holds, where there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and see that its content survives a crash of the machine."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:  # a nearly full disk takes a part of it first
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """See that the names in a folder survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(folder: Path, part: str) -> Path:
+    """The name beside a folder under which it is made (new), or steps aside (old)."""
+    return folder.with_name(f".{folder.name}.{part}")

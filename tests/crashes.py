@@ -1,0 +1,42 @@
+"""A machine that stops between two system calls, as often as there are calls."""
+
+import os
+
+CALLS = ("mkdir", "rmdir", "unlink", "rename", "replace", "truncate", "ftruncate", "fsync", "write", "open", "link")
+
+
+class Crash(BaseException):
+    """The machine stops: nothing that runs after it has an effect."""
+
+
+def crashing(monkeypatch, at):
+    """From the system call number `at` on, every one that changes the disk fails; returns the list of those made."""
+    made = []
+
+    def counted(name, real):
+        def call(*arguments, **named):
+            if len(made) >= at:
+                raise Crash
+            made.append(name)
+            return real(*arguments, **named)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    return made
+
+
+def at_every_call(monkeypatch, prepare, act):
+    """`prepare` and then `act`, with a crash at each system call of `act` in turn; yields after each, and after none at last."""
+    at, whole = 0, False
+    while not whole:
+        prepare()
+        with monkeypatch.context() as crashed:
+            crashing(crashed, at)
+            try:
+                act()
+                whole = True
+            except Crash:
+                at += 1
+        yield
