@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from disks import full, tmpfs  # noqa: F401  fixtures for all
+
 torch.set_num_threads(1)
 
 

@@ -172,6 +172,16 @@ def test_two_runs_of_one_new_folder_are_kept_apart(tmp_path):
     assert rows == list(range(len(rows)))
 
 
+def test_a_disk_that_stays_full_ends_a_run_with_the_command_that_goes_on(esper, full):
+    disk = full(r"/\.step-000002\.new/", 10**9)
+    code, out, err = esper(*GROW, *OFTEN, "--set", "faults.disk_seconds=0", "--run", "r")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("error: cannot write r/checkpoints/step-000002: No space left on device")
+    assert err.endswith("`esper resume r` goes on\n")
+    disk.times = 0
+    assert esper("resume", "r", "--json")[0] == 0
+
+
 def test_overwriting_removes_cut_events_too(esper):
     arguments = ["grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--run", "r"]
     esper(*arguments)

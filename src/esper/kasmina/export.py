@@ -18,7 +18,7 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.body import Body, Seed
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.actions import Blend
-from esper.leyline.disk import standing, write_folder
+from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Tap
 from esper.leyline.stages import IN_BUDGET, Stage
@@ -162,7 +162,9 @@ def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
     return seed
 
 
-def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], example: Tensor) -> str | None:
+def save_network(
+    folder: Path, network: nn.Module, topology: Mapping[str, Any], example: Tensor, patience: Patient = at_once
+) -> str | None:
     """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone, as a folder.
 
     It takes the place of a network of that name, and a crash leaves the old one or the new.
@@ -189,8 +191,12 @@ def save_network(folder: Path, network: nn.Module, topology: Mapping[str, Any], 
     strange = {path.name for path in folder.iterdir()} - {MODEL, TOPOLOGY, PROGRAM} if folder.exists() else ()
     if strange:
         raise InputError(f"{folder} holds {', '.join(sorted(strange))} beside a network; name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    write_folder(folder, files)
+
+    def put() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, files)
+
+    patience(folder, put)
     return failure
 
 

@@ -207,6 +207,14 @@ class GovernorConfig(_Section):
     )
 
 
+class FaultsConfig(_Section):
+    """What a run puts up with before it stops, so that it can be resumed."""
+
+    disk_seconds: float = Field(
+        300.0, ge=0, description="how long a run waits for room where the disk is full; 0 stops it at once [seconds]"
+    )
+
+
 class HeuristicConfig(_Section):
     """The rule `heuristic`."""
 
@@ -283,6 +291,7 @@ class Config(_Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     governor: GovernorConfig = GovernorConfig()
+    faults: FaultsConfig = FaultsConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
     ppo: PPOConfig = PPOConfig()
 

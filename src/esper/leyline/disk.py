@@ -2,8 +2,16 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+Patient = Callable[[Path, Callable[[], None]], None]
+"""Calls what writes a path, once or, where the disk is full, until there is room."""
+
+
+def at_once(path: Path, write: Callable[[], None]) -> None:
+    """A `Patient` that waits for nothing."""
+    write()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

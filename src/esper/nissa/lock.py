@@ -70,6 +70,7 @@ class Lock:
                 os.ftruncate(descriptor, 0)
                 _write(descriptor, self._owner)
             except OSError:
+                self.path.unlink()
                 os.close(descriptor)
                 self._owner = None
                 raise

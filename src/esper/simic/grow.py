@@ -14,6 +14,7 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config
+from esper.leyline.disk import Patient
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.task import AnyTask, Split
@@ -84,7 +85,10 @@ def grow(
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     get_blueprint(config.heuristic.blueprint)  # a task may lack it; a name that nothing has is a mistake
-    with Interrupt() as interrupt, RunFolder(folder, config, watch.note, overwrite=overwrite, resume=resume) as run:
+    with (
+        Interrupt() as interrupt,
+        RunFolder(folder, config, watch.note, interrupt, overwrite=overwrite, resume=resume) as run,
+    ):
         engine, found = VectorizedEngine(task.sealed(), config, run.hub), run.found
         if found is None:
             episode = Episode(engine.reset())
@@ -102,8 +106,8 @@ def grow(
             figures = _figures(engine, task, config)
             networks = [engine.export(env) for env in range(config.envs)]
             written = Written([], [])
-            if folder is not None:
-                written = _write_networks(engine, task, config, folder, networks, figures, watch)
+            if run.path is not None:
+                written = _write_networks(engine, task, config, run.path, networks, figures, watch, run.patience)
             summary = {
                 **_asked(engine, config, played),
                 **figures,
@@ -277,6 +281,7 @@ def _write_networks(
     networks: Sequence[tuple[nn.Module, dict[str, Any]]],
     figures: Summary,
     watch: Watch,
+    patience: Patient,
 ) -> Written:
     """Export the networks that the config asks for into the run folder."""
     written = Written(_chosen(config, figures["validation_objective"]["grown"]), [])
@@ -286,7 +291,7 @@ def _write_networks(
         problem = task.instance(int(engine.space.instance[env]))
         example = problem.read(problem.probe.x[:2]).cpu()
         path = folder / MODELS / f"env-{env:03d}"
-        failure = save_network(path, *networks[env], example)
+        failure = save_network(path, *networks[env], example, patience)
         if failure is not None:
             watch.note(f"{path} has no {PROGRAM}, as torch.export cannot trace the network: {failure}")
             written.untraced.append(env)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from esper.leyline.config import Config, build_config
+from esper.leyline.disk import Patient
 from esper.leyline.errors import InputError
 from esper.nissa.files import CONFIG, SUMMARY, cut_events, is_run
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
@@ -67,11 +68,13 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) and summary.get("status") == "finished" else None
 
 
-def take_up(folder: Path, config: Config, note: Callable[[str], None]) -> tuple[Checkpoints, Checkpoint | None]:
+def take_up(
+    folder: Path, config: Config, note: Callable[[str], None], patience: Patient
+) -> tuple[Checkpoints, Checkpoint | None]:
     """The checkpoints of a run and the one to go on from, None where there is none. InputError where it is another run."""
     if read_config(folder) != config:
         raise InputError(f"{folder / CONFIG} is not the config of this run; resume it with what it says")
-    store = Checkpoints(folder, config.checkpoint)
+    store = Checkpoints(folder, config.checkpoint, patience)
     found = store.read(note)
     note(f"going on after step {found.number}" if found else "no complete checkpoint: starting again from config.yaml")
     return store, found

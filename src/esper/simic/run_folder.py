@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from esper.leyline.config import Config, dump_config
-from esper.leyline.disk import write_atomic
+from esper.leyline.disk import Patient, at_once, write_atomic
 from esper.nissa.events import RunRow
 from esper.nissa.files import (
     CONFIG,
@@ -20,7 +20,9 @@ from esper.nissa.files import (
 )
 from esper.nissa.hub import Hub
 from esper.nissa.lock import Lock
-from esper.nissa.outputs import JsonLines
+from esper.nissa.outputs import JsonLines, Output
+from esper.nissa.patience import Patience
+from esper.simic.interrupt import Interrupt
 from esper.simic.resume import fitting, reopen_run, take_up
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
 
@@ -37,13 +39,19 @@ class RunFolder:
         path: Path | None,
         config: Config,
         note: Callable[[str], None],
+        interrupt: Interrupt,
         *,
         overwrite: bool = False,
         resume: bool = False,
     ) -> None:
         self.path, self.config, self.note = path, config, note
         self.overwrite, self.resume = overwrite, resume
-        self.hub = Hub([JsonLines(path / EVENTS)] if path is not None else [], config.telemetry.level)
+        self.patience: Patient = at_once
+        outputs: list[Output] = []
+        if path is not None:
+            self.patience = Patience(config.faults.disk_seconds, note, path, lambda: interrupt.asked)
+            outputs.append(JsonLines(path / EVENTS, self.patience))
+        self.hub = Hub(outputs, config.telemetry.level)
         self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
@@ -67,28 +75,17 @@ class RunFolder:
         if not self.resume:
             check_folder(path, self.overwrite)
         if is_run(path) if self.resume else path.is_dir():
-            lock.take()
+            self.patience(lock.path, lock.take)
         if self.resume:
-            self.store, self.found = take_up(path, self.config, self.note)
+            self.store, self.found = take_up(path, self.config, self.note, self.patience)
         if self.found is not None:
             with fitting(self.found):
                 self.hub.seq = self.found.state["seq"]
 
     def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
         """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing of it."""
-        if self.path is not None and self.resume:
-            reopen_run(self.path, self.hub.seq, self.note)
-        elif self.path is not None and self.lock is not None:
-            if not self.lock.held:
-                make_folder(self.path)
-                self.lock.take()
-            create_folder(
-                self.path, self.overwrite
-            )  # checked once more, as a run may have come and gone before the lock
-            write_atomic(self.path / CONFIG, dump_config(self.config))
-            self.store = Checkpoints(self.path, self.config.checkpoint)
-        if self.path is not None and not (self.path / ENVIRONMENT).exists():  # a kill may have come before it
-            write_atomic(self.path / ENVIRONMENT, to_json(environment()))
+        if self.path is not None and self.lock is not None:
+            self._make(self.path, self.lock, environment)
         if self.found is None:
             self.hub.emit(row)
 
@@ -97,4 +94,20 @@ class RunFolder:
         self.hub.emit(row)
         self.hub.flush()
         if self.path is not None:
-            write_atomic(self.path / SUMMARY, to_json(summary))
+            self._write(self.path / SUMMARY, to_json(summary))
+
+    def _make(self, path: Path, lock: Lock, environment: Callable[[], Mapping[str, Any]]) -> None:
+        if self.resume:
+            self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.note))
+        else:
+            if not lock.held:
+                make_folder(path)
+                self.patience(lock.path, lock.take)
+            create_folder(path, self.overwrite)  # checked once more, as a run may have come and gone before the lock
+            self._write(path / CONFIG, dump_config(self.config))
+            self.store = Checkpoints(path, self.config.checkpoint, self.patience)
+        if not (path / ENVIRONMENT).exists():  # a kill may have come before it
+            self._write(path / ENVIRONMENT, to_json(environment()))
+
+    def _write(self, path: Path, content: str) -> None:
+        self.patience(path, lambda: write_atomic(path, content))

@@ -162,7 +162,10 @@ def train(
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
     whole = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
-    with Interrupt() as interrupt, RunFolder(folder, whole, watch.note, overwrite=overwrite, resume=resume) as run:
+    with (
+        Interrupt() as interrupt,
+        RunFolder(folder, whole, watch.note, interrupt, overwrite=overwrite, resume=resume) as run,
+    ):
         cohorts = [_cohort(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
         policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
         school, before = School(cohorts, policy, config, reward), 0.0  # seconds of the run until it was taken up
@@ -174,7 +177,7 @@ def train(
         keeper = Keeper(run.store, school, run.hub, started - before)
         status: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            status = _rounds(school, config, folder, run.hub, interrupt, watch, keeper)
+            status = _rounds(school, config, run, interrupt, watch, keeper)
         except KeyboardInterrupt:
             status = "interrupted"
             raise
@@ -225,8 +228,7 @@ class Keeper(NamedTuple):
 def _rounds(
     school: "School",
     config: Config,
-    folder: Path | None,
-    hub: Hub,
+    run: RunFolder,
     interrupt: Interrupt,
     watch: Progress,
     keeper: Keeper,
@@ -241,11 +243,11 @@ def _rounds(
             watch.note("interrupted; the best controller so far is kept")
             return "interrupted"
         due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
-        if due and number >= -1 and school.validate(number, figures) and folder is not None:
-            save_policy(school.best_policy(), folder / FOLDER)
+        if due and number >= -1 and school.validate(number, figures) and run.path is not None:
+            save_policy(school.best_policy(), run.path / FOLDER, run.patience)
         seconds = time.perf_counter() - begin
         known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
+        run.hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
         watch.round(number, config.ppo.rounds, figures)
         keeper.now()
     return "finished"

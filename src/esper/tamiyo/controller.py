@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from esper.leyline.actions import Actions, Blend, Head, Op
-from esper.leyline.disk import standing, write_folder
+from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, scalar, uniform
 from esper.leyline.stages import Stage
@@ -241,7 +241,7 @@ class Learned(Rule):
         self.mind.load_state(state["mind"])
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
+def save_policy(policy: Policy, folder: Path, patience: Patient = at_once) -> None:
     """Write the two files as a folder, in place of the one of that name; a crash leaves the old one or the new."""
     weights = save({name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()})
     facts = {
@@ -257,7 +257,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
         "origin": dict(policy.origin),
     }
     text = json.dumps({**facts, "checksum": _checksum(facts)}, indent=2, allow_nan=False) + "\n"
-    write_folder(folder, {WEIGHTS: weights, FACTS: text.encode()})
+    patience(folder, lambda: write_folder(folder, {WEIGHTS: weights, FACTS: text.encode()}))
 
 
 def load_policy(folder: Path) -> Policy:

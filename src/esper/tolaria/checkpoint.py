@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from esper.leyline.config import CheckpointConfig
-from esper.leyline.disk import remove, sync_folder, write_atomic, write_folder
+from esper.leyline.disk import Patient, at_once, remove, sync_folder, write_atomic, write_folder
 from esper.leyline.errors import InputError
 from esper.nissa.files import CHECKPOINTS, CONFIG
 
@@ -114,9 +114,9 @@ def unflatten(tensors: Mapping[str, Tensor], plain: Any) -> Any:
 class Checkpoints:
     """Those of one run folder: when one is due, how it is written, which are kept, and which is read."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, patience: Patient = at_once) -> None:
         """The folder's config.yaml must be there: a run is known by the sha256 of it."""
-        self.folder, self.config = folder / CHECKPOINTS, config
+        self.folder, self.config, self.patience = folder / CHECKPOINTS, config, patience
         self.run = _sha256((folder / CONFIG).read_bytes())
         self.last = 0  # steps that had been taken at the last one
         self._written = time.monotonic()
@@ -143,14 +143,18 @@ class Checkpoints:
             "state": plain,
         }
         text = json.dumps({**facts, "checksum": _checksum(facts)}, allow_nan=False).encode()
-        self.folder.mkdir(exist_ok=True)
-        sync_folder(self.folder.parent)
-        self._sweep()
         name = f"step-{number:06d}"
-        write_folder(self.folder / name, {TENSORS: data, FACTS: text})
-        write_atomic(self.folder / LATEST, f"{name} {_sha256(text)}\n")
+
+        def put() -> None:
+            self.folder.mkdir(exist_ok=True)
+            sync_folder(self.folder.parent)
+            self._sweep()
+            write_folder(self.folder / name, {TENSORS: data, FACTS: text})
+            write_atomic(self.folder / LATEST, f"{name} {_sha256(text)}\n")
+            self._retain(name)
+
+        self.patience(self.folder / name, put)
         self.last, self._written = number, time.monotonic()
-        self._retain(name)
 
     def _retain(self, latest: str) -> None:
         """Remove all but the last `keep`; the one that `latest` names stays."""
