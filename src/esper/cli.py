@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, OutOfMemory, asked_for, is_shortage
 
 app = typer.Typer(
     name="esper",
@@ -41,8 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except InputError as error:
         _fail(error, 2)
-    except OSError as error:
+    except (OSError, OutOfMemory) as error:
         _fail(error, 1)
+    except (MemoryError, RuntimeError) as error:  # outside a run, which says more
+        if not is_shortage(error):
+            raise
+        asked = asked_for(error)
+        _fail(OutOfMemory(f"memory ran out{f': {asked} were asked for' if asked else ''}; free some, or lower envs"), 1)
 
 
 def _print_version(asked: bool) -> None:

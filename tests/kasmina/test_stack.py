@@ -1,5 +1,7 @@
 """A stack runs many copies of a module as if each were alone, in whichever way it is run."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -146,19 +148,27 @@ def test_vmap_refuses_dropout_by_name():
 class Starved(nn.Module):
     """What a device without memory left does to a call of many rows; row by row there would be enough."""
 
-    def __init__(self):
+    def __init__(self, error):
         super().__init__()
-        self.linear = nn.Linear(2, 2)
+        self.linear, self.error = nn.Linear(2, 2), error
 
     def forward(self, x):
         if torch._C._functorch.is_batchedtensor(x):
-            raise torch.OutOfMemoryError("out of memory")
+            raise self.error
         return self.linear(x)
 
 
-def test_a_lack_of_memory_is_said_and_not_taken_for_what_vmap_cannot_map():
-    stack = Stack(Starved(), 3)
-    with pytest.raises(torch.OutOfMemoryError):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes."),
+    ],
+    ids=["cuda", "cpu"],
+)
+def test_a_lack_of_memory_is_said_and_not_taken_for_what_vmap_cannot_map(error):
+    stack = Stack(Starved(error), 3)
+    with pytest.raises(type(error), match=re.escape(str(error))):
         stack(torch.zeros(3, 4, 2), slice(0, 3))
 
 

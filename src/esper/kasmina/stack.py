@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina import streams
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, is_shortage
 
 # A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not
 # contiguous. The optimizer gains more from one contiguous tensor of all gradients than backward loses.
@@ -205,7 +205,7 @@ class Stack:
             try:
                 y = vmap(lambda p, v: functional_call(what.module, p, (v,), tie_weights=False))(inner, x)
             except RuntimeError as error:
-                if self.mapping == "vmap" or isinstance(error, torch.OutOfMemoryError):
+                if self.mapping == "vmap" or is_shortage(error):
                     raise
                 # What vmap cannot map (recurrences, draws, branches on data), a loop runs, or says what is wrong with it.
                 self._parts[part] = what._replace(way="loop")

@@ -1,5 +1,28 @@
-"""The error for what a person gave us."""
+"""The errors that are one sentence: what a person gave us, and memory that ran out."""
+
+import re
+
+_SHORTAGE = re.compile(r"out of memory|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE)
+_ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.,]+ (?:bytes|[KMGTPE]iB))", re.IGNORECASE)
 
 
 class InputError(ValueError):
     """Bad input: one sentence that names what was given, what is accepted, and the mend. The command line exits with 2."""
+
+
+class OutOfMemory(RuntimeError):
+    """Memory ran out: one sentence with where, how much of it, and what to lower. The command line exits with 1."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: Python's, NumPy's, and torch's of any device, whose CPU has no own class."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_SHORTAGE.search(str(error))))
+
+
+def asked_for(error: BaseException) -> str | None:
+    """The amount that could not be had, in the error's own words; None where it does not say."""
+    found = _ASKED.search(str(error))
+    if found is None:
+        return None
+    amount, unit = found[1].split()
+    return f"{int(amount) / 2**20:,.0f} MiB" if unit == "bytes" and amount.isdigit() else f"{amount} {unit}"

@@ -15,7 +15,7 @@ from esper.kasmina.export import PROGRAM, save_network
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config
 from esper.leyline.disk import Patient
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, OutOfMemory
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.task import AnyTask, Split
 from esper.leyline.view import Floats, View
@@ -24,7 +24,7 @@ from esper.nissa.files import MODELS
 from esper.nissa.hub import Hub
 from esper.simic.environment import describe_environment
 from esper.simic.interrupt import Interrupt
-from esper.simic.resume import fitting
+from esper.simic.resume import fitting, left
 from esper.simic.rewards import objective
 from esper.simic.run_folder import RunFolder
 from esper.tolaria.checkpoint import Checkpoints
@@ -99,7 +99,7 @@ def grow(
                 episode = _restored(engine, client, found.state)
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
         keeper = Keeper(run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started)
-        with _closing_row(run.hub, engine, config):
+        with _closing_row(run.hub, engine, config, folder), engine.timer.memory("between steps"):
             played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
                 watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
@@ -122,13 +122,16 @@ def grow(
 
 
 @contextmanager
-def _closing_row(hub: Hub, engine: VectorizedEngine, config: Config) -> Iterator[None]:
-    """A second SIGINT leaves no summary; that the run is over stands in its events all the same."""
+def _closing_row(hub: Hub, engine: VectorizedEngine, config: Config, folder: Path | None) -> Iterator[None]:
+    """A second SIGINT and a lack of memory leave no summary; that the run is over stands in its events all the same."""
     try:
         yield
     except KeyboardInterrupt:
         hub.emit(_run_row(engine, config, "interrupted"))
         raise
+    except OutOfMemory as error:
+        hub.emit(_run_row(engine, config, "failed"))
+        raise left(error, folder) from None
 
 
 @dataclass

@@ -10,7 +10,7 @@ import yaml
 
 from esper.leyline.config import Config, build_config
 from esper.leyline.disk import Patient
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, OutOfMemory
 from esper.nissa.files import CONFIG, SUMMARY, cut_events, is_run
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
 
@@ -92,6 +92,13 @@ def fitting(found: Checkpoint) -> Iterator[None]:
             f"the checkpoint of step {found.number} does not fit the task and the controller as they are now ({error}); put "
             "back what was there, or start a new run"
         ) from None
+
+
+def left(error: OutOfMemory, folder: Path | None) -> OutOfMemory:
+    """The error of a run that memory ran out for, with how to go on where there is a folder to go on from."""
+    if folder is None:
+        return error
+    return OutOfMemory(f"{error}; the run is as its last checkpoint has it: esper resume {folder} goes on there")
 
 
 def reopen_run(folder: Path, rows: int, note: Callable[[str], None]) -> None:

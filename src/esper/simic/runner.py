@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Op
 from esper.leyline.config import Config, RewardConfig, build_config
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, OutOfMemory
 from esper.leyline.keys import Purpose, key, scalar
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.stages import Stage
@@ -27,7 +27,7 @@ from esper.simic.grow import Summary
 from esper.simic.imitation import Apprentice
 from esper.simic.interrupt import Interrupt
 from esper.simic.ppo import PPO
-from esper.simic.resume import PAID, fitting, with_cohorts
+from esper.simic.resume import PAID, fitting, left, with_cohorts
 from esper.simic.rewards import get_reward, objective
 from esper.simic.rollout import Rollout
 from esper.simic.run_folder import RunFolder
@@ -177,10 +177,13 @@ def train(
         keeper = Keeper(run.store, school, run.hub, started - before)
         status: Literal["finished", "interrupted", "failed"] = "failed"
         try:
-            status = _rounds(school, config, run, interrupt, watch, keeper)
+            with cohorts[0].engine.timer.memory("between steps"):
+                status = _rounds(school, config, run, interrupt, watch, keeper)
         except KeyboardInterrupt:
             status = "interrupted"
             raise
+        except OutOfMemory as error:
+            raise left(error, folder) from None
         finally:
             summary = {
                 "status": status,

@@ -87,8 +87,8 @@ class VectorizedEngine:
         self.config = config
         self.device = resolve_device(config.device)
         self.hub = hub or Hub()
-        self.timer = PhaseTimer(self.device)
         self.rows = config.envs * (2 if config.twin else 1)
+        self.timer = PhaseTimer(self.device, f"{self.rows:,} networks at data.batch {config.data.batch}")
         stacked = max(self.rows, 2)
         self._optimizer = StackedOptimizer(config.optimizer)
         check_memory(task, config, stacked, len(self._optimizer.rule.moments), available_memory(self.device))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, OutOfMemory, asked_for, is_shortage
 
 
 def resolve_device(text: str) -> torch.device:
@@ -32,16 +33,18 @@ def resolve_device(text: str) -> torch.device:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can be had on a device now; of a CPU whose system does not say so, all there are."""
+    """Bytes that can be had on a device now, under what limits the process; of a CPU that does not say so, all there are."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    said = Path("/proc/meminfo")
+    page, said, own = os.sysconf("SC_PAGE_SIZE"), Path("/proc/meminfo"), Path("/proc/self/statm")
+    free = os.sysconf("SC_PHYS_PAGES") * page
     if said.exists():
         lines = [line.split() for line in said.read_text().splitlines()]
-        found = [int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:"]
-        if found:
-            return found[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = next((int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:"), free)
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and own.exists():
+        free = min(free, max(limit - int(own.read_text().split()[0]) * page, 0))
+    return free
 
 
 def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
@@ -95,22 +98,46 @@ class CUDATimer:
         return float(sum(begin.elapsed_time(end) for begin, end in self._pairs)) / 1e3
 
 
+LOWER = {
+    "apply": "envs or lifecycle.max_seeds",
+    "train": "envs, data.batch or lifecycle.max_seeds",
+    "probe": "envs, lifecycle.max_seeds or probe.shapley_samples",
+}
+"""What a phase's need for memory grows with, by phase."""
+
+
 class PhaseTimer:
     """Seconds by phase of a step: of the process always, and of the device on CUDA, where launches return early."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, population: str = "") -> None:
+        """`population` is what stands in memory, in words, for where that runs out."""
         self.seconds: dict[str, float] = {}
-        self._device = device
+        self._device, self._population = device, population
         self._cuda: dict[str, CUDATimer] = {}
 
     @contextmanager
+    def memory(self, where: str, lower: str = "envs") -> Iterator[None]:
+        """Raise OutOfMemory, with the place, the numbers and what to lower, where memory runs out in a block."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, OutOfMemory) or not is_shortage(error):
+                raise
+            asked, free = asked_for(error), available_memory(self._device) / 2**20
+            raise OutOfMemory(
+                f"memory ran out {where}, with {self._population}: {f'{asked} were asked for, ' if asked else ''}"
+                f"{free:,.0f} MiB are available; free some, or lower {lower}"
+            ) from None
+
+    @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of a block to a phase."""
+        """Add the time of a block to a phase. OutOfMemory where memory runs out in it."""
         if self._device.type == "cuda":
             self._cuda.setdefault(name, CUDATimer()).start()
         begin = time.perf_counter()
         try:
-            yield
+            with self.memory(f"in the phase {name}", LOWER.get(name, "envs")):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
             if name in self._cuda:
