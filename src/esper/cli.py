@@ -7,13 +7,14 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from esper.leyline.errors import InputError, OutOfMemory, asked_for, is_shortage
+from esper.leyline.errors import DataWarning, InputError, OutOfMemory, asked_for, is_shortage
 
 app = typer.Typer(
     name="esper",
@@ -38,7 +39,9 @@ EXTRAS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and leave with its exit code: 0, 1 (failed), 2 (bad input) or 130 (interrupted)."""
     try:
-        app(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _shown_by(warnings.showwarning)
+            app(arguments)
     except InputError as error:
         _fail(error, 2)
     except (OSError, OutOfMemory) as error:
@@ -525,6 +528,18 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _shown_by(usual: Callable[..., None]) -> Callable[..., None]:
+    """What shows a warning: of data a line, and of anything else what usually does."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if issubclass(category, DataWarning):
+            typer.echo(f"warning: {message}", err=True)
+        else:
+            usual(message, category, *where)
+
+    return show
 
 
 def _fail(error: Exception, code: int) -> None:

@@ -121,20 +121,20 @@ T = X[:, :1].clone()
             nan_at(7),
             Y,
             3,
-            "the features hold NaN or infinite values, in example 7 (1 of 120); drop those examples or fill them in",
+            "the features hold NaN or infinite values, in example 7 (1 of 120); drop those examples, fill them in, or",
         ),
         (
             nan_at(*range(3, 10)),
             Y,
             3,
             "the features hold NaN or infinite values, in examples 3, 4, 5, 6, 7, ... (7 of 120); "
-            "drop those examples or fill them in",
+            "drop those examples, fill them in, or",
         ),
         (
             X,
             T / T,
             None,
-            "the targets hold NaN or infinite values, in example 0 (1 of 120); drop those examples or fill them in",
+            "the targets hold NaN or infinite values, in example 0 (1 of 120); drop those examples, fill them in, or",
         ),
         (
             X,

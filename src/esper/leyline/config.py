@@ -40,6 +40,9 @@ class DataConfig(_Section):
 
     batch: int = Field(64, ge=1, description="training examples per environment and batch [examples]")
     batches_per_step: int = Field(16, ge=1, description="batches per environment and step [batches]")
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="examples that hold NaN or an infinite value: stop says which, skip leaves them out"
+    )
 
 
 class OptimizerConfig(_Section):

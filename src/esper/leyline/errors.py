@@ -1,4 +1,4 @@
-"""The errors that are one sentence: what a person gave us, and memory that ran out."""
+"""Errors and a warning that are one sentence: what a person gave us, what of it is not used, and memory that ran out."""
 
 import re
 
@@ -8,6 +8,10 @@ _ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.,]+ (?:bytes|[KMGTPE]
 
 class InputError(ValueError):
     """Bad input: one sentence that names what was given, what is accepted, and the mend. The command line exits with 2."""
+
+
+class DataWarning(UserWarning):
+    """Examples that are left out: one sentence with where they stood, how many and which."""
 
 
 class OutOfMemory(RuntimeError):

@@ -1,12 +1,17 @@
 """A task: data in four splits, a host to grow, and what counts as good. E rows, B examples, C outputs."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from esper.leyline.errors import DataWarning, InputError
+
+_LISTED = 5  # examples that a sentence names
 
 
 class Split(NamedTuple):
@@ -14,6 +19,38 @@ class Split(NamedTuple):
 
     x: Tensor  # (N, ...) floating point, or uint8 where the task has `pixels`
     y: Tensor  # (N,) int64 class labels, or (N, C) floating-point targets
+
+
+def nonfinite(split: Split) -> Tensor:
+    """(N,) bool: which examples hold NaN or an infinite value. Bytes and labels are always finite."""
+    bad = torch.zeros(len(split.y), dtype=torch.bool, device=split.y.device)
+    for values in split:
+        if values.is_floating_point() and not values.isfinite().all():
+            bad |= ~values.flatten(1).isfinite().all(1) if values.dim() > 1 else ~values.isfinite()
+    return bad
+
+
+def which(bad: Tensor) -> str:
+    """The first few of the examples that are marked in bad (N,) bool, and how many of how many, in words."""
+    rows = bad.nonzero().flatten().tolist()
+    listed = ", ".join(map(str, rows[:_LISTED])) + (", ..." if len(rows) > _LISTED else "")
+    return f"example{'s' if len(rows) > 1 else ''} {listed} ({len(rows)} of {len(bad)})"
+
+
+def finite(split: Split, name: str, action: Literal["stop", "skip"]) -> Split:
+    """The split where all of it is finite; else InputError at 'stop', and at 'skip' the rest of it, with a DataWarning."""
+    bad = nonfinite(split)
+    if not bad.any():
+        return split
+    if action == "stop":
+        raise InputError(
+            f"{name} holds NaN or infinite values, in {which(bad)}; fill them in, or leave those examples out with "
+            "--set data.nonfinite=skip"
+        )
+    if bad.all():
+        raise InputError(f"{name} holds NaN or infinite values in all of its {len(bad)} examples; bring other data")
+    warnings.warn(f"{name} holds NaN or infinite values, left out with {which(bad)}", DataWarning, stacklevel=2)
+    return Split(split.x[~bad], split.y[~bad])
 
 
 @dataclass(frozen=True)

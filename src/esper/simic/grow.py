@@ -90,6 +90,7 @@ def grow(
         RunFolder(folder, config, watch.note, interrupt, overwrite=overwrite, resume=resume) as run,
     ):
         engine, found = VectorizedEngine(task.sealed(), config, run.hub), run.found
+        engine.sound(_tests(engine, task))  # looked at now, as nothing should stop the run at its end
         if found is None:
             episode = Episode(engine.reset())
             # a controller that does not fit the task says so before anything is written
@@ -255,8 +256,7 @@ def _asked(engine: VectorizedEngine, config: Config, played: Played) -> Summary:
 def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
     """Parameters, and every host and grown network on the test and validation splits. The only reader of test data."""
     name = task.objective.metric
-    tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
-    test = _evaluate(engine, config, name, tests)
+    test = _evaluate(engine, config, name, _tests(engine, task))
     validation = _evaluate(engine, config, name, engine.validation_splits())
     return {
         "metric": name,
@@ -265,6 +265,11 @@ def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary
         **{f"test_{name}": pair for name, pair in test.items()},
         **{f"validation_{name}": pair for name, pair in validation.items()},
     }
+
+
+def _tests(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
+    """The test split of every environment."""
+    return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
 
 
 def _growth(topologies: Sequence[Mapping[str, Any]], germinated: int) -> Summary:

@@ -12,7 +12,7 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
-from esper.leyline.task import Objective, Task
+from esper.leyline.task import Objective, Split, Task, finite
 from esper.tasks.hosts import VECTOR_MENU
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.splits import check_examples, sizes_of, split, standardized
@@ -45,7 +45,8 @@ def task_from(
     fractions: of the examples in train, probe, validation and test, dealt class by class, the same for the same seed.
     standardize: features less their mean over the train split, over their standard deviation; the grown network then
     expects such features.
-    defaults: nested config, under what the user of the task sets.
+    defaults: nested config, under what the user of the task sets. With data.nonfinite 'skip' examples that are not finite
+    are left out here, with a `DataWarning`.
 
     Features become torch's default dtype, except that a float64 tensor stays float64; NumPy's float64 does not, since
     it is what NumPy makes of any number. Whole-number features (bytes, counts) are converted and not scaled, because a
@@ -60,6 +61,11 @@ def task_from(
     for entry in menu:
         get_blueprint(entry)
     features, target = _examples(x, y)
+    skips = build_config(defaults or {}).data.nonfinite == "skip"
+    if (
+        skips and features.dim() and target.dim() and len(features) == len(target)
+    ):  # else `check_examples` says what is wrong
+        features, target = finite(Split(features, target), "x or y", "skip")
     objective: Objective
     if target.is_floating_point() and classes is None:
         target = target.unsqueeze(1) if target.dim() == 1 else target
@@ -74,7 +80,6 @@ def task_from(
     if standardize:
         splits = standardized(splits)
     _check_factory(host, splits.train.x[:4], objective.outputs)
-    build_config(defaults or {})
     return Task(
         name=name,
         summary=summary or f"{len(features):,} examples of your own, {objective.outputs} outputs, {objective.metric}",

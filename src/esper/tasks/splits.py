@@ -9,10 +9,9 @@ from torch import Tensor
 
 from esper.leyline import keys
 from esper.leyline.errors import InputError
-from esper.leyline.task import Split
+from esper.leyline.task import Split, nonfinite, which
 
 _CPU = torch.device("cpu")
-_LISTED = 5  # examples that an error names
 
 
 class Splits(NamedTuple):
@@ -40,25 +39,25 @@ def check_examples(x: Tensor, y: Tensor, classes: int | None) -> None:
         raise InputError(f"x has shape {tuple(x.shape)}; give at least one feature per example, as in (N, D)")
     if not x.is_floating_point():
         raise InputError(f"x has dtype {x.dtype}; give floating-point features, for example x.float()")
-    _check_finite(x, "features")
+    _check_finite(Split(x, x.new_zeros(len(x))), "features")
     if classes is None:
         if not y.is_floating_point():
             raise InputError(f"y has dtype {y.dtype}; give floating-point targets, for example y.float()")
         if y.dim() != 2 or y.shape[1] == 0:
             raise InputError(f"y has shape {tuple(y.shape)}; give one row of targets per example, as in (N, C)")
-        _check_finite(y, "targets")
+        _check_finite(Split(y, y.new_zeros(len(y))), "targets")
         return
     if y.is_floating_point():
         raise InputError(f"y has dtype {y.dtype}, which holds no class labels; give whole numbers, as in y.long()")
     if y.dim() != 1:
         raise InputError(f"y has shape {tuple(y.shape)}; give one class label per example, as in (N,)")
     if (y < 0).any():
-        raise InputError(f"y holds negative labels, in {_which(y < 0)}; number the classes from 0")
+        raise InputError(f"y holds negative labels, in {which(y < 0)}; number the classes from 0")
     if classes < 2:
         raise InputError(f"classes is {classes}; give examples of at least two classes, numbered from 0")
     if (y >= classes).any():
         raise InputError(
-            f"y holds labels over {classes - 1}, in {_which(y >= classes)}; number the classes from 0, or raise classes"
+            f"y holds labels over {classes - 1}, in {which(y >= classes)}; number the classes from 0, or raise classes"
         )
 
 
@@ -135,15 +134,10 @@ def _places(labels: Tensor) -> Tensor:
     return places
 
 
-def _check_finite(values: Tensor, what: str) -> None:
-    bad = ~values.flatten(1).isfinite().all(1)
+def _check_finite(values: Split, what: str) -> None:
+    bad = nonfinite(values)
     if bad.any():
         raise InputError(
-            f"the {what} hold NaN or infinite values, in {_which(bad)}; drop those examples or fill them in"
+            f"the {what} hold NaN or infinite values, in {which(bad)}; drop those examples, fill them in, or give the task "
+            "defaults={'data': {'nonfinite': 'skip'}}"
         )
-
-
-def _which(bad: Tensor) -> str:
-    rows = bad.nonzero().flatten().tolist()
-    listed = ", ".join(map(str, rows[:_LISTED])) + (", ..." if len(rows) > _LISTED else "")
-    return f"example{'s' if len(rows) > 1 else ''} {listed} ({len(rows)} of {len(bad)})"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, mix, permutations
-from esper.leyline.task import Pixels, Split
+from esper.leyline.task import Pixels, Split, nonfinite
 
 Indices = NDArray[np.int64]
 
@@ -173,6 +173,27 @@ class SharedBatchIterator:
             images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
         x = images.unflatten(0, index.shape).movedim(-1, 2)
         return x if self.pixels is None else self.pixels.read(x), y
+
+    def nonfinite(self, rows: Indices, batches: int) -> list[tuple[int, Indices]]:
+        """The rows (n,) whose last `batches` batches held examples that are not finite, and these by their place in the split.
+
+        What is resident was finite when it was loaded, so this is for rows that have gone wrong: it reads the device.
+        """
+        found, device, size = [], self._order.device, self.batch_size
+        numbers = np.arange(max(self.batch - batches, 0), self.batch)
+        for row in rows.tolist() if len(numbers) else ():
+            epoch, position = np.divmod(numbers, self.batches_per_epoch[row])
+            keys = key(self._seed, Purpose.ORDER, self._instance[row], self._episode, np.unique(epoch))
+            orders = permutations(keys, np.full(len(keys), self.sizes[row]), device)
+            place = orders[:, : self.batches_per_epoch[row] * size].unflatten(1, (-1, size))
+            shown = place[
+                torch.from_numpy(epoch - epoch.min()).to(device), torch.from_numpy(position).to(device)
+            ].unique()
+            index = shown if self._offset is None else shown + self._offset[row]
+            bad = shown[nonfinite(Split(self.x.index_select(0, index), self.y.index_select(0, index)))]
+            if len(bad):
+                found.append((row, bad.cpu().numpy()))
+        return found
 
     def _shuffle(self, rows: Indices, epoch: Indices) -> None:
         """Draw the orders of rows that begin an epoch."""

@@ -21,7 +21,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
-from esper.leyline.task import AnyTask, Instance, Split
+from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite
 from esper.leyline.verdicts import Vital
 from esper.leyline.view import (
     BlueprintInfo,
@@ -323,12 +323,20 @@ class VectorizedEngine:
         splits, row = (
             ([split], np.zeros(len(state.instance), np.int64)) if isinstance(split, Split) else (split, self._env)
         )
+        splits = self.sound(splits)
         inputs, lengths, pixels = self._task.inputs, self._task.lengths, self._problems[0].pixels
         here = stack_splits(splits, row, inputs, self.device, pixels, lengths.held if lengths is not None else None)
         nothing = coalitions(dormant(*final.stage.shape), None, terminal=False)
         probed = probe(state.body, final, here, self._objective, nothing, signs=False)
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric[: self.rows], loss[: self.rows]
+
+    def sound(self, splits: Sequence[Split]) -> list[Split]:
+        """Splits to evaluate on, as data.nonfinite says; what several environments share stays one. InputError at 'stop'."""
+        name = f"a held-out split of {self._task.name}"
+        distinct = {(id(split.x), id(split.y)): split for split in splits}
+        found = {place: finite(split, name, self.config.data.nonfinite) for place, split in distinct.items()}
+        return [found[id(split.x), id(split.y)] for split in splits]
 
     def exported_params(self) -> NDArray[np.int64]:
         """(rows,) parameters of the networks that would be exported now."""
@@ -412,17 +420,15 @@ class VectorizedEngine:
     def _load(self, instance: NDArray[np.int64]) -> None:
         """Bring the data of the instances to the device; a problem that several keys share is held once."""
         keys, which = np.unique(instance, return_inverse=True)
-        self._problems: list[Instance] = []
+        problems: dict[int, Instance] = {}  # by the first key of each
         self._split_of: list[int] = []
         for name in keys.tolist():
             problem = self._task.instance(name)
-            same = next((i for i, known in enumerate(self._problems) if _is(known, problem)), None)
+            same = next((i for i, known in enumerate(problems.values()) if _is(known, problem)), None)
             if same is None:
-                with drawn_with(0):
-                    check_host(problem.host(), problem.read(problem.train.x[:2]), problem.outputs)
-                same = len(self._problems)
-                self._problems.append(problem)
+                same, problems[name] = len(problems), problem
             self._split_of.append(same)
+        self._problems = [self._sound(name, problem) for name, problem in problems.items()]
         row = np.array(self._split_of)[which]
         inputs, batch = self._task.inputs, self.config.data.batch
         trains, pixels = [problem.train for problem in self._problems], self._problems[0].pixels
@@ -433,6 +439,17 @@ class VectorizedEngine:
         sensed, probed = (SENSED, lengths.probe) if lengths is not None else (None, None)
         self._fit = stack_splits(sampled, row, inputs, self.device, pixels, sensed)
         self._probe = stack_splits(probes, row, inputs, self.device, pixels, probed)
+
+    def _sound(self, name: int, problem: Instance) -> Instance:
+        """A problem whose splits are finite and whose host runs on them. InputError where it cannot be had."""
+        of = f"instance {name} of {self._task.name}" if isinstance(self._task, Mixture) else f"task {self._task.name}"
+        train, probe, validation = (
+            finite(getattr(problem, part), f"the {part} split of {of}", self.config.data.nonfinite)
+            for part in ("train", "probe", "validation")
+        )
+        with drawn_with(0):
+            check_host(problem.host(), problem.read(train.x[:2]), problem.outputs)
+        return problem._replace(train=train, probe=probe, validation=validation)
 
     def _sampling(self, terminal: bool) -> Sampling | None:
         """How this step's attribution is sampled; None where it is not due."""
