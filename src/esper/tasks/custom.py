@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import Objective, Split, Task, finite
+from esper.tasks.dataset import as_tensor, read_dataset
 from esper.tasks.hosts import VECTOR_MENU
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.splits import check_examples, sizes_of, split, standardized
@@ -31,6 +31,7 @@ def task_from(
     standardize: bool = False,
     summary: str | None = None,
     defaults: Mapping[str, Any] | None = None,
+    workers: int = 0,
 ) -> Task:
     """A task from examples and a host factory.
 
@@ -47,6 +48,8 @@ def task_from(
     expects such features.
     defaults: nested config, under what the user of the task sets. With data.nonfinite 'skip' examples that are not finite
     are left out here, with a `DataWarning`.
+    workers: processes that read a Dataset, by torch's DataLoader; 0 reads it in this one. The task is the same bit for bit
+    where the Dataset draws nothing at random.
 
     Features become torch's default dtype, except that a float64 tensor stays float64; NumPy's float64 does not, since
     it is what NumPy makes of any number. Whole-number features (bytes, counts) are converted and not scaled, because a
@@ -60,7 +63,7 @@ def task_from(
         raise InputError(f"menu is {menu!r}; give a list of blueprint names, as in ['bypass-linear']")
     for entry in menu:
         get_blueprint(entry)
-    features, target = _examples(x, y)
+    features, target = _examples(x, y, workers)
     skips = build_config(defaults or {}).data.nonfinite == "skip"
     if (
         skips and features.dim() and target.dim() and len(features) == len(target)
@@ -110,66 +113,29 @@ def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> No
     check_host(first, x, outputs)
 
 
-def _examples(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+def _examples(x: Any, y: Any, workers: int) -> tuple[Tensor, Tensor]:
     """Features in a floating-point dtype, and int64 labels or targets in the same dtype as the features, on the CPU."""
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
+    if workers and not isinstance(x, Dataset | DataLoader):
+        raise InputError(
+            f"workers is {workers}, but x is a {type(x).__name__}, which is there already; leave workers out"
+        )
     if isinstance(x, DataLoader):
         raise InputError("x is a DataLoader; give its data set, x.dataset: the task makes its own batches")
     if isinstance(x, Dataset):
         if y is not None:
             raise InputError("x is a Dataset, which brings its own labels, and y was given too; leave y out")
-        features, target = _read(x)
+        features, target = read_dataset(x, workers)
     elif y is None:
         raise InputError(
             f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
         )
     else:
-        features, target = _tensor(x, "x"), _tensor(y, "y")
+        dtype = torch.get_default_dtype()
+        features, target = as_tensor(x, "x", dtype), as_tensor(y, "y", dtype)
     if features.is_complex() or target.is_complex():
         raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
     if features.dtype != torch.float64:
         features = features.to(torch.get_default_dtype())
     return features, target.to(features.dtype if target.is_floating_point() else torch.int64)
-
-
-def _read(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
-    if isinstance(dataset, IterableDataset):
-        raise InputError(
-            f"x is a {type(dataset).__name__}, an IterableDataset, whose examples have no index to split by; "
-            "read it into tensors x and y"
-        )
-    try:
-        count = len(dataset)  # type: ignore[arg-type]
-    except TypeError:
-        raise InputError(f"x is a {type(dataset).__name__} without a length; give it __len__") from None
-    if not count:
-        raise InputError(f"x is a {type(dataset).__name__} of length 0; give examples")
-    features: list[Tensor] = []
-    targets: list[Tensor] = []
-    for index in range(count):
-        item = dataset[index]
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise InputError(
-                f"example {index} of the Dataset is no pair but a {type(item).__name__}; "
-                "give pairs of features and a label or target"
-            )
-        for values, value, what in zip((features, targets), item, ("features", "label or target"), strict=True):
-            values.append(_tensor(value, f"the {what} of example {index}"))
-            if values[-1].shape != values[0].shape:
-                raise InputError(
-                    f"example {index} has {what} of shape {tuple(values[-1].shape)} and example 0 of shape "
-                    f"{tuple(values[0].shape)}; give every example one shape"
-                )
-    return torch.stack(features), torch.stack(targets)
-
-
-def _tensor(value: Any, what: str) -> Tensor:
-    """A detached tensor on the CPU; float64 from outside torch becomes the default dtype."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    try:
-        tensor = torch.from_numpy(np.array(value))
-    except (TypeError, ValueError):
-        raise InputError(
-            f"{what} is a {type(value).__name__} that cannot be read as an array of numbers; give a tensor or an array"
-        ) from None
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
