@@ -179,7 +179,13 @@ def linked(path):
     path.symlink_to(outside)
 
 
-DAMAGES = [truncated, flipped, emptied, deleted, swapped, pickled, linked]
+def folder_there(path):
+    """A folder in the place of the file."""
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = [truncated, flipped, emptied, deleted, swapped, pickled, linked, folder_there]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -217,6 +223,23 @@ def test_where_latest_alone_is_damaged_nothing_else_is_lost(written):
     found, notes = read(written)
     assert found.number == 3
     assert str(path) in notes[0]
+
+
+def test_where_latest_names_what_is_not_there_it_is_told_by_name(written):
+    path = written / "checkpoints" / LATEST
+    path.write_text(path.read_text().replace("step-000003", "step-000007"))
+    found, notes = read(written)
+    assert found.number == 3
+    assert str(path) in notes[0]
+
+
+def test_that_the_only_checkpoint_is_gone_is_told(folder):
+    Checkpoints(folder, KEPT).write(1, state(1))
+    gone = folder / "checkpoints" / "step-000001"
+    shutil.rmtree(gone)
+    found, notes = read(folder)
+    assert found is None
+    assert str(gone) in notes[0]
 
 
 @pytest.mark.parametrize("name", [FACTS, TENSORS])

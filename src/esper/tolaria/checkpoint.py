@@ -198,7 +198,7 @@ class Checkpoints:
         if self.folder.is_symlink():
             raise InputError(f"{self.folder} is a link, which is not followed; put the folder itself there")
         names = _names(self.folder) if self.folder.is_dir() else []
-        if not names:
+        if not names and not os.path.lexists(self.folder / LATEST):
             return []
         try:
             text = _content(self.folder / LATEST, _LARGEST_LATEST).decode("utf-8", "replace")
@@ -215,7 +215,8 @@ class Checkpoints:
         """The checkpoint of a folder, read and checked. Damaged where it is not to be used."""
         folder = self.folder / name
         if folder.is_symlink() or not folder.is_dir():
-            raise Damaged(f"{folder} is missing or no folder of this run")
+            named = f", though {self.folder / LATEST} names it" if digest is not None else ""
+            raise Damaged(f"{folder} is missing or no folder of this run{named}")
         path = folder / FACTS
         text = _content(path, _LARGEST_FACTS)
         if digest is not None and _sha256(text) != digest:
@@ -254,10 +255,11 @@ def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):  # `open` would refuse a folder with an error of its own
+        os.close(descriptor)
+        raise Damaged(f"{path} is no regular file")
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{path} is no regular file")
         if found.st_size > largest:
             raise Damaged(f"{path} has {found.st_size:,} bytes, more than any of its kind")
         if exactly is not None and found.st_size != exactly:
