@@ -1,0 +1,64 @@
+"""Faults that real runs meet, many times over: campaigns that go on where they were left, and the page of their results.
+
+    kill       SIGKILL of `esper train`, `esper grow` and `esper resume`, in chains, until every run finishes
+    page       the page of all results that there are
+
+    python scripts/campaign_faults.py [PART ...] [--count N] [--jobs N] [--quick] [--out DIR] [--page FILE]
+
+What was found is kept as JSON lines in --out, a file a campaign; another call makes only what is missing of --count. A change of
+the code is not noticed: name another folder.
+"""
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from faults import kill
+
+PARTS = ("kill",)
+
+
+def page(out: Path, options: str) -> str:
+    """All results that there are as Markdown."""
+    sections = [kill.section(out)]
+    return "\n".join(
+        [
+            "# Faults",
+            "",
+            f"`python scripts/campaign_faults.py {options}`, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{platform.machine()}, one thread a process.",
+            "",
+            *(line for section in sections for line in section),
+        ]
+    )
+
+
+def main() -> None:
+    """Run the campaigns that are asked for, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} or page; all where none is named")
+    parser.add_argument("--count", type=int, help="cases of the campaign; 200 kills")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and places")
+    parser.add_argument("--quick", action="store_true", help="few cases of short runs, to see that it runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/faults"), help="where results are kept")
+    parser.add_argument("--page", type=Path, help="write the page to this Markdown file")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - {*PARTS, "page"}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; give some of {', '.join(PARTS)}, page")
+    torch.set_num_threads(1)
+    parts, out, quick = arguments.parts or PARTS, arguments.out.absolute(), arguments.quick
+    if "kill" in parts:
+        count = arguments.count or (2 if quick else 200)
+        commands = kill.QUICK if quick else kill.VICTIMS
+        kill.Campaign(out, commands, count, 1 if quick else count // 5, arguments.seed).run(arguments.jobs)
+    text = page(out, " ".join(sys.argv[1:]))
+    print(text)
+    if arguments.page:
+        arguments.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

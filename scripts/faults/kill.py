@@ -1,0 +1,284 @@
+"""SIGKILL, at any moment, of runs that are taken up by `esper resume` and may be killed again until they finish.
+
+The first moment of a run is uniform between the appearance of config.yaml and the time at which the straight run ended. The
+process that takes the run up has its own moment, uniform over as long from its start, so its start-up is hit too; where it
+comes to its end before that, the run is finished. *Aimed* kills wait, from such a moment, for the next checkpoint folder to be
+begun, and come within AIM of that, as writing takes too small a part of the time to be hit often by chance.
+"""
+
+import itertools
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from esper.nissa.files import CHECKPOINTS, CONFIG, MODELS
+from esper.tolaria.checkpoint import LATEST
+from faults.records import Record, append, records, table
+from faults.runs import PATIENCE, Command, differences, left_over, reached, refusals, resume_line, start, straight
+
+OFTEN = ("--set", "checkpoint.every_seconds=2")
+LEARN = ("--set", "ppo={imitation_rounds: 2, validate_every: 2, validate_envs: 16}")
+VICTIMS = (
+    Command("train repair", ("train", "repair", "--envs", "16", "--rounds", "5", *LEARN, *OFTEN)),
+    Command("train repair digits", ("train", "repair", "digits", "--envs", "8", "--rounds", "4", *LEARN, *OFTEN)),
+    Command("grow digits", ("grow", "digits", "--envs", "24", "--steps", "120", *OFTEN)),
+    Command(
+        "grow repair",
+        ("grow", "repair", "--envs", "32", "--steps", "80", "--controller", "random-valid", "--models", "best", *OFTEN),
+    ),
+)
+QUICKLY = ("--set", "checkpoint.every_seconds=0.2")
+QUICK = (
+    Command(
+        "train iris",
+        (
+            *("train", "iris", "--envs", "4", "--steps", "8", "--rounds", "1", *QUICKLY),
+            *("--set", "reward.group=2", "--set", "ppo={imitation_rounds: 1, validate_envs: 2}"),
+        ),
+    ),
+    Command("grow iris", ("grow", "iris", "--envs", "4", "--steps", "60", "--models", "best", *QUICKLY)),
+)
+AIM = 0.03
+"""An aimed kill comes up to so many seconds after a checkpoint folder was begun."""
+STARTING, WRITING, EXPORTING = (
+    "a resume, before it had read its checkpoint",
+    "writing a checkpoint",
+    "evaluating or exporting",
+)
+FIRST, STEPPING = "before the first checkpoint", "stepping, updating or validating"
+MOMENTS = (FIRST, STEPPING, WRITING, STARTING, EXPORTING)
+FILE = "kill.jsonl"
+
+
+class Kill(NamedTuple):
+    """When a process is to be killed."""
+
+    after: float  # seconds from the appearance of config.yaml
+    aimed: bool  # at the next checkpoint after that, so many seconds after its folder appears
+    delay: float
+
+
+class Budget:
+    """The kills that are still to be made, shared by threads."""
+
+    def __init__(self, uniform: int, aimed: int) -> None:
+        self._left = {False: uniform, True: aimed}
+        self._lock = threading.Lock()
+
+    def take(self, rng: np.random.Generator, seconds: float) -> Kill | None:
+        """A kill of one of the kinds that are left, None where none is left."""
+        with self._lock:
+            left = sum(self._left.values())
+            if not left:
+                return None
+            aimed = bool(rng.integers(left) < self._left[True])
+            self._left[aimed] -= 1
+        return Kill(rng.uniform(0, seconds), aimed, rng.uniform(0, AIM))
+
+    def give_back(self, kill: Kill) -> None:
+        """The process had come to its end before."""
+        with self._lock:
+            self._left[kill.aimed] += 1
+
+    def spent(self) -> bool:
+        """Whether every kill was made."""
+        with self._lock:
+            return not any(self._left.values())
+
+
+class Campaign:
+    """Victims that are killed in threads, a process each."""
+
+    def __init__(self, out: Path, commands: Sequence[Command], uniform: int, aimed: int, seed: int) -> None:
+        self.out, self.commands, self.seed = out, commands, seed
+        self.done = records(out / FILE)
+        kills = Counter(kill["aimed"] for row in self.done for kill in row["kills"])
+        self.budget = Budget(max(uniform - kills[False], 0), max(aimed - kills[True], 0))
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._stopped = threading.Event()
+
+    def run(self, jobs: int) -> None:
+        """Bring victim after victim to its end until every kill was made."""
+        scratch = self.out / "victims"
+        shutil.rmtree(scratch, ignore_errors=True)  # what a campaign that was broken off left
+        scratch.mkdir(parents=True)
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                known = dict(
+                    zip(
+                        self.commands,
+                        pool.map(lambda each: straight(each, self.out / "straight"), self.commands),
+                        strict=True,
+                    )
+                )
+                done = {row["number"] for row in self.done}
+                numbers = itertools.filterfalse(done.__contains__, itertools.count())
+                working = [pool.submit(self._work, numbers, known, scratch) for _ in range(jobs)]
+                for each in working:
+                    each.result()
+            finally:
+                self._stopped.set()
+                for process in list(self._processes):
+                    process.kill()
+
+    def _work(self, numbers: Iterator[int], known: dict[Command, tuple[Path, float]], scratch: Path) -> None:
+        while not (self.budget.spent() or self._stopped.is_set()):
+            number = next(numbers)
+            command = self.commands[number % len(self.commands)]
+            folder = Path(tempfile.mkdtemp(prefix=f"{number:04d}-", dir=scratch))
+            record = self._victim(number, command, folder, *known[command])
+            if self._stopped.is_set():
+                return
+            append(self.out / FILE, record)
+            print(line(record), flush=True)
+            if well(record):
+                shutil.rmtree(folder)
+
+    def _victim(self, number: int, command: Command, folder: Path, known: Path, seconds: float) -> Record:
+        """One run, killed until it finishes or the kills are spent."""
+        run, rng, kills = folder / "run", np.random.default_rng((self.seed, number)), []
+        begin = time.monotonic()
+        while not self._stopped.is_set():
+            kill = self.budget.take(rng, seconds)
+            stale = scratch_of(run)
+            resuming = (run / CONFIG).exists()
+            with open(folder / f"told-{len(kills)}", "wb") as told:
+                process = start(resume_line(run) if resuming else command.line(run), told)
+                self._processes.add(process)
+                code = shot(process, run, stale, kill)
+                self._processes.discard(process)
+            heard = (folder / f"told-{len(kills)}").read_text()
+            if code != -signal.SIGKILL or kill is None:
+                if kill is not None:
+                    self.budget.give_back(kill)
+                break
+            kills.append(
+                {
+                    "aimed": kill.aimed,
+                    "after": round(kill.after, 3),
+                    "during": what_was_on(run, stale, resuming, heard),
+                    "refused": refusals(run),
+                }
+            )
+        return {
+            "number": number,
+            "victim": command.name,
+            "kills": kills,
+            "code": code,
+            "told": heard[-500:] if code else "",
+            "differences": differences(run, known),
+            "left_over": left_over(run),
+            "seconds": round(time.monotonic() - begin, 1),
+        }
+
+
+def shot(process: subprocess.Popen[bytes], run: Path, stale: frozenset[tuple[str, int]], kill: Kill | None) -> int:
+    """Wait for the moment of the kill, or for the end of the process; returns its exit code."""
+    if kill is None:
+        return process.wait(PATIENCE)
+    while not (run / CONFIG).exists() and process.poll() is None:
+        time.sleep(0.005)
+    try:
+        return process.wait(kill.after)
+    except subprocess.TimeoutExpired:
+        pass
+    if kill.aimed:
+        while scratch_of(run) <= stale and process.poll() is None:
+            time.sleep(0.0005)
+        time.sleep(kill.delay)
+    process.send_signal(signal.SIGKILL)
+    return process.wait(PATIENCE)
+
+
+def scratch_of(run: Path) -> frozenset[tuple[str, int]]:
+    """What stands under a temporary name among the checkpoints, by name and inode."""
+    found = set()
+    for path in (run / CHECKPOINTS).glob(".*"):
+        try:
+            found.add((path.name, path.stat().st_ino))
+        except FileNotFoundError:  # it has just got its name
+            continue
+    return frozenset(found)
+
+
+def what_was_on(run: Path, stale: frozenset[tuple[str, int]], resuming: bool, heard: str) -> str:
+    """What a process was about when it was killed, by what it left and said."""
+    if resuming and "going on after step" not in heard and "starting again" not in heard:
+        return STARTING
+    numbers = [int(path.name.removeprefix("step-")) for path in (run / CHECKPOINTS).glob("step-*")]
+    if scratch_of(run) - stale or max(numbers, default=-1) > reached(run):
+        return WRITING
+    if "exporting" in heard or (run / MODELS).exists():
+        return EXPORTING
+    return STEPPING if (run / CHECKPOINTS / LATEST).exists() else FIRST
+
+
+def well(record: Record) -> bool:
+    """Whether a victim came to the numbers of the straight run and nothing had to be refused."""
+    return not (record["code"] or record["differences"] or any(kill["refused"] for kill in record["kills"]))
+
+
+def line(record: Record) -> str:
+    """A victim in one line."""
+    end = "bitwise equal" if well(record) else f"exit code {record['code']}, differs in {record['differences']}"
+    return f"{record['number']:4} {record['victim']}: {len(record['kills'])} kills, {record['seconds']:.0f} s, {end}"
+
+
+def section(out: Path) -> list[str]:
+    """The results as Markdown."""
+    rows = records(out / FILE)
+    if not rows:
+        return []
+    lines: list[list[object]] = []
+    for name in [*dict.fromkeys(row["victim"] for row in rows), ""]:
+        own = [row for row in rows if name in (row["victim"], "")]
+        kills = [kill for row in own for kill in row["kills"]]
+        lines.append(
+            [
+                f"`esper {name}`" if name else "all",
+                len(own),
+                sum(not kill["aimed"] for kill in kills),
+                sum(kill["aimed"] for kill in kills),
+                max(len(row["kills"]) for row in own),
+                sum(bool(kill["refused"]) for kill in kills),
+                sum(bool(row["code"]) for row in own),
+                sum(bool(row["differences"]) for row in own),
+                sum(bool(row["left_over"]) for row in own),
+            ]
+        )
+    during = Counter((kill["during"], kill["aimed"]) for row in rows for kill in row["kills"])
+    return [
+        "## Kills",
+        "",
+        "SIGKILL of the process of `esper train` or `esper grow`, and of the `esper resume` that takes the run up, until the run "
+        "finishes. The moments are uniform from the appearance of `config.yaml`, or the start of `esper resume`, over as long as "
+        "the run takes undisturbed; *aimed* ones come within "
+        f"{AIM * 1000:.0f} ms of the beginning of a checkpoint folder. After every kill the checkpoints are read with the "
+        "library's reader. A run *differs* where a file of its networks or its controller, a tensor of its last checkpoint "
+        "(parameters, moments, rollouts), the summary or the events but for times are not those of the run that was never "
+        "killed, bit for bit, or `seq` has a gap.",
+        "",
+        *table(
+            [
+                *("run", "runs", "kills", "aimed kills", "most of one run", "unreadable checkpoints"),
+                *("runs that failed", "runs that differ", "runs that left temporary files"),
+            ],
+            lines,
+        ),
+        "",
+        *table(
+            ["killed during", "kills", "aimed kills"],
+            [[name, during[name, False], during[name, True]] for name in MOMENTS],
+        ),
+        "",
+    ]  # fmt: skip

@@ -1,0 +1,150 @@
+"""Runs of the `esper` command as processes, and whether two of them came to the same."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from esper.leyline.config import CheckpointConfig
+from esper.leyline.errors import InputError
+from esper.nissa.files import CHECKPOINTS, CONFIG, EVENTS, MODELS, SUMMARY
+from esper.tamiyo.catalog import FOLDER
+from esper.tolaria.checkpoint import LATEST, TENSORS, Checkpoints
+
+TIMES = ("seconds", "time", "env_steps_per_second", "phase_seconds", "controller_share")
+"""Figures that tell how fast a machine was, in a summary, an event or a round's figures."""
+PATIENCE = 600
+"""Seconds after which a process that should have ended counts as hanging."""
+
+
+class Command(NamedTuple):
+    """A run of `esper`, but for its folder."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+    def line(self, run: Path) -> list[str]:
+        """The command line that starts it."""
+        return [sys.executable, "-m", "esper", *self.arguments, "--run", str(run), "--json"]
+
+
+def resume_line(run: Path) -> list[str]:
+    """The command line that goes on with a run."""
+    return [sys.executable, "-m", "esper", "resume", str(run), "--json"]
+
+
+def start(line: list[str], told: IO[bytes]) -> subprocess.Popen[bytes]:
+    """The process of a command, in a group of its own, so that Ctrl-C reaches the campaign alone."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=told, env=environment, start_new_session=True)
+
+
+def straight(command: Command, out: Path) -> tuple[Path, float]:
+    """The folder of a run that is never killed, and its seconds from the appearance of config.yaml to its end.
+
+    It is kept in `out`; one that was broken off begins anew.
+    """
+    folder = out / command.name
+    run, facts = folder / "run", folder / "straight.json"
+    asked = list(command.arguments)
+    if facts.exists() and (known := json.loads(facts.read_text()))["arguments"] == asked:
+        return run, known["seconds"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "told", "wb") as told:
+        process = start([*command.line(run), "--overwrite"], told)
+        while not (run / CONFIG).exists() and process.poll() is None:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        code = process.wait(PATIENCE)
+        seconds = time.monotonic() - begin
+    if code:
+        raise RuntimeError(f"{command.name} cannot even run undisturbed: {(folder / 'told').read_text()[-500:]}")
+    facts.write_text(json.dumps({"arguments": asked, "seconds": seconds}))
+    return run, seconds
+
+
+def killed_at(command: Command, run: Path, step: int) -> None:
+    """Start a run and kill it as soon as `latest` names the checkpoint of a step, or of a later one."""
+    with open(run.with_name(f"{run.name}.told"), "wb") as told, start(command.line(run), told) as process:
+        while reached(run) < step:
+            if process.poll() is not None:
+                raise RuntimeError(f"{command.name} ended before step {step}")
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+
+
+def reached(run: Path) -> int:
+    """The step that `latest` names, -1 where there is none."""
+    path = run / CHECKPOINTS / LATEST
+    return int(path.read_text().split()[0].removeprefix("step-")) if path.exists() else -1
+
+
+def refusals(run: Path) -> list[str]:
+    """What the library's own reader refuses of a run's checkpoints as they lie there; nothing where all is well.
+
+    A folder that has just got its name and that no `latest` names yet is used, and is no refusal.
+    """
+    told: list[str] = []
+    named = (run / CHECKPOINTS / LATEST).exists()
+    try:
+        found = Checkpoints(run, CheckpointConfig()).read(told.append)
+    except InputError as error:
+        return [*told, str(error)]
+    if named and found is None:
+        told.append(f"{LATEST} is there and names nothing that can be read")
+    return [note for note in told if named or f"{LATEST} cannot be read" not in note]
+
+
+def differences(run: Path, known: Path) -> list[str]:
+    """Where a finished run is not bit for bit the other one; nothing where it is.
+
+    Compared are every file of the exported networks and the controller, all tensors of the last checkpoint (parameters,
+    buffers, moments, rollouts), the summary and the events but for times, and the numbering of the events.
+    """
+    if not (run / SUMMARY).exists():
+        return [f"{SUMMARY} is missing"]
+    odd = []
+    if timeless(json.loads((run / SUMMARY).read_text())) != timeless(json.loads((known / SUMMARY).read_text())):
+        odd.append(SUMMARY)
+    events, others = ([json.loads(line) for line in (each / EVENTS).open()] for each in (run, known))
+    if [event["seq"] for event in events] != list(range(len(events))):
+        odd.append(f"{EVENTS} has a gap in seq")
+    if timeless(events) != timeless(others):
+        odd.append(EVENTS)
+    ours, theirs = exported(run), exported(known)
+    odd += [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    if last_tensors(run) != last_tensors(known):
+        odd.append(f"{TENSORS} of the last checkpoint")
+    return odd
+
+
+def exported(run: Path) -> dict[str, bytes]:
+    """Every file of the networks and the controller by name."""
+    paths = [path for part in (MODELS, FOLDER) for path in (run / part).rglob("*") if path.is_file()]
+    return {str(path.relative_to(run)): path.read_bytes() for path in paths}
+
+
+def last_tensors(run: Path) -> tuple[int, bytes]:
+    """The step of the last checkpoint, and the bytes of all its tensors."""
+    step = reached(run)
+    return step, (run / CHECKPOINTS / f"step-{step:06d}" / TENSORS).read_bytes()
+
+
+def timeless(value: Any) -> Any:
+    """JSON without the figures that tell how fast a machine was."""
+    if isinstance(value, dict):
+        return {name: timeless(item) for name, item in value.items() if name not in TIMES}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def left_over(run: Path) -> list[str]:
+    """Files and folders under a temporary name that a finished run still holds."""
+    return sorted(
+        str(path.relative_to(run))
+        for path in run.rglob("*")
+        if path.name.startswith(".") or path.suffix in (".tmp", ".new")
+    )
