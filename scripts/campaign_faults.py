@@ -1,6 +1,7 @@
 """Faults that real runs meet, many times over: campaigns that go on where they were left, and the page of their results.
 
     kill       SIGKILL of `esper train`, `esper grow` and `esper resume`, in chains, until every run finishes
+    corrupt    damage to every file of a checkpoint and a controller, and what is made of it
     page       the page of all results that there are
 
     python scripts/campaign_faults.py [PART ...] [--count N] [--jobs N] [--quick] [--out DIR] [--page FILE]
@@ -15,14 +16,14 @@ import sys
 from pathlib import Path
 
 import torch
-from faults import kill
+from faults import corrupt, kill
 
-PARTS = ("kill",)
+PARTS = ("kill", "corrupt")
 
 
 def page(out: Path, options: str) -> str:
     """All results that there are as Markdown."""
-    sections = [kill.section(out)]
+    sections = [kill.section(out), corrupt.section(out)]
     return "\n".join(
         [
             "# Faults",
@@ -39,7 +40,7 @@ def main() -> None:
     """Run the campaigns that are asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} or page; all where none is named")
-    parser.add_argument("--count", type=int, help="cases of the campaign; 200 kills")
+    parser.add_argument("--count", type=int, help="cases of the campaign; kill 200, corrupt 1,000")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and places")
     parser.add_argument("--quick", action="store_true", help="few cases of short runs, to see that it runs")
@@ -54,6 +55,9 @@ def main() -> None:
         count = arguments.count or (2 if quick else 200)
         commands = kill.QUICK if quick else kill.VICTIMS
         kill.Campaign(out, commands, count, 1 if quick else count // 5, arguments.seed).run(arguments.jobs)
+    if "corrupt" in parts:
+        count, resumed = arguments.count or (40 if quick else 1000), 1 if quick else 20
+        corrupt.campaign(out, corrupt.QUICK if quick else corrupt.COMMANDS, count, resumed, arguments.seed)
     text = page(out, " ".join(sys.argv[1:]))
     print(text)
     if arguments.page:

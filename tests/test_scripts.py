@@ -88,6 +88,14 @@ def test_runs_that_are_killed_finish_as_if_they_had_not_been(tmp_path):
     assert (tmp_path / "faults" / "kill.jsonl").stat().st_mtime_ns == before, "kept results were made anew"
 
 
+def test_damaged_checkpoints_are_refused_by_name(tmp_path):
+    run("campaign_faults.py", "corrupt", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "faults" / "corrupt.jsonl").read_text().splitlines()]
+    assert [row for row in rows if not row["well"]] == []
+    assert len(rows) == 40
+    assert "| all | 40 | 40 | 0 |" in (tmp_path / "faults.md").read_text()
+
+
 @pytest.mark.slow
 def test_the_studies_write_their_pages(tmp_path):
     run("study_negative_controls.py", "--page", "controls.md", cwd=tmp_path)
