@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from esper.leyline.errors import DataWarning, InputError, OutOfMemory, asked_for, is_shortage
+from esper.leyline.errors import DataFault, DataWarning, InputError, OutOfMemory, asked_for, is_shortage
 
 app = typer.Typer(
     name="esper",
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             app(arguments)
     except InputError as error:
         _fail(error, 2)
-    except (OSError, OutOfMemory) as error:
+    except (OSError, OutOfMemory, DataFault) as error:
         _fail(error, 1)
     except (MemoryError, RuntimeError) as error:  # outside a run, which says more
         if not is_shortage(error):

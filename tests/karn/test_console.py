@@ -27,6 +27,8 @@ SUMMARY = {
     "seeds": {"germinated": 4, "fossilized": 2, "unfinished": 1, "pruned": 1},
     "grown": [{"a": "mlp"}, {"a": "mlp", "[b]": "low"}, {}],
     "unfinished": [[], [], ["a"]],
+    "rollbacks": {},
+    "refused": {},
     "seconds": 1.25,
     "env_steps_per_second": 1234.5,
 }
@@ -121,11 +123,30 @@ def test_a_line_has_speed_metric_and_seeds():
     assert figures(GROWING, 1234.5, "accuracy") == "1,234 EPS  accuracy 0.6250  seeds: 2 training, 1 holding"
 
 
+def test_a_line_counts_rollbacks_where_there_were_any():
+    assert figures(GROWING, 1.0, "accuracy", 1).endswith("  1 rollback")
+    assert figures(GROWING, 1.0, "accuracy", 12).endswith("  12 rollbacks")
+
+
+def test_rollbacks_and_refusals_are_printed_by_reason():
+    text = printed(SUMMARY, rollbacks={"loss": 2, "rise": 1}, refused={"seed_cap": 1200})
+    assert "rolled back: 2 loss, 1 rise" in text
+    assert "refused: 1,200 seed cap" in text
+    assert "rolled back" not in printed(SUMMARY)
+
+
+def test_a_run_that_is_taken_up_goes_on_counting_where_it_was():
+    file = io.StringIO()
+    with Lines(Console(file=file), 6, "accuracy") as lines:
+        lines.step(GROWING._replace(step=5), 10.0, 0)
+    assert file.getvalue().startswith("step 5/6")
+
+
 def test_a_pipe_gets_the_first_line_the_last_and_those_that_are_due():
     file, now = io.StringIO(), iter([0.0, 1.0, 2.0, 6.0, 7.0, 8.0])
     with Lines(Console(file=file), 6, "accuracy", seconds=5.0, clock=lambda: next(now)) as lines:
-        for _ in range(6):
-            lines.step(GROWING, 10.0)
+        for step in range(6):
+            lines.step(GROWING._replace(step=step + 1), 10.0, 0)
     assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/6", "4/6", "6/6"]
 
 
@@ -142,8 +163,8 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
 def test_the_bar_shows_figures_and_notes():
     file = io.StringIO()
     with Bar(Console(file=file, force_terminal=True, width=120, _environ={"TERM": "xterm"}), 2, "accuracy") as bar:
-        bar.step(GROWING, 10.0)
+        bar.step(GROWING, 10.0, 0)
         bar.note("exporting [b]")
-        bar.step(GROWING, 10.0)
+        bar.step(GROWING, 10.0, 0)
     assert "accuracy 0.6250" in file.getvalue()
     assert "exporting [b]" in file.getvalue()

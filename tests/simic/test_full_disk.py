@@ -127,7 +127,7 @@ def test_a_run_that_stops_on_a_full_disk_is_resumed_to_the_same_numbers(straight
 
 def test_a_disk_that_is_really_full_is_waited_for_and_resumed_behind(straight, tmpfs):
     class Filling(Noting):
-        def step(self, view, eps):
+        def step(self, view, eps, rollbacks):
             if view.step == 3:
                 tmpfs.fill()
 

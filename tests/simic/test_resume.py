@@ -50,7 +50,7 @@ class Leaving(Silent):
     def __init__(self, after):
         self.after, self.notes, self.steps = after, [], 0
 
-    def step(self, view, eps):
+    def step(self, view, eps, rollbacks):
         self.steps += 1
         if self.steps == self.after:
             raise Left
@@ -286,7 +286,7 @@ def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
     config = config_of(checkpoint={"every_seconds": 0})
 
     class Asking(Silent):
-        def step(self, view, eps):
+        def step(self, view, eps, rollbacks):
             if view.step == 5:
                 os.kill(os.getpid(), number)
 

@@ -6,6 +6,7 @@ import torch
 
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
+from esper.leyline.errors import DataFault
 from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Refusal, Vital
 from esper.nissa.events import EpisodeRow, RollbackRow, StepRow
@@ -372,3 +373,38 @@ def test_room_is_weighed_only_where_stacks_grow():
     engine.step(planting(3))
     stack = next(iter(body.stacks.values()))
     assert body.growth(slot[: stack.capacity - 3], blueprint[: stack.capacity - 3]) == 0
+
+
+# Data that go bad in memory.
+
+
+def tainted(nonfinite):
+    """An engine of a mixture, whose rows have data of their own, and the examples of one row that turn into NaN."""
+    task = get_task("repair")
+    settings = {"envs": 3, "steps": 6, "twin": False, "data": {"nonfinite": nonfinite}, "instances": "training"}
+    engine = VectorizedEngine(task.sealed(), build_config(task.defaults, settings))
+    engine.reset()
+    first, second = (engine._feed._set[row] for row in (0, BAD))
+    assert first != second
+    length = len(engine._feed.x) // engine._feed._sets
+    engine._feed.x[second * length + 4] = torch.nan
+    return engine
+
+
+def test_examples_that_went_bad_in_memory_are_named_where_the_run_is_to_stop():
+    engine, client = tainted("stop"), get_controller("never", build_config())
+    named = r"the train split of instance \d+ of repair was finite .* in example 4 of what environment 1 trained on"
+    with pytest.raises(DataFault, match=named):
+        played(engine, client, 6)
+
+
+def test_steps_on_examples_that_went_bad_are_taken_back_where_the_run_is_to_go_on():
+    engine, client = tainted("skip"), get_controller("never", build_config())
+    view, found = engine.view(), []
+    for _ in range(6):
+        view, outcome = engine.step(client.act(view))
+        found.append(outcome.found)
+    assert set(np.array(found)[:, BAD].tolist()) <= {Vital.GOOD, Vital.BATCH}
+    assert Vital.BATCH in np.array(found)[:, BAD]
+    assert not np.array(found)[:, [0, 2]].any()
+    assert np.isfinite(view.measurements.loss).all()

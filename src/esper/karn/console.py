@@ -33,9 +33,9 @@ class Bar:
         )
         self._task = self._progress.add_task("grow", total=steps, figures="")
 
-    def step(self, view: View, eps: float) -> None:
+    def step(self, view: View, eps: float, rollbacks: int) -> None:
         """Move on by one step."""
-        self._progress.update(self._task, advance=1, figures=figures(view, eps, self._metric))
+        self._progress.update(self._task, completed=view.step, figures=figures(view, eps, self._metric, rollbacks))
 
     def note(self, text: str) -> None:
         """A line above the bar."""
@@ -62,16 +62,14 @@ class Lines:
     ) -> None:
         self._console, self._steps, self._metric = console, steps, metric
         self._seconds, self._clock = seconds, clock
-        self._done = 0
         self._due = -math.inf
 
-    def step(self, view: View, eps: float) -> None:
+    def step(self, view: View, eps: float, rollbacks: int) -> None:
         """Print a line if it is the first, the last, or due."""
-        self._done += 1
         now = self._clock()
-        if now >= self._due or self._done == self._steps:
+        if now >= self._due or view.step == self._steps:
             self._due = now + self._seconds
-            self.note(f"step {self._done}/{self._steps}  {figures(view, eps, self._metric)}")
+            self.note(f"step {view.step}/{self._steps}  {figures(view, eps, self._metric, rollbacks)}")
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -130,6 +128,8 @@ def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
         ("validation_objective", "validation J", ".4f"),
     ]
     parts = [f"{label} {format(figures[name], form)}" for name, label, form in shown if name in figures]
+    if figures.get("rollbacks"):
+        parts.append(f"{figures['rollbacks']:.0f} rolled back")
     place = f"round {number + 1}/{rounds}" if number >= 0 else f"imitation, {-number - 1} to go"
     return "  ".join([place, *parts])
 
@@ -142,6 +142,8 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str) ->
     else:
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
         _print(console, f"best of {summary['rounds_done']} rounds: {place}, validation J {best:.4f}")
+    for line in told(summary):
+        _print(console, line)
     figures = {name: value for name, value in last.items() if value is not None}
     if figures:
         _print(console, "last rounds: " + ", ".join(f"{name.replace('_', ' ')} {v:.3g}" for name, v in figures.items()))
@@ -157,11 +159,12 @@ def live(console: Console, steps: int, metric: str) -> Bar | Lines:
     return Bar(console, steps, metric) if bar else Lines(console, steps, metric)
 
 
-def figures(view: View, eps: float, metric: str) -> str:
-    """Speed, mean metric on the probe split, and seeds by stage, in one line."""
+def figures(view: View, eps: float, metric: str, rollbacks: int = 0) -> str:
+    """Speed, mean metric on the probe split, seeds by stage, and rollbacks where there were any, in one line."""
     mean = float(np.mean(view.measurements.metric))
     seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
-    return f"{eps:,.0f} EPS  {metric} {mean:.4f}  seeds: {seeds}"
+    broken = f"  {rollbacks} rollback{'s' * (rollbacks > 1)}" if rollbacks else ""
+    return f"{eps:,.0f} EPS  {metric} {mean:.4f}  seeds: {seeds}{broken}"
 
 
 def by_stage(seeds: Seeds) -> dict[str, int]:
@@ -209,7 +212,16 @@ def growth(summary: Mapping[str, Any]) -> list[str]:
     ]
     fates = ", ".join(f"{seeds[name]} {name}" for name in ("germinated", "fossilized", "pruned", "unfinished"))
     left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
-    return [*lines, f"seeds: {fates}{left_out}"]
+    return [*lines, f"seeds: {fates}{left_out}", *told(summary)]
+
+
+def told(summary: Mapping[str, Any]) -> list[str]:
+    """What was rolled back and what was refused, by reason, a line each where there was any."""
+    lines = []
+    for kind, label in (("rollbacks", "rolled back"), ("refused", "refused")):
+        reasons = [f"{count:,} {name.replace('_', ' ')}" for name, count in summary[kind].items()]
+        lines += [f"{label}: {', '.join(reasons)}"] if reasons else []
+    return lines
 
 
 def mean_and_error(values: Sequence[float | None] | None) -> tuple[float, float]:

@@ -14,6 +14,10 @@ class DataWarning(UserWarning):
     """Examples that are left out: one sentence with where they stood, how many and which."""
 
 
+class DataFault(RuntimeError):
+    """Examples in memory that were finite are so no more: one sentence. The command line exits with 1."""
+
+
 class OutOfMemory(RuntimeError):
     """Memory ran out: one sentence with where, how much of it, and what to lower. The command line exits with 1."""
 

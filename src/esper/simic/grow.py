@@ -15,7 +15,7 @@ from esper.kasmina.export import PROGRAM, save_network
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config
 from esper.leyline.disk import Patient
-from esper.leyline.errors import InputError, OutOfMemory
+from esper.leyline.errors import DataFault, InputError, OutOfMemory
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.task import AnyTask, Split
 from esper.leyline.view import Floats, View
@@ -44,8 +44,8 @@ class Pair(TypedDict):
 class Watch(Protocol):
     """Who looks on while a population grows."""
 
-    def step(self, view: View, eps: float) -> None:
-        """A step is done; `eps` are the rows stepped per second so far, twins included."""
+    def step(self, view: View, eps: float, rollbacks: int) -> None:
+        """A step is done; `eps` are the rows stepped per second so far, and `rollbacks` counts those so far, twins included."""
         ...
 
     def note(self, text: str) -> None:
@@ -56,7 +56,7 @@ class Watch(Protocol):
 class Silent:
     """A Watch that looks away."""
 
-    def step(self, view: View, eps: float) -> None:
+    def step(self, view: View, eps: float, rollbacks: int) -> None:
         """Nothing."""
 
     def note(self, text: str) -> None:
@@ -114,6 +114,7 @@ def grow(
                 **figures,
                 **_growth([topology for _, topology in networks], played.germinated),
                 **written._asdict(),
+                **engine.governor.record.counts(),
                 "seconds": round(episode.before + time.perf_counter() - started, 3),
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
                 "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
@@ -124,13 +125,13 @@ def grow(
 
 @contextmanager
 def _closing_row(hub: Hub, engine: VectorizedEngine, config: Config, folder: Path | None) -> Iterator[None]:
-    """A second SIGINT and a lack of memory leave no summary; that the run is over stands in its events all the same."""
+    """A second SIGINT and a fault leave no summary; that the run is over stands in its events all the same."""
     try:
         yield
     except KeyboardInterrupt:
         hub.emit(_run_row(engine, config, "interrupted"))
         raise
-    except OutOfMemory as error:
+    except (OutOfMemory, DataFault) as error:
         hub.emit(_run_row(engine, config, "failed"))
         raise left(error, folder) from None
 
@@ -220,7 +221,8 @@ def _play(
         episode.decided = None
         episode.steps += 1
         episode.seconds += time.perf_counter() - begin
-        watch.step(episode.view, engine.rows * episode.steps / episode.seconds)
+        rollbacks = int(engine.governor.record.found.sum())
+        watch.step(episode.view, engine.rows * episode.steps / episode.seconds, rollbacks)
     keeper.now()
     client.update()
     status: Literal["finished", "interrupted"] = "finished" if episode.steps == length else "interrupted"

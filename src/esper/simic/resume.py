@@ -10,7 +10,7 @@ import yaml
 
 from esper.leyline.config import Config, build_config
 from esper.leyline.disk import Patient
-from esper.leyline.errors import InputError, OutOfMemory
+from esper.leyline.errors import DataFault, InputError, OutOfMemory
 from esper.nissa.files import CONFIG, SUMMARY, cut_events, is_run
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
 
@@ -94,11 +94,11 @@ def fitting(found: Checkpoint) -> Iterator[None]:
         ) from None
 
 
-def left(error: OutOfMemory, folder: Path | None) -> OutOfMemory:
-    """The error of a run that memory ran out for, with how to go on where there is a folder to go on from."""
+def left(error: OutOfMemory | DataFault, folder: Path | None) -> OutOfMemory | DataFault:
+    """The error that a run was left by, with how to go on where there is a folder to go on from."""
     if folder is None:
         return error
-    return OutOfMemory(f"{error}; the run is as its last checkpoint has it: esper resume {folder} goes on there")
+    return type(error)(f"{error}; the run is as its last checkpoint has it: esper resume {folder} goes on there")
 
 
 def reopen_run(folder: Path, rows: int, note: Callable[[str], None]) -> None:

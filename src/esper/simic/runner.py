@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Op
 from esper.leyline.config import Config, RewardConfig, build_config
-from esper.leyline.errors import InputError, OutOfMemory
+from esper.leyline.errors import DataFault, InputError, OutOfMemory
 from esper.leyline.keys import Purpose, key, scalar
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.stages import Stage
@@ -35,6 +35,7 @@ from esper.tamiyo.catalog import FOLDER, get_controller
 from esper.tamiyo.controller import Language, Learned, Policy, save_policy
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.governor import total
 
 TRAINING: Mapping[str, Any] = MappingProxyType(
     {
@@ -102,6 +103,7 @@ class Played(NamedTuple):
     deciding: float  # seconds of act and store
     germinated: int
     kept: int  # seeds that were fossilized at the end
+    rollbacks: int  # of environments
     envs: int
 
 
@@ -182,7 +184,7 @@ def train(
         except KeyboardInterrupt:
             status = "interrupted"
             raise
-        except OutOfMemory as error:
+        except (OutOfMemory, DataFault) as error:
             raise left(error, folder) from None
         finally:
             summary = {
@@ -343,6 +345,7 @@ class School:
             "best_validation_objective": None if self.best is None else self.best[0],
             "last_rounds": last,
             "controller_share": share,
+            **total(cohort.engine.governor.record.counts() for cohort in self.cohorts),
         }
 
     def state(self) -> dict[str, Any]:
@@ -422,7 +425,8 @@ class School:
             self.steps += 1
         kept = int((view.seeds.stage == Stage.FOSSILIZED).sum())
         seconds = episode.seconds + time.perf_counter() - mark
-        return Played(seconds, episode.deciding, episode.germinated, kept, cohort.config.envs)
+        rollbacks = int(cohort.engine.governor.record.rollbacks[: cohort.config.envs].sum())
+        return Played(seconds, episode.deciding, episode.germinated, kept, rollbacks, cohort.config.envs)
 
     def _close(
         self, figures: dict[str, float], clients: Sequence[SimicClient], played: Sequence[Played], updating: float
@@ -435,6 +439,7 @@ class School:
         figures |= {
             "kept": kept / sum(p.envs for p in played),
             "kept_share": kept / germinated if germinated else math.nan,
+            "rollbacks": float(sum(p.rollbacks for p in played)),
             "env_steps_per_second": steps / (growing + updating),
             "controller_share": (deciding + updating) / (growing + updating),
         }

@@ -124,6 +124,7 @@ class SharedBatchIterator:
         self.batch_size = batch_size
         self.batches_per_epoch = self.sizes // batch_size  # (E,)
         self.batch = 0
+        self._set, self._sets = row, len(splits)
         self._offset = None
         if len(splits) > 1:
             self._offset = torch.from_numpy(row * pooled.y.shape[1]).to(device)[:, None]
@@ -173,6 +174,14 @@ class SharedBatchIterator:
             images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
         x = images.unflatten(0, index.shape).movedim(-1, 2)
         return x if self.pixels is None else self.pixels.read(x), y
+
+    def finite(self) -> Tensor:
+        """(E,) bool, on the device: whether all that is resident for each row is finite."""
+        sound = torch.ones(self._sets, dtype=torch.bool, device=self._order.device)
+        for resident in (self.x, self.y):
+            if resident.is_floating_point():
+                sound &= resident.reshape(self._sets, -1).isfinite().all(1)
+        return sound.index_select(0, torch.from_numpy(self._set).to(sound.device, non_blocking=True))
 
     def nonfinite(self, rows: Indices, batches: int) -> list[tuple[int, Indices]]:
         """The rows (n,) whose last `batches` batches held examples that are not finite, and these by their place in the split.

@@ -17,7 +17,7 @@ from esper.kasmina.host import check_host
 from esper.kasmina.lifecycle import apply, dormant, edits, legal, tick, transitions
 from esper.leyline.actions import Actions
 from esper.leyline.config import Config
-from esper.leyline.errors import InputError
+from esper.leyline.errors import DataFault, InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
@@ -25,6 +25,7 @@ from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite
 from esper.leyline.verdicts import Vital
 from esper.leyline.view import (
     BlueprintInfo,
+    Bools,
     CoalitionValues,
     Masks,
     Measurements,
@@ -374,16 +375,37 @@ class VectorizedEngine:
         found = governor.inspect(before, state.seeds, measured.signs)
         rows = found != Vital.GOOD
         if rows.any():
-            state.seeds = governor.put_back(state.body, state.seeds, found)
+            state.seeds = governor.put_back(state.body, state.seeds, rows)
             fit = self._fit if self.config.probe.sensors_every else None
-            asked = Asked(self._probe, fit, None, terminal, state.step)
+            asked = Asked(self._probe, fit, None, terminal, state.step, self._feed.finite())
             again = measure(state.body, state.seeds, self._objective, asked, state.measurements, None)
             measured = measured.replaced(again, rows)
+            assert again.data is not None, "it was asked for"
+            if not again.data[rows].all():
+                found = self._blame_data(found, rows & ~again.data)
             if state.coalitions is not None:
                 state.coalitions = without(state.coalitions, rows)
             governor.resume(found, measured.signs)
         governor.keep(state.body, state.seeds, found, state.step)
         return measured, found
+
+    def _blame_data(self, found: Verdicts, rows: Bools) -> Verdicts:
+        """The verdicts, of those of some rows, (rows,) bool, that trained on examples that are not finite: that.
+
+        DataFault where `data.nonfinite` says stop: they were finite when they were loaded.
+        """
+        tainted = self._feed.nonfinite(np.flatnonzero(rows), self.config.data.batches_per_step)
+        if tainted and self.config.data.nonfinite == "stop":
+            row, examples = tainted[0]
+            raise DataFault(
+                f"the train split of instance {self.state.instance[row]} of {self._task.name} was finite when it was loaded and "
+                f"holds NaN or infinite values now, in example{'s' * (len(examples) > 1)} "
+                f"{', '.join(map(str, examples[:5].tolist()))} of what environment {row % self.config.envs} trained on in step "
+                f"{self.state.step - 1}; look for what writes into it, or go on without such steps by --set data.nonfinite=skip"
+            )
+        blamed = found.copy()
+        blamed[[row for row, _ in tainted]] = Vital.BATCH
+        return blamed
 
     def _accept(self, measured: Measured) -> None:
         """Go on from what was measured."""

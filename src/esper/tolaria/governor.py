@@ -17,7 +17,7 @@ from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config, GovernorConfig
 from esper.leyline.stages import IN_BUDGET, among
 from esper.leyline.verdicts import Refusal, Vital
-from esper.leyline.view import Masks, Seeds
+from esper.leyline.view import Bools, Masks, Seeds
 from esper.tolaria.runtime import available_memory
 from esper.tolaria.vitals import History, Signs, examine, lowered, remembered
 
@@ -113,22 +113,21 @@ class Governor:
         self.history, found = examine(self.history.restart(lowered(before, after)), signs, self.config)
         return found
 
-    def put_back(self, body: Body, seeds: Seeds, found: Verdicts) -> Seeds:
-        """Roll back the rows in which something was found; returns the state of all rows.
+    def put_back(self, body: Body, seeds: Seeds, rows: Bools) -> Seeds:
+        """Roll back some rows, (E,) bool; returns the state of all.
 
         Their fossils and hosts are what they were at the snapshot, and so are ages and embargos. Seeds that were live or
         incubating then are pruned.
         """
-        rows = found != Vital.GOOD
-        self.record.rollbacks[rows] += 1
-        np.add.at(self.record.found, found[rows & self._real], 1)
         kept = uprooted(self.snapshot.seeds, rows, self.embargo)
         return self.snapshot.put_back(body, seeds, rows, kept)
 
     def resume(self, found: Verdicts, signs: Signs) -> None:
-        """Rows that were rolled back begin a new history, with what was measured of them since."""
+        """Rows that were rolled back are counted and begin a new history, with what was measured of them since."""
         assert self.history is not None, "an episode was begun"
         rows = found != Vital.GOOD
+        self.record.rollbacks[rows] += 1
+        np.add.at(self.record.found, found[rows & self._real], 1)
         self.history = remembered(self.history.restart(rows), signs, rows)
 
     def keep(self, body: Body, seeds: Seeds, found: Verdicts, step: int) -> None:

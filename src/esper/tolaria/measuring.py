@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from esper.kasmina.body import Body
 from esper.leyline.stages import Stage
@@ -27,6 +28,7 @@ class Asked(NamedTuple):
     sampling: Sampling | None  # where attribution is due
     terminal: bool  # at the end of an episode also what would be exported
     step: int  # steps that were taken in the episode
+    data: Tensor | None = None  # (E,) bool on the device, whether a row's data are finite: asked for where one broke
 
 
 class Measured(NamedTuple):
@@ -37,6 +39,7 @@ class Measured(NamedTuple):
     exported: Scores | None  # of the networks that would be exported, at the end of an episode
     coalitions: CoalitionValues | None  # where attribution was due
     signs: Signs
+    data: Bools | None = None  # (E,) whether a row's data are finite, where it was asked for
 
     def replaced(self, other: "Measured", rows: Bools) -> "Measured":
         """Some rows, (E,) bool, measured again, after all their unfinished seeds are gone; the rest is as it was."""
@@ -47,6 +50,7 @@ class Measured(NamedTuple):
             None if self.exported is None else choose(rows, scores, self.exported),
             None if self.coalitions is None else without(self.coalitions, rows),
             choose(rows, other.signs, self.signs),
+            other.data,
         )
 
 
@@ -75,14 +79,16 @@ def measure(
     probed = probe(body, seeds, asked.held, objective, wanted, signs=True)
     sensors = [sense(body, seeds, asked.fit, asked.held, objective)] if asked.fit is not None else []
     training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
-    packet = iter(read_packet([*probed, *sensors, *training]))
+    data = [asked.data] if asked.data is not None else []
+    packet = iter(read_packet([*probed, *sensors, *data, *training]))
     figures = _Figures._make(itertools.islice(packet, len(probed)))
     found = next(packet) if sensors else None
+    sound = next(packet) > 0 if data else None
     measurements = _unpack(seeds, wanted, figures, found, last, trained, list(packet))
     scores = Scores(measurements.metric, measurements.loss, body.added_params(seeds))
     exported = _exported(body, seeds, wanted, figures, scores) if asked.terminal else None
     values = _values(asked.step, asked.sampling.draw, wanted, figures) if asked.sampling is not None else None
-    return Measured(measurements, scores, exported, values, _signs(measurements, figures, trained))
+    return Measured(measurements, scores, exported, values, _signs(measurements, figures, trained), sound)
 
 
 def unmeasured(rows: int, slots: int) -> Measurements:

@@ -32,6 +32,9 @@ class _Feed:
     def batch(self) -> int:
         return self._feed.batch
 
+    def finite(self) -> Tensor:
+        return self._feed.finite()
+
     def advance(self) -> None:
         self._feed.advance()
         self.served += 1
