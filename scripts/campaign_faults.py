@@ -2,6 +2,7 @@
 
     kill       SIGKILL of `esper train`, `esper grow` and `esper resume`, in chains, until every run finishes
     corrupt    damage to every file of a checkpoint and a controller, and what is made of it
+    cost       bytes and seconds of checkpoints, and the throughput of a training with them
     page       the page of all results that there are
 
     python scripts/campaign_faults.py [PART ...] [--count N] [--jobs N] [--quick] [--out DIR] [--page FILE]
@@ -16,14 +17,14 @@ import sys
 from pathlib import Path
 
 import torch
-from faults import corrupt, kill
+from faults import corrupt, cost, kill
 
-PARTS = ("kill", "corrupt")
+PARTS = ("kill", "corrupt", "cost")
 
 
 def page(out: Path, options: str) -> str:
     """All results that there are as Markdown."""
-    sections = [kill.section(out), corrupt.section(out)]
+    sections = [kill.section(out), corrupt.section(out), cost.section(out)]
     return "\n".join(
         [
             "# Faults",
@@ -51,6 +52,7 @@ def main() -> None:
         parser.error(f"there is no part {', '.join(sorted(unknown))}; give some of {', '.join(PARTS)}, page")
     torch.set_num_threads(1)
     parts, out, quick = arguments.parts or PARTS, arguments.out.absolute(), arguments.quick
+    out.mkdir(parents=True, exist_ok=True)
     if "kill" in parts:
         count = arguments.count or (2 if quick else 200)
         commands = kill.QUICK if quick else kill.VICTIMS
@@ -58,6 +60,8 @@ def main() -> None:
     if "corrupt" in parts:
         count, resumed = arguments.count or (40 if quick else 1000), 1 if quick else 20
         corrupt.campaign(out, corrupt.QUICK if quick else corrupt.COMMANDS, count, resumed, arguments.seed)
+    if "cost" in parts:
+        cost.campaign(out, quick)
     text = page(out, " ".join(sys.argv[1:]))
     print(text)
     if arguments.page:

@@ -96,6 +96,14 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
     assert "| all | 40 | 40 | 0 |" in (tmp_path / "faults.md").read_text()
 
 
+def test_the_cost_of_checkpoints_is_measured(tmp_path):
+    run("campaign_faults.py", "cost", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
+    sized, training = (json.loads(line) for line in (tmp_path / "faults" / "cost.jsonl").read_text().splitlines())
+    assert sized["bytes"] > sized["json_bytes"] > 0
+    assert all(ratio > 0 for clock in (*training["with"], *training["control"]) for ratio in clock)
+    assert "| without, once more |" in (tmp_path / "faults.md").read_text()
+
+
 @pytest.mark.slow
 def test_the_studies_write_their_pages(tmp_path):
     run("study_negative_controls.py", "--page", "controls.md", cwd=tmp_path)

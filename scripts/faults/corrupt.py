@@ -290,7 +290,6 @@ def digest(state: Mapping[str, Any]) -> str:
 
 def campaign(out: Path, commands: Sequence[Command], count: int, resumed: int, seed: int) -> None:
     """Every case that is not yet kept, `resumed` of them through `esper resume` too."""
-    out.mkdir(parents=True, exist_ok=True)
     check_payload(out)
     listed = cases(commands, count, seed)
     of_checkpoint = [number for number, case in enumerate(listed) if case.target not in CONTROLLER]

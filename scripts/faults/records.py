@@ -10,7 +10,6 @@ Record = dict[str, Any]
 
 def append(path: Path, record: Record) -> None:
     """Add one line in one write, so that a campaign that is killed leaves whole lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         os.write(descriptor, json.dumps(record, allow_nan=False).encode() + b"\n")
