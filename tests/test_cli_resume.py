@@ -182,6 +182,39 @@ def test_a_disk_that_stays_full_ends_a_run_with_the_command_that_goes_on(esper, 
     assert esper("resume", "r", "--json")[0] == 0
 
 
+def test_a_finished_run_goes_on_where_set_asks_for_more(esper):
+    esper(*GROW[:4], "--steps", "4", *OFTEN, "--run", "r")
+    before = content("r")
+    assert json.loads(esper("resume", "r", "--set", "steps=4", "--json")[1])["steps_done"] == 4
+    assert content("r") == before
+    code, out, err = esper("resume", "r", "--set", "steps=6", "--set", "optimizer.lr=0.01", "--json")
+    assert code == 0
+    assert "going on after step 4" in err
+    assert json.loads(out)["steps_done"] == 6
+    assert json.loads(Path("r/changes.json").read_text())[0]["set"] == ["steps=6", "optimizer.lr=0.01"]
+    assert esper("resume", "r", "--json")[:2] == (0, out)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("seed=7", "another run"),
+        ("steps=1", "has taken"),
+        ("optimizer.name=sgd", "does not fit"),
+        ("stepz=1", "unknown config key"),
+        ("steps", "not of the form key=value"),
+    ],
+)
+def test_a_change_that_cannot_be_is_one_sentence_and_none(esper, setting, sentence):
+    esper(*GROW[:4], "--steps", "4", *OFTEN, "--run", "r")
+    before = content("r")
+    code, out, err = esper("resume", "r", "--set", setting)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("error: ")
+    assert sentence in err
+    assert content("r") == before
+
+
 def test_overwriting_removes_cut_events_too(esper):
     arguments = ["grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--run", "r"]
     esper(*arguments)

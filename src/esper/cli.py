@@ -220,12 +220,17 @@ def train(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="The run folder of `esper grow` or `esper train`.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
 ) -> None:
     """Go on with a run that was interrupted or killed, to the very numbers it would have had (docs/checkpoints.md).
 
     It goes on at its last checkpoint, or begins again from its config.yaml where it has none; of a finished run the summary
-    is printed. Runs whose task, controller or reward were objects from Python cannot be resumed.
+    is printed. With --set, as steps=48 or ppo.rounds=200, a finished run goes on too. Runs whose task, controller or reward
+    were objects from Python cannot be resumed.
     """
     import torch
     from rich.console import Console
@@ -233,22 +238,23 @@ def resume(
     from esper.karn.console import live, print_summary, print_training, training
     from esper.simic.grow import grow as run_population
     from esper.simic.ppo import LearningError
-    from esper.simic.resume import cohort_configs, finished, is_training, read_config
+    from esper.simic.resume import Change, changed, cohort_configs, finished, is_training, read_config
     from esper.simic.runner import train as train_controller
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
-    config = read_config(run)
+    before = read_config(run)
+    config = changed(before, settings) if settings else before
+    change = None if config == before else Change(before, tuple(settings or ()))
     trains, known = is_training(config), finished(run)
-    if known is not None:
+    if known is not None and change is None:
         summary = known
     elif trains:
+        chosen, configs = [get_task(name) for name in config.tasks], cohort_configs(config)
         with training(Console(stderr=True)) as watch:
             try:
-                summary = train_controller(
-                    [get_task(name) for name in config.tasks], cohort_configs(config), run, watch, resume=True
-                )
+                summary = train_controller(chosen, configs, run, watch, resume=True, change=change)
             except LearningError as error:
                 _fail(error, 1)
     else:
@@ -258,7 +264,7 @@ def resume(
         except InputError as error:
             raise InputError(f"{error}; one that was given as an object from Python cannot be resumed") from None
         with live(Console(stderr=True), config.steps, task.objective.metric) as sight:
-            summary = run_population(task, config, client, run, sight, resume=True)
+            summary = run_population(task, config, client, run, sight, resume=True, change=change)
     if json_:
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:

@@ -38,7 +38,7 @@ class Row(msgspec.Struct, kw_only=True, tag_field="kind"):
 
 
 class RunRow(Row, tag="run", kw_only=True):
-    """The first row of a run, and its last."""
+    """The first row of a run, and its last; another one where it was taken up with a changed config."""
 
     status: Literal["running", "finished", "interrupted", "failed"]
     task: str
@@ -50,6 +50,7 @@ class RunRow(Row, tag="run", kw_only=True):
     slots: Sequence[str]
     blueprints: Sequence[str]  # the menu
     host_params: Integers  # (E,); none where a run grows other hosts in every round
+    changed: Sequence[str] = ()  # settings as `esper resume --set` named them, of the changes made here
 
 
 class StepRow(Row, tag="step", kw_only=True):

@@ -11,13 +11,14 @@ from esper.leyline.errors import InputError
 from esper.nissa.lock import is_lock
 
 CONFIG = "config.yaml"  # everything that was asked for; its presence is what makes a folder a run
+CHANGES = "changes.json"  # what of it was changed later
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 MODELS = "models"
 CHECKPOINTS = "checkpoints"
 CONTROLLER = "controller"
 SUMMARY = "summary.json"
-OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, CHECKPOINTS, CONTROLLER, "report.html", CONFIG)
+OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, CHECKPOINTS, CONTROLLER, CHANGES, "report.html", CONFIG)
 """What Esper writes into a run folder beside its lock, the config last: until it is gone, the folder counts as a run."""
 
 

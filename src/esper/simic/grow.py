@@ -24,7 +24,7 @@ from esper.nissa.files import MODELS
 from esper.nissa.hub import Hub
 from esper.simic.environment import describe_environment
 from esper.simic.interrupt import Interrupt
-from esper.simic.resume import fitting, left
+from esper.simic.resume import Change, fitting, left
 from esper.simic.rewards import objective
 from esper.simic.run_folder import RunFolder
 from esper.tolaria.checkpoint import Checkpoints
@@ -72,13 +72,15 @@ def grow(
     *,
     overwrite: bool = False,
     resume: bool = False,
+    change: Change | None = None,
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate what came out on the test split, and export it.
 
     Without a folder nothing is written. What was asked for is checked first, so that bad input (InputError) leaves
     nothing behind. SIGINT or SIGTERM ends the growth after the step it fell in; what is done so far is evaluated and
     exported. With `resume` the run of the folder, of this task, config and a controller as it was at first, goes on at its
-    last checkpoint, or begins again where it has none; checkpoints are written where the controller is `Resumable`.
+    last checkpoint, or begins again where it has none; checkpoints are written where the controller is `Resumable`. With a
+    `change`, `config` is the changed one, and a finished run goes on too.
     """
     started = time.perf_counter()
     watch = watch or Silent()
@@ -87,7 +89,7 @@ def grow(
     get_blueprint(config.heuristic.blueprint)  # a task may lack it; a name that nothing has is a mistake
     with (
         Interrupt() as interrupt,
-        RunFolder(folder, config, watch.note, interrupt, overwrite=overwrite, resume=resume) as run,
+        RunFolder(folder, config, watch.note, interrupt, overwrite=overwrite, resume=resume, change=change) as run,
     ):
         engine, found = VectorizedEngine(task.sealed(), config, run.hub), run.found
         engine.sound(_tests(engine, task))  # looked at now, as nothing should stop the run at its end
@@ -98,6 +100,10 @@ def grow(
         else:
             with fitting(found):
                 episode = _restored(engine, client, found.state)
+            if episode.steps > config.steps:
+                raise InputError(
+                    f"steps is {config.steps}, but the run has taken {episode.steps}; give as many or more"
+                )
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
         keeper = Keeper(run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started)
         with _closing_row(run.hub, engine, config, folder), engine.timer.memory("between steps"):

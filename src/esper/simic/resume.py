@@ -4,13 +4,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
+from pydantic import BaseModel
 
-from esper.leyline.config import Config, build_config
-from esper.leyline.disk import Patient
+from esper.leyline.config import Config, build_config, dump_config, parse_setting
+from esper.leyline.disk import Patient, write_atomic
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
+from esper.nissa.changes import record_change
 from esper.nissa.files import CONFIG, SUMMARY, cut_events, is_run
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
 
@@ -56,6 +58,46 @@ def is_training(config: Config) -> bool:
     return True
 
 
+FIXED = (
+    *("task", "tasks", "cohorts", "controller", "envs", "seed", "twin", "slots", "blueprints"),
+    *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group"),
+)
+"""Keys without which a run is another one: what is grown, on what, and what a decision may be."""
+
+
+class Change(NamedTuple):
+    """Of the config of a run that goes on."""
+
+    before: Config  # what the folder holds
+    settings: tuple[str, ...]  # as `--set` named them
+
+
+def changed(config: Config, settings: Sequence[str]) -> Config:
+    """The config of a run folder with settings, KEY=VALUE, over it and over every cohort's of a training.
+
+    InputError where that would be another run.
+    """
+    layers, trains = [parse_setting(setting) for setting in settings], is_training(config)
+    before = cohort_configs(config) if trains else [config]
+    after = [build_config(each.model_dump(mode="json"), *layers) for each in before]
+    names = {name for one, other in zip(before, after, strict=True) for name in _differences(one, other)}
+    fixed = (*FIXED, "steps") if trains else FIXED
+    for key in fixed:
+        if any(name == key or name.startswith(f"{key}.") for name in names):
+            raise InputError(f"--set {key} would make this another run, which cannot go on from here; start a new one")
+    return with_cohorts(after, config.controller) if trains else after[0]
+
+
+def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
+    """Dotted names of the keys whose values differ."""
+    for name in type(one).model_fields:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(mine, BaseModel):
+            yield from (f"{name}.{inner}" for inner in _differences(mine, theirs))
+        elif mine != theirs:
+            yield name
+
+
 def finished(folder: Path) -> dict[str, Any] | None:
     """The summary of a run that came to its end; None where it did not."""
     path = folder / SUMMARY
@@ -69,13 +111,15 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def take_up(
-    folder: Path, config: Config, note: Callable[[str], None], patience: Patient
+    folder: Path, config: Config, change: Change | None, note: Callable[[str], None], patience: Patient
 ) -> tuple[Checkpoints, Checkpoint | None]:
     """The checkpoints of a run and the one to go on from, None where there is none. InputError where it is another run."""
-    if read_config(folder) != config:
+    if read_config(folder) != (config if change is None else change.before):
         raise InputError(f"{folder / CONFIG} is not the config of this run; resume it with what it says")
     store = Checkpoints(folder, config.checkpoint, patience)
     found = store.read(note)
+    if found is None and change is not None and finished(folder) is not None:
+        raise InputError(f"{folder} holds a finished run and no checkpoint from which it could go on; start a new run")
     note(f"going on after step {found.number}" if found else "no complete checkpoint: starting again from config.yaml")
     return store, found
 
@@ -99,6 +143,14 @@ def left(error: OutOfMemory | DataFault, folder: Path | None) -> OutOfMemory | D
     if folder is None:
         return error
     return type(error)(f"{error}; the run is as its last checkpoint has it: esper resume {folder} goes on there")
+
+
+def change_config(folder: Path, config: Config, change: Change, steps: int) -> None:
+    """Put another config in the place of the present one, on record; a crash leaves a run with the one or the other."""
+    (folder / SUMMARY).unlink(missing_ok=True)  # the run is not finished with this one
+    text = dump_config(config)
+    record_change(folder, text, change.settings, steps)
+    write_atomic(folder / CONFIG, text)
 
 
 def reopen_run(folder: Path, rows: int, note: Callable[[str], None]) -> None:

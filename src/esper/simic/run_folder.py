@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from esper.leyline.config import Config, dump_config
 from esper.leyline.disk import Patient, at_once, write_atomic
+from esper.nissa.changes import read_trail
 from esper.nissa.events import RunRow
 from esper.nissa.files import (
     CONFIG,
@@ -23,7 +24,7 @@ from esper.nissa.lock import Lock
 from esper.nissa.outputs import JsonLines, Output
 from esper.nissa.patience import Patience
 from esper.simic.interrupt import Interrupt
-from esper.simic.resume import fitting, reopen_run, take_up
+from esper.simic.resume import Change, change_config, fitting, reopen_run, take_up
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
 
 
@@ -43,9 +44,11 @@ class RunFolder:
         *,
         overwrite: bool = False,
         resume: bool = False,
+        change: Change | None = None,
     ) -> None:
+        """`config` is that of the run or, where it goes on with a `change`, the one that it shall have."""
         self.path, self.config, self.note = path, config, note
-        self.overwrite, self.resume = overwrite, resume
+        self.overwrite, self.resume, self.change = overwrite, resume, change
         self.patience: Patient = at_once
         outputs: list[Output] = []
         if path is not None:
@@ -77,16 +80,20 @@ class RunFolder:
         if is_run(path) if self.resume else path.is_dir():
             self.patience(lock.path, lock.take)
         if self.resume:
-            self.store, self.found = take_up(path, self.config, self.note, self.patience)
+            self.store, self.found = take_up(path, self.config, self.change, self.note, self.patience)
         if self.found is not None:
             with fitting(self.found):
                 self.hub.seq = self.found.state["seq"]
 
     def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
-        """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing of it."""
+        """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing or changed."""
         if self.path is not None and self.lock is not None:
             self._make(self.path, self.lock, environment)
-        if self.found is None:
+            # those behind the checkpoint: their row was cut from the events with all that followed it
+            since = 0 if self.found is None else self.found.number
+            entries = [entry for entry in read_trail(self.path).entries if entry.steps >= since]
+            row.changed = [setting for entry in entries for setting in entry.settings]
+        if self.found is None or row.changed:
             self.hub.emit(row)
 
     def end(self, row: RunRow, summary: Mapping[str, Any]) -> None:
@@ -97,6 +104,9 @@ class RunFolder:
             self._write(self.path / SUMMARY, to_json(summary))
 
     def _make(self, path: Path, lock: Lock, environment: Callable[[], Mapping[str, Any]]) -> None:
+        if self.change is not None:
+            config, change, steps = self.config, self.change, 0 if self.found is None else self.found.number
+            self.patience(path / CONFIG, lambda: change_config(path, config, change, steps))
         if self.resume:
             self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.note))
         else:

@@ -27,7 +27,7 @@ from esper.simic.grow import Summary
 from esper.simic.imitation import Apprentice
 from esper.simic.interrupt import Interrupt
 from esper.simic.ppo import PPO
-from esper.simic.resume import PAID, fitting, left, with_cohorts
+from esper.simic.resume import PAID, Change, fitting, left, with_cohorts
 from esper.simic.rewards import get_reward, objective
 from esper.simic.rollout import Rollout
 from esper.simic.run_folder import RunFolder
@@ -150,6 +150,7 @@ def train(
     *,
     overwrite: bool = False,
     resume: bool = False,
+    change: Change | None = None,
     reward: Callable[[RewardConfig], Reward] = get_reward,
 ) -> Summary:
     """Train a controller on tasks, one config each; what concerns the learner is read from the first.
@@ -160,13 +161,13 @@ def train(
     validation split of validation instances. Raises InputError on bad input, before anything is written, and LearningError
     where an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the training after the
     step. With `resume` the run of the folder, of these tasks, configs and rewards, goes on at its last checkpoint, or begins
-    again where it has none.
+    again where it has none. With a `change`, `configs` are the changed ones, and a finished run goes on too.
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
     whole = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
     with (
         Interrupt() as interrupt,
-        RunFolder(folder, whole, watch.note, interrupt, overwrite=overwrite, resume=resume) as run,
+        RunFolder(folder, whole, watch.note, interrupt, overwrite=overwrite, resume=resume, change=change) as run,
     ):
         cohorts = [_cohort(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
         policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
@@ -175,6 +176,10 @@ def train(
             with fitting(run.found):
                 school.load_state(run.found.state["school"])
                 before = run.found.state["seconds"]
+            if school.number > config.ppo.rounds:
+                raise InputError(
+                    f"ppo.rounds is {config.ppo.rounds}, but {school.number} rounds are done; give as many or more"
+                )
         run.begin(lambda: _environment(cohorts), _run_row(cohorts[0], "running"))
         keeper = Keeper(run.store, school, run.hub, started - before)
         status: Literal["finished", "interrupted", "failed"] = "failed"

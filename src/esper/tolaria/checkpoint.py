@@ -27,6 +27,7 @@ from torch import Tensor
 from esper.leyline.config import CheckpointConfig
 from esper.leyline.disk import Patient, at_once, remove, sync_folder, write_atomic, write_folder
 from esper.leyline.errors import InputError
+from esper.nissa.changes import read_trail
 from esper.nissa.files import CHECKPOINTS, CONFIG
 
 Tree = dict[str, Any]
@@ -115,9 +116,9 @@ class Checkpoints:
     """Those of one run folder: when one is due, how it is written, which are kept, and which is read."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, patience: Patient = at_once) -> None:
-        """The folder's config.yaml must be there: a run is known by the sha256 of it."""
+        """The folder's config.yaml must be there: a run is known by the sha256 of its first one."""
         self.folder, self.config, self.patience = folder / CHECKPOINTS, config, patience
-        self.run = _sha256((folder / CONFIG).read_bytes())
+        self.run = read_trail(folder).run
         self.last = 0  # steps that had been taken at the last one
         self._written = time.monotonic()
 

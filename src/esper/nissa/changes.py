@@ -1,0 +1,91 @@
+"""What was changed of the config of a run, and by what the run is known all the same: changes.json.
+
+    [{"time": 1750000000.0, "steps": 120, "set": ["optimizer.lr=0.001"], "from": "<sha256>", "to": "<sha256>"}, ...]
+
+A run is known by the sha256 of its first config.yaml. From a later one the entries lead back to it; from one that was edited by
+hand they lead nowhere, so that it is known for another run's.
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from esper.leyline.disk import write_atomic
+from esper.leyline.errors import InputError
+from esper.nissa.files import CHANGES, CONFIG, to_json
+
+_LARGEST = 2**20  # bytes of it that are read
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Entry(NamedTuple):
+    """One change."""
+
+    time: float  # [seconds since 1970]
+    steps: int  # that the run had taken
+    settings: tuple[str, ...]  # as `--set` named them
+    source: str  # sha256 of config.yaml before
+    target: str  # and after
+
+
+class Trail(NamedTuple):
+    """The way from the first config of a run to the present one."""
+
+    run: str  # sha256 of the first
+    entries: list[Entry]  # the changes that are in effect
+
+
+def read_trail(folder: Path) -> Trail:
+    """That of a run folder. InputError where changes.json cannot be read.
+
+    An entry is written before the config that it leads to, so that one behind which a crash came leads nowhere: it is no part.
+    """
+    digest, entries = digest_of((folder / CONFIG).read_bytes()), []
+    for entry in reversed(_read(folder)):
+        if entry.target == digest:
+            digest = entry.source
+            entries.append(entry)
+    return Trail(digest, entries[::-1])
+
+
+def record_change(folder: Path, config: str, settings: Sequence[str], steps: int) -> None:
+    """Write the entry for a config that is about to be written. A second call for the same one writes it once."""
+    source, target = digest_of((folder / CONFIG).read_bytes()), digest_of(config.encode())
+    known, entry = _read(folder), Entry(time.time(), steps, tuple(settings), source, target)
+    if source == target or (known and known[-1]._replace(time=entry.time) == entry):
+        return
+    entries = [*known, entry]
+    named = [
+        {"time": entry.time, "steps": entry.steps, "set": entry.settings, "from": entry.source, "to": entry.target}
+        for entry in entries
+    ]
+    write_atomic(folder / CHANGES, to_json(named))
+
+
+def digest_of(content: bytes) -> str:
+    """The sha256 by which a config is known."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _read(folder: Path) -> list[Entry]:
+    path = folder / CHANGES
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(_LARGEST))
+        return [_entry(entry) for entry in found]
+    except FileNotFoundError:
+        return []
+    except (KeyError, RecursionError, TypeError, ValueError):
+        raise InputError(f"{path} does not hold the changes of a run; put back what was there") from None
+
+
+def _entry(entry: Any) -> Entry:
+    """An entry from JSON. KeyError, TypeError or ValueError where it is none."""
+    known = Entry(float(entry["time"]), int(entry["steps"]), tuple(map(str, entry["set"])), entry["from"], entry["to"])
+    if not _DIGEST.fullmatch(known.source) or not _DIGEST.fullmatch(known.target):
+        raise ValueError("no sha256")
+    return known
