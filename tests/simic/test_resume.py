@@ -421,6 +421,15 @@ def test_a_training_that_is_left_and_resumed_is_the_one_that_was_not(straight, t
     assert events(tmp_path / "run") == events(folder)
 
 
+def test_the_checkpoint_behind_the_best_validation_is_kept(straight):
+    folder, summary = straight
+    name = (folder / "checkpoints" / "best").read_text().split()[0]
+    facts = json.loads((folder / "checkpoints" / name / "state.json").read_text())
+    school = facts["state"]["school"]
+    assert school["best"] == [summary["best_validation_objective"], summary["best_round"]]
+    assert school["number"] == summary["best_round"] + 1
+
+
 @pytest.mark.parametrize("every", [3, 5])
 def test_the_cadence_of_checkpoints_does_not_change_where_a_training_comes_to(straight, tmp_path, every):
     checkpoint = {"every_steps": every, "every_seconds": 0, "keep": 1}

@@ -1,5 +1,6 @@
 """Checkpoints: trees as files, atomic writing, and what is refused when they are read."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from crashes import at_every_call
 from esper.leyline.config import CheckpointConfig
 from esper.leyline.errors import InputError
-from esper.tolaria.checkpoint import FACTS, LATEST, TENSORS, Checkpoints, flatten, unflatten
+from esper.tolaria.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints, flatten, unflatten
 
 KEPT = CheckpointConfig(every_steps=5, every_seconds=0, keep=3)
 
@@ -129,6 +130,46 @@ def test_retention_never_removes_what_latest_names(written):
     Checkpoints(written, CheckpointConfig(keep=1)).write(2, state(2))
     found, _ = read(written)
     assert found.number == 2
+
+
+def pointed(folder, pointer):
+    """The folder that a pointer names, read and checked by the sha256 that it tells."""
+    name, digest = (folder / "checkpoints" / pointer).read_text().split()
+    assert hashlib.sha256((folder / "checkpoints" / name / FACTS).read_bytes()).hexdigest() == digest
+    return name
+
+
+writes = st.lists(st.tuples(st.integers(-3, 4), st.booleans(), st.integers(1, 3)), min_size=1, max_size=12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(writes)
+def test_retention_never_removes_the_latest_or_the_best(tmp_path_factory, writes):
+    """Runs that go on, that go on from further back (a step below 0), and whose `keep` is changed."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.yaml").write_text("task: blobs\n")
+    number, best = 0, None
+    for step, better, keep in writes:
+        number = max(1, number + step)
+        Checkpoints(folder, CheckpointConfig(keep=keep)).write(number, {"number": number}, better)
+        if better:
+            best = number
+        elif best == number:
+            best = None  # its place was taken
+        assert pointed(folder, LATEST) == f"step-{number:06d}"
+        assert read(folder)[0].number == number
+        assert (folder / "checkpoints" / BEST).exists() == (best is not None)
+        if best is not None:
+            assert pointed(folder, BEST) == f"step-{best:06d}"
+        kept = [path.name for path in (folder / "checkpoints").glob("step-*")]
+        assert len(kept) <= keep + 2
+
+
+@pytest.mark.parametrize("content", ["", "step-000001", "../step-000001 " + "0" * 64 + "\n"])
+def test_a_damaged_best_keeps_nothing_and_harms_nothing(written, content):
+    (written / "checkpoints" / BEST).write_text(content)
+    Checkpoints(written, CheckpointConfig(keep=1)).write(4, state(4))
+    assert read(written)[0].number == 4
 
 
 def test_a_checkpoint_is_due_by_steps_and_none_where_nothing_happened(folder):
@@ -297,6 +338,7 @@ def test_another_format_is_refused_with_both_numbers(folder, monkeypatch):
 
 
 def test_a_crash_between_any_two_system_calls_leaves_the_last_checkpoint_readable(written, monkeypatch):
+    Checkpoints(written, KEPT).write(3, state(3), best=True)
     Checkpoints(written, KEPT).write(4, state(4))
     shutil.rmtree(written / "checkpoints" / "step-000002")
     start = written.parent / "start"
@@ -307,17 +349,21 @@ def test_a_crash_between_any_two_system_calls_leaves_the_last_checkpoint_readabl
         shutil.copytree(start, written)
 
     def act():
-        Checkpoints(written, CheckpointConfig(keep=1)).write(5, state(5))
+        Checkpoints(written, CheckpointConfig(keep=1)).write(5, state(5), best=True)
 
-    numbers = []
+    numbers, best = [], []
     for _ in at_every_call(monkeypatch, prepare, act):
         found, notes = read(written)
         assert notes == []
         assert same(found.state, state(found.number))
         numbers.append(found.number)
+        best.append(pointed(written, BEST))
         Checkpoints(written, CheckpointConfig(keep=1)).write(6, state(6))
-        assert sorted(path.name for path in (written / "checkpoints").iterdir()) == [LATEST, "step-000006"]
+        kept = {path.name for path in (written / "checkpoints").iterdir()}
+        assert kept == {BEST, LATEST, best[-1], "step-000006"}
         assert read(written)[0].number == 6
     assert len(numbers) > 20, "or this test shows nothing"
     assert numbers == sorted(numbers)
     assert set(numbers) == {4, 5}
+    assert best == sorted(best)
+    assert set(best) == {"step-000003", "step-000005"}

@@ -180,7 +180,7 @@ class CheckpointConfig(_Section):
 
     every_steps: int = Field(0, ge=0, description="cadence of checkpoints; 0 for none by steps [steps]")
     every_seconds: float = Field(30.0, ge=0, description="likewise by the clock; 0 for none by it [seconds]")
-    keep: int = Field(2, ge=1, description="checkpoints that are kept, the last ones [checkpoints]")
+    keep: int = Field(2, ge=1, description="checkpoints that are kept, the last ones, beside the best of a training")
 
 
 class GovernorConfig(_Section):

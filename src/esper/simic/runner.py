@@ -226,13 +226,14 @@ class Keeper(NamedTuple):
         if self.store is not None and (asked or self.store.due(self.school.steps)):
             self.now()
 
-    def now(self) -> None:
-        """Write one, unless no step was taken since the last."""
+    def now(self, best: bool = False) -> None:
+        """Write one, unless no step was taken since the last; `best` where its validation was the best so far."""
         if self.store is None or self.school.steps == self.store.last:
             return
         self.hub.flush()
         seconds = time.perf_counter() - self.started
-        self.store.write(self.school.steps, {"seq": self.hub.seq, "seconds": seconds, "school": self.school.state()})
+        state = {"seq": self.hub.seq, "seconds": seconds, "school": self.school.state()}
+        self.store.write(self.school.steps, state, best)
 
 
 def _rounds(
@@ -253,13 +254,14 @@ def _rounds(
             watch.note("interrupted; the best controller so far is kept")
             return "interrupted"
         due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
-        if due and number >= -1 and school.validate(number, figures) and run.path is not None:
+        better = due and number >= -1 and school.validate(number, figures)
+        if better and run.path is not None:
             save_policy(school.best_policy(), run.path / FOLDER, run.patience)
         seconds = time.perf_counter() - begin
         known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         run.hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
         watch.round(number, config.ppo.rounds, figures)
-        keeper.now()
+        keeper.now(best=better)
     return "finished"
 
 

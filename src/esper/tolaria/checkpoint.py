@@ -3,6 +3,7 @@
     checkpoints/step-000120/state.safetensors    every array and tensor, by dotted name
     checkpoints/step-000120/state.json           format, run, sha256 and size of the other, and the tree they stand in
     checkpoints/latest                           name of the last complete folder, and the sha256 of its state.json
+    checkpoints/best                             likewise of a training, behind the round whose validation was best
 
 Nothing that is read here is executed or unpickled, and no link is followed.
 """
@@ -35,8 +36,8 @@ Tree = dict[str, Any]
 
 FORMAT = 2
 """Of the files of a checkpoint; no other is read."""
-LATEST, FACTS, TENSORS = "latest", "state.json", "state.safetensors"
-_LARGEST_LATEST, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**30  # bytes that are read
+LATEST, BEST, FACTS, TENSORS = "latest", "best", "state.json", "state.safetensors"
+_LARGEST_POINTER, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**30  # bytes that are read
 _NAME = re.compile(r"step-(\d{6,18})")
 _ARRAY, _TENSOR, _NUMBER = "$array", "$tensor", "$number"  # what stands in the tree for what JSON cannot hold
 
@@ -129,9 +130,10 @@ class Checkpoints:
         by_time = config.every_seconds > 0 and time.monotonic() - self._written >= config.every_seconds
         return number > self.last and (by_steps or by_time)
 
-    def write(self, number: int, state: Tree) -> None:
+    def write(self, number: int, state: Tree, best: bool = False) -> None:
         """Write the checkpoint after `number` steps, name it in `latest`, and remove those that are not kept.
 
+        One that is `best` is named so too, in place of an earlier one, and kept until another is.
         A crash at any moment leaves `latest` naming a whole checkpoint, where there was one, or this one.
         """
         tensors, plain = flatten(state)
@@ -150,23 +152,34 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             sync_folder(self.folder.parent)
             self._sweep()
+            if self._best() == name:
+                (self.folder / BEST).unlink()  # it was of a run that took another course from here
             write_folder(self.folder / name, {TENSORS: data, FACTS: text})
-            write_atomic(self.folder / LATEST, f"{name} {_sha256(text)}\n")
+            for pointer in (BEST, LATEST) if best else (LATEST,):
+                write_atomic(self.folder / pointer, f"{name} {_sha256(text)}\n")
             self._retain(name)
 
         self.patience(self.folder / name, put)
         self.last, self._written = number, time.monotonic()
 
     def _retain(self, latest: str) -> None:
-        """Remove all but the last `keep`; the one that `latest` names stays."""
+        """Remove all but the last `keep`; those that `latest` and `best` name stay."""
+        stay = {latest, self._best()}
         for name in _names(self.folder)[self.config.keep :]:
-            if name != latest:
+            if name not in stay:
                 os.rename(self.folder / name, self.folder / f".{name}.old")
         self._sweep()
 
+    def _best(self) -> str | None:
+        """What `best` names; None where there is none, or it is damaged."""
+        try:
+            return _named(self.folder / BEST)[0]
+        except Damaged:
+            return None
+
     def _sweep(self) -> None:
         """Remove what a crash, or `_retain`, left under a temporary name."""
-        for path in self.folder.glob(".step-*"):
+        for path in (*self.folder.glob(".step-*"), *self.folder.glob(".*.tmp")):
             remove(path)
 
     # Reading.
@@ -202,15 +215,12 @@ class Checkpoints:
         if not names and not os.path.lexists(self.folder / LATEST):
             return []
         try:
-            text = _content(self.folder / LATEST, _LARGEST_LATEST).decode("utf-8", "replace")
-            said = re.fullmatch(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n", text)
-            if said is None:
-                raise Damaged(f"{self.folder / LATEST} names no checkpoint")
+            named = _named(self.folder / LATEST)
         except Damaged as error:
             note(f"{error}; the newest checkpoint that verifies is used")
             return [(name, None) for name in names]
         # once more without the sha256: where it does not fit, `latest` may be what is damaged
-        return [(said[1], said[3]), *((name, None) for name in names)]
+        return [named, *((name, None) for name in names)]
 
     def _verified(self, name: str, digest: str | None) -> Checkpoint:
         """The checkpoint of a folder, read and checked. Damaged where it is not to be used."""
@@ -248,6 +258,15 @@ class Checkpoints:
             return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
         except (KeyError, ValueError, SafetensorError) as error:
             raise Damaged(f"{path} does not hold what {FACTS} says ({error})") from None
+
+
+def _named(path: Path) -> tuple[str, str]:
+    """The folder that `latest` or `best` names, and the sha256 of its state.json. Damaged where there is none, or it is."""
+    text = _content(path, _LARGEST_POINTER).decode("utf-8", "replace")
+    said = re.fullmatch(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n", text)
+    if said is None:
+        raise Damaged(f"{path} names no checkpoint")
+    return said[1], said[3]
 
 
 def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
