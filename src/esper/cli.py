@@ -394,10 +394,11 @@ def export(
     """Copy the grown networks of a run elsewhere."""
     from esper.kasmina.export import MODEL, TOPOLOGY, read_topology
     from esper.leyline.disk import standing
-    from esper.nissa.files import MODELS, is_run
+    from esper.nissa.files import MODELS, check_links, is_run
 
     if not is_run(run):
         raise InputError(f"{run} is no run folder, as it holds no config.yaml; name one that `esper grow` wrote")
+    check_links(run)
     names = [path.name for path in (run / MODELS).glob("env-*")]
     names += [path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")]  # a kill left it aside
     found = {Path(name): standing(run / MODELS / name) for name in sorted(set(names))}

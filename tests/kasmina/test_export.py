@@ -433,7 +433,7 @@ def test_a_seed_that_is_larger_than_the_file_of_weights_is_refused_before_it_is_
 
 
 def test_a_host_that_is_larger_than_the_file_of_weights_is_refused_before_it_is_built(folder):
-    arguments = {"inputs": 4, "width": 10**12, "hidden": [3], "outputs": 3}
+    arguments = {"inputs": 4, "width": 10**7, "hidden": [3], "outputs": 3}
     edit(folder, lambda topology: topology.update(host={"name": "mlp", "arguments": arguments}))
     with pytest.raises(InputError, match="does not fit"):
         esper.load(folder)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -20,12 +21,14 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.actions import Blend
 from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
+from esper.leyline.reading import parse_json, read_kept
 from esper.leyline.slots import Tap
 from esper.leyline.stages import IN_BUDGET, Stage
 from esper.leyline.view import Seeds
 
 FORMAT = 1
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
+_LARGEST_TOPOLOGY = 2**20  # bytes of it that are read
 
 
 class _Saved(BaseModel):
@@ -212,6 +215,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     if not isinstance(base, SegmentedHost):
         raise InputError(f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost")
     modules, grafts, kinds = [], [], {slot.after: slot.kind for slot in base.slots}
+    parameters = count(base)
     for seed in topology["seeds"]:
         if seed["after"] not in kinds:
             raise InputError(
@@ -220,11 +224,13 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
             )
         entry, blend = get_blueprint(seed["blueprint"], kinds[seed["after"]]), Blend[seed["blend"].upper()]
         gate = seed["reads"] if blend == Blend.GATE else 1  # wide only where it is not trimmed off again
-        check_size(folder, entry.parameters(seed["reads"], seed["writes"]) + gate)
+        parameters += entry.parameters(seed["reads"], seed["writes"]) + gate
+        check_size(folder, parameters)
         modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
         grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"]))
     network = GrownNetwork(base, modules, grafts).to(getattr(torch, topology["dtype"]))
     try:
+        _check_tensors(folder / MODEL, network)
         network.load_state_dict(load_file(folder / MODEL))
     except OSError as error:
         raise InputError(f"{folder / MODEL}: {error.strerror or error}; export the network again") from None
@@ -236,13 +242,28 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     return network.eval()
 
 
+def _check_tensors(path: Path, network: nn.Module) -> None:
+    """See by its header that a file of weights holds those of a network and no others. ValueError where it does not."""
+    wanted = network.state_dict()
+    with safe_open(path, "pt") as file:
+        if odd := sorted(wanted.keys() ^ set(file.keys())):
+            raise ValueError(f"tensor {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}")
+        for name, tensor in wanted.items():
+            shape = file.get_slice(name).get_shape()
+            if shape != list(tensor.shape):
+                raise ValueError(f"tensor {name} is {tuple(shape)}, the network has {tuple(tensor.shape)}")
+
+
 def check_size(folder: Path, parameters: int) -> None:
     """InputError where model.safetensors is missing, or has less than a byte for each of so many parameters.
 
     So what a topology asks for is no larger than what was brought along, and is built only then.
     """
+    path = standing(folder) / MODEL
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InputError(f"{path} is a link or no file, which is not read; put what it stands for in its place")
     try:
-        size = (standing(folder) / MODEL).stat().st_size
+        size = path.stat().st_size
     except OSError as error:
         raise InputError(f"{folder / MODEL}: {error.strerror}; export the network again") from None
     if parameters > size:
@@ -255,12 +276,8 @@ def check_size(folder: Path, parameters: int) -> None:
 def read_topology(folder: Path) -> dict[str, Any]:
     """topology.json of an exported network. InputError where it is missing, damaged or of another format."""
     path = standing(folder) / TOPOLOGY
-    try:
-        topology = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; give a folder that `esper grow` or `esper export` wrote") from None
-    except (ValueError, RecursionError):
-        raise InputError(f"{path} is not valid JSON; export the network again") from None
+    data = read_kept(path, _LARGEST_TOPOLOGY, "give a folder that `esper grow` or `esper export` wrote")
+    topology = parse_json(data, path, "export the network again")
     if not isinstance(topology, dict) or topology.get("format") != FORMAT:
         found = topology.get("format") if isinstance(topology, dict) else None
         raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {FORMAT}")

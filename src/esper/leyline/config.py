@@ -4,6 +4,7 @@ Every field says in one line what it means and, where it has one, its unit. Unkn
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
+from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_named
 
 LARGE = 10**9
 """More than any count of steps, rows or seeds that a machine can hold."""
@@ -333,10 +335,7 @@ def parse_setting(text: str) -> dict[str, Any]:
     name, equals, value = text.partition("=")
     if not name.strip() or not equals:
         raise InputError(f"--set {text!r} is not of the form key=value, for example --set data.batch=32")
-    try:
-        parsed: Any = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError):  # a date that there is not, a number that is too long
-        raise InputError(f"--set {text[:60]!r} cannot be read as YAML; quote the value") from None
+    parsed: Any = parse_yaml(value, f"--set {text[:60]!r}", "quote the value")
     for part in reversed(name.strip().split(".")):
         parsed = {part: parsed}
     assert isinstance(parsed, dict)
@@ -345,13 +344,8 @@ def parse_setting(text: str) -> dict[str, Any]:
 
 def load_config_file(path: str) -> dict[str, Any]:
     """A YAML file as a nested mapping. InputError where it cannot be read or is no mapping."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except OSError as error:
-        raise InputError(f"--config {path}: {error.strerror}; give a readable YAML file") from None
-    except (yaml.YAMLError, ValueError):
-        raise InputError(f"--config {path} is not valid YAML; `esper config --yaml` prints one to start from") from None
+    data = read_named(Path(path), LARGEST_YAML, "give a readable YAML file with --config")
+    content = parse_yaml(data, f"--config {path}", "`esper config --yaml` prints one to start from")
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -361,7 +355,14 @@ def load_config_file(path: str) -> dict[str, Any]:
 
 def dump_config(config: Config) -> str:
     """The config as YAML that `load_config_file` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_WrittenOut, sort_keys=False, allow_unicode=True)
+
+
+class _WrittenOut(yaml.SafeDumper):
+    """PyYAML's writer of plain objects, which writes out what stands in two places, as no alias is read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def reference(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

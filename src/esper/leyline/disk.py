@@ -73,7 +73,7 @@ def remove(path: Path) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a file and see that its content survives a crash of the machine."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         rest = memoryview(data)
         while rest:  # a nearly full disk takes a part of it first

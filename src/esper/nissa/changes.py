@@ -7,7 +7,6 @@ hand they lead nowhere, so that it is known for another run's.
 """
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -16,9 +15,11 @@ from typing import Any, NamedTuple
 
 from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
+from esper.leyline.reading import parse_json, read_kept
 from esper.nissa.files import CHANGES, CONFIG, to_json
 
 _LARGEST = 2**20  # bytes of it that are read
+_MEND = "put back what was there"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -73,14 +74,13 @@ def digest_of(content: bytes) -> str:
 
 def _read(folder: Path) -> list[Entry]:
     path = folder / CHANGES
-    try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(_LARGEST))
-        return [_entry(entry) for entry in found]
-    except FileNotFoundError:
+    if not path.exists() and not path.is_symlink():
         return []
-    except (KeyError, RecursionError, TypeError, ValueError):
-        raise InputError(f"{path} does not hold the changes of a run; put back what was there") from None
+    found = parse_json(read_kept(path, _LARGEST, _MEND), path, _MEND)
+    try:
+        return [_entry(entry) for entry in found]
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"{path} does not hold the changes of a run; {_MEND}") from None
 
 
 def _entry(entry: Any) -> Entry:

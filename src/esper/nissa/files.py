@@ -27,6 +27,20 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
+def check_links(folder: Path) -> None:
+    """See that nothing that Esper reads or writes in a run folder is a link, which could lead out of it. InputError if so.
+
+    Checkpoints are left to their reader, which goes on without those that it cannot use.
+    """
+    own = [*folder.glob("events-cut-*.jsonl"), *folder.glob(".*"), *(folder / name for name in OWN)]
+    inside = [
+        path for name in (CONTROLLER, MODELS) if not (folder / name).is_symlink() for path in (folder / name).rglob("*")
+    ]
+    for path in (*own, *inside):
+        if path.is_symlink():
+            raise InputError(f"{path} is a link, which is not followed; put what it stands for in its place")
+
+
 def cut_events(folder: Path, rows: int) -> Path | None:
     """Leave the first `rows` rows in the events of a run, and move what follows to a file beside it, which is returned.
 

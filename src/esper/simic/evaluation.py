@@ -9,6 +9,7 @@ import itertools
 import json
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -22,6 +23,7 @@ from esper.leyline.config import Config, build_config
 from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
+from esper.leyline.reading import read_named
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.view import Floats, Outcome, View, take
@@ -135,7 +137,8 @@ def named(name_or_path: str) -> Contender:
     for part in [] if name_or_path in CONTROLLERS else parts:
         file = (folder or path) / part
         if file.is_file():
-            content.update(f"{part} {file.stat().st_size} ".encode() + file.read_bytes())
+            data = read_named(file, 64 * 2**20, "give a schedule file, or the folder of a trained controller")
+            content.update(f"{part} {len(data)} ".encode() + data)
     return Contender(
         name_or_path,
         {**settings_of(name_or_path), "controller": name_or_path},
@@ -483,9 +486,12 @@ def _kept(task: AnyTask, contender: Contender, config: Config, folder: Path | No
         write_atomic(path, content.getvalue())
         return figures
     try:
+        with zipfile.ZipFile(path) as parts:
+            if sum(part.file_size for part in parts.infolist()) > 2**30:
+                raise ValueError("more than any figures")
         with np.load(path, allow_pickle=False) as arrays:
             figures = Figures(*(arrays[name] for name in Figures._fields))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error):
         raise InputError(f"{path} cannot be read as kept figures; remove it, and they are grown again") from None
     return figures
 

@@ -6,29 +6,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import BaseModel
 
 from esper.leyline.config import Config, build_config, dump_config, parse_setting
 from esper.leyline.disk import Patient, write_atomic
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
+from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_kept
 from esper.nissa.changes import record_change
-from esper.nissa.files import CONFIG, SUMMARY, cut_events, is_run
+from esper.nissa.files import CONFIG, SUMMARY, check_links, cut_events, is_run
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
 
 PAID = "ppo"
 """What a training calls its controller, where the config's own reward pays it."""
-_LARGEST = 16 * 2**20  # bytes of config.yaml or summary.json that are read
+_LARGEST = 64 * 2**20  # bytes of summary.json that are read
+_MEND = "put back what was there, or start a new run"
 
 
 def read_config(folder: Path) -> Config:
     """What was asked for in a run folder. InputError where it is none, or its config.yaml cannot be read."""
     if not is_run(folder):
         raise InputError(f"{folder} is no run folder, as it holds no {CONFIG}; name one that esper grow or train wrote")
-    try:
-        content = yaml.safe_load(_text(folder / CONFIG))
-    except (yaml.YAMLError, ValueError):
-        raise InputError(f"{folder / CONFIG} is not valid YAML; put back what was there, or start a new run") from None
+    check_links(folder)
+    data = read_kept(folder / CONFIG, LARGEST_YAML, _MEND)
+    content = parse_yaml(data, str(folder / CONFIG), _MEND)
     if not isinstance(content, dict):
         raise InputError(f"{folder / CONFIG} holds no mapping of keys; put back what was there, or start a new run")
     return build_config(content)
@@ -103,9 +103,10 @@ def finished(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
     if not path.is_file():
         return None
+    data = read_kept(path, _LARGEST, "remove it, and it is worked out again")
     try:
-        summary = json.loads(_text(path))
-    except ValueError:
+        summary = json.loads(data)
+    except (ValueError, RecursionError):
         return None  # it is worked out again
     return summary if isinstance(summary, dict) and summary.get("status") == "finished" else None
 
@@ -159,11 +160,3 @@ def reopen_run(folder: Path, rows: int, note: Callable[[str], None]) -> None:
     if side is not None:
         note(f"events from behind the checkpoint were moved to {side}")
     (folder / SUMMARY).unlink(missing_ok=True)
-
-
-def _text(path: Path) -> str:
-    if path.stat().st_size > _LARGEST:
-        raise InputError(
-            f"{path} has {path.stat().st_size:,} bytes, more than any of its kind; put back what was there"
-        )
-    return path.read_text(encoding="utf-8")

@@ -60,4 +60,7 @@ def trained(name_or_path: str) -> Path | None:
     """The folder of a trained controller: a run folder, or what `esper train` wrote in it; None where it is none."""
     if name_or_path in CONTROLLERS:
         return None
-    return next((path for path in (Path(name_or_path) / FOLDER, Path(name_or_path)) if is_controller(path)), None)
+    inner = Path(name_or_path) / FOLDER
+    if inner.is_symlink():
+        raise InputError(f"{inner} is a link, which is not followed; name the folder that it leads to, if you trust it")
+    return next((path for path in (inner, Path(name_or_path)) if is_controller(path)), None)

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from esper.leyline.actions import Actions, Blend, Head, Op
 from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, scalar, uniform
+from esper.leyline.reading import parse_json, read_kept
 from esper.leyline.stages import Stage
 from esper.leyline.view import Outcome, Space, View
 from esper.tamiyo.baselines import Rule
@@ -39,7 +40,7 @@ from esper.tamiyo.policy import GREEDY, Decision, decide
 VERSION = 1
 """Format of the files of a controller."""
 WEIGHTS, FACTS = "controller.safetensors", "controller.json"
-_LARGEST = 64 * 2**20  # bytes of either file that are read
+_LARGEST, _LARGEST_FACTS = 64 * 2**20, 2**20  # bytes of the files that are read
 
 
 class Language(NamedTuple):
@@ -265,15 +266,18 @@ def load_policy(folder: Path) -> Policy:
     folder = standing(folder)
     facts = _read_facts(folder)
     weights = folder / WEIGHTS
-    if not weights.is_file() or weights.is_symlink() or weights.stat().st_size > _LARGEST:
-        raise InputError(f"{weights} is missing or no regular file of at most 64 MiB; train the controller again")
-    if hashlib.sha256(weights.read_bytes()).hexdigest() != facts["sha256"]:
+    data = read_kept(weights, _LARGEST, "train the controller again")
+    if hashlib.sha256(data).hexdigest() != facts["sha256"]:
         raise InputError(f"{weights} is not the file that {FACTS} names, by its sha256; take both files from one run")
     try:
         known = facts["language"]
         language = Language(*(tuple(known[name]) for name in Language._fields))
+        state = load(data)
+        _check_rows(state, language)
         policy = Policy.fresh(language, 0, facts["settings"])
-        state = load_file(weights)
+        wanted = policy.network.state_dict()
+        if odd := [name for name, tensor in state.items() if name in wanted and tensor.dtype != wanted[name].dtype]:
+            raise ValueError(f"tensor {odd[0]} is {state[odd[0]].dtype}, the network has {wanted[odd[0]].dtype}")
         policy.network.load_state_dict(state)
         if odd := [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]:
             raise ValueError(f"weights of {odd[0]} are not finite")  # they would decide to wait, always
@@ -301,14 +305,8 @@ def is_controller(folder: Path) -> bool:
 
 def _read_facts(folder: Path) -> dict[str, Any]:
     path = folder / FACTS
-    if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size > _LARGEST)):
-        raise InputError(f"{path} is no regular file of at most 64 MiB; give the folder of a trained controller")
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; give the folder of a trained controller") from None
-    except (ValueError, RecursionError):
-        raise InputError(f"{path} is not JSON; train the controller again") from None
+    data = read_kept(path, _LARGEST_FACTS, "give the folder of a trained controller")
+    facts = parse_json(data, path, "train the controller again")
     if not isinstance(facts, dict) or facts.get("version") != VERSION:
         found = facts.get("version") if isinstance(facts, dict) else None
         raise InputError(
@@ -331,6 +329,17 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     if facts["checksum"] != _checksum(facts):
         raise InputError(f"{path} was altered, by its checksum; train the controller again")
     return facts
+
+
+def _check_rows(state: Mapping[str, Tensor], language: Language) -> None:
+    """See that the weights have as many rows as a language has names, before a network of it is built. ValueError if not."""
+    for name, count in (
+        ("blueprint.weight", len(language.blueprints) + 1),
+        ("tempo_head.2.bias", len(language.tempos)),
+        ("target_head.2.bias", len(language.targets)),
+    ):
+        if len(state[name]) != count:
+            raise ValueError(f"tensor {name} has {len(state[name])} rows, its language asks for {count}")
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:

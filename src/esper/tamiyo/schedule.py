@@ -13,11 +13,11 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.errors import InputError
+from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_named
 from esper.leyline.view import Bools, Masks, Space, View
 from esper.tamiyo.baselines import Rule, choices, complete, defaults
 
@@ -133,12 +133,8 @@ class Schedule(Rule):
 
 def load_schedule(path: str | Path) -> Schedule:
     """A schedule from a YAML list of entries. InputError names the file, the entry and the mend."""
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; a schedule is a readable YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise InputError(f"{path} is not valid YAML; write one entry a line, as - {{at: 4, op: WAIT}}") from None
+    data = read_named(Path(path), LARGEST_YAML, "a schedule is a readable YAML file")
+    content = parse_yaml(data, str(path), "write one entry a line, as - {at: 4, op: WAIT}")
     if not isinstance(content, list):
         raise InputError(f"{path} holds no list of entries; write each on a line of its own, as - {{at: 4, op: WAIT}}")
     return Schedule([_entry(item, f"{path}, entry {i}") for i, item in enumerate(content, 1)], str(path))

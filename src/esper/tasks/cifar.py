@@ -15,13 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.errors import InputError
+from esper.leyline.reading import read_named
 from esper.leyline.task import Split
 
 VARIABLE = "ESPER_DATA"
 """The environment variable that names the folder of data sets; without it, `data` in the current folder."""
 BINARY = "cifar-10-batches-bin"
 TRAIN, TEST = tuple(f"data_batch_{k}.bin" for k in range(1, 6)), ("test_batch.bin",)
+LARGEST = 2**30  # bytes that a parquet file may unpack to
 CLASSES, SHAPE = 10, (3, 32, 32)
+PUBLISHED = 10_000  # images in each binary file
 RECORD = 1 + 3 * 32 * 32  # a label, then red, green and blue row by row [bytes]
 _MEND = "unpack cifar-10-binary.tar.gz there again"
 
@@ -71,10 +74,7 @@ def _read_binary(folder: Path) -> tuple[Split, Split]:
 
 def _records(path: Path) -> NDArray[np.uint8]:
     """(n, RECORD) bytes of one file."""
-    try:
-        content = np.fromfile(path, np.uint8)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; make it readable") from None
+    content = np.frombuffer(read_named(path, PUBLISHED * RECORD, _MEND), np.uint8)
     if not len(content) or len(content) % RECORD:
         raise InputError(
             f"{path} holds {len(content)} bytes, which is no whole number of CIFAR-10 images of {RECORD} bytes: it is "
@@ -128,6 +128,10 @@ def _read_parquet(folder: Path) -> tuple[Split, Split]:
 def _rows(path: Path, parquet: Any, image: Any) -> NDArray[np.uint8]:
     """(n, RECORD) bytes, laid out as in the binary version."""
     try:
+        facts = parquet.read_metadata(path)  # before the file is unpacked, however large it would become
+        sizes = [facts.row_group(index).total_byte_size for index in range(facts.num_row_groups)]
+        if facts.num_rows > 5 * PUBLISHED or sum(sizes) > LARGEST:
+            raise ValueError(f"it says that it holds {facts.num_rows:,} rows of {sum(sizes):,} bytes")
         table = parquet.read_table(path)
     except Exception as error:  # pyarrow has its own; whatever it raises, the file cannot be read
         reason = (str(error).splitlines() or [type(error).__name__])[0]

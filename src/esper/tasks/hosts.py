@@ -215,6 +215,9 @@ def roomy(host: MLP) -> Room:
     return Room(layout, (layout.inputs,))
 
 
+MOST_BLOCKS, WIDEST = 1024, 2**24
+"""What a file may ask of a host that it names; one that is built from Python may be larger."""
+
 Host = MLP | DamagedMLP | CNN
 HOSTS: Mapping[str, type[Host]] = MappingProxyType({MLP.name: MLP, DamagedMLP.name: DamagedMLP, CNN.name: CNN})
 """The hosts that a saved network can name; their arguments are what `dataclasses.asdict` gives."""
@@ -227,6 +230,13 @@ def host_from(name: str, arguments: Mapping[str, Any]) -> Host:
     wanted = [field.name for field in fields(HOSTS[name])]
     if set(arguments) != set(wanted):
         raise InputError(f"host {name!r} was given the arguments {sorted(arguments)}; give exactly {wanted}")
+    for argument, value in arguments.items():
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        if len(numbers) > MOST_BLOCKS or any(isinstance(number, int) and number > WIDEST for number in numbers):
+            raise InputError(
+                f"{argument} of host {name!r} asks for a size over {WIDEST:,} or more than {MOST_BLOCKS:,} of them; "
+                "give the file of a network that was grown"
+            )
     return HOSTS[name](**arguments)
 
 

@@ -1,0 +1,84 @@
+"""What load paths read: files of a bounded size, as plain JSON or YAML. Nothing is executed, and nothing makes objects."""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from esper.leyline.errors import InputError
+
+LARGEST_YAML = 2**20  # bytes; a config or a schedule that a person can read is far under it
+
+
+def read_kept(path: Path, largest: int, mend: str) -> bytes:
+    """A file that Esper wrote into a folder: regular, no link, and of at most so many bytes. InputError where it is not."""
+    return _read(path, largest, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def read_named(path: Path, largest: int, mend: str) -> bytes:
+    """A file that a person names, which may be a link or a pipe, of at most so many bytes. InputError where it is not."""
+    return _read(path, largest, mend, 0)
+
+
+def parse_json(data: bytes, path: Path, mend: str) -> Any:
+    """JSON as plain objects. InputError where it is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise InputError(f"{path} is not valid JSON; {mend}") from None
+
+
+def parse_yaml(data: str | bytes, where: str, mend: str) -> Any:
+    """One YAML document as plain objects. InputError where it is none, or a key stands twice in one mapping.
+
+    Aliases are refused: a kilobyte of them can stand for more than a machine holds.
+    """
+    try:
+        return _Plain(data).get_single_data()
+    except _Refused as error:
+        raise InputError(f"{where} {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # with a ValueError for a date that there is not
+        raise InputError(f"{where} is not valid YAML; {mend}") from None
+
+
+class _Refused(Exception):
+    """YAML that is valid and is not taken, with the reason and the mend."""
+
+
+class _Plain(yaml.SafeLoader):
+    """PyYAML's loader of plain objects, without aliases and without keys that stand twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise _Refused("holds an alias (*name), which is not read; write out what it stands for")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for place, _ in node.value:
+            name = self.construct_object(place, deep=True) if isinstance(place, yaml.ScalarNode) else None
+            if isinstance(place, yaml.ScalarNode) and name in seen:
+                raise _Refused(f"names the key {str(name)[:60]!r} twice in one mapping; keep one of them")
+            seen.add(name)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read(path: Path, largest: int, mend: str, flags: int) -> bytes:
+    try:
+        with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
+            found = os.fstat(file.fileno())
+            regular = stat.S_ISREG(found.st_mode)
+            if flags and not regular:
+                raise InputError(f"{path} is no regular file; {mend}")
+            data = file.read(min(found.st_size, largest) + 1 if regular else largest + 1)
+    except OSError as error:
+        reason = " is a link, which is not followed" if error.errno == errno.ELOOP else f": {error.strerror}"
+        raise InputError(f"{path}{reason}; {mend}") from None
+    if len(data) > largest:
+        raise InputError(f"{path} has more than {largest:,} bytes, more than any of its kind; {mend}")
+    return data
