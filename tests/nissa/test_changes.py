@@ -73,5 +73,5 @@ def test_a_config_that_was_edited_by_hand_is_another_run(tmp_path):
 def test_changes_that_cannot_be_read_are_named(tmp_path, content):
     begin(tmp_path)
     (tmp_path / "changes.json").write_text(content, encoding="latin-1")
-    with pytest.raises(InputError, match=r"changes\.json does not hold"):
+    with pytest.raises(InputError, match=r"changes\.json (does not hold|is not valid JSON)"):
         read_trail(tmp_path)

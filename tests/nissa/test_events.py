@@ -7,7 +7,17 @@ import pytest
 from esper.leyline.actions import Actions, Op
 from esper.leyline.stages import Stage
 from esper.leyline.view import BlueprintInfo, Estimate, Outcome, Scores, Seeds, Space, Transitions
-from esper.nissa.events import EpisodeRow, LifecycleRow, RunRow, StepRow, decode, encode, episode_rows, lifecycle_rows
+from esper.nissa.events import (
+    EpisodeRow,
+    LifecycleRow,
+    RollbackRow,
+    RunRow,
+    StepRow,
+    decode,
+    encode,
+    episode_rows,
+    lifecycle_rows,
+)
 
 ENVS, SLOTS = 2, 3
 
@@ -141,6 +151,7 @@ def step_row(**over: object) -> StepRow:
         "op": ["WAIT", "GERMINATE"],
         "slot": [None, "a"],
         "accepted": np.array([True, False]),
+        "refused": [None, "masked"],
         "stage": np.array([[0, 1, 2], [3, 4, 5]], np.int8),
         "alpha": np.full((2, 3), 0.25, np.float32),
         "added_params": np.array([0, 7]),
@@ -182,7 +193,7 @@ def test_an_unknown_type_in_a_row_is_refused():
         encode(step_row(metric=object()))
 
 
-@pytest.mark.parametrize("kind", [RunRow, StepRow, LifecycleRow, EpisodeRow])
+@pytest.mark.parametrize("kind", [RunRow, StepRow, LifecycleRow, RollbackRow, EpisodeRow])
 def test_every_row_is_read_back_as_it_was(kind):
     rows = {
         StepRow: step_row(metric=[0.5, None], loss=[1.0, 2.0], train_loss=[1.0, 2.0]),
@@ -200,6 +211,17 @@ def test_every_row_is_read_back_as_it_was(kind):
         ),
         LifecycleRow: LifecycleRow(
             episode=0, step=1, env=1, slot="b", from_stage="TRAINING", to_stage="BLENDING", blueprint="mlp", alpha=0.5
+        ),
+        RollbackRow: RollbackRow(
+            episode=0,
+            step=1,
+            env=1,
+            twin=False,
+            reason="loss",
+            metric=0.5,
+            loss=float("nan"),
+            pruned=["a"],
+            stage=[0, 7, 0],
         ),
         EpisodeRow: next(iter(episode_rows(outcome(scores(0.5)), space(), EMPTY, NO_ROLLBACKS))),
     }

@@ -28,7 +28,7 @@ class Leaving(Silent):
     def __init__(self, after):
         self.after, self.steps = after, 0
 
-    def step(self, view, eps):
+    def step(self, view, eps, rollbacks):
         self.steps += 1
         if self.steps == self.after:
             raise Left

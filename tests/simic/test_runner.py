@@ -23,6 +23,7 @@ from esper.nissa.events import RoundRow, RunRow, decode
 from esper.simic.interrupt import Interrupt
 from esper.simic.ppo import LearningError
 from esper.simic.resume import cohort_configs
+from esper.simic.rewards import get_reward
 from esper.simic.runner import PRESETS, TRAINING, School, Silent, _cohort, _settings, sample_instances, train
 from esper.tamiyo.catalog import get_controller, settings_of
 from esper.tamiyo.controller import FACTS, WEIGHTS, Language, Learned, Policy, load_policy
@@ -328,15 +329,18 @@ def test_a_training_that_is_interrupted_before_it_learns_anything_has_a_summary_
 
 
 def test_an_update_that_cannot_be_trusted_names_its_cause_and_leaves_the_best_controller(tmp_path):
-    task, kept = blobs(), []
+    kept = []
 
-    def spoil(number: int) -> None:
+    def look(number: int) -> None:
         if number == 0:
             kept.append(digest(tmp_path / "run"))
-            task.probe.x.fill_(torch.nan)  # the next round measures nothing
 
-    with pytest.raises(LearningError, match="advantage of environment"):
-        run([task], tmp_path / "run", Watching(spoil), {"reward": {"objective": "log_loss"}})
+    def broken(config):
+        whole = get_reward(config)
+        return lambda outcome: {name: value / (not kept) for name, value in whole(outcome).items()}  # of the next round
+
+    with pytest.raises(LearningError, match="advantage of environment"), np.errstate(all="ignore"):
+        train([blobs()], configs([blobs()]), tmp_path / "run", Watching(look), reward=broken)
     assert kept == [digest(tmp_path / "run")]
     assert all(torch.isfinite(w).all() for w in load_policy(tmp_path / "run" / "controller").network.parameters())
 
