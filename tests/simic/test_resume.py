@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -279,6 +280,47 @@ def test_without_a_checkpoint_a_run_begins_again(tmp_path):
     assert timeless(grow(blobs(), config, client(), tmp_path / "run", watch, resume=True)) == timeless(straight)
     assert watch.notes[0].startswith("no complete checkpoint")
     assert events(tmp_path / "run") == events(tmp_path / "straight")
+
+
+def test_events_are_on_the_disk_before_the_checkpoint_that_numbers_them_is_the_latest(tmp_path, monkeypatch):
+    config, folder, flushed, shown = config_of(), tmp_path / "run", [0], []
+    fsync, replace_ = os.fsync, os.replace
+
+    def fsyncing(descriptor):
+        fsync(descriptor)
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder / "events.jsonl")):
+            flushed[0] = (folder / "events.jsonl").read_bytes().count(b"\n")
+
+    def replacing(source, target):
+        if str(target).endswith("/latest"):
+            newest = max((folder / "checkpoints").glob("step-*"))
+            shown.append((json.loads((newest / "state.json").read_text())["state"]["seq"], flushed[0]))
+        replace_(source, target)
+
+    class Watching(Silent):
+        def step(self, view, eps):
+            if view.step == 1:
+                monkeypatch.setattr(os, "fsync", fsyncing)
+                monkeypatch.setattr(os, "replace", replacing)
+
+    grow(blobs(), config, get_controller("random-valid", config), folder, Watching())
+    assert len(shown) == STEPS
+    assert all(seq <= on_disk for seq, on_disk in shown)
+
+
+def test_a_folder_is_locked_until_nothing_is_written_any_more(tmp_path, monkeypatch):
+    config, folder, put, owners = config_of(), tmp_path / "run", Checkpoints._put, []
+
+    def slow(self, *arguments):
+        time.sleep(0.05)
+        owners.append((folder / "lock").exists())
+        put(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "_put", slow)
+    with pytest.raises(Left):
+        grow(blobs(), config, get_controller("never", config), folder, Leaving(3))
+    assert owners == [True, True]
+    assert not (folder / "lock").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

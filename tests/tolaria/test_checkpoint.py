@@ -1,9 +1,13 @@
 """Checkpoints: trees as files, atomic writing, and what is refused when they are read."""
 
+import errno
 import hashlib
 import json
 import math
+import os
 import shutil
+import threading
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -367,3 +371,99 @@ def test_a_crash_between_any_two_system_calls_leaves_the_last_checkpoint_readabl
     assert set(numbers) == {4, 5}
     assert best == sorted(best)
     assert set(best) == {"step-000003", "step-000005"}
+
+
+# Writing while the run goes on.
+
+
+class Held:
+    """`os.fsync`, held up until `let_go`; `reached` is set once someone waits in it."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.go, self.real = threading.Event(), threading.Event(), os.fsync
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, descriptor):
+        self.reached.set()
+        assert self.go.wait(60)
+        self.real(descriptor)
+
+    def let_go(self):
+        self.go.set()
+
+
+def test_the_run_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(folder, monkeypatch):
+    store, held, column = Checkpoints(folder, KEPT), Held(monkeypatch), torch.zeros(3)
+    store.begin(1, {"column": column, "number": 1})
+    assert held.reached.wait(60)
+    column += 1
+    assert store.last == 1
+    assert not store.due(2)
+    assert not (folder / "checkpoints" / LATEST).exists()
+    held.let_go()
+    store.join()
+    assert same(read(folder)[0].state, {"column": torch.zeros(3), "number": 1})
+
+
+def test_one_checkpoint_is_written_at_a_time(folder, monkeypatch):
+    store, held = Checkpoints(folder, KEPT), Held(monkeypatch)
+    store.begin(1, state(1))
+    assert held.reached.wait(60)
+    names = []
+
+    def release():
+        names.extend(path.name for path in (folder / "checkpoints").iterdir() if "000002" in path.name)
+        held.let_go()
+
+    threading.Timer(0.05, release).start()
+    store.begin(2, state(2))
+    store.join()
+    assert names == []
+    assert read(folder)[0].number == 2
+
+
+def test_closing_waits_for_what_is_being_written(folder, monkeypatch):
+    store, held = Checkpoints(folder, KEPT), Held(monkeypatch)
+    store.begin(1, state(1))
+    threading.Timer(0.05, held.let_go).start()
+    store.close()
+    assert read(folder)[0].number == 1
+
+
+def begun(store, number):
+    """Begin a checkpoint, and wait until its thread is done, whatever with."""
+    store.begin(number, state(number))
+    wait([store._writing.running])
+
+
+def test_what_the_thread_fails_with_is_raised_at_the_next_step(folder, monkeypatch):
+    def fsync(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = Checkpoints(folder, KEPT)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fsync)
+        begun(store, 1)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.due(2)
+    store.write(3, state(3))
+    assert read(folder)[0].number == 3
+
+
+def test_where_the_thread_finds_no_room_the_run_waits_and_writes_the_same(folder, full, monkeypatch):
+    tried, column = [], torch.zeros(3)
+
+    def patience(path, write):
+        tried.append((path.name, threading.current_thread() is threading.main_thread()))
+        with pytest.raises(OSError, match="No space left"):
+            write()
+        write()
+
+    store = Checkpoints(folder, KEPT, patience)
+    full(r"state\.json$")
+    store.begin(1, {"column": column})
+    column += 1
+    wait([store._writing.running])
+    assert not store.due(2)
+    assert tried == [("step-000001", True)]
+    assert same(read(folder)[0].state, {"column": torch.zeros(3)})

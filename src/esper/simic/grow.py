@@ -187,7 +187,13 @@ class Keeper(NamedTuple):
             "client": self.client.state(),
             "engine": self.engine.snapshot(),
         }
-        store.write(episode.steps, state)
+        store.begin(episode.steps, state)
+
+    def at_end(self) -> None:
+        """Write the last one and wait until it is there: what follows takes a while, and a second signal waits for nothing."""
+        self.now()
+        if self.store is not None:
+            self.store.join()
 
 
 class Played(NamedTuple):
@@ -229,7 +235,7 @@ def _play(
         episode.seconds += time.perf_counter() - begin
         rollbacks = int(engine.governor.record.found.sum())
         watch.step(episode.view, engine.rows * episode.steps / episode.seconds, rollbacks)
-    keeper.now()
+    keeper.at_end()
     client.update()
     status: Literal["finished", "interrupted"] = "finished" if episode.steps == length else "interrupted"
     return Played(status, episode.steps, episode.germinated, episode.seconds)

@@ -69,6 +69,8 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.store is not None:
+            self.store.close()  # before the lock is another's to take
         self.hub.close()
         if self.lock is not None:
             self.lock.release()
@@ -97,7 +99,9 @@ class RunFolder:
             self.hub.emit(row)
 
     def end(self, row: RunRow, summary: Mapping[str, Any]) -> None:
-        """Write the last row and the summary."""
+        """Write the last row and the summary, behind the last checkpoint."""
+        if self.store is not None:
+            self.store.join()
         self.hub.emit(row)
         self.hub.flush()
         if self.path is not None:

@@ -223,7 +223,7 @@ class Keeper(NamedTuple):
 
     def when_due(self, asked: bool) -> None:
         """Write one where the config's cadences, or someone who wants an end, ask for it."""
-        if self.store is not None and (asked or self.store.due(self.school.steps)):
+        if self.store is not None and (self.store.due(self.school.steps) or asked):
             self.now()
 
     def now(self, best: bool = False) -> None:
@@ -233,7 +233,7 @@ class Keeper(NamedTuple):
         self.hub.flush()
         seconds = time.perf_counter() - self.started
         state = {"seq": self.hub.seq, "seconds": seconds, "school": self.school.state()}
-        self.store.write(self.school.steps, state, best)
+        self.store.begin(self.school.steps, state, best)
 
 
 def _rounds(

@@ -16,6 +16,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,14 @@ class Checkpoint(NamedTuple):
 
     number: int  # steps that had been taken
     state: Tree
+
+
+class Writing(NamedTuple):
+    """A checkpoint that a thread is writing."""
+
+    path: Path
+    running: Future[None]
+    put: Callable[[], None]  # what the thread does, to be done again where it found no room
 
 
 # Trees as files.
@@ -121,14 +130,49 @@ class Checkpoints:
         self.folder, self.config, self.patience = folder / CHECKPOINTS, config, patience
         self.run = read_trail(folder).run
         self.last = 0  # steps that had been taken at the last one
-        self._written = time.monotonic()
+        self._started = time.monotonic()  # when that was
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Writing | None = None
 
     def due(self, number: int) -> bool:
-        """Whether a checkpoint is due by the config's cadences after so many steps."""
+        """Whether a checkpoint is due by the config's cadences after so many steps. Raises what the last one failed with."""
         config = self.config
+        if self._writing is not None and self._writing.running.done():
+            self.join()
         by_steps = config.every_steps > 0 and number - self.last >= config.every_steps
-        by_time = config.every_seconds > 0 and time.monotonic() - self._written >= config.every_seconds
+        by_time = config.every_seconds > 0 and time.monotonic() - self._started >= config.every_seconds
         return number > self.last and (by_steps or by_time)
+
+    def begin(self, number: int, state: Tree, best: bool = False) -> None:
+        """Copy the state after `number` steps, and begin to write it as a checkpoint: see `write`. A thread does the rest.
+
+        One is written at a time: the one before is waited for. What fails there is raised here, in `due` or in `join`.
+        """
+        self.join()
+        tensors, plain = flatten(state)
+        name, files = f"step-{number:06d}", dict[str, bytes]()
+
+        def put() -> None:
+            if not files:  # it may be the second try
+                files.update(self._files(number, tensors, plain))
+            self._put(name, files, best)
+
+        self.last, self._started = number, time.monotonic()
+        self._writing = Writing(self.folder / name, self._thread.submit(put), put)
+
+    def join(self) -> None:
+        """Wait until what was begun is written. Where its thread found no room, it is written from here, with patience."""
+        if self._writing is None:
+            return
+        path, running, put = self._writing
+        self._writing = None
+
+        tries = iter([running.result])
+        self.patience(path, lambda: next(tries, put)())
+
+    def close(self) -> None:
+        """Wait until nothing is being written any more, whatever becomes of it."""
+        self._thread.shutdown()
 
     def write(self, number: int, state: Tree, best: bool = False) -> None:
         """Write the checkpoint after `number` steps, name it in `latest`, and remove those that are not kept.
@@ -136,7 +180,10 @@ class Checkpoints:
         One that is `best` is named so too, in place of an earlier one, and kept until another is.
         A crash at any moment leaves `latest` naming a whole checkpoint, where there was one, or this one.
         """
-        tensors, plain = flatten(state)
+        self.begin(number, state, best)
+        self.join()
+
+    def _files(self, number: int, tensors: dict[str, Tensor], plain: Any) -> dict[str, bytes]:
         data = save(tensors)
         facts = {
             "format": FORMAT,
@@ -145,22 +192,21 @@ class Checkpoints:
             "files": {TENSORS: {"sha256": _sha256(data), "bytes": len(data)}},
             "state": plain,
         }
-        text = json.dumps({**facts, "checksum": _checksum(facts)}, allow_nan=False).encode()
-        name = f"step-{number:06d}"
+        return {
+            TENSORS: data,
+            FACTS: json.dumps({**facts, "checksum": _checksum(facts)}, allow_nan=False).encode(),
+        }
 
-        def put() -> None:
-            self.folder.mkdir(exist_ok=True)
-            sync_folder(self.folder.parent)
-            self._sweep()
-            if self._best() == name:
-                (self.folder / BEST).unlink()  # it was of a run that took another course from here
-            write_folder(self.folder / name, {TENSORS: data, FACTS: text})
-            for pointer in (BEST, LATEST) if best else (LATEST,):
-                write_atomic(self.folder / pointer, f"{name} {_sha256(text)}\n")
-            self._retain(name)
-
-        self.patience(self.folder / name, put)
-        self.last, self._written = number, time.monotonic()
+    def _put(self, name: str, files: Mapping[str, bytes], best: bool) -> None:
+        self.folder.mkdir(exist_ok=True)
+        sync_folder(self.folder.parent)
+        self._sweep()
+        if self._best() == name:
+            (self.folder / BEST).unlink()  # it was of a run that took another course from here
+        write_folder(self.folder / name, files)
+        for pointer in (BEST, LATEST) if best else (LATEST,):
+            write_atomic(self.folder / pointer, f"{name} {_sha256(files[FACTS])}\n")
+        self._retain(name)
 
     def _retain(self, latest: str) -> None:
         """Remove all but the last `keep`; those that `latest` and `best` name stay."""
