@@ -76,6 +76,19 @@ def test_a_folder_of_other_files_is_refused_even_to_overwrite(tmp_path, overwrit
     assert (tmp_path / "summary.json").exists()
 
 
+def test_a_folder_of_a_run_that_was_killed_before_it_had_a_config_is_empty(tmp_path):
+    (tmp_path / ".config.yaml.tmp").write_text("task: dig")
+    create_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwriting_removes_what_a_kill_left_half_written(tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / ".summary.json.tmp").write_text("{")
+    create_folder(folder, overwrite=True)
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("content", ["", '{"pid": 1, "host": "a", "started": 1, "since": "b", "command": []}'])
 def test_a_folder_that_holds_but_a_lock_is_empty(tmp_path, content):
     (tmp_path / "lock").write_text(content)

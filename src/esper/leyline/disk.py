@@ -19,7 +19,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
     The content goes to a temporary name beside it, is flushed to the disk, and takes the name in one rename.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = unfinished(path)
     try:
         write_synced(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
@@ -27,6 +27,11 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def unfinished(path: Path) -> Path:
+    """The name under which `write_atomic` writes a file, where a kill may leave it."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:

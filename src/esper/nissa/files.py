@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.disk import remove, write_atomic
+from esper.leyline.disk import remove, unfinished, write_atomic
 from esper.leyline.errors import InputError
 from esper.nissa.lock import is_lock
 
@@ -71,7 +71,7 @@ def is_run(folder: Path) -> bool:
 def check_folder(folder: Path, overwrite: bool = False) -> None:
     """See that a run may be written to `folder`, without touching anything. InputError where it may not."""
     try:
-        content = [path.name for path in folder.iterdir() if not is_lock(path)]
+        content = [path.name for path in folder.iterdir() if not _unborn(path)]
     except FileNotFoundError:
         content = []
     except NotADirectoryError:
@@ -105,11 +105,17 @@ def create_folder(folder: Path, overwrite: bool = False) -> None:
         for path in (
             *folder.glob("events-cut-*.jsonl"),
             *folder.glob(f".{CONTROLLER}.*"),
+            *(unfinished(folder / name) for name in OWN),
             *(folder / name for name in OWN),
         ):
             remove(path)
     except OSError as error:
         raise _unwritable(error) from None
+
+
+def _unborn(path: Path) -> bool:
+    """Whether a file is what a process leaves that is killed before its run has a config."""
+    return is_lock(path) or path == unfinished(path.with_name(CONFIG))
 
 
 def _unwritable(error: OSError) -> InputError:
