@@ -12,3 +12,15 @@ torch.set_num_threads(1)
 def drawn_from_zero():
     """Every test draws its own numbers from the same start."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def kernels_as_they_were():
+    """What an engine with deterministic=true sets holds for the process; here it ends with the test."""
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    found = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    flags = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, products.allow_tf32
+    yield
+    torch.use_deterministic_algorithms(found[0])
+    torch.utils.deterministic.fill_uninitialized_memory = found[1]
+    cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, products.allow_tf32 = flags

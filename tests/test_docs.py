@@ -61,6 +61,14 @@ def test_the_config_page_lists_every_key_with_its_default_and_meaning():
     assert listed == rows, "run python scripts/write_config_page.py"
 
 
+def test_every_test_that_the_page_on_determinism_names_is_there():
+    page = (ROOT / "docs" / "determinism.md").read_text(encoding="utf-8")
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", page)
+    assert len(named) > 10
+    for path, name in named:
+        assert f"\ndef {name}" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):

@@ -276,6 +276,9 @@ class Config(_Section):
     steps: int = Field(24, ge=1, description="steps in an episode")
     seed: int = Field(0, ge=0, lt=2**63, description="run seed: every draw is a hash of it and of what it is for")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:i")
+    deterministic: bool = Field(
+        False, description="use torch's deterministic kernels alone, without TF32 (docs/determinism.md)"
+    )
     twin: bool = Field(True, description="train a never-grow twin of every environment beside it")
     mapping: Literal["auto", "vmap", "loop"] = Field(
         "auto", description="how stacked modules run: auto takes the fastest that the module allows"

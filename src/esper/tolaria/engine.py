@@ -46,7 +46,14 @@ from esper.tolaria.governor import Governor, Verdicts, barred, preflight
 from esper.tolaria.measuring import Asked, Measured, measure, unmeasured, without
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.probe import probe
-from esper.tolaria.runtime import PhaseTimer, available_memory, hold_freed_memory, read_packet, resolve_device
+from esper.tolaria.runtime import (
+    PhaseTimer,
+    available_memory,
+    hold_freed_memory,
+    read_packet,
+    resolve_device,
+    use_deterministic_kernels,
+)
 from esper.tolaria.sensors import SENSORS
 from esper.tolaria.training import Trained, train
 
@@ -87,6 +94,8 @@ class VectorizedEngine:
         task = task.sealed()
         self.config = config
         self.device = resolve_device(config.device)
+        if config.deterministic:
+            use_deterministic_kernels(self.device)
         self.hub = hub or Hub()
         self.rows = config.envs * (2 if config.twin else 1)
         self.timer = PhaseTimer(self.device, f"{self.rows:,} networks at data.batch {config.data.batch}")

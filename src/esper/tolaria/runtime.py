@@ -32,6 +32,29 @@ def resolve_device(text: str) -> torch.device:
     return torch.device(text)
 
 
+WORKSPACE, FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+"""What cuBLAS reads when CUDA begins, and its values under which its products are the same in every run."""
+
+
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Have torch take kernels that give the same bits in every run, in this process from now on, and raise where it has none.
+
+    InputError where a CUDA that has begun already did so without a fixed workspace, which cuBLAS reads once.
+    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    if device.type == "cuda" and os.environ.get(WORKSPACE) not in FIXED:
+        if torch.cuda.is_initialized():
+            raise InputError(
+                f"deterministic was asked for behind the start of CUDA; set {WORKSPACE}={FIXED[0]} in the environment, or make "
+                "the engine before anything else uses the GPU"
+            )
+        os.environ[WORKSPACE] = FIXED[0]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads what was not written
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
 def available_memory(device: torch.device) -> int:
     """Bytes that can be had on a device now, under what limits the process; of a CPU that does not say so, all there are."""
     if device.type == "cuda":
