@@ -467,3 +467,26 @@ def test_where_the_thread_finds_no_room_the_run_waits_and_writes_the_same(folder
     assert not store.due(2)
     assert tried == [("step-000001", True)]
     assert same(read(folder)[0].state, {"column": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda facts: facts.pop("run"),
+        lambda facts: facts.pop("files"),
+        lambda facts: facts.update(files={TENSORS: None}),
+        lambda facts: facts.update(steps="ten"),
+        lambda facts: facts.update(state={"$tensor": "of another"}),
+    ],
+)
+def test_facts_that_were_forged_are_refused_by_name_and_the_checkpoint_before_is_used(written, forge):
+    path = written / "checkpoints" / "step-000003" / FACTS
+    facts = json.loads(path.read_text())
+    del facts["checksum"]
+    forge(facts)
+    checksum = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**facts, "checksum": checksum}))
+    (written / "checkpoints" / LATEST).unlink()
+    found, notes = read(written)
+    assert found.number == 2
+    assert any(str(path) in note for note in notes)

@@ -290,20 +290,25 @@ class Checkpoints:
                 f"{path} is of format {facts.get('format')!r}, this Esper reads format {FORMAT}; resume with the Esper that "
                 "wrote it, or start a new run"
             )
+        try:
+            return self._filled(folder, facts)
+        except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise Damaged(f"{path} and {TENSORS} beside it do not hold a checkpoint together ({error!r})") from None
+
+    def _filled(self, folder: Path, facts: Mapping[str, Any]) -> Checkpoint:
+        """The checkpoint of which `facts` tell, with its arrays. What is not as it should be may raise anything."""
         if facts["run"] != self.run:
             raise Foreign(
-                f"{path} belongs to another run, or {CONFIG} was changed since; put back what was there, or start a new run"
+                f"{folder / FACTS} belongs to another run, or {CONFIG} was changed since; put back what was there, or start a "
+                "new run"
             )
-        if f"step-{facts['steps']:06d}" != name:
-            raise Damaged(f"{path} is that of another checkpoint, of step {facts['steps']}")
+        if f"step-{facts['steps']:06d}" != folder.name:
+            raise Damaged(f"{folder / FACTS} is that of another checkpoint, of step {facts['steps']}")
         path, known = folder / TENSORS, facts["files"][TENSORS]
         data = _content(path, _LARGEST_TENSORS, known["bytes"])
         if _sha256(data) != known["sha256"]:
             raise Damaged(f"{path} is damaged, by its sha256")
-        try:
-            return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
-        except (KeyError, ValueError, SafetensorError) as error:
-            raise Damaged(f"{path} does not hold what {FACTS} says ({error})") from None
+        return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
 
 
 def _named(path: Path) -> tuple[str, str]:
