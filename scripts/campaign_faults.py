@@ -2,6 +2,7 @@
 
     kill       SIGKILL of `esper train`, `esper grow` and `esper resume`, in chains, until every run finishes
     corrupt    damage to every file of a checkpoint and a controller, and what is made of it
+    nan        NaN in the data, a loss, a gradient or a parameter of one environment, and whether another is touched
     cost       bytes and seconds of checkpoints, and the throughput of a training with them
     page       the page of all results that there are
 
@@ -17,14 +18,14 @@ import sys
 from pathlib import Path
 
 import torch
-from faults import corrupt, cost, kill
+from faults import corrupt, cost, kill, nan
 
-PARTS = ("kill", "corrupt", "cost")
+PARTS = ("kill", "corrupt", "nan", "cost")
 
 
 def page(out: Path, options: str) -> str:
     """All results that there are as Markdown."""
-    sections = [kill.section(out), corrupt.section(out), cost.section(out)]
+    sections = [kill.section(out), corrupt.section(out), nan.section(out), cost.section(out)]
     return "\n".join(
         [
             "# Faults",
@@ -41,7 +42,7 @@ def main() -> None:
     """Run the campaigns that are asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} or page; all where none is named")
-    parser.add_argument("--count", type=int, help="cases of the campaign; kill 200, corrupt 1,000")
+    parser.add_argument("--count", type=int, help="cases of the campaign; kill 200, corrupt 1,000, nan 100")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and places")
     parser.add_argument("--quick", action="store_true", help="few cases of short runs, to see that it runs")
@@ -60,6 +61,8 @@ def main() -> None:
     if "corrupt" in parts:
         count, resumed = arguments.count or (40 if quick else 1000), 1 if quick else 20
         corrupt.campaign(out, corrupt.QUICK if quick else corrupt.COMMANDS, count, resumed, arguments.seed)
+    if "nan" in parts:
+        nan.campaign(out, arguments.count or (5 if quick else 100), arguments.seed, quick)
     if "cost" in parts:
         cost.campaign(out, quick)
     text = page(out, " ".join(sys.argv[1:]))

@@ -96,6 +96,15 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
     assert "| all | 40 | 40 | 0 |" in (tmp_path / "faults.md").read_text()
 
 
+def test_a_nan_in_one_environment_touches_no_other(tmp_path):
+    run("campaign_faults.py", "nan", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "faults" / "nan.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+    assert not any(row["others_touched"] for row in rows)
+    assert all(row["rolled_back_in_its_step"] and row["terminal_and_penalised"] for row in rows)
+    assert "5 of 5 cases went as they should" in (tmp_path / "faults.md").read_text()
+
+
 def test_the_cost_of_checkpoints_is_measured(tmp_path):
     run("campaign_faults.py", "cost", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     sized, training = (json.loads(line) for line in (tmp_path / "faults" / "cost.jsonl").read_text().splitlines())
