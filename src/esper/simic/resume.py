@@ -61,6 +61,7 @@ def is_training(config: Config) -> bool:
 FIXED = (
     *("task", "tasks", "cohorts", "controller", "envs", "seed", "twin", "slots", "blueprints"),
     *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group"),
+    *("governor.enabled", "governor.history"),
 )
 """Keys without which a run is another one: what is grown, on what, and what a decision may be."""
 

@@ -1,7 +1,7 @@
 """Breaking one row on purpose, and telling whether another was touched. An instrument, not part of a step. E rows, S slots."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
 
@@ -74,17 +74,18 @@ class _Loss:
 
 
 class _Optimizer:
-    """The optimizer, which finds a NaN in one gradient of one row in one of its steps."""
+    """The optimizer, which finds a NaN in one gradient in one of its steps: where `place` finds something in a stack."""
 
-    def __init__(self, optimizer: StackedOptimizer, feed: _Feed, stack: Stack, row: int) -> None:
-        self._optimizer, self._feed, self._stack, self._row = optimizer, feed, stack, row
+    def __init__(self, optimizer: StackedOptimizer, feed: _Feed, place: Callable[[Stack], int | None]) -> None:
+        self._optimizer, self._feed, self._place = optimizer, feed, place
 
     def plan(self, stack: Stack, rows: Rows, count: int) -> Tensor:
         return self._optimizer.plan(stack, rows, count)
 
     def step(self, stack: Stack, rows: Rows, factors: Tensor) -> Tensor:
-        if stack is self._stack and self._feed.now:
-            stack.columns["gradient"][self._row, 0] = torch.nan
+        row = self._place(stack) if self._feed.now else None
+        if row is not None:
+            stack.columns["gradient"][row, 0] = torch.nan
         return self._optimizer.step(stack, rows, factors)
 
 
@@ -92,7 +93,7 @@ class _Optimizer:
 def poisoned(engine: VectorizedEngine, row: int, kind: Kind, batch: int = 0) -> Iterator[None]:
     """For the one step that is taken inside the block, put NaN into one row, at one batch of the step.
 
-    ValueError where a seed is to be poisoned and the row has none that incubates or lives.
+    A seed's gradient is poisoned where the row has a seed that trains in that step, and else nothing.
     """
     feed, optimizer, objective = engine._feed, engine._optimizer, engine._objective
     watched = _Feed(feed, row, batch, taints=kind == "data")
@@ -100,10 +101,10 @@ def poisoned(engine: VectorizedEngine, row: int, kind: Kind, batch: int = 0) -> 
     if kind == "loss":
         engine._objective = _Loss(objective, watched, row)  # type: ignore[assignment]
     elif kind == "gradient":
-        engine._optimizer = _Optimizer(optimizer, watched, engine.state.body.host, row)  # type: ignore[assignment]
+        host = engine.state.body.host
+        engine._optimizer = _Optimizer(optimizer, watched, lambda stack: row if stack is host else None)  # type: ignore[assignment]
     elif kind == "seed gradient":
-        stack, place = _training_seed(engine, row)
-        engine._optimizer = _Optimizer(optimizer, watched, stack, place)  # type: ignore[assignment]
+        engine._optimizer = _Optimizer(optimizer, watched, lambda stack: _training_seed(engine, row, stack))  # type: ignore[assignment]
     elif kind == "parameter":
         engine.state.body.host.columns["value"][row, 0] = torch.nan
     try:
@@ -135,12 +136,13 @@ def fingerprints(engine: VectorizedEngine) -> list[str]:
     return [digest.hexdigest() for digest in digests]
 
 
-def _training_seed(engine: VectorizedEngine, row: int) -> tuple[Stack, int]:
-    """A stack and the row in it of a seed that the optimizer moves in the present step."""
+def _training_seed(engine: VectorizedEngine, row: int, stack: Stack) -> int | None:
+    """The row of a stack that holds a seed of one row of the population which the optimizer moves now; None where none does."""
     body = engine.state.body
     for at, runs in body.trainable(engine.state.seeds).items():
-        for run in runs:
-            found = np.flatnonzero(body.envs[at][run] == row)
-            if len(found):
-                return body.stacks[at], run.start + int(found[0])
-    raise ValueError(f"row {row} has no seed that trains")
+        if body.stacks[at] is stack:
+            for run in runs:
+                found = np.flatnonzero(body.envs[at][run] == row).tolist()
+                if found:
+                    return int(run.start) + int(found[0])
+    return None
