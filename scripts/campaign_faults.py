@@ -3,6 +3,7 @@
     kill       SIGKILL of `esper train`, `esper grow` and `esper resume`, in chains, until every run finishes
     corrupt    damage to every file of a checkpoint and a controller, and what is made of it
     nan        NaN in the data, a loss, a gradient or a parameter of one environment, and whether another is touched
+    governor   whether the governor is silent where all goes well, and what it costs
     cost       bytes and seconds of checkpoints, and the throughput of a training with them
     page       the page of all results that there are
 
@@ -18,14 +19,14 @@ import sys
 from pathlib import Path
 
 import torch
-from faults import corrupt, cost, kill, nan
+from faults import corrupt, cost, governor, kill, nan
 
-PARTS = ("kill", "corrupt", "nan", "cost")
+PARTS = ("kill", "corrupt", "nan", "governor", "cost")
 
 
 def page(out: Path, options: str) -> str:
     """All results that there are as Markdown."""
-    sections = [kill.section(out), corrupt.section(out), nan.section(out), cost.section(out)]
+    sections = [kill.section(out), corrupt.section(out), nan.section(out), governor.section(out), cost.section(out)]
     return "\n".join(
         [
             "# Faults",
@@ -63,6 +64,8 @@ def main() -> None:
         corrupt.campaign(out, corrupt.QUICK if quick else corrupt.COMMANDS, count, resumed, arguments.seed)
     if "nan" in parts:
         nan.campaign(out, arguments.count or (5 if quick else 100), arguments.seed, quick)
+    if "governor" in parts:
+        governor.campaign(out, quick)
     if "cost" in parts:
         cost.campaign(out, quick)
     text = page(out, " ".join(sys.argv[1:]))

@@ -105,6 +105,15 @@ def test_a_nan_in_one_environment_touches_no_other(tmp_path):
     assert "5 of 5 cases went as they should" in (tmp_path / "faults.md").read_text()
 
 
+def test_the_governor_is_silent_where_all_goes_well_and_its_cost_is_measured(tmp_path):
+    run("campaign_faults.py", "governor", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
+    *silent, cost = [json.loads(line) for line in (tmp_path / "faults" / "governor.jsonl").read_text().splitlines()]
+    assert [row["rollbacks"] for row in silent] == [0, 0, 0]
+    assert all(ratio > 0 for ratio in (*cost["with"], *cost["control"]))
+    assert 0 < cost["share"] < 1
+    assert "0 rollbacks over" in (tmp_path / "faults.md").read_text()
+
+
 def test_the_cost_of_checkpoints_is_measured(tmp_path):
     run("campaign_faults.py", "cost", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     sized, training = (json.loads(line) for line in (tmp_path / "faults" / "cost.jsonl").read_text().splitlines())
