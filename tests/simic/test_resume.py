@@ -298,7 +298,7 @@ def test_events_are_on_the_disk_before_the_checkpoint_that_numbers_them_is_the_l
         replace_(source, target)
 
     class Watching(Silent):
-        def step(self, view, eps):
+        def step(self, view, eps, rollbacks):
             if view.step == 1:
                 monkeypatch.setattr(os, "fsync", fsyncing)
                 monkeypatch.setattr(os, "replace", replacing)
