@@ -278,6 +278,18 @@ def test_where_latest_names_what_is_not_there_it_is_told_by_name(written):
     assert str(path) in notes[0]
 
 
+@pytest.mark.parametrize("damage", [emptied, deleted, pickled, linked, folder_there], ids=lambda damage: damage.__name__)
+def test_where_latest_and_best_were_damaged_the_next_checkpoint_puts_them_right(written, damage):
+    store = Checkpoints(written, KEPT)
+    store.write(4, state(4), best=True)
+    for name in (LATEST, BEST):
+        damage(written / "checkpoints" / name)
+    store.write(5, state(5), best=True)
+    found, notes = read(written)
+    assert (found.number, notes) == (5, [])
+    assert (written / "checkpoints" / BEST).read_bytes() == (written / "checkpoints" / LATEST).read_bytes()
+
+
 def test_that_the_only_checkpoint_is_gone_is_told(folder):
     Checkpoints(folder, KEPT).write(1, state(1))
     gone = folder / "checkpoints" / "step-000001"

@@ -205,6 +205,8 @@ class Checkpoints:
             (self.folder / BEST).unlink()  # it was of a run that took another course from here
         write_folder(self.folder / name, files)
         for pointer in (BEST, LATEST) if best else (LATEST,):
+            if (self.folder / pointer).is_dir() and not (self.folder / pointer).is_symlink():
+                remove(self.folder / pointer)  # the reader has refused it, and no file could take its name
             write_atomic(self.folder / pointer, f"{name} {_sha256(files[FACTS])}\n")
         self._retain(name)
 
