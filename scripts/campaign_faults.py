@@ -58,7 +58,7 @@ def main() -> None:
     if "kill" in parts:
         count = arguments.count or (2 if quick else 200)
         commands = kill.QUICK if quick else kill.VICTIMS
-        kill.Campaign(out, commands, count, 1 if quick else count // 5, arguments.seed).run(arguments.jobs)
+        kill.Campaign(out, commands, count, 1 if quick else count // 10, arguments.seed).run(arguments.jobs)
     if "corrupt" in parts:
         count, resumed = arguments.count or (40 if quick else 1000), 1 if quick else 20
         corrupt.campaign(out, corrupt.QUICK if quick else corrupt.COMMANDS, count, resumed, arguments.seed)
