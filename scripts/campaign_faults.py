@@ -14,11 +14,11 @@ the code is not noticed: name another folder.
 """
 
 import argparse
-import platform
 import sys
 from pathlib import Path
 
 import torch
+from benchmark_hot_path import machine
 from faults import corrupt, cost, governor, kill, nan
 
 PARTS = ("kill", "corrupt", "nan", "governor", "cost")
@@ -26,13 +26,14 @@ PARTS = ("kill", "corrupt", "nan", "governor", "cost")
 
 def page(out: Path, options: str) -> str:
     """All results that there are as Markdown."""
+    here = machine("cpu")
     sections = [kill.section(out), corrupt.section(out), nan.section(out), governor.section(out), cost.section(out)]
     return "\n".join(
         [
             "# Faults",
             "",
-            f"`python scripts/campaign_faults.py {options}`, torch {torch.__version__}, Python {platform.python_version()}, "
-            f"{platform.machine()}, one thread a process.",
+            f"`python scripts/campaign_faults.py {options}`, on a machine with {here['cores']} cores of an {here['processor']}, "
+            f"torch {here['torch']}, Python {here['python']}, one thread a process. It has not run on a GPU.",
             "",
             *(line for section in sections for line in section),
         ]
