@@ -2,6 +2,7 @@
 
     kill       SIGKILL of `esper train`, `esper grow` and `esper resume`, in chains, until every run finishes
     corrupt    damage to every file of a checkpoint and a controller, and what is made of it
+    disk       a disk that becomes full, at each kind of write
     nan        NaN in the data, a loss, a gradient or a parameter of one environment, and whether another is touched
     governor   whether the governor is silent where all goes well, and what it costs
     cost       bytes and seconds of checkpoints, and the throughput of a training with them
@@ -19,15 +20,15 @@ from pathlib import Path
 
 import torch
 from benchmark_hot_path import machine
-from faults import corrupt, cost, governor, kill, nan
+from faults import corrupt, cost, disk, governor, kill, nan
 
-PARTS = ("kill", "corrupt", "nan", "governor", "cost")
+PARTS = ("kill", "corrupt", "disk", "nan", "governor", "cost")
 
 
 def page(out: Path, options: str) -> str:
     """All results that there are as Markdown."""
     here = machine("cpu")
-    sections = [kill.section(out), corrupt.section(out), nan.section(out), governor.section(out), cost.section(out)]
+    sections = [part.section(out) for part in (kill, corrupt, disk, nan, governor, cost)]
     return "\n".join(
         [
             "# Faults",
@@ -63,6 +64,8 @@ def main() -> None:
     if "corrupt" in parts:
         count, resumed = arguments.count or (40 if quick else 1000), 1 if quick else 20
         corrupt.campaign(out, corrupt.QUICK if quick else corrupt.COMMANDS, count, resumed, arguments.seed)
+    if "disk" in parts:
+        disk.campaign(out, disk.QUICK if quick else disk.KINDS)
     if "nan" in parts:
         nan.campaign(out, arguments.count or (5 if quick else 100), arguments.seed, quick)
     if "governor" in parts:

@@ -96,6 +96,13 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
     assert "| all | 40 | 40 | 0 |" in (tmp_path / "faults.md").read_text()
 
 
+def test_a_disk_that_is_full_is_waited_for_or_the_run_is_resumed(tmp_path):
+    run("campaign_faults.py", "disk", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "faults" / "disk.jsonl").read_text().splitlines()]
+    assert [(row["back"], row["code"], row["differences"]) for row in rows] == [(True, 0, []), (False, 1, [])]
+    assert "2 of 2 cases went as they should" in (tmp_path / "faults.md").read_text()
+
+
 def test_a_nan_in_one_environment_touches_no_other(tmp_path):
     run("campaign_faults.py", "nan", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "faults" / "nan.jsonl").read_text().splitlines()]

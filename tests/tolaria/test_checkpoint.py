@@ -278,7 +278,9 @@ def test_where_latest_names_what_is_not_there_it_is_told_by_name(written):
     assert str(path) in notes[0]
 
 
-@pytest.mark.parametrize("damage", [emptied, deleted, pickled, linked, folder_there], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage", [emptied, deleted, pickled, linked, folder_there], ids=lambda damage: damage.__name__
+)
 def test_where_latest_and_best_were_damaged_the_next_checkpoint_puts_them_right(written, damage):
     store = Checkpoints(written, KEPT)
     store.write(4, state(4), best=True)
