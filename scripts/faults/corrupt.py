@@ -9,8 +9,6 @@ bit, the newest checkpoint that was left whole: nothing where there is none. Som
 import hashlib
 import itertools
 import json
-import os
-import pickle
 import shutil
 import signal
 import tempfile
@@ -22,7 +20,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from safetensors.torch import save
 
 from esper.leyline.config import CheckpointConfig
@@ -31,7 +28,19 @@ from esper.nissa.files import CHECKPOINTS, CONFIG
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import FACTS as POLICY
 from esper.tamiyo.controller import WEIGHTS, load_policy
-from esper.tolaria.checkpoint import FACTS, LATEST, TENSORS, Checkpoints, flatten
+from esper.tolaria.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints, flatten
+from faults.damages import (
+    DAMAGES,
+    DRAWN,
+    OF_ALL,
+    OF_FILES,
+    OF_FOLDERS,
+    Place,
+    check_payload,
+    deleted,
+    folder,
+    truncated,
+)
 from faults.records import Record, append, records, table
 from faults.runs import PATIENCE, Command, differences, killed_at, reached, resume_line, start, straight
 
@@ -44,18 +53,8 @@ COMMANDS = (
     Command(
         GROW,
         (
-            "grow",
-            "wine",
-            "--envs",
-            "3",
-            "--steps",
-            "60",
-            "--controller",
-            "random-valid",
-            "--models",
-            "best",
-            *SMALL,
-            *OFTEN,
+            *("grow", "wine", "--envs", "3", "--steps", "60", "--controller", "random-valid", "--models", "best"),
+            *(*SMALL, *OFTEN),
         ),
     ),
 )
@@ -71,7 +70,9 @@ class Case(NamedTuple):
     """One damage."""
 
     material: str  # the command whose run is damaged
-    target: str  # latest, state.json, state.safetensors, checkpoint (the newest folder), checkpoints, or a controller's file
+    target: (
+        str  # latest, best, state.json, state.safetensors, checkpoint (the newest), checkpoints, or a controller's file
+    )
     damage: str
     previous: bool  # whether a checkpoint before the newest is there
     latest_too: bool = False  # whether `latest` is cut short beside it
@@ -82,133 +83,6 @@ class Case(NamedTuple):
         return f"{self.material}: {self.target} {self.damage}{beside}"
 
 
-class Place(NamedTuple):
-    """What a damage may draw on."""
-
-    rng: np.random.Generator
-    other: Path  # the same file or folder of another run
-    aside: Path  # a folder out of the run's
-    marker: Path  # what is there once a pickle was obeyed
-
-
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.marker),)
-
-
-# Damages: each changes what lies at a path.
-
-
-def truncated(path: Path, place: Place) -> None:
-    """Cut at a random place."""
-    os.truncate(path, int(place.rng.integers(path.stat().st_size)))
-
-
-def flipped(path: Path, place: Place) -> None:
-    """One random bit is the other one."""
-    data = bytearray(path.read_bytes())
-    data[place.rng.integers(len(data))] ^= 1 << int(place.rng.integers(8))
-    path.write_bytes(data)
-
-
-def emptied(path: Path, place: Place) -> None:
-    """No bytes, or no files."""
-    if path.is_dir():
-        deleted(path)
-        path.mkdir()
-    else:
-        path.write_bytes(b"")
-
-
-def deleted(path: Path, place: Place | None = None) -> None:
-    """Not there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def swapped(path: Path, place: Place) -> None:
-    """That of another run."""
-    deleted(path)
-    _copy(place.other, path)
-
-
-def pickled(path: Path, place: Place) -> None:
-    """A pickle."""
-    deleted(path)
-    path.write_bytes(pickle.dumps(Payload(place.marker)))
-
-
-def torch_saved(path: Path, place: Place) -> None:
-    """A pickle as torch.save makes them."""
-    deleted(path)
-    torch.save(Payload(place.marker), path)
-
-
-def linked_to_itself(path: Path, place: Place) -> None:
-    """A link to a perfect copy elsewhere."""
-    _copy(path, place.aside / path.name)
-    _link(path, place.aside / path.name)
-
-
-def linked_to_another(path: Path, place: Place) -> None:
-    """A link to that of another run."""
-    _link(path, place.other)
-
-
-def linked_to_zeros(path: Path, place: Place) -> None:
-    """A link to what never ends."""
-    _link(path, Path("/dev/zero"))
-
-
-def linked_to_pipe(path: Path, place: Place) -> None:
-    """A link to what nobody writes to."""
-    os.mkfifo(place.aside / "pipe")
-    _link(path, place.aside / "pipe")
-
-
-def pipe(path: Path, place: Place) -> None:
-    """A pipe that nobody writes to."""
-    deleted(path)
-    os.mkfifo(path)
-
-
-def folder(path: Path, place: Place) -> None:
-    """A folder in the place of a file."""
-    deleted(path)
-    path.mkdir()
-
-
-def file(path: Path, place: Place) -> None:
-    """A file in the place of a folder."""
-    deleted(path)
-    path.write_bytes(b"step")
-
-
-def _link(path: Path, target: Path) -> None:
-    deleted(path)
-    path.symlink_to(target)
-
-
-def _copy(source: Path, target: Path) -> None:
-    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
-
-
-Damage = Callable[[Path, Place], None]
-DRAWN: tuple[Damage, ...] = (truncated, flipped)
-OF_FILES: tuple[Damage, ...] = (
-    *(*DRAWN, emptied, deleted, swapped, pickled, torch_saved, pipe, folder),
-    *(linked_to_itself, linked_to_another, linked_to_zeros, linked_to_pipe),
-)
-OF_FOLDERS: tuple[Damage, ...] = (emptied, deleted, swapped, file, linked_to_itself, linked_to_another)
-OF_ALL: tuple[Damage, ...] = (linked_to_itself, linked_to_another)
-DAMAGES: Mapping[str, Damage] = {each.__name__: each for each in (*OF_FILES, *OF_FOLDERS)}
 CHECKPOINT, CONTROLLER = "checkpoint", (POLICY, WEIGHTS)
 
 
@@ -222,6 +96,7 @@ def cases(commands: Sequence[Command], count: int, seed: int) -> list[Case]:
         for damage, previous in itertools.product(damages, (True, False))
     ]
     if TRAIN in [command.name for command in commands]:
+        every += [Case(TRAIN, BEST, damage.__name__, True) for damage in OF_FILES]
         every += [Case(TRAIN, target, damage.__name__, False) for target in CONTROLLER for damage in OF_FILES]
     rng = np.random.default_rng(seed)
     if count < len(every):
@@ -238,7 +113,7 @@ def cases(commands: Sequence[Command], count: int, seed: int) -> list[Case]:
 class Material(NamedTuple):
     """Runs as SIGKILL left them."""
 
-    run: Path  # with two checkpoints
+    run: Path  # with two checkpoints, and the one that a training's `best` names
     other: Path  # likewise, of another seed
     known: Path  # the first one, brought to its end without a kill
     digests: Mapping[int, str]  # of the state of each checkpoint, by its step
@@ -270,15 +145,17 @@ def material(command: Command, out: Path) -> Material:
         assert found is not None, path
         digests[found.number] = digest(found.state)
         shutil.rmtree(only)
-    assert len(digests) == 2, f"{run} holds {len(digests)} checkpoints, where two were to be"
+    assert len(digests) >= 2, f"{run} holds {len(digests)} checkpoints, where two were to be"
     return Material(run, place / "other", straight(command, out / "straight")[0], digests)
 
 
 def keep_two(run: Path) -> None:
-    """Leave the checkpoint that `latest` names and the one before it, whatever the writer was about when it was killed."""
-    kept = {f"step-{reached(run) - back:06d}" for back in (0, 1)}
+    """Leave the checkpoint that `latest` names, the one before it, and the best, whatever the writer was about."""
+    kept = {LATEST, BEST, *(f"step-{reached(run) - back:06d}" for back in (0, 1))}
+    if (run / CHECKPOINTS / BEST).exists():
+        kept.add((run / CHECKPOINTS / BEST).read_text().split()[0])
     for path in (run / CHECKPOINTS).iterdir():
-        if path.name not in kept | {LATEST}:
+        if path.name not in kept:
             deleted(path)
 
 
@@ -294,6 +171,8 @@ def campaign(out: Path, commands: Sequence[Command], count: int, resumed: int, s
     listed = cases(commands, count, seed)
     of_checkpoint = [number for number, case in enumerate(listed) if case.target not in CONTROLLER]
     through = {of_checkpoint[i] for i in np.linspace(0, len(of_checkpoint) - 1, resumed).round().astype(int)}
+    # the next checkpoint has to take the name of what was damaged
+    through |= {i for i, case in enumerate(listed) if case.target in (LATEST, BEST) and case.damage == folder.__name__}
     kept = {record["number"] for record in records(out / FILE)}
     stock = {command.name: material(command, out) for command in commands}
     for number, case in enumerate(listed):
@@ -308,31 +187,16 @@ def campaign(out: Path, commands: Sequence[Command], count: int, resumed: int, s
             print(f"{number + 1}/{len(listed)} {case.words()}: {found['used']}", flush=True)
 
 
-def check_payload(out: Path) -> None:
-    """The pickle does what it should not be let do."""
-    marker = out / "obeyed"
-    pickle.loads(pickle.dumps(Payload(marker)))
-    marker.rmdir()
-
-
 def examine(case: Case, stock: Material, scratch: Path, seed: Sequence[int], resumes: bool) -> Record:
     """Damage a copy of a run and read it."""
     run, newest = scratch / "run", f"step-{stock.newest:06d}"
     shutil.copytree(stock.run, run)
     if not case.previous:
+        (run / CHECKPOINTS / BEST).unlink(missing_ok=True)
         for path in (run / CHECKPOINTS).glob("step-*"):
             if path.name != newest:
                 shutil.rmtree(path)
-    other = f"step-{reached(stock.other):06d}"
-    path, theirs = {
-        LATEST: (Path(CHECKPOINTS, LATEST), Path(CHECKPOINTS, LATEST)),
-        FACTS: (Path(CHECKPOINTS, newest, FACTS), Path(CHECKPOINTS, other, FACTS)),
-        TENSORS: (Path(CHECKPOINTS, newest, TENSORS), Path(CHECKPOINTS, other, TENSORS)),
-        CHECKPOINT: (Path(CHECKPOINTS, newest), Path(CHECKPOINTS, other)),
-        CHECKPOINTS: (Path(CHECKPOINTS), Path(CHECKPOINTS)),
-        POLICY: (Path(FOLDER, POLICY), Path(FOLDER, POLICY)),
-        WEIGHTS: (Path(FOLDER, WEIGHTS), Path(FOLDER, WEIGHTS)),
-    }[case.target]
+    path, theirs = path_of(case.target, newest), path_of(case.target, f"step-{reached(stock.other):06d}")
     place = Place(np.random.default_rng(seed), stock.other / theirs, scratch / "aside", scratch / "obeyed")
     place.aside.mkdir()
     DAMAGES[case.damage](run / path, place)
@@ -342,8 +206,6 @@ def examine(case: Case, stock: Material, scratch: Path, seed: Sequence[int], res
     found = read_controller(run) if case.target in CONTROLLER else read_checkpoint(run, stock)
     right = expected(case, stock, same)
     named = str(run / path) in found["told"] or (case.target in CONTROLLER and path.name in found["told"])
-    if same and case.target in CONTROLLER:
-        named = True  # another way to write the same JSON is no damage
     named = named and (not case.latest_too or str(run / CHECKPOINTS / LATEST) in found["told"])
     result = {
         **found,
@@ -354,14 +216,25 @@ def examine(case: Case, stock: Material, scratch: Path, seed: Sequence[int], res
         "says_the_same": same,
     }
     if resumes:
-        result["resume"] = resume(run, stock.known, str(run / path), scratch)
+        result["resume"] = resume(run, stock.known, "" if case.target == BEST else str(run / path), scratch)
     result["executed"] = place.marker.exists()
     taken_up = not resumes or (
         result["resume"]["well"] and (result["resume"]["code"] == 2) == (found["used"] == "refused")
     )
+    # `best` is not read on the way back, and another way to write the same JSON is no damage
+    silent = case.target == BEST or (same and case.target in CONTROLLER)
     fitting = found["used"] == right or (right == "nothing" and found["used"] == "refused")
-    result["well"] = bool(named and fitting and found["equal"] and not result["executed"] and taken_up)
+    result["well"] = bool((named or silent) and fitting and found["equal"] and not result["executed"] and taken_up)
     return result
+
+
+def path_of(target: str, checkpoint: str) -> Path:
+    """Where a target lies in a run folder whose newest checkpoint is named."""
+    if target in CONTROLLER:
+        return Path(FOLDER, target)
+    place = Path(CHECKPOINTS)
+    inside = {CHECKPOINTS: place, CHECKPOINT: place / checkpoint, LATEST: place / LATEST, BEST: place / BEST}
+    return inside.get(target, place / checkpoint / target)
 
 
 def expected(case: Case, stock: Material, same: bool) -> str:
@@ -370,9 +243,9 @@ def expected(case: Case, stock: Material, same: bool) -> str:
         return "the controller" if same else "refused"
     if case.target == CHECKPOINTS:
         return "refused"
-    if case.target == LATEST or same:
+    if case.target in (LATEST, BEST) or same:
         return f"step {stock.newest}"
-    return f"step {min(stock.digests)}" if case.previous else "nothing"
+    return f"step {max(stock.digests.keys() - {stock.newest})}" if case.previous else "nothing"
 
 
 def says_the_same(path: Path, known: Path) -> bool:
@@ -414,11 +287,11 @@ def read_controller(run: Path) -> Record:
 
 
 def resume(run: Path, known: Path, name: str, scratch: Path) -> Record:
-    """What `esper resume` makes of it: it goes on to the numbers of the straight run, or refuses in one sentence."""
+    """What `esper resume` makes of it: it goes on to the numbers of the straight run, or refuses, naming the file or folder."""
     with open(scratch / "told", "wb") as told:
         code = start(resume_line(run), told).wait(PATIENCE)
     heard = (scratch / "told").read_text()
-    refused = code == 2 and heard.startswith("error: ") and heard.count("\n") == 1
+    refused = code == 2 and heard.splitlines()[-1].startswith("error: ") and "Traceback" not in heard
     odd = differences(run, known) if code == 0 else []
     return {"code": code, "differences": odd, "well": name in heard and (refused or (code == 0 and not odd))}
 
@@ -455,14 +328,15 @@ def section(out: Path) -> list[str]:
         "places, emptied, deleted, replaced by that of another run, by a pickle, a pipe, a folder or a link; with an earlier "
         "checkpoint beside and without. *Named*: a refusal names what was damaged. *Well*: named, nothing executed, and what is "
         "used is bit for bit the newest checkpoint that was left whole, or nothing where there is none. A flipped bit that turns "
-        "1e-05 into 1E-05 changes no value, and the file is used once it was named.",
+        "1e-05 into 1E-05 changes no value, and the file is used once it was named. `best` is not read on the "
+        "way back, so nobody names it.",
         "",
         *table(["what", *HEAD], grouped(rows, lambda row: WORDS.get(row["target"], f"`{row['target']}`"))),
         "",
         *table(["damage", *HEAD], grouped(rows, lambda row: row["damage"].replace("_", " "))),
         "",
         f"{len(taken)} of them were taken up by `esper resume`: {sum(t['code'] == 0 for t in taken)} came to the numbers of the "
-        f"undisturbed run, {sum(t['code'] == 2 for t in taken)} were refused in one sentence, "
+        f"undisturbed run, {sum(t['code'] == 2 for t in taken)} were refused with exit code 2, "
         f"{sum(not t['well'] for t in taken)} did something else.",
         "",
     ]
