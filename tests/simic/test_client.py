@@ -10,7 +10,7 @@ from esper.leyline.actions import Head, Op
 from esper.leyline.protocols import PolicyClient
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
-from esper.simic.rewards import get_reward, total
+from esper.simic.rewards import get_reward, total, worths
 from esper.tamiyo.controller import Language, Policy
 from esper.tamiyo.policy import judge
 from esper.tolaria.engine import VectorizedEngine
@@ -116,6 +116,18 @@ def test_a_rollback_is_a_terminal_that_costs_the_penalty_and_the_rest_of_the_epi
     last = rollout.observations().env_flags
     assert not last[2, 2, : len(Op)].any()  # nothing was decided before, as at the start
     np.testing.assert_array_equal(last[2, 2, -1], last[0, 2, -1])
+
+
+@pytest.mark.parametrize(("row", "begins"), [(2, 2), (1, 0)])
+def test_what_was_gained_before_a_rollback_is_no_gain_of_the_sequence_behind_it(row, begins):
+    engine, client = a_run(name="sparse")
+    client.reward = get_reward(engine.config.reward)
+    outcomes, store = [], client.store
+    client.store = lambda outcome: (outcomes.append(outcome), store(outcome))
+    play_broken(engine, client, row=2, step=1)
+    first, last = (worths(outcomes[step], engine.config.reward) for step in (begins, -1))
+    rise = total(last[1]) - total(first[0])
+    np.testing.assert_allclose(client.rollout().reward[-1, row], rise[row], atol=1e-6)
 
 
 def test_a_rollout_across_a_rollback_is_replayed_exactly():

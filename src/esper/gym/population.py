@@ -95,7 +95,7 @@ class Population:
         self._history = self._history.decided(outcome.actions, outcome.accepted)
         if outcome.rolled_back.any():
             self._history = self._history.reset(outcome.rolled_back)
-        parts = paid(self._reward(outcome), outcome, self.config.governor.penalty)
+        parts = paid(self._reward, outcome, self.config.governor.penalty)
         told = {"accepted": outcome.accepted, "reward": parts, "rolled_back": outcome.rolled_back}
         return self._see(view, told), total(parts), outcome.ended
 

@@ -46,7 +46,7 @@ class SimicClient:
     def store(self, outcome: Outcome) -> None:
         """Pay the decisions just made, after they acted. What was rolled back ends a sequence; the next begins without memory."""
         assert self._buffer is not None, "act comes before store"
-        self._buffer.close(total(paid(self.reward(outcome), outcome, self.penalty)), outcome.ended)
+        self._buffer.close(total(paid(self.reward, outcome, self.penalty)), outcome.ended)
         self.mind.learn_outcome(outcome)
 
     def cut(self, view: View) -> None:

@@ -85,13 +85,15 @@ def delta(outcome: Outcome, config: RewardConfig) -> Components:
     return _rise(*worths(outcome, config)) | {"fees": fees(outcome, config)}
 
 
-def paid(components: Mapping[str, Floats], outcome: Outcome, penalty: float) -> Components:
+def paid(reward: Reward, outcome: Outcome, penalty: float) -> Components:
     """What a decision is paid when the governor had its say: a step that was rolled back earns minus the penalty alone.
 
-    Whatever a reward makes of the network that was restored is left out.
+    Whatever a reward makes of the network that was restored is left out, and for it the next step begins a new sequence.
     """
     failed = outcome.rolled_back
-    kept = {name: np.where(failed, 0.0, value) for name, value in components.items()}
+    kept = {name: np.where(failed, 0.0, value) for name, value in reward(outcome).items()}
+    if failed.any() and isinstance(reward, StatefulReward):
+        reward.restart(failed)
     return kept | {"governor": np.where(failed, -penalty, 0.0)}
 
 
