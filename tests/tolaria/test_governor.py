@@ -14,10 +14,12 @@ from esper.nissa.hub import Hub
 from esper.nissa.outputs import Memory
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
+from esper.tasks.custom import task_from
+from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.poison import KINDS, fingerprints, poisoned
 from esper.tolaria.reads import counted_reads
-from populations import GROW, Script, blobs, small_config
+from populations import GROW, MENU, Script, blobs, small_config
 
 BAD = 1  # the row that is broken: it grows, as `GROW` says
 
@@ -301,6 +303,27 @@ def test_a_row_that_was_not_well_at_a_checkpoint_is_put_back_as_it_would_have_be
     played(again, Script(GROW), 20)
     assert fingerprints(again) == fingerprints(straight)
     assert again.governor.record.counts() == straight.governor.record.counts()
+
+
+def test_parameters_that_never_train_are_fixed_in_a_row_that_is_put_back_behind_a_checkpoint():
+    """No row's snapshot is as fresh as the checkpoint, so all that is known of what is fixed stands in it."""
+
+    def half_frozen():
+        host = MLP(inputs=6, width=8, hidden=(3, 5), outputs=3)()
+        next(host.parameters()).requires_grad_(False)
+        return host
+
+    whole = blobs()
+    task = task_from("half frozen", whole.train.x, whole.train.y, host=half_frozen, classes=3, menu=MENU)
+    engine, _ = an_engine(task=task, governor={"snapshot_every": 4})
+    played(engine, Script({}), 2)
+    again, _ = an_engine(task=task, governor={"snapshot_every": 4})
+    again.restore(engine.snapshot())
+    with poisoned(again, BAD, "gradient"):
+        played(again, Script({}), 3)
+    fixed = again.state.body.host.columns["fixed"]
+    assert fixed[BAD].any()
+    assert torch.equal(fixed[BAD], fixed[0])
 
 
 def test_a_snapshot_of_healthy_rows_is_not_written_twice():

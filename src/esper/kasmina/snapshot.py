@@ -30,7 +30,7 @@ class Rows:
     @torch.no_grad()
     def save(self, stack: Stack, rows: Indices, envs: Indices) -> None:
         """Copy rows (n,) of a stack to the environments (n,) that they belong to."""
-        self._follow(stack)
+        self.follow(stack)
         whole = len(envs) == len(self.steps) and np.array_equal(rows, envs)
         source, target = (torch.from_numpy(index).to(stack.device, non_blocking=True) for index in (rows, envs))
         for name, column in self.columns.items():
@@ -43,14 +43,14 @@ class Rows:
     @torch.no_grad()
     def load(self, stack: Stack, rows: Indices, envs: Indices) -> None:
         """Copy what was saved of environments (n,) into rows (n,) of a stack."""
-        self._follow(stack)
+        self.follow(stack)
         source, target = (torch.from_numpy(index).to(stack.device, non_blocking=True) for index in (envs, rows))
         for name, column in self.columns.items():
             stack.columns[name].index_copy_(0, target, column.index_select(0, source))
         stack.columns["gradient"].index_fill_(0, target, 0)
         stack.steps[rows], stack.rates[rows] = self.steps[envs], self.rates[envs]
 
-    def _follow(self, stack: Stack) -> None:
+    def follow(self, stack: Stack) -> None:
         """Room for a column that the stack has got since."""
         for name, column in _room(stack, len(self.steps)).items() if len(self.columns) < len(stack.columns) - 1 else ():
             self.columns.setdefault(name, column)
@@ -118,14 +118,14 @@ class Snapshot:
         fresh[stale] = False
         if fresh.any():
             self.take(body, seeds, fresh, int(self.step[fresh][0]))
-        _paste(self._host, state["host"], stale)
+        _paste(self._host, body.host, state["host"], stale)
         for entry in state["fossils"]:
             at = entry["slot"], entry["form"]
             if at not in body.stacks:
                 raise ValueError(f"there is no form {at[1]} at slot {at[0]}")
             if at not in self._fossils:
                 self._fossils[at] = Rows(body.stacks[at], len(self.step))
-            _paste(self._fossils[at], entry["rows"], stale)
+            _paste(self._fossils[at], body.stacks[at], entry["rows"], stale)
 
 
 def _room(stack: Stack, envs: int) -> dict[str, Tensor]:
@@ -152,7 +152,8 @@ def _cut(rows: Rows, index: Tensor) -> dict[str, Any]:
     }
 
 
-def _paste(rows: Rows, cut: dict[str, Any], envs: Indices) -> None:
+def _paste(rows: Rows, stack: Stack, cut: dict[str, Any], envs: Indices) -> None:
+    rows.follow(stack)
     index = torch.from_numpy(envs)
     for name, column in rows.columns.items():
         given = cut["columns"][name]
