@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from esper.kasmina.lifecycle import dormant
 from esper.leyline.config import GovernorConfig
+from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Vital
-from esper.tolaria.vitals import History, Signs, examine
+from esper.tolaria.vitals import History, Signs, examine, lowered
 
 CONFIG = GovernorConfig(patience=2, history=4)
 ROWS = 2
@@ -97,6 +99,23 @@ def test_a_history_that_begins_anew_holds_nothing_against_the_row_but_its_first_
     assert np.isnan([fresh.best[0], fresh.best_se[0], fresh.spread[0]]).all()
     assert not fresh.strikes.any()
     np.testing.assert_array_equal(fresh.loss[1], history.loss[1])
+
+
+@pytest.mark.parametrize(
+    ("ramp", "alpha", "after", "falls"),
+    [
+        ((1, 0, 4), (0.5, 0.25), Stage.BLENDING, True),
+        ((1, 0, 4), (0, 0), Stage.EMBARGOED, True),  # the first training at dose 0
+        ((1, 0.25, 4), (0.25, 0.25), Stage.HOLDING, True),
+        ((0.25, 1, 4), (0.5, 0.75), Stage.BLENDING, False),
+        ((0.25, 1, 4), (1, 1), Stage.HOLDING, False),
+    ],
+)
+def test_a_dose_is_lowered_in_every_training_of_a_ramp_down(ramp, alpha, after, falls):
+    before, behind = dormant(2, 1), dormant(2, 1)
+    before.stage[1], before.alpha[1], before.ramp[1] = Stage.BLENDING, alpha[0], ramp
+    behind.stage[1], behind.alpha[1], behind.ramp[1] = after, alpha[1], ramp
+    assert lowered(before, behind).tolist() == [False, falls]
 
 
 losses = st.lists(st.floats(0, 100) | st.just(np.nan), min_size=1, max_size=12)

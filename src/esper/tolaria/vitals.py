@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config import GovernorConfig
+from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Vital
 from esper.leyline.view import Bools, Floats, Seeds
 from esper.tolaria.training import doses
@@ -107,8 +108,14 @@ def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[His
 
 
 def lowered(before: Seeds, after: Seeds) -> Bools:
-    """(E,) rows of which a seed's dose was lowered: what then gets worse does so by a decision, and is no failure."""
-    return np.asarray((doses(after) < doses(before)).any(1))
+    """(E,) rows of which a seed's dose was lowered: what then gets worse does so by a decision, and is no failure.
+
+    The dose of a ramp is set one step ahead: the first training at the last dose of a ramp down comes when that dose is no
+    news any more.
+    """
+    start, end = before.ramp[..., 0], before.ramp[..., 1]
+    falling = (before.stage == Stage.BLENDING) & (end < start)
+    return np.asarray((falling | (doses(after) < doses(before))).any(1))
 
 
 def _median(values: Floats, count: NDArray[np.int64]) -> Floats:
