@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.kasmina.lifecycle import dormant
@@ -91,6 +91,11 @@ def test_a_fall_within_the_noise_is_none():
     assert not seen(*[signs(**noisy)] * 3, *[signs(metric=0.3, **noisy)] * 4)[1].any()
 
 
+def test_a_metric_that_could_not_be_measured_leaves_the_best_that_was():
+    gap = [signs(), signs(metric=np.nan)]
+    assert seen(*gap, *[signs(metric=0.4)] * 2)[1].tolist() == [Vital.FALL, Vital.GOOD]
+
+
 def test_a_history_that_begins_anew_holds_nothing_against_the_row_but_its_first_loss():
     history, _ = seen(*[signs()] * 4, signs(train_loss=9.0))
     fresh = history.restart(np.array([True, False]))
@@ -121,6 +126,7 @@ def test_a_dose_is_lowered_in_every_training_of_a_ramp_down(ramp, alpha, after, 
 losses = st.lists(st.floats(0, 100) | st.just(np.nan), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(losses)
 def test_the_rise_is_that_of_the_plain_formula(path):
     config = GovernorConfig(patience=1, history=4, collapse=0.0)
@@ -138,6 +144,7 @@ def test_the_rise_is_that_of_the_plain_formula(path):
             kept = [loss, *kept][:4]
 
 
+@settings(deadline=None)
 @given(losses, losses)
 def test_a_row_is_judged_by_its_own_numbers_alone(one, other):
     def found(path, beside):

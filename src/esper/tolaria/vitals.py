@@ -128,7 +128,7 @@ def _median(values: Floats, count: NDArray[np.int64]) -> Floats:
 def remembered(history: History, signs: Signs, rows: Bools) -> History:
     """The history with the signs of some rows, (E,) bool, taken into it."""
     column = rows[:, None]
-    better = rows & ~(signs.metric <= history.best)  # also where there is no best yet
+    better = rows & ~np.isnan(signs.metric) & ~(signs.metric <= history.best)  # also where there is no best yet
     return history._replace(
         loss=np.where(column, np.concatenate([signs.train_loss[:, None], history.loss[:, :-1]], 1), history.loss),
         best=np.where(better, signs.metric, history.best),
