@@ -86,6 +86,11 @@ def test_a_network_that_never_told_its_examples_apart_does_not_collapse():
     assert not seen(*dull, *[signs(spread=0.0, train_loss=2.0)] * 4)[1].any()
 
 
+def test_nothing_is_held_against_a_row_while_too_few_losses_are_known():
+    lucky = [signs(train_loss=1e-3), *[signs(train_loss=1.5)] * 5]
+    assert not seen(*lucky)[1].any()
+
+
 def test_a_fall_within_the_noise_is_none():
     noisy = {"metric_se": 0.2}
     assert not seen(*[signs(**noisy)] * 3, *[signs(metric=0.3, **noisy)] * 4)[1].any()

@@ -268,7 +268,7 @@ class VectorizedEngine:
         with self.timer.phase("probe"):
             measured = self._measure(trained, terminal=terminal)
         with self.timer.phase("govern"):
-            governed, found = self._govern(decided, measured, terminal=terminal)
+            governed, found = self._govern(decided, measured)
         with self.timer.phase("close"):
             self._accept(governed)
             envs, twins = slice(0, config.envs), slice(config.envs, self.rows)
@@ -375,7 +375,7 @@ class VectorizedEngine:
         asked = Asked(self._probe, fit, self._sampling(terminal), terminal, state.step)
         return measure(state.body, state.seeds, self._objective, asked, state.measurements, trained)
 
-    def _govern(self, before: Seeds, measured: Measured, *, terminal: bool) -> tuple[Measured, Verdicts]:
+    def _govern(self, before: Seeds, measured: Measured) -> tuple[Measured, Verdicts]:
         """Roll back the rows that the step left broken, and keep the others as they are.
 
         Returns what was measured, of rolled back rows once more, and what was found of every row, (rows,) a `Vital`.
@@ -386,7 +386,7 @@ class VectorizedEngine:
         if rows.any():
             state.seeds = governor.put_back(state.body, state.seeds, rows)
             fit = self._fit if self.config.probe.sensors_every else None
-            asked = Asked(self._probe, fit, None, terminal, state.step, self._feed.finite())
+            asked = Asked(self._probe, fit, None, False, state.step, self._feed.finite())
             again = measure(state.body, state.seeds, self._objective, asked, state.measurements, None)
             measured = measured.replaced(again, rows)
             assert again.data is not None, "it was asked for"

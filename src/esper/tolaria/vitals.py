@@ -77,15 +77,17 @@ def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[His
 
     1.4826 MAD estimates the standard deviation of a normal sample and is not moved by single large losses (Rousseeuw and
     Croux, "Alternatives to the median absolute deviation", 1993, section 1). A sign that has not lasted yet is a strike: the
-    row's numbers are kept out of its history, and no snapshot is taken of it. A network that never told its examples apart
+    row's numbers are kept out of its history, and no snapshot is taken of it. Of fewer than `patience` losses no median is held
+    against a row, as one lucky loss would then stay its measure. A network that never told its examples apart
     loses nothing by not doing so, hence the second condition of a collapse. The loss on the probe split is not held against its
     history, since it may rise for a whole episode while a network learns its training examples by heart.
     """
     known = ~np.isnan(history.loss)
+    count, least = known.sum(1), min(config.patience, config.history)
     filled = np.where(known, history.loss, np.inf)  # a median over a row's own number of losses
-    middle = _median(filled, known.sum(1))
+    middle = np.where(count < least, np.nan, _median(filled, count))
     deviation = np.where(known, np.abs(history.loss - middle[:, None]), np.inf)
-    scale = np.maximum(1.4826 * _median(deviation, known.sum(1)), config.loss_floor * history.first)
+    scale = np.maximum(1.4826 * _median(deviation, count), config.loss_floor * history.first)
     noise = np.sqrt(signs.metric_se**2 + history.best_se**2)
     with np.errstate(invalid="ignore"):  # what is not known compares False
         rise = signs.train_loss - middle
