@@ -145,6 +145,8 @@ def test_a_run_may_be_lengthened_under_any_rule(tmp_path, controller):
 
 
 VALUES = {
+    "governor.enabled": "false",
+    "governor.history": "8",
     "task": "iris",
     "tasks": "[iris]",
     "cohorts": "{iris: {}}",
