@@ -34,7 +34,8 @@ def page(out: Path, options: str) -> str:
             "# Faults",
             "",
             f"`python scripts/campaign_faults.py {options}`, on a machine with {here['cores']} cores of an {here['processor']}, "
-            f"torch {here['torch']}, Python {here['python']}, one thread a process. It has not run on a GPU.",
+            f"torch {here['torch']}, Python {here['python']}, one thread a process. It has not run on a GPU. "
+            f"The parts {', '.join(PARTS)} may each be made by themselves.",
             "",
             *(line for section in sections for line in section),
         ]

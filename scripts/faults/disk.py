@@ -153,7 +153,8 @@ def section(out: Path) -> list[str]:
     for name in dict.fromkeys(row["kind"] for row in rows):
         mine = {row["back"]: row for row in rows if row["kind"] == name}
         lines.append([name, *(outcome(mine.get(back)) for back in (True, False))])
-    example = next((row["said"][0] for row in rows if not row["back"] and row["said"]), "")
+    told = [row["said"][0] for row in rows if not row["back"] and row["said"]]
+    example = next((line for line in told if "esper resume" in line), "").replace("`", "")
     real = all(row["disk"] == "tmpfs" for row in rows)
     where = f"on a file system of {SIZE.removesuffix('m')} MiB (tmpfs)" if real else "by an injected ENOSPC"
     return [
