@@ -232,8 +232,18 @@ def test_a_controller_that_does_not_know_the_menu_is_refused_with_what_it_knows(
     assert not Path("grown").exists()
 
 
-def test_a_training_whose_hosts_diverge_says_so_with_exit_code_1(esper):
-    asked = ["--set", "optimizer.lr=1e30", "--set", "reward.objective=log_loss"]
+def test_a_training_whose_hosts_diverge_in_every_step_says_how_often_they_were_put_back(esper):
+    code, out, err = esper("train", "iris", *TINY, "--set", "optimizer.lr=1e30", "--run", "r", "--json")
+    assert code == 0
+    rounds = [json.loads(line) for line in Path("r/events.jsonl").read_text().splitlines() if '"round"' in line]
+    counted = sum(row["figures"]["rollbacks"] for row in rounds if row["kind"] == "round")
+    assert json.loads(out)["rollbacks"] == {"loss": counted}
+    assert counted > 0
+    assert "rolled back" in err
+
+
+def test_a_training_whose_hosts_diverge_without_a_governor_says_so_with_exit_code_1(esper):
+    asked = ["--set", "optimizer.lr=1e30", "--set", "reward.objective=log_loss", "--set", "governor.enabled=false"]
     found = esper("train", "iris", *TINY, *asked, "--run", "r")
     refused(found, "optimizer.lr", code=1)
     assert "Traceback" not in found[2]

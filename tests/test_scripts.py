@@ -33,7 +33,10 @@ def test_the_benchmark_sets_the_engine_beside_its_floors(benchmark):
     assert set(incubating["table"]) == {*floors, "engine auto"}
     for result in benchmark["results"]:
         assert all(row["eps"] > 0 and row["median_seconds"] <= row["p95_seconds"] for row in result["table"].values())
-        assert all(set(phases) == {"apply", "train", "tick", "probe", "close"} for phases in result["phases"].values())
+        assert all(
+            set(phases) == {"apply", "train", "tick", "probe", "govern", "close"}
+            for phases in result["phases"].values()
+        )
 
 
 def test_the_benchmark_compares_cadences_of_attribution(benchmark):

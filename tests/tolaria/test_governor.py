@@ -13,6 +13,7 @@ from esper.nissa.events import EpisodeRow, RollbackRow, StepRow
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import Memory
 from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.schedule import load_schedule
 from esper.tasks.catalog import get_task
 from esper.tasks.custom import task_from
 from esper.tasks.hosts import MLP
@@ -431,3 +432,24 @@ def test_steps_on_examples_that_went_bad_are_taken_back_where_the_run_is_to_go_o
     assert Vital.BATCH in np.array(found)[:, BAD]
     assert not np.array(found)[:, [0, 2]].any()
     assert np.isfinite(view.measurements.loss).all()
+
+
+def test_an_entry_of_a_schedule_that_was_refused_is_tried_again(tmp_path):
+    path = tmp_path / "schedule.yaml"
+    path.write_text(
+        "- {at: 0, op: germinate, slot: block0, blueprint: bypass-mlp}\n"
+        "- {at: 1, op: germinate, slot: block1, blueprint: bypass-mlp}\n"
+        "- {at: 3, op: prune, slot: block0, tempo: 0}\n"
+    )
+    engine, _ = an_engine()
+    engine.reset()
+    price = engine.space.cost[0, :, 1] / engine.state.body.host_params[0]
+    engine, _ = an_engine(governor={"param_budget": float(price.sum() - 1e-9)})
+    schedule, view, refused = load_schedule(path), engine.reset(), []
+    for _ in range(6):
+        view, outcome = engine.step(schedule.act(view))
+        schedule.store(outcome)
+        refused.append(outcome.refused[0])
+    over = Refusal.PARAM_BUDGET  # each second time, so that the prune behind it has its turn and makes room
+    assert refused == [Refusal.NONE, over, Refusal.NONE, over, Refusal.NONE, Refusal.NONE]
+    assert view.seeds.stage[0, 1] == Stage.TRAINING

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.errors import InputError
 from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_named
-from esper.leyline.view import Bools, Masks, Space, View
+from esper.leyline.view import Bools, Masks, Outcome, Space, View
 from esper.tamiyo.baselines import Rule, choices, complete, defaults
 
 _OPEN = (Head.BLUEPRINT, Head.BLEND, Head.TEMPO, Head.TARGET)  # what follows once the op and the slot are chosen
@@ -94,7 +94,8 @@ class Schedule(Rule):
 
     At each decision an environment carries out, of its pending entries whose `at` has come and which its masks allow
     now, the first in list order; an entry that is not yet valid waits, and holds up none behind it. Each entry is
-    carried out once an episode. `keep` puts an ADVANCE and a FOSSILIZE of the slot behind its GERMINATE in the list;
+    carried out once an episode; one that the engine refuses, as for its parameters, stays pending and lets the others go
+    first at the next decision. `keep` puts an ADVANCE and a FOSSILIZE of the slot behind its GERMINATE in the list;
     they are pending from the moment the seed is planted until the slot is planted anew. An entry whose `at` lies beyond
     the end of the episode never comes.
     """
@@ -104,6 +105,8 @@ class Schedule(Rule):
         self.source = source  # what errors call it
         self._plan: _Plan | None = None
         self._pending: Bools | None = None  # (E, N)
+        self._refused: Bools | None = None  # (E, N) at the last decision
+        self._turn: tuple[Ints, Bools] | None = None  # (E,) that decision, and what was pending before it
 
     def act(self, view: View) -> Actions:
         """The entry whose turn it is, per environment, or WAIT. InputError where the space lacks what it names."""
@@ -112,20 +115,33 @@ class Schedule(Rule):
         plan = self._plan
         if self._pending is None or view.step == 0:
             self._pending = np.tile(plan.listed, (len(view.masks.op), 1))
+            self._refused = None
         ready = self._pending & (plan.at <= view.step) & _valid(plan, view.masks)
+        if self._refused is not None:
+            ready &= ~self._refused
         turn = ready.argmax(1)  # the WAIT at the end is always ready
+        self._turn, self._refused = (turn, self._pending), None
         self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
         return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.wanted[turn, head] for head in _OPEN})
 
+    def store(self, outcome: Outcome) -> None:
+        """What was refused is pending again."""
+        assert self._turn is not None, "act comes before store"
+        assert self._pending is not None, "act comes before store"
+        turn, before = self._turn
+        refused = ~outcome.accepted[:, None]
+        self._pending = np.where(refused, before, self._pending)
+        self._refused = refused & (turn[:, None] == np.arange(before.shape[1]))
+
     def state(self) -> dict[str, Any]:
-        """The entries, and which of them are still to be carried out, by environment."""
-        return {"entries": self._listed(), "pending": self._pending}
+        """The entries, which of them are still to be carried out, by environment, and which were refused just now."""
+        return {"entries": self._listed(), "pending": self._pending, "refused": self._refused}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave, at the next view. InputError where the entries are others now."""
         if state["entries"] != self._listed():
             raise InputError(f"{self.source} is not the schedule that the run began with; put back what was there")
-        self._plan, self._pending = None, state["pending"]
+        self._plan, self._pending, self._refused = None, state["pending"], state["refused"]
 
     def _listed(self) -> list[dict[str, Any]]:
         return [entry.model_dump(mode="json") for entry in self.entries]
