@@ -199,7 +199,10 @@ def test_another_program_started_meanwhile_does_not_hold_the_lock(tmp_path, note
     lock.take()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
         lock.release()
-        Lock(tmp_path, notes.append).take()
+        second = Lock(tmp_path, notes.append)
+        second.take()
+        assert second.held
+        assert notes == []
         child.communicate(b"\n")
 
 
