@@ -68,12 +68,16 @@ class RunFolder:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self.store is not None:
-            self.store.close()  # before the lock is another's to take
+    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
+        """The lock is another's to take when nothing is being written any more; a KeyboardInterrupt waits for nothing."""
         self.hub.close()
-        if self.lock is not None:
-            self.lock.release()
+        release = self.lock.release if self.lock is not None else _nothing
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self.store is not None:
+            self.store.abandon(release)
+            return
+        if self.store is not None:
+            self.store.close()
+        release()
 
     def _open(self, path: Path, lock: Lock) -> None:
         """Lock what is there, and read where the run goes on. A folder that is still to be made is locked in `begin`."""
@@ -98,9 +102,9 @@ class RunFolder:
         if self.found is None or row.changed:
             self.hub.emit(row)
 
-    def end(self, row: RunRow, summary: Mapping[str, Any]) -> None:
-        """Write the last row and the summary, behind the last checkpoint."""
-        if self.store is not None:
+    def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
+        """Write the last row and the summary, behind the last checkpoint or, `at_once`, without waiting for it."""
+        if self.store is not None and not at_once:
             self.store.join()
         self.hub.emit(row)
         self.hub.flush()
@@ -125,3 +129,7 @@ class RunFolder:
 
     def _write(self, path: Path, content: str) -> None:
         self.patience(path, lambda: write_atomic(path, content))
+
+
+def _nothing() -> None:
+    """There is no lock to release."""
