@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,8 +133,6 @@ class Checkpoints:
         self.last = 0  # steps that had been taken at the last one
         self._started = time.monotonic()  # when that was
         self._writing: Writing | None = None
-        self._jobs: SimpleQueue[Writing | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def due(self, number: int) -> bool:
         """Whether a checkpoint is due by the config's cadences after so many steps. Raises what the last one failed with."""
@@ -163,11 +160,8 @@ class Checkpoints:
         self.last, self._started = number, time.monotonic()
         running: Future[None] = Future()
         self._writing = Writing(self.folder / name, running, put)
-        if self._thread is None:
-            # one for all, as each would take memory of its own; a daemon, as who is to leave at once waits for no thread
-            self._thread = threading.Thread(target=_fulfil, args=(self._jobs,), name="checkpoint", daemon=True)
-            self._thread.start()
-        self._jobs.put(self._writing)
+        # a daemon, as a process that is to leave at once waits for no other thread
+        threading.Thread(target=_fulfil, args=(running, put), name="checkpoint", daemon=True).start()
 
     def join(self) -> None:
         """Wait until what was begun is written. Where its thread found no room, it is written from here, with patience."""
@@ -183,13 +177,6 @@ class Checkpoints:
         """Wait until nothing is being written any more, whatever becomes of it."""
         if self._writing is not None:
             wait([self._writing.running])
-        self._dismiss()
-
-    def _dismiss(self) -> None:
-        """Let the thread end behind what it is writing; the next checkpoint has another."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._jobs, self._thread = SimpleQueue(), None
 
     def abandon(self, after: Callable[[], None]) -> None:
         """Wait for nothing: what is being written may be done or be cut off, which leaves the checkpoint before it.
@@ -200,7 +187,6 @@ class Checkpoints:
             after()
             return
         running, self._writing = self._writing.running, None
-        self._dismiss()
         running.add_done_callback(lambda _: after())
 
     def write(self, number: int, state: Tree, best: bool = False) -> None:
@@ -342,15 +328,14 @@ class Checkpoints:
         return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
 
 
-def _fulfil(jobs: "SimpleQueue[Writing | None]") -> None:
-    """Write one after the other until there is a None, and keep what became of each."""
-    while (job := jobs.get()) is not None:
-        try:
-            job.put()
-        except BaseException as error:
-            job.running.set_exception(error)  # raised where it is asked for
-        else:
-            job.running.set_result(None)
+def _fulfil(running: Future[None], put: Callable[[], None]) -> None:
+    """Call what writes, and keep what became of it."""
+    try:
+        put()
+    except BaseException as error:
+        running.set_exception(error)  # raised where it is asked for
+    else:
+        running.set_result(None)
 
 
 def _named(path: Path) -> tuple[str, str]:
