@@ -68,16 +68,12 @@ class RunFolder:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
-        """The lock is another's to take when nothing is being written any more; a KeyboardInterrupt waits for nothing."""
-        self.hub.close()
-        release = self.lock.release if self.lock is not None else _nothing
-        if kind is not None and issubclass(kind, KeyboardInterrupt) and self.store is not None:
-            self.store.abandon(release)
-            return
+    def __exit__(self, *error: object) -> None:
         if self.store is not None:
-            self.store.close()
-        release()
+            self.store.close()  # before the lock is another's to take
+        self.hub.close()
+        if self.lock is not None:
+            self.lock.release()
 
     def _open(self, path: Path, lock: Lock) -> None:
         """Lock what is there, and read where the run goes on. A folder that is still to be made is locked in `begin`."""
@@ -102,9 +98,9 @@ class RunFolder:
         if self.found is None or row.changed:
             self.hub.emit(row)
 
-    def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
-        """Write the last row and the summary, behind the last checkpoint or, `at_once`, without waiting for it."""
-        if self.store is not None and not at_once:
+    def end(self, row: RunRow, summary: Mapping[str, Any]) -> None:
+        """Write the last row and the summary, behind the last checkpoint."""
+        if self.store is not None:
             self.store.join()
         self.hub.emit(row)
         self.hub.flush()
@@ -129,7 +125,3 @@ class RunFolder:
 
     def _write(self, path: Path, content: str) -> None:
         self.patience(path, lambda: write_atomic(path, content))
-
-
-def _nothing() -> None:
-    """There is no lock to release."""

@@ -14,10 +14,9 @@ import math
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +131,7 @@ class Checkpoints:
         self.run = read_trail(folder).run
         self.last = 0  # steps that had been taken at the last one
         self._started = time.monotonic()  # when that was
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Writing | None = None
 
     def due(self, number: int) -> bool:
@@ -158,10 +158,7 @@ class Checkpoints:
             self._put(name, files, best)
 
         self.last, self._started = number, time.monotonic()
-        running: Future[None] = Future()
-        self._writing = Writing(self.folder / name, running, put)
-        # a daemon, as a process that is to leave at once waits for no other thread
-        threading.Thread(target=_fulfil, args=(running, put), name="checkpoint", daemon=True).start()
+        self._writing = Writing(self.folder / name, self._thread.submit(put), put)
 
     def join(self) -> None:
         """Wait until what was begun is written. Where its thread found no room, it is written from here, with patience."""
@@ -175,19 +172,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait until nothing is being written any more, whatever becomes of it."""
-        if self._writing is not None:
-            wait([self._writing.running])
-
-    def abandon(self, after: Callable[[], None]) -> None:
-        """Wait for nothing: what is being written may be done or be cut off, which leaves the checkpoint before it.
-
-        `after` is called where nothing is being written any more, if the process lives to see that.
-        """
-        if self._writing is None:
-            after()
-            return
-        running, self._writing = self._writing.running, None
-        running.add_done_callback(lambda _: after())
+        self._thread.shutdown()
 
     def write(self, number: int, state: Tree, best: bool = False) -> None:
         """Write the checkpoint after `number` steps, name it in `latest`, and remove those that are not kept.
@@ -326,16 +311,6 @@ class Checkpoints:
         if _sha256(data) != known["sha256"]:
             raise Damaged(f"{path} is damaged, by its sha256")
         return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
-
-
-def _fulfil(running: Future[None], put: Callable[[], None]) -> None:
-    """Call what writes, and keep what became of it."""
-    try:
-        put()
-    except BaseException as error:
-        running.set_exception(error)  # raised where it is asked for
-    else:
-        running.set_result(None)
 
 
 def _named(path: Path) -> tuple[str, str]:
