@@ -103,6 +103,8 @@ def test_other_errors_of_a_phase_stay_what_they_are():
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes."), "4 MiB"),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4194304 bytes."), "4 MiB"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
+        (RuntimeError("can't start new thread"), None),
+        (RuntimeError("could not create a primitive"), None),
         (MemoryError("Unable to allocate 74.5 GiB for an array with shape (10000000000,)"), "74.5 GiB"),
         (MemoryError(), None),
     ],

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 from floors import SEED
-from safetensors.torch import save
 
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import CheckpointConfig, build_config
 from esper.leyline.stages import LIVE, Stage, among
 from esper.leyline.task import AnyTask
+from esper.leyline.tensors import to_parts
 from esper.nissa.files import CHECKPOINTS, CONFIG
 from esper.simic.runner import train, training_configs
 from esper.tamiyo.catalog import get_controller
@@ -106,18 +106,19 @@ def writing(state: Tree, out: Path, repeats: int) -> Record:
             for name, value in (("copy", copy), ("pack", pack), ("files", max(whole - copy - pack, 0.0))):
                 seconds[name].append(value)
     return {
-        "bytes": len(data) + len(text),
+        "bytes": sum(map(len, data)) + len(text),
         "json_bytes": len(text),
         "arrays": len(tensors),
         **{name: statistics.median(values) for name, values in seconds.items()},
     }
 
 
-def packed(tensors: Any, plain: Any) -> tuple[bytes, bytes]:
+def packed(tensors: Any, plain: Any) -> tuple[list[bytes | memoryview], bytes]:
     """The content of both files, with the sums that are taken of them."""
-    data, text = save(tensors), json.dumps(plain, allow_nan=False).encode()
-    for content in (data, text, json.dumps(plain, sort_keys=True).encode()):
-        hashlib.sha256(content).digest()
+    data, text, digest = to_parts(tensors), json.dumps(plain, allow_nan=False).encode(), hashlib.sha256()
+    for part in (*data, text, json.dumps(plain, sort_keys=True).encode()):
+        digest.update(part)
+    digest.digest()
     return data, text
 
 

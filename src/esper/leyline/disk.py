@@ -2,8 +2,11 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+Content = bytes | Sequence[bytes | memoryview]
+"""Of a file; in parts, to be written one after the other."""
 
 Patient = Callable[[Path, Callable[[], None]], None]
 """Calls what writes a path, once or, where the disk is full, until there is room."""
@@ -34,7 +37,7 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
     """Write a folder of files in place of the one of that name, so that a crash leaves all of the old one or of the new.
 
     No system call exchanges two folders everywhere, so the old one steps aside for a moment: `standing` finds it there, and
@@ -47,8 +50,8 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     remove(old)
     try:
         new.mkdir()
-        for name, data in files.items():
-            write_synced(new / name, data)
+        for name, content in files.items():
+            write_synced(new / name, content)
         sync_folder(new)
     except OSError:
         remove(new)  # a full disk has use for the room
@@ -76,13 +79,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, content: Content) -> None:
     """Write a file and see that its content survives a crash of the machine."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
-        rest = memoryview(data)
-        while rest:  # a nearly full disk takes a part of it first
-            rest = rest[os.write(descriptor, rest) :]
+        for part in (content,) if isinstance(content, bytes) else content:
+            rest = memoryview(part)
+            while rest:  # a nearly full disk takes a part of it first
+                rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -2,7 +2,11 @@
 
 import re
 
-_SHORTAGE = re.compile(r"out of memory|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE)
+_SHORTAGE = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED"
+    r"|can't start new thread|could not (?:create|execute) a primitive",  # Python's and oneDNN's, which do not say why
+    re.IGNORECASE,
+)
 _ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.,]+ (?:bytes|[KMGTPE]iB))", re.IGNORECASE)
 
 

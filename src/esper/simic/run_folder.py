@@ -68,12 +68,17 @@ class RunFolder:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self.store is not None:
-            self.store.close()  # before the lock is another's to take
+    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
+        """The lock is another's to take when nothing is being written any more; a KeyboardInterrupt waits for nothing."""
         self.hub.close()
-        if self.lock is not None:
-            self.lock.release()
+        if self.lock is None:
+            return
+        if self.store is not None and kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.store.abandon(self.lock.release)
+            return
+        if self.store is not None:
+            self.store.close()
+        self.lock.release()
 
     def _open(self, path: Path, lock: Lock) -> None:
         """Lock what is there, and read where the run goes on. A folder that is still to be made is locked in `begin`."""
@@ -98,9 +103,9 @@ class RunFolder:
         if self.found is None or row.changed:
             self.hub.emit(row)
 
-    def end(self, row: RunRow, summary: Mapping[str, Any]) -> None:
-        """Write the last row and the summary, behind the last checkpoint."""
-        if self.store is not None:
+    def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
+        """Write the last row and the summary, behind the last checkpoint or, `at_once`, without waiting for it."""
+        if self.store is not None and not at_once:
             self.store.join()
         self.hub.emit(row)
         self.hub.flush()

@@ -183,11 +183,12 @@ def train(
         run.begin(lambda: _environment(cohorts), _run_row(cohorts[0], "running"))
         keeper = Keeper(run.store, school, run.hub, started - before)
         status: Literal["finished", "interrupted", "failed"] = "failed"
+        at_once = False
         try:
             with cohorts[0].engine.timer.memory("between steps"):
                 status = _rounds(school, config, run, interrupt, watch, keeper)
         except KeyboardInterrupt:
-            status = "interrupted"
+            status, at_once = "interrupted", True
             raise
         except (OutOfMemory, DataFault) as error:
             raise left(error, folder) from None
@@ -203,7 +204,7 @@ def train(
                 **school.summary(),
                 "seconds": round(before + time.perf_counter() - started, 3),
             }
-            run.end(_run_row(cohorts[0], status), summary)
+            run.end(_run_row(cohorts[0], status), summary, at_once=at_once)
     return summary
 
 

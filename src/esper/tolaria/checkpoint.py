@@ -16,21 +16,23 @@ import re
 import stat
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from esper.leyline.config import CheckpointConfig
 from esper.leyline.disk import Patient, at_once, remove, sync_folder, write_atomic, write_folder
 from esper.leyline.errors import InputError
+from esper.leyline.tensors import to_parts
 from esper.nissa.changes import read_trail
 from esper.nissa.files import CHECKPOINTS, CONFIG
+from esper.tolaria.background import Background
 
 Tree = dict[str, Any]
 """Nested dicts (with names as keys) and lists of arrays, tensors, numbers, texts, booleans and None."""
@@ -131,7 +133,7 @@ class Checkpoints:
         self.run = read_trail(folder).run
         self.last = 0  # steps that had been taken at the last one
         self._started = time.monotonic()  # when that was
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._background = Background()
         self._writing: Writing | None = None
 
     def due(self, number: int) -> bool:
@@ -150,29 +152,42 @@ class Checkpoints:
         """
         self.join()
         tensors, plain = flatten(state)
-        name, files = f"step-{number:06d}", dict[str, bytes]()
 
         def put() -> None:
-            if not files:  # it may be the second try
-                files.update(self._files(number, tensors, plain))
-            self._put(name, files, best)
+            self._put(number, tensors, plain, best)
 
         self.last, self._started = number, time.monotonic()
-        self._writing = Writing(self.folder / name, self._thread.submit(put), put)
+        self._writing = Writing(self.folder / _name(number), self._background.submit(put), put)
 
     def join(self) -> None:
         """Wait until what was begun is written. Where its thread found no room, it is written from here, with patience."""
         if self._writing is None:
             return
         path, running, put = self._writing
-        self._writing = None
-
         tries = iter([running.result])
-        self.patience(path, lambda: next(tries, put)())
+        try:
+            self.patience(path, lambda: next(tries, put)())
+        finally:
+            if running.done():  # or a second SIGINT ended the waiting
+                self._writing = None
 
     def close(self) -> None:
         """Wait until nothing is being written any more, whatever becomes of it."""
-        self._thread.shutdown()
+        if self._writing is not None:
+            wait([self._writing.running])
+        self._background.close()
+
+    def abandon(self, after: Callable[[], None]) -> None:
+        """Wait for nothing: what is being written may be done or be cut off, which leaves the checkpoint before it.
+
+        `after` is called where nothing is being written any more, if the process lives to see that.
+        """
+        self._background.close()
+        if self._writing is None:
+            after()
+        else:
+            self._writing.running.add_done_callback(lambda _: after())
+            self._writing = None
 
     def write(self, number: int, state: Tree, best: bool = False) -> None:
         """Write the checkpoint after `number` steps, name it in `latest`, and remove those that are not kept.
@@ -183,31 +198,26 @@ class Checkpoints:
         self.begin(number, state, best)
         self.join()
 
-    def _files(self, number: int, tensors: dict[str, Tensor], plain: Any) -> dict[str, bytes]:
-        data = save(tensors)
+    def _put(self, number: int, tensors: Mapping[str, Tensor], plain: Any, best: bool) -> None:
+        name, parts = _name(number), to_parts(tensors)
         facts = {
             "format": FORMAT,
             "run": self.run,
             "steps": number,
-            "files": {TENSORS: {"sha256": _sha256(data), "bytes": len(data)}},
+            "files": {TENSORS: {"sha256": _sha256(*parts), "bytes": sum(map(len, parts))}},
             "state": plain,
         }
-        return {
-            TENSORS: data,
-            FACTS: json.dumps({**facts, "checksum": _checksum(facts)}, allow_nan=False).encode(),
-        }
-
-    def _put(self, name: str, files: Mapping[str, bytes], best: bool) -> None:
+        text = json.dumps({**facts, "checksum": _checksum(facts)}, allow_nan=False).encode()
         self.folder.mkdir(exist_ok=True)
         sync_folder(self.folder.parent)
         self._sweep()
         if self._best() == name:
             (self.folder / BEST).unlink()  # it was of a run that took another course from here
-        write_folder(self.folder / name, files)
+        write_folder(self.folder / name, {TENSORS: parts, FACTS: text})
         for pointer in (BEST, LATEST) if best else (LATEST,):
             if (self.folder / pointer).is_dir() and not (self.folder / pointer).is_symlink():
                 remove(self.folder / pointer)  # the reader has refused it, and no file could take its name
-            write_atomic(self.folder / pointer, f"{name} {_sha256(files[FACTS])}\n")
+            write_atomic(self.folder / pointer, f"{name} {_sha256(text)}\n")
         self._retain(name)
 
     def _retain(self, latest: str) -> None:
@@ -304,7 +314,7 @@ class Checkpoints:
                 f"{folder / FACTS} belongs to another run, or {CONFIG} was changed since; put back what was there, or start a "
                 "new run"
             )
-        if f"step-{facts['steps']:06d}" != folder.name:
+        if _name(facts["steps"]) != folder.name:
             raise Damaged(f"{folder / FACTS} is that of another checkpoint, of step {facts['steps']}")
         path, known = folder / TENSORS, facts["files"][TENSORS]
         data = _content(path, _LARGEST_TENSORS, known["bytes"])
@@ -340,6 +350,11 @@ def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
         return file.read()
 
 
+def _name(number: int) -> str:
+    """The folder of the checkpoint after so many steps."""
+    return f"step-{number:06d}"
+
+
 def _names(folder: Path) -> list[str]:
     """The folders that may hold a checkpoint, the newest first."""
     found = [(int(match[1]), path.name) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -351,5 +366,8 @@ def _checksum(facts: Mapping[str, Any]) -> str:
     return _sha256(json.dumps(facts, sort_keys=True).encode())
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _sha256(*parts: bytes | memoryview) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
