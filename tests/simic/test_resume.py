@@ -342,13 +342,16 @@ def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
     assert events(tmp_path / "run") == events(tmp_path / "straight")
 
 
+class Exporting(Silent):
+    """The process is gone as it begins to write the networks."""
+
+    def note(self, text):
+        if text.startswith("exporting"):
+            raise Left
+
+
 def test_a_run_that_is_left_while_its_networks_are_written_has_them_all_in_the_end(tmp_path):
     config = config_of(models="all", checkpoint={"every_seconds": 0})
-
-    class Exporting(Silent):
-        def note(self, text):
-            if text.startswith("exporting"):
-                raise Left
 
     def client():
         return get_controller("random-valid", config)
@@ -525,3 +528,15 @@ def test_the_config_of_a_training_starts_the_same_training():
 def test_a_training_paid_by_an_object_cannot_be_resumed_from_its_folder(straight):
     with pytest.raises(InputError, match="paid by payer, a reward given as an object from Python"):
         is_training(read_config(straight[0]))
+
+
+def test_what_a_kill_left_behind_the_last_checkpoint_is_removed_by_who_goes_on(tmp_path):
+    config, folder = config_of(models="all", checkpoint={"every_seconds": 0}), tmp_path / "run"
+    with pytest.raises(Left):
+        grow(blobs(), config, client_of("random-valid", config, tmp_path), folder, Exporting())
+    checkpoints = folder / "checkpoints"
+    there = sorted(path.name for path in checkpoints.iterdir())
+    shutil.copytree(checkpoints / there[-1], checkpoints / ".step-000001.old")
+    (checkpoints / ".latest.tmp").write_text("step-")
+    grow(blobs(), config, client_of("random-valid", config, tmp_path), folder, resume=True)
+    assert sorted(path.name for path in checkpoints.iterdir()) == there

@@ -118,6 +118,8 @@ class RunFolder:
             self.patience(path / CONFIG, lambda: change_config(path, config, change, steps))
         if self.resume:
             self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.note))
+            if self.store is not None:
+                self.store.sweep()  # a run that was killed behind its last checkpoint writes no other, which would
         else:
             if not lock.held:
                 make_folder(path)

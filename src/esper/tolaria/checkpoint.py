@@ -210,7 +210,7 @@ class Checkpoints:
         text = json.dumps({**facts, "checksum": _checksum(facts)}, allow_nan=False).encode()
         self.folder.mkdir(exist_ok=True)
         sync_folder(self.folder.parent)
-        self._sweep()
+        self.sweep()
         if self._best() == name:
             (self.folder / BEST).unlink()  # it was of a run that took another course from here
         write_folder(self.folder / name, {TENSORS: parts, FACTS: text})
@@ -226,7 +226,7 @@ class Checkpoints:
         for name in _names(self.folder)[self.config.keep :]:
             if name not in stay:
                 os.rename(self.folder / name, self.folder / f".{name}.old")
-        self._sweep()
+        self.sweep()
 
     def _best(self) -> str | None:
         """What `best` names; None where there is none, or it is damaged."""
@@ -235,7 +235,7 @@ class Checkpoints:
         except Damaged:
             return None
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Remove what a crash, or `_retain`, left under a temporary name."""
         for path in (*self.folder.glob(".step-*"), *self.folder.glob(".*.tmp")):
             remove(path)
