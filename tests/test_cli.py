@@ -111,6 +111,8 @@ BAD = {
     "controller file": (["grow", "spirals", "--controller", "absent.yaml"], "absent.yaml"),
     "key": (["grow", "spirals", "--set", "nope=1"], "'nope'"),
     "value": (["grow", "spirals", "--set", "data.batch=many"], "data.batch"),
+    "task that is set": (["grow", "spirals", "--set", "task=digits"], "--set task"),
+    "tasks that are set": (["grow", "spirals", "--set", "tasks=[digits]"], "--set tasks"),
     "form of --set": (["grow", "spirals", "--set", "envs"], "key=value"),
     "no environments": (["grow", "spirals", "--envs", "0"], "envs"),
     "no steps": (["grow", "spirals", "--steps", "0"], "steps"),

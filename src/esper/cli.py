@@ -35,6 +35,17 @@ EXTRAS = {
 }
 """The modules that each extra of pyproject.toml brings."""
 
+ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "grow": dict.fromkeys(("task", "tasks"), "give the task as the argument"),
+    "train": {
+        **dict.fromkeys(("task", "tasks"), "give the tasks as the arguments"),
+        "controller": "it makes its own; leave that out",
+        **dict.fromkeys(("instances", "first_instance"), "it draws from all instances for training; leave that out"),
+        "models": "it keeps the controller and no networks; grow some with it",
+    },
+}
+"""Keys of the config that a command does not take from --set, and what to do instead."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and leave with its exit code: 0, 1 (failed), 2 (bad input) or 130 (interrupted)."""
@@ -100,7 +111,7 @@ def grow(
     """
     import torch
 
-    from esper.leyline.config import build_config, load_config_file, parse_setting
+    from esper.leyline.config import build_config, load_config_file
     from esper.simic.grow import grow as run_population
     from esper.tamiyo.catalog import get_controller, settings_of
     from esper.tasks.catalog import get_task
@@ -124,7 +135,7 @@ def grow(
     }
     asked = [
         from_file,
-        *(parse_setting(setting) for setting in settings or ()),
+        *_settings("grow", settings),
         {name: value for name, value in options.items() if value is not None} | {"task": task},
     ]
     named = build_config(chosen.defaults, *asked).controller
@@ -176,7 +187,7 @@ def train(
     from rich.console import Console
 
     from esper.karn.console import print_training, training
-    from esper.leyline.config import load_config_file, parse_setting
+    from esper.leyline.config import load_config_file
     from esper.simic.ppo import LearningError
     from esper.simic.runner import train as train_controller
     from esper.simic.runner import training_configs
@@ -198,7 +209,7 @@ def train(
     options = {"envs": envs, "steps": steps, "seed": seed, "device": device, "twin": twin}
     asked: list[Mapping[str, Any]] = [
         from_file,
-        *(parse_setting(setting) for setting in settings or ()),
+        *_settings("train", settings),
         {name: value for name, value in options.items() if value is not None},
         {"ppo": {"rounds": rounds}} if rounds is not None else {},
     ]
@@ -547,6 +558,18 @@ def _shown_by(usual: Callable[..., None]) -> Callable[..., None]:
             usual(message, category, *where)
 
     return show
+
+
+def _settings(command: str, settings: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Each --set as a nested mapping. InputError where the command has another way to say that, or no use for it."""
+    from esper.leyline.config import parse_setting
+
+    parsed = [parse_setting(setting) for setting in settings or ()]
+    for setting in parsed:
+        for name in setting:
+            if name in ELSEWHERE[command]:
+                raise InputError(f"--set {name} is not for `esper {command}`: {ELSEWHERE[command][name]}")
+    return parsed
 
 
 def _fail(error: Exception, code: int) -> None:

@@ -73,7 +73,7 @@ COMMON = (
 )
 """What a contender may not set for itself: the training of a host, what J is, and how much may be planted."""
 
-ASKED = ("task", "controller", "envs", "twin", "instances", "first_instance")
+ASKED = ("task", "tasks", "controller", "envs", "twin", "instances", "first_instance", "models")
 """What an evaluation sets by itself, so that its settings may not."""
 
 Say = Callable[[str], None]
