@@ -12,9 +12,9 @@ from esper.leyline.config import CheckpointConfig
 from esper.tolaria.checkpoint import Checkpoints
 
 STUCK = """
-import os, threading, time
+import os, sys, threading, time
 from pathlib import Path
-from esper.cli import main
+from esper.cli import command
 
 real = os.fsync
 
@@ -25,7 +25,8 @@ def fsync(descriptor):
     real(descriptor)
 
 os.fsync = fsync
-main({arguments})
+sys.argv[1:] = {arguments}
+command()
 """
 EVERY = ["--run", "run", "--set", "checkpoint={every_steps: 1, every_seconds: 0}"]
 GROW = ["grow", "spirals", "--envs", "2", "--steps", "1000000", "--models", "none", *EVERY]

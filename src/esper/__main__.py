@@ -1,5 +1,5 @@
 """`python -m esper` is `esper`."""
 
-from esper.cli import main
+from esper.cli import command
 
-main()
+command()

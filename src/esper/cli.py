@@ -3,12 +3,14 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         asked = asked_for(error)
         _fail(OutOfMemory(f"memory ran out{f': {asked} were asked for' if asked else ''}; free some, or lower envs"), 1)
+
+
+def command() -> None:
+    """What the shell calls: `main`, whose interrupted end does not wait for that of the interpreter.
+
+    That takes half a second with torch, and aborts the process where it finds the thread of a checkpoint within torch.
+    """
+    try:
+        main()
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        if isinstance(leaving, SystemExit) and leaving.code != 130:
+            raise
+        with suppress(OSError):  # nobody may read there any more
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(130)
 
 
 def _print_version(asked: bool) -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,9 +152,10 @@ class Checkpoints:
         """
         self.join()
         tensors, plain = flatten(state)
+        parts = to_parts(tensors)  # here, as the end of a process aborts it where a thread is in torch
 
         def put() -> None:
-            self._put(number, tensors, plain, best)
+            self._put(number, parts, plain, best)
 
         self.last, self._started = number, time.monotonic()
         self._writing = Writing(self.folder / _name(number), self._background.submit(put), put)
@@ -198,8 +199,8 @@ class Checkpoints:
         self.begin(number, state, best)
         self.join()
 
-    def _put(self, number: int, tensors: Mapping[str, Tensor], plain: Any, best: bool) -> None:
-        name, parts = _name(number), to_parts(tensors)
+    def _put(self, number: int, parts: Sequence[bytes | memoryview], plain: Any, best: bool) -> None:
+        name = _name(number)
         facts = {
             "format": FORMAT,
             "run": self.run,
