@@ -203,6 +203,7 @@ def examine(case: Case, stock: Material, scratch: Path, seed: Sequence[int], res
     if case.latest_too:
         truncated(run / CHECKPOINTS / LATEST, place)
     same = says_the_same(run / path, stock.run / path)
+    gone = case.target == BEST and case.damage == deleted.__name__  # as if no checkpoint had been the best yet
     found = read_controller(run) if case.target in CONTROLLER else read_checkpoint(run, stock)
     right = expected(case, stock, same)
     named = str(run / path) in found["told"] or (case.target in CONTROLLER and path.name in found["told"])
@@ -216,13 +217,13 @@ def examine(case: Case, stock: Material, scratch: Path, seed: Sequence[int], res
         "says_the_same": same,
     }
     if resumes:
-        result["resume"] = resume(run, stock.known, "" if case.target == BEST else str(run / path), scratch)
+        result["resume"] = resume(run, stock.known, "" if gone else str(run / path), scratch)
     result["executed"] = place.marker.exists()
     taken_up = not resumes or (
         result["resume"]["well"] and (result["resume"]["code"] == 2) == (found["used"] == "refused")
     )
-    # `best` is not read on the way back, and another way to write the same JSON is no damage
-    silent = case.target == BEST or (same and case.target in CONTROLLER)
+    # another way to write the same JSON is no damage
+    silent = gone or (same and case.target in CONTROLLER)
     fitting = found["used"] == right or (right == "nothing" and found["used"] == "refused")
     result["well"] = bool((named or silent) and fitting and found["equal"] and not result["executed"] and taken_up)
     return result
@@ -328,8 +329,8 @@ def section(out: Path) -> list[str]:
         "places, emptied, deleted, replaced by that of another run, by a pickle, a pipe, a folder or a link; with an earlier "
         "checkpoint beside and without. *Named*: a refusal names what was damaged. *Well*: named, nothing executed, and what is "
         "used is bit for bit the newest checkpoint that was left whole, or nothing where there is none. A flipped bit that turns "
-        "1e-05 into 1E-05 changes no value, and the file is used once it was named. `best` is not read on the "
-        "way back, so nobody names it.",
+        "1e-05 into 1E-05 changes no value, and the file is used once it was named. That `best` was "
+        "deleted nobody can tell.",
         "",
         *table(["what", *HEAD], grouped(rows, lambda row: WORDS.get(row["target"], f"`{row['target']}`"))),
         "",

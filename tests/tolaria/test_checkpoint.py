@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import wait
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,7 +174,22 @@ def test_retention_never_removes_the_latest_or_the_best(tmp_path_factory, writes
 def test_a_damaged_best_keeps_nothing_and_harms_nothing(written, content):
     (written / "checkpoints" / BEST).write_text(content)
     Checkpoints(written, CheckpointConfig(keep=1)).write(4, state(4))
-    assert read(written)[0].number == 4
+    found, notes = read(written)
+    assert found.number == 4
+    (note,) = notes
+    assert note.startswith(f"{written / 'checkpoints' / BEST} names no checkpoint; ")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda facts: facts.write_bytes(facts.read_bytes()[:-1])])
+def test_a_best_whose_checkpoint_is_damaged_is_told_and_the_latest_used(folder, damage):
+    store = Checkpoints(folder, KEPT)
+    store.write(1, state(1), best=True)
+    store.write(2, state(2))
+    damage(folder / "checkpoints" / "step-000001" / FACTS)
+    found, (note,) = read(folder)
+    assert found.number == 2
+    assert "step-000001" in note
+    assert note.endswith("; the next checkpoint that is the best is named in its place")
 
 
 def test_a_checkpoint_is_due_by_steps_and_none_where_nothing_happened(folder):

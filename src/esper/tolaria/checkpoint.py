@@ -251,6 +251,7 @@ class Checkpoints:
         """
         foreign: Foreign | None = None
         refused: list[str] = []
+        self._look_at_best(note)
         for name, digest in self._candidates(note):
             try:
                 found = self._verified(name, digest)
@@ -265,6 +266,18 @@ class Checkpoints:
         if foreign is not None:
             raise InputError(str(foreign))
         return None
+
+    def _look_at_best(self, note: Callable[[str], None]) -> None:
+        """Say where `best` does not name a checkpoint of the folder. The way back does not lead through it."""
+        path = self.folder / BEST
+        if self.folder.is_symlink() or not os.path.lexists(path):
+            return
+        try:
+            name, digest = _named(path)
+            if _sha256(_content(self.folder / name / FACTS, _LARGEST_FACTS)) != digest:
+                raise Damaged(f"{path} names another {name} than the one that is there, by its sha256")
+        except Damaged as error:
+            note(f"{error}; the next checkpoint that is the best is named in its place")
 
     def _candidates(self, note: Callable[[str], None]) -> list[tuple[str, str | None]]:
         """Names of folders in the order in which they are tried, with the sha256 of state.json where `latest` tells it."""
