@@ -466,13 +466,12 @@ def begun(store, number):
     wait([store._writing.running])
 
 
-def test_what_is_abandoned_is_waited_for_by_nobody_and_leaves_the_checkpoint_before(folder, monkeypatch):
+def test_what_is_left_is_waited_for_by_nobody_and_leaves_the_checkpoint_before(folder, monkeypatch):
     store, stuck, done = Checkpoints(folder, KEPT), threading.Event(), threading.Event()
     store.write(1, state(1))
     monkeypatch.setattr(store, "_put", lambda *_: stuck.wait(60))
     store.begin(2, state(2))
-    store.abandon(done.set)
-    store.close()
+    store.leave(done.set)
     assert not done.is_set()
     assert read(folder)[0].number == 1
     stuck.set()

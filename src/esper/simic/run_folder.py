@@ -73,12 +73,14 @@ class RunFolder:
         self.hub.close()
         if self.lock is None:
             return
-        if self.store is not None and kind is not None and issubclass(kind, KeyboardInterrupt):
-            self.store.abandon(self.lock.release)
+        if self.store is None:
+            self.lock.release()
             return
-        if self.store is not None:
-            self.store.close()
-        self.lock.release()
+        try:
+            if kind is None or not issubclass(kind, KeyboardInterrupt):
+                self.store.close()
+        finally:
+            self.store.leave(self.lock.release)
 
     def _open(self, path: Path, lock: Lock) -> None:
         """Lock what is there, and read where the run goes on. A folder that is still to be made is locked in `begin`."""

@@ -176,19 +176,13 @@ class Checkpoints:
         """Wait until nothing is being written any more, whatever becomes of it."""
         if self._writing is not None:
             wait([self._writing.running])
-        self._background.close()
 
-    def abandon(self, after: Callable[[], None]) -> None:
+    def leave(self, after: Callable[[], None]) -> None:
         """Wait for nothing: what is being written may be done or be cut off, which leaves the checkpoint before it.
 
-        `after` is called where nothing is being written any more, if the process lives to see that.
+        `after` is called where nothing is being written any more, if the process lives to see that. No checkpoint may follow.
         """
-        self._background.close()
-        if self._writing is None:
-            after()
-        else:
-            self._writing.running.add_done_callback(lambda _: after())
-            self._writing = None
+        self._background.close(after)
 
     def write(self, number: int, state: Tree, best: bool = False) -> None:
         """Write the checkpoint after `number` steps, name it in `latest`, and remove those that are not kept.
