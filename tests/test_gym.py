@@ -327,7 +327,7 @@ def test_bad_input_gets_one_sentence(make, sentence):
 @pytest.mark.parametrize(
     ("missing", "module", "mend"),
     [
-        ("gymnasium", "esper.gym", "pip install 'esper[gym]'"),
+        ("gymnasium", "esper.gym", "pip install 'esper-grow[gym]'"),
         ("stable_baselines3", "esper.gym.stable_baselines", "pip install stable-baselines3 sb3-contrib"),
     ],
 )

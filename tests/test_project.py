@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from esper.cli import EXTRAS
+from esper.leyline.distribution import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "src" / "esper").rglob("*.py"))
-DISTRIBUTIONS = {"PIL": "pillow", "mlflow": "mlflow-skinny"}
+DISTRIBUTIONS = {"PIL": "pillow"}
 """Of modules that have another name than what pip installs."""
 
 

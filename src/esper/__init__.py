@@ -8,8 +8,9 @@ Names are imported when they are first used, so that `esper --help` does not wai
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from esper.leyline.distribution import installed_version, warn_of_another
 
 if TYPE_CHECKING:
     from esper.api import check_rows as check_rows
@@ -54,9 +55,12 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
+warn_of_another()
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return version("esper")
+        return installed_version() or "unknown"
     if name not in _HOME:
         raise AttributeError(f"module 'esper' has no attribute {name!r}")
     found = getattr(import_module(f"esper.{_HOME[name]}"), "task_from" if name == "task" else name)

@@ -16,7 +16,10 @@ from typing import Annotated, Any
 
 import typer
 
+from esper.leyline.distribution import DISTRIBUTION, EXTRAS, installed_version, pip_install, warn_of_another
 from esper.leyline.errors import DataFault, DataWarning, InputError, OutOfMemory, asked_for, is_shortage
+
+warn_of_another()  # esper/__init__.py, which warns too, may be that of the other library
 
 app = typer.Typer(
     name="esper",
@@ -25,17 +28,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-EXTRAS = {
-    "gym": ("gymnasium",),
-    "vision": ("pyarrow", "PIL"),
-    "text": ("datasets",),
-    "web": ("starlette", "uvicorn"),
-    "tui": ("textual",),
-    "ray": ("ray",),
-    "export": ("tensorboard", "wandb", "mlflow"),
-}
-"""The modules that each extra of pyproject.toml brings."""
 
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "grow": dict.fromkeys(("task", "tasks"), "give the task as the argument"),
@@ -84,10 +76,8 @@ def command() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        try:
-            typer.echo(f"esper {importlib.metadata.version('esper')}")
-        except importlib.metadata.PackageNotFoundError:
-            typer.echo("esper, run from its sources")
+        version = installed_version()
+        typer.echo(f"{DISTRIBUTION} {version}" if version else "esper, run from its sources")
         raise typer.Exit
 
 
@@ -472,7 +462,7 @@ def _checks() -> Iterator[tuple[bool | None, str]]:
         yield None, "CUDA: torch sees no device; runs take the CPU"
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        yield None if missing else True, f"extra {extra}" + (f": pip install 'esper[{extra}]'" if missing else "")
+        yield None if missing else True, f"extra {extra}" + (f": {pip_install(extra)}" if missing else "")
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "probe").write_text("probe")

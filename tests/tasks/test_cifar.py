@@ -122,7 +122,7 @@ def test_parquet_files_without_the_extra_are_refused_with_the_command(tmp_path, 
     for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
         (tmp_path / name).write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install 'esper[vision]'" in refusal(tmp_path)
+    assert "pip install 'esper-grow[vision]'" in refusal(tmp_path)
 
 
 def test_a_parquet_copy_that_lacks_a_part_is_refused(tmp_path):

@@ -3,12 +3,13 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 
 try:
     import gymnasium  # noqa: F401
 except ModuleNotFoundError:
-    raise InputError("esper.gym needs Gymnasium, which is not installed; run pip install 'esper[gym]'") from None
+    raise InputError(f"esper.gym needs Gymnasium, which is not installed; run {pip_install('gym')}") from None
 
 from esper.gym.environments import EsperEnv, EsperVectorEnv
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from esper.leyline.distribution import installed_version
+
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Versions, device, git revision of the working directory, and the command line."""
     return {
-        "esper": version("esper"),
+        "esper": installed_version(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "numpy", "safetensors", "scikit-learn")},
         "platform": platform.platform(),

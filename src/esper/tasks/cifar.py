@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.leyline.reading import read_named
 from esper.leyline.task import Split
@@ -119,7 +120,7 @@ def _read_parquet(folder: Path) -> tuple[Split, Split]:
         from pyarrow import parquet
     except ImportError:
         raise InputError(
-            f"{folder} holds parquet files, which take pyarrow and pillow to read: pip install 'esper[vision]'"
+            f"{folder} holds parquet files, which take pyarrow and pillow to read: {pip_install('vision')}"
         ) from None
     train, test = (_split([_rows(path, parquet, Image) for path in files[part]]) for part in ("train", "test"))
     return train, test
