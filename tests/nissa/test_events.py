@@ -145,31 +145,31 @@ def step_row(**over: object) -> StepRow:
     fields: dict[str, object] = {
         "episode": 0,
         "step": 0,
-        "metric": np.array([0.5, np.nan]),
-        "loss": [1.0, 2.0],
-        "train_loss": np.array([np.inf, 1.0]),
-        "op": ["WAIT", "GERMINATE"],
-        "slot": [None, "a"],
+        "metrics": np.array([0.5, np.nan]),
+        "losses": [1.0, 2.0],
+        "train_losses": np.array([np.inf, 1.0]),
+        "ops": ["WAIT", "GERMINATE"],
+        "op_slots": [None, "a"],
         "accepted": np.array([True, False]),
         "refused": [None, "masked"],
-        "stage": np.array([[0, 1, 2], [3, 4, 5]], np.int8),
-        "alpha": np.full((2, 3), 0.25, np.float32),
-        "added_params": np.array([0, 7]),
+        "stages": np.array([[0, 1, 2], [3, 4, 5]], np.int8),
+        "alphas": np.full((2, 3), 0.25, np.float32),
+        "added_param_counts": np.array([0, 7]),
     }
     return StepRow(**(fields | over))  # type: ignore[arg-type]
 
 
 def test_what_is_not_a_number_is_null_in_the_file():
     written = json.loads(encode(step_row()), parse_constant=pytest.fail)
-    assert written["metric"] == [0.5, None]
-    assert written["train_loss"] == [None, 1.0]
-    assert written["twin_metric"] is None
+    assert written["metrics"] == [0.5, None]
+    assert written["train_losses"] == [None, 1.0]
+    assert written["twin_metrics"] is None
 
 
 def test_arrays_are_written_as_lists():
     written = json.loads(encode(step_row()))
-    assert written["stage"] == [[0, 1, 2], [3, 4, 5]]
-    assert written["alpha"] == [[0.25] * 3] * 2
+    assert written["stages"] == [[0, 1, 2], [3, 4, 5]]
+    assert written["alphas"] == [[0.25] * 3] * 2
     assert written["accepted"] == [True, False]
 
 
@@ -190,13 +190,13 @@ def test_numpy_scalars_are_written_as_numbers():
 
 def test_an_unknown_type_in_a_row_is_refused():
     with pytest.raises(TypeError, match="cannot hold"):
-        encode(step_row(metric=object()))
+        encode(step_row(metrics=object()))
 
 
 @pytest.mark.parametrize("kind", [RunRow, StepRow, LifecycleRow, RollbackRow, EpisodeRow])
 def test_every_row_is_read_back_as_it_was(kind):
     rows = {
-        StepRow: step_row(metric=[0.5, None], loss=[1.0, 2.0], train_loss=[1.0, 2.0]),
+        StepRow: step_row(metrics=[0.5, None], losses=[1.0, 2.0], train_losses=[1.0, 2.0]),
         RunRow: RunRow(
             status="running",
             task="digits",
@@ -207,7 +207,7 @@ def test_every_row_is_read_back_as_it_was(kind):
             device="cpu",
             slots=["a"],
             blueprints=["mlp"],
-            host_params=[5, 5],
+            host_param_counts=[5, 5],
         ),
         LifecycleRow: LifecycleRow(
             episode=0, step=1, env=1, slot="b", from_stage="TRAINING", to_stage="BLENDING", blueprint="mlp", alpha=0.5
@@ -221,7 +221,7 @@ def test_every_row_is_read_back_as_it_was(kind):
             metric=0.5,
             loss=float("nan"),
             pruned=["a"],
-            stage=[0, 7, 0],
+            slot_stages=[0, 7, 0],
         ),
         EpisodeRow: next(iter(episode_rows(outcome(scores(0.5)), space(), EMPTY, NO_ROLLBACKS))),
     }

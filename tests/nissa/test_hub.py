@@ -18,16 +18,16 @@ def step() -> StepRow:
     return StepRow(
         episode=0,
         step=0,
-        metric=[0.5],
-        loss=[1.0],
-        train_loss=[1.0],
-        op=["WAIT"],
-        slot=[None],
+        metrics=[0.5],
+        losses=[1.0],
+        train_losses=[1.0],
+        ops=["WAIT"],
+        op_slots=[None],
         accepted=[True],
         refused=[None],
-        stage=[0],
-        alpha=[[0.0]],
-        added_params=[0],
+        stages=[[0]],
+        alphas=[[0.0]],
+        added_param_counts=[0],
     )
 
 

@@ -188,7 +188,7 @@ def test_a_rollback_is_one_row_of_events_with_its_reason():
     (row,) = [row for row in rows if isinstance(row, RollbackRow)]
     assert (row.episode, row.step, row.env, row.twin, row.reason) == (0, 2, BAD, False, "loss")
     assert row.pruned == ["block0"]
-    assert row.stage == [Stage.EMBARGOED, Stage.DORMANT]
+    assert row.slot_stages == [Stage.EMBARGOED, Stage.DORMANT]
 
 
 def test_a_row_may_break_again_and_again():

@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -68,17 +68,31 @@ class _Plain(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _read(path: Path, largest: int, mend: str, flags: int) -> bytes:
+def open_regular(path: Path, mend: str) -> BinaryIO:
+    """A file that Esper wrote, open for reading: regular and no link. InputError where it is not; a pipe is not waited for."""
+    return _opened(path, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _opened(path: Path, mend: str, flags: int) -> BinaryIO:
     try:
-        with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
-            found = os.fstat(file.fileno())
-            regular = stat.S_ISREG(found.st_mode)
-            if flags and not regular:
-                raise InputError(f"{path} is no regular file; {mend}")
-            data = file.read(min(found.st_size, largest) + 1 if regular else largest + 1)
+        descriptor = os.open(path, os.O_RDONLY | flags)
     except OSError as error:
         reason = " is a link, which is not followed" if error.errno == errno.ELOOP else f": {error.strerror}"
         raise InputError(f"{path}{reason}; {mend}") from None
+    found = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(found) or (flags and not stat.S_ISREG(found)):
+        os.close(descriptor)
+        raise InputError(f"{path} is no regular file; {mend}")
+    return os.fdopen(descriptor, "rb")
+
+
+def _read(path: Path, largest: int, mend: str, flags: int) -> bytes:
+    with _opened(path, mend, flags) as file:
+        found = os.fstat(file.fileno())
+        try:
+            data = file.read(min(found.st_size, largest) + 1 if stat.S_ISREG(found.st_mode) else largest + 1)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}; {mend}") from None
     if len(data) > largest:
         raise InputError(f"{path} has more than {largest:,} bytes, more than any of its kind; {mend}")
     return data

@@ -1,17 +1,22 @@
 """The rows of events.jsonl, one class per kind. E environments, S slots.
 
 A row says what was measured and nothing else: what was not measured is nan in an array and null in the file. Fields
-with one value per environment take arrays as they are; the writer turns them into lists.
+with one value per environment take arrays as they are; the writer turns them into lists. A name has one type over all
+kinds of rows, so that the file is a table: an array has another name than the number of one environment.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
+from esper.leyline.errors import InputError
+from esper.leyline.reading import open_regular
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import Outcome, Scores, Seeds, Space, Transitions, View
@@ -30,116 +35,137 @@ else:  # what a reader of the file finds
     Flags = list[bool]
 
 
-class Row(msgspec.Struct, kw_only=True, tag_field="kind"):
-    """What every row carries. The hub fills both fields in."""
+SCHEMA = 2
+"""Version of the rows, in every `run` row. Rows of version 1 have no such field; docs/events.md lists what changed."""
 
-    seq: int = -1  # place in the file, from 0, without a gap
-    time: float = 0.0  # when the row was written [seconds since 1970]
+
+class Row(msgspec.Struct, kw_only=True, tag_field="kind"):
+    """Fields of every row, beside `kind`."""
+
+    seq: Annotated[int, Meta(description="place in the file, from 0, without a gap")] = -1
+    time: Annotated[float, Meta(description="when the row was written [seconds since 1970]")] = 0.0
 
 
 class RunRow(Row, tag="run", kw_only=True):
-    """The first row of a run, and its last; another one where it was taken up with a changed config."""
+    """The first and the last row of a run. A run that is resumed with a changed config has another one there."""
 
-    status: Literal["running", "finished", "interrupted", "failed"]
-    task: str
-    controller: str
-    envs: int
-    steps: int
-    seed: int
-    device: str
-    slots: Sequence[str]
-    blueprints: Sequence[str]  # the menu
-    host_params: Integers  # (E,); none where a run grows other hosts in every round
-    changed: Sequence[str] = ()  # settings as `esper resume --set` named them, of the changes made here
+    schema: Annotated[int, Meta(description="version of the rows")] = SCHEMA
+    status: Annotated[Literal["running", "finished", "interrupted", "failed"], Meta(description="of the run")]
+    task: Annotated[str, Meta(description="name of the task")]
+    controller: Annotated[str, Meta(description="name of the controller; ppo in a training")]
+    envs: Annotated[int, Meta(description="environments, twins not counted")]
+    steps: Annotated[int, Meta(description="steps of an episode")]
+    seed: Annotated[int, Meta(description="run seed")]
+    device: Annotated[str, Meta(description="where the run takes place")]
+    slots: Annotated[Sequence[str], Meta(description="(S,) names of the slots")]
+    blueprints: Annotated[Sequence[str], Meta(description="names of the menu")]
+    host_param_counts: Annotated[
+        Integers, Meta(description="(E,) parameters of the hosts; empty in a training, whose hosts change every round")
+    ]
+    changed: Annotated[
+        Sequence[str], Meta(description="settings that `esper resume --set` changed at this row, as key=value")
+    ] = ()
 
 
 class StepRow(Row, tag="step", kw_only=True):
-    """One step of every environment; all lists are over environments."""
+    """One step of every environment. All lists are over environments."""
 
-    episode: int
-    step: int  # counted from 0
-    metric: Numbers  # (E,) on the probe split, after the step
-    loss: Numbers  # (E,) on the probe split, after the step
-    train_loss: Numbers  # (E,) mean over the step's batches
-    op: Sequence[str]  # (E,)
-    slot: Sequence[str | None]  # (E,) null where the op acts on none
-    accepted: Flags  # (E,)
-    refused: Sequence[str | None]  # (E,) a `Refusal` in lower case; null where the decision was carried out
-    stage: Table  # (E, S) a `Stage`
-    alpha: Matrix  # (E, S)
-    added_params: Integers  # (E,) of the seeds in BLENDING, HOLDING or FOSSILIZED
-    twin_metric: Numbers | None = None  # (E,) of the never-grow twins, where there are any
+    episode: Annotated[int, Meta(description="counted from 0")]
+    step: Annotated[int, Meta(description="counted from 0")]
+    metrics: Annotated[Numbers, Meta(description="(E,) task metric on the probe split, after the step")]
+    losses: Annotated[Numbers, Meta(description="(E,) loss on the probe split, after the step")]
+    train_losses: Annotated[Numbers, Meta(description="(E,) mean loss over the batches of the step")]
+    ops: Annotated[Sequence[str], Meta(description="(E,) operation that the controller chose")]
+    op_slots: Annotated[
+        Sequence[str | None], Meta(description="(E,) slot of the operation; null where it acts on none")
+    ]
+    accepted: Annotated[Flags, Meta(description="(E,) whether the operation was carried out")]
+    refused: Annotated[Sequence[str | None], Meta(description="(E,) why it was not carried out; null where it was")]
+    stages: Annotated[Table, Meta(description="(E, S) stage of every slot, 0 DORMANT to 7 EMBARGOED")]
+    alphas: Annotated[Matrix, Meta(description="(E, S) dose of every slot")]
+    added_param_counts: Annotated[
+        Integers, Meta(description="(E,) parameters of the seeds in BLENDING, HOLDING or FOSSILIZED")
+    ]
+    twin_metrics: Annotated[
+        Numbers | None, Meta(description="(E,) task metric of the never-grow twins; null without twins")
+    ] = None
 
 
 class LifecycleRow(Row, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
-    """One slot of one environment went from one stage to another."""
+    """One change of stage of one slot of one environment."""
 
-    episode: int
-    step: int
-    env: int
-    slot: str
-    from_stage: str
-    to_stage: str
-    blueprint: str | None  # null where the slot held no seed
-    alpha: float  # dose after the transition
+    episode: Annotated[int, Meta(description="counted from 0")]
+    step: Annotated[int, Meta(description="counted from 0")]
+    env: Annotated[int, Meta(description="environment")]
+    slot: Annotated[str, Meta(description="name of the slot")]
+    from_stage: Annotated[str, Meta(description="stage before")]
+    to_stage: Annotated[str, Meta(description="stage after")]
+    blueprint: Annotated[str | None, Meta(description="blueprint of the seed; null where the slot held none")]
+    alpha: Annotated[float, Meta(description="dose after the change")]
 
 
 class RollbackRow(Row, tag="rollback", kw_only=True):
-    """One row of the population failed in a step and was put back to its last healthy snapshot."""
+    """One environment, or its twin, failed in a step and was restored to its last healthy snapshot."""
 
-    episode: int
-    step: int
-    env: int
-    twin: bool  # the never-grow twin of the environment, and not the environment itself
-    reason: str  # a `Vital` in lower case
-    metric: float | None  # on the probe split, of what failed
-    loss: float | None
-    pruned: Sequence[str]  # slots whose seed did not come back
-    stage: Sequence[int]  # (S,) a `Stage` each, after it
+    episode: Annotated[int, Meta(description="counted from 0")]
+    step: Annotated[int, Meta(description="counted from 0")]
+    env: Annotated[int, Meta(description="environment")]
+    twin: Annotated[bool, Meta(description="true where the never-grow twin failed, and not the environment itself")]
+    reason: Annotated[str, Meta(description="the vital sign that failed")]
+    metric: Annotated[float | None, Meta(description="task metric on the probe split, before the restoration")]
+    loss: Annotated[float | None, Meta(description="loss on the probe split, before the restoration")]
+    pruned: Annotated[Sequence[str], Meta(description="slots whose seed is not in the snapshot")]
+    slot_stages: Annotated[Sequence[int], Meta(description="(S,) stage of every slot, after the restoration")]
 
 
 class EpisodeRow(Row, tag="episode", kw_only=True):
-    """One environment at the end of an episode; the figures are those of the network that would be exported."""
+    """One environment at the end of an episode. The figures are those of the network that is exported."""
 
-    episode: int
-    step: int  # steps taken
-    env: int
-    metric: float | None  # on the probe split
-    loss: float | None  # on the probe split
-    host_params: int
-    added_params: int
-    fossilized: int  # seeds kept
-    grown: dict[str, str]  # blueprint by slot, of the seeds kept
-    unfinished: Sequence[str]  # slots whose seed was not kept, and is left out
-    rollbacks: int  # in the episode
+    episode: Annotated[int, Meta(description="counted from 0")]
+    step: Annotated[int, Meta(description="steps taken")]
+    env: Annotated[int, Meta(description="environment")]
+    metric: Annotated[float | None, Meta(description="task metric on the probe split")]
+    loss: Annotated[float | None, Meta(description="loss on the probe split")]
+    host_params: Annotated[int, Meta(description="parameters of the host")]
+    added_params: Annotated[int, Meta(description="parameters of the seeds that were kept")]
+    fossilized: Annotated[int, Meta(description="seeds that were kept")]
+    grown: Annotated[dict[str, str], Meta(description="blueprint by slot, of the seeds that were kept")]
+    unfinished: Annotated[Sequence[str], Meta(description="slots whose seed was not kept and is left out")]
+    rollbacks: Annotated[int, Meta(description="restorations of the environment in the episode")]
 
 
 class RoundRow(Row, tag="round", kw_only=True):
-    """One round of a controller's training; figures that were not measured are null."""
+    """One round of a controller's training."""
 
-    round: int  # counted from 0; those of imitation are below 0
-    seconds: float  # of the round
-    figures: Mapping[str, float | None]  # by name, docs/training.md
+    round: Annotated[int, Meta(description="counted from 0; rounds of imitation are below 0")]
+    seconds: Annotated[float, Meta(description="duration of the round [seconds]")]
+    figures: Annotated[
+        Mapping[str, float | None], Meta(description="by name (docs/training.md); null where not measured")
+    ]
 
 
-def step_row(view: View, outcome: Outcome, *, twin_metric: Numbers | None = None) -> StepRow:
+ROWS: tuple[type[Row], ...] = (RunRow, StepRow, LifecycleRow, RollbackRow, EpisodeRow, RoundRow)
+"""The kinds of rows."""
+
+
+def step_row(view: View, outcome: Outcome, *, twin_metrics: Numbers | None = None) -> StepRow:
     """The row of the step that `outcome` describes and that led to `view`."""
     measured, seeds = view.measurements, view.seeds
     ops, slots = _decisions(outcome.actions, view.space)
     return StepRow(
         episode=outcome.episode,
         step=outcome.step,
-        metric=outcome.after.metric,
-        loss=outcome.after.loss,
-        train_loss=measured.train_loss,
-        op=ops,
-        slot=slots,
+        metrics=outcome.after.metric,
+        losses=outcome.after.loss,
+        train_losses=measured.train_loss,
+        ops=ops,
+        op_slots=slots,
         accepted=outcome.accepted,
         refused=[Refusal(why).name.lower() if why else None for why in outcome.refused.tolist()],
-        stage=seeds.stage,
-        alpha=seeds.alpha,
-        added_params=outcome.after.added_params,
-        twin_metric=twin_metric,
+        stages=seeds.stage,
+        alphas=seeds.alpha,
+        added_param_counts=outcome.after.added_params,
+        twin_metrics=twin_metrics,
     )
 
 
@@ -183,7 +209,7 @@ def rollback_rows(
             metric=float(failed.metric[row]),
             loss=float(failed.loss[row]),
             pruned=[space.slots[slot] for slot in np.flatnonzero(gone)],
-            stage=after.stage[row].tolist(),
+            slot_stages=after.stage[row].tolist(),
         )
 
 
@@ -217,9 +243,42 @@ def encode(row: Row) -> bytes:
 
 
 def decode(line: bytes | str) -> Row:
-    """A line of events.jsonl as the row that it was."""
-    row: Row = _decoder.decode(line)
+    """A line of events.jsonl as the row that it was. InputError where it is none of version `SCHEMA`."""
+    try:
+        row: Row = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"not a row of version {SCHEMA} of the events ({error})") from None
     return row
+
+
+def read_events(path: Path) -> Iterator[Row]:
+    """The rows of an events.jsonl, in order; a last line without its newline, which is still being written, is left out.
+
+    InputError where the file cannot be read, is of another version, or has a line that is no row.
+    """
+    with open_regular(path, "name the events.jsonl of a run folder") as file:
+        for number, line in enumerate(file):
+            if number == 0 and (version := _version(line)) not in (None, SCHEMA):
+                raise InputError(
+                    f"{path} holds rows of version {version}, this Esper reads version {SCHEMA}; docs/events.md says what changed"
+                )
+            if line.endswith(b"\n"):
+                try:
+                    yield decode(line)
+                except InputError as error:
+                    raise InputError(f"line {number + 1} of {path}: {error}") from None
+
+
+def _version(line: bytes) -> int | None:
+    """The version that a run row names, 1 where it names none; None where the line is no run row."""
+    try:
+        first = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(first, dict) or first.get("kind") != "run":
+        return None
+    version = first.get("schema", 1)
+    return version if isinstance(version, int) else None
 
 
 def _decisions(actions: Actions, space: Space) -> tuple[list[str], list[str | None]]:

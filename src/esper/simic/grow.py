@@ -364,5 +364,5 @@ def _run_row(engine: VectorizedEngine, config: Config, status: Any) -> RunRow:
         device=str(engine.device),
         slots=engine.space.slots,
         blueprints=[blueprint.name for blueprint in engine.space.blueprints],
-        host_params=engine.state.body.host_params[: config.envs],
+        host_param_counts=engine.state.body.host_params[: config.envs],
     )

@@ -545,5 +545,5 @@ def _run_row(cohort: Cohort, status: Any) -> RunRow:
         device=str(engine.device),
         slots=engine.space.slots,
         blueprints=[blueprint.name for blueprint in engine.space.blueprints],
-        host_params=[],  # other hosts in every round
+        host_param_counts=[],  # other hosts in every round
     )

@@ -519,7 +519,7 @@ class VectorizedEngine:
         )
         twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
         if self.hub.wants(StepRow):
-            self.hub.emit(step_row(view, outcome, twin_metric=twins))
+            self.hub.emit(step_row(view, outcome, twin_metrics=twins))
         if outcome.terminal:
             self.hub.extend(episode_rows(outcome, self.space, view.seeds, self.governor.record.rollbacks))
 

@@ -1,0 +1,113 @@
+"""Write docs/events.md from the classes of the rows, the one source of every field of events.jsonl."""
+
+from pathlib import Path
+
+import msgspec.inspect
+
+from esper.leyline.stages import Stage
+from esper.nissa.events import ROWS, SCHEMA, Row
+
+HEAD = f"""# The events of a run
+
+`events.jsonl` holds one JSON object a line. `kind` names the kind of row; a field has one type over all kinds, so the file
+can be read as one table, in which a field that a kind does not have is null. Figures of one environment are numbers
+(`metric`); figures of all environments are lists under a name of their own (`metrics`). What was not measured is null.
+E is the number of environments, S that of slots.
+
+The first row is a `run` row, and its `schema` is the version of the rows: {SCHEMA}. `telemetry.level` says which rows are
+written.
+
+```python
+import json
+
+import esper
+
+settings = {{"envs": 2, "steps": 8, "models": "none"}}
+summary = esper.grow(esper.get_task("iris"), settings, controller="random-valid", run="runs/events", overwrite=True)
+rows = [json.loads(line) for line in open("runs/events/events.jsonl")]
+print([row["metrics"] for row in rows if row["kind"] == "step"][-1])  # of both environments, after the last step
+print([(row["slot"], row["to"]) for row in rows if row["kind"] == "lifecycle"])
+```
+
+DuckDB reads it without a schema: `select step, list_avg(metrics) from 'runs/events/events.jsonl' where kind = 'step'`.
+pandas does with `pandas.read_json("runs/events/events.jsonl", lines=True)`.
+"""
+
+STAGES = f"""## Stages
+
+Lists of stages hold numbers: {", ".join(f"{stage.value} {stage.name}" for stage in Stage)}.
+[lifecycle.md](lifecycle.md) explains them.
+"""
+
+VERSIONS = """## Versions
+
+| version | change |
+|---|---|
+| 1 | no `schema`; one name could have several types |
+| 2 | `run`: `host_param_counts` for `host_params`; `step`: `metrics`, `losses`, `train_losses`, `ops`, `op_slots`, `stages`, `alphas`, `added_param_counts`, `twin_metrics` for `metric`, `loss`, `train_loss`, `op`, `slot`, `stage`, `alpha`, `added_params`, `twin_metric`; `rollback`: `slot_stages` for `stage` |
+"""  # noqa: E501 (a row of a table is one line)
+
+NAMES = {
+    msgspec.inspect.IntType: "integer",
+    msgspec.inspect.FloatType: "number",
+    msgspec.inspect.StrType: "string",
+    msgspec.inspect.LiteralType: "string",
+    msgspec.inspect.BoolType: "boolean",
+}
+
+
+def main() -> None:
+    (Path(__file__).parents[1] / "docs" / "events.md").write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, _section("Every row", Row), *(_section(_kind(row), row) for row in ROWS), STAGES, VERSIONS])
+
+
+def fields(row: type[Row]) -> dict[str, tuple[str, bool, str]]:
+    """Of a kind of row: type, whether it can be null, and meaning, by the name in the file, without those of every row."""
+    found = msgspec.inspect.type_info(row)
+    assert isinstance(found, msgspec.inspect.StructType)
+    return {
+        field.encode_name: (*type_name(field.type), _meaning(field.type))
+        for field in found.fields
+        if row is Row or field.name not in Row.__struct_fields__
+    }
+
+
+def type_name(kind: msgspec.inspect.Type) -> tuple[str, bool]:
+    """(JSON type, whether null is one of its values)."""
+    match kind:
+        case msgspec.inspect.Metadata(type=inner):
+            return type_name(inner)
+        case msgspec.inspect.UnionType(types=types):
+            (inner,) = [each for each in types if not isinstance(each, msgspec.inspect.NoneType)]
+            return type_name(inner)[0], True
+        case msgspec.inspect.CollectionType(item_type=item) | msgspec.inspect.ListType(item_type=item):
+            return f"list of {type_name(item)[0]}", False
+        case msgspec.inspect.DictType(value_type=value):
+            return f"map of string to {type_name(value)[0]}", False
+    return NAMES[type(kind)], False
+
+
+def _meaning(kind: msgspec.inspect.Type) -> str:
+    assert isinstance(kind, msgspec.inspect.Metadata), "every field says what it means"
+    assert kind.extra_json_schema is not None
+    return str(kind.extra_json_schema["description"])
+
+
+def _kind(row: type[Row]) -> str:
+    return f"`{row.__struct_config__.tag}`"
+
+
+def _section(title: str, row: type[Row]) -> str:
+    lines = (
+        f"| `{name}` | {kind}{' or null' if null else ''} | {meaning} |"
+        for name, (kind, null, meaning) in fields(row).items()
+    )
+    return "\n".join([f"## {title}\n", f"{row.__doc__}\n", "| field | type | meaning |", "|---|---|---|", *lines, ""])
+
+
+if __name__ == "__main__":
+    main()
