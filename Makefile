@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test install install-dev
 
 demo: install
-	$(VENV)/bin/esper grow digits --envs 8 --controller heuristic --run runs/demo --overwrite
+	$(VENV)/bin/esper grow digits-narrow --envs 8 --controller heuristic --run runs/demo --overwrite
 
 test: install-dev
 	$(VENV)/bin/python -m pytest -n 2

@@ -33,7 +33,7 @@ from esper.leyline.config import build_config
 from esper.leyline.stages import LIVE, Stage, among
 from esper.leyline.task import AnyTask
 from esper.tasks.catalog import get_task
-from esper.tasks.digits import digits
+from esper.tasks.digits import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.reads import counted_reads
 
@@ -50,7 +50,7 @@ class Case:
     """A population in a given state, and the ways of running it that are compared."""
 
     table: str
-    task: str = "digits"
+    task: str = "digits-narrow"
     envs: int = 64
     live: int = 0  # seeds blended into every environment, at the first slots
     incubating: str = "none"  # environments with a seed that incubates, at the second slot: none, a quarter or all
@@ -64,7 +64,7 @@ class Case:
         """The task."""
         if self.slots is None:
             return get_task(self.task)
-        return digits(hidden=(self.width,) * self.slots, width=self.width)
+        return digits_narrow(hidden=(self.width,) * self.slots, width=self.width)
 
     def title(self) -> str:
         """What differs from other cases of a table."""
@@ -81,7 +81,7 @@ def cases(quick: bool) -> list[Case]:
             Case("coalitions", envs=4, live=2, cadences=(SELDOM, 1), plain=False),
         ]
     states = ((0, "none"), (2, "none"), (0, "all"), (0, "quarter"))
-    tasks = ("digits", "repair")
+    tasks = ("digits-narrow", "repair")
     return [
         *(Case("states", task, live=live, incubating=part) for task in tasks for live, part in states),
         *(Case("envs", envs=envs, ways=("auto", "vmap", "loop") if envs <= 64 else ("auto", "vmap"))

@@ -28,7 +28,7 @@ from esper.leyline.actions import Actions
 from esper.leyline.config import build_config
 from esper.leyline.task import Split, Task
 from esper.tasks.hosts import CNN, MAP_MENU
-from esper.tasks.images import digits_image, standardizing
+from esper.tasks.images import digits_image_narrow, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.reads import counted_reads
@@ -179,7 +179,7 @@ def main() -> None:
     hold_freed_memory()  # for both alike
     sizes, repeats = ([2], 2) if arguments.quick else (arguments.envs, arguments.repeats)
     results = []
-    for task in (digits_image(), photographs()):
+    for task in (digits_image_narrow(), photographs()):
         for envs in sizes:
             result = compare(task, envs, arguments.device, repeats)
             results.append(result)

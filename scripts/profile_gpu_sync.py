@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    cases = [("digits", 4)] if arguments.quick else [(t, e) for t in ("digits", "repair") for e in (1, 8, 64)]
+    cases = (
+        [("digits-narrow", 4)] if arguments.quick else [(t, e) for t in ("digits-narrow", "repair") for e in (1, 8, 64)]
+    )
     results = [measure(task, envs, 6 if arguments.quick else 24, arguments.device) for task, envs in cases]
     for result in results:
         reads = result["reads_per_step"]

@@ -20,11 +20,18 @@ from esper.tolaria.engine import VectorizedEngine
 
 
 def grown(envs: int, live: int, device: str) -> VectorizedEngine:
-    """An engine on `digits` whose environments have `live` seeds blended in."""
-    task = get_task("digits")
+    """An engine on `digits-narrow` whose environments have `live` seeds blended in."""
+    task = get_task("digits-narrow")
     lifecycle = {"max_seeds": max(live, 1), "max_training": max(live, 1)}
     config = build_config(
-        {"task": "digits", "envs": envs, "twin": False, "steps": 10**6, "device": device, "lifecycle": lifecycle},
+        {
+            "task": "digits-narrow",
+            "envs": envs,
+            "twin": False,
+            "steps": 10**6,
+            "device": device,
+            "lifecycle": lifecycle,
+        },
         {"gates": {"permissive": True, "min_training": 0}},
     )
     engine = VectorizedEngine(task, config)

@@ -65,7 +65,7 @@ KINDS: Mapping[str, Callable[[Facts], bool]] = MappingProxyType(
         "two-bottlenecks": lambda facts: facts.damage == "narrow2",
     }
 )
-OTHERS = ("digits", "spirals", "iris", "wine", "breast-cancer")
+OTHERS = ("digits-narrow", "spirals-narrow", "iris-plain", "wine-plain", "breast-cancer-plain")
 RULES = ("never", "random-valid", "heuristic")
 
 GROUPS: Mapping[str, str] = MappingProxyType(
@@ -93,7 +93,7 @@ TITLES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "quick": ("The quick preset", ""),
         "others": (
             "On data that it was not trained on",
-            "On iris, wine and breast-cancer the right answer is not to grow.",
+            "On iris-plain, wine-plain and breast-cancer-plain the right answer is not to grow.",
         ),
         "leave-out": (
             "On a kind of instance that was left out of training",

@@ -11,7 +11,7 @@ import torch
 
 import esper
 
-TASKS = ("iris", "wine", "breast-cancer")
+TASKS = ("iris-plain", "wine-plain", "breast-cancer-plain")
 
 
 def main() -> None:

@@ -51,8 +51,8 @@ def envs(results: Sequence[Result]) -> list[str]:
     ]
     head = ["E", "way", "own EPS", "of bare", "population [MiB]", "peak resident [MiB]"]
     note = (
-        "`digits`, no seeds. The population is all tensors of hosts and seeds; the resident peak is that of a process that has"
-        " built the\nengine and made its first steps, of which about 320 MiB are torch, scikit-learn and the data."
+        "`digits-narrow`, no seeds. The population is all tensors of hosts and seeds; the resident peak is that of a process that"
+        " has built the\nengine and made its first steps, of which about 320 MiB are torch, scikit-learn and the data."
     )
     return ["## By E", *table(head, rows), note, ""]
 
@@ -69,7 +69,7 @@ def shapes(results: Sequence[Result]) -> list[str]:
         "At width 128 it is the optimizer that lies between: a fused AdamW goes through memory once, ours nine times, for rows"
         " that each have\na step count and a rate of their own."
     )
-    title = "E = 64, `digits` on hosts of S equal blocks."
+    title = "E = 64, `digits-narrow` on hosts of S equal blocks."
     return ["## By S and by parameters", "", title, *table(head, rows), note, ""]
 
 

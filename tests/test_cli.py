@@ -48,7 +48,7 @@ def exported(tmp_path_factory) -> Path:
     """A run whose two networks were exported."""
     folder = tmp_path_factory.mktemp("cli") / "run"
     with pytest.raises(SystemExit) as end:
-        main(["grow", "spirals", *QUICK, "--models", "all", "--run", str(folder)])
+        main(["grow", "spirals-narrow", *QUICK, "--models", "all", "--run", str(folder)])
     assert not end.value.code
     return folder
 
@@ -58,7 +58,7 @@ def files(folder: Path = Path()) -> list[str]:
 
 
 def test_grow_prints_the_closing_table_on_stdout_and_progress_on_stderr(esper):
-    code, out, err = esper("grow", "spirals", *QUICK)
+    code, out, err = esper("grow", "spirals-narrow", *QUICK)
     assert code == 0
     assert "test accuracy" in out
     assert "grew:" in out
@@ -68,19 +68,19 @@ def test_grow_prints_the_closing_table_on_stdout_and_progress_on_stderr(esper):
 
 
 def test_the_default_folder_is_named_after_task_controller_and_seed(esper):
-    esper("grow", "spirals", *QUICK, "--controller", "never", "--seed", "7")
-    assert os.listdir("runs") == ["spirals-never-s7"]
+    esper("grow", "spirals-narrow", *QUICK, "--controller", "never", "--seed", "7")
+    assert os.listdir("runs") == ["spirals-narrow-never-s7"]
 
 
 def test_a_schedule_names_the_folder_by_its_stem(esper):
     Path("plans").mkdir()
     Path("plans/early.yaml").write_text("- {at: 0, op: germinate, slot: block0, blueprint: bypass-mlp}\n")
-    code, _, err = esper("grow", "spirals", *QUICK, "--controller", "plans/early.yaml")
-    assert (code, os.listdir("runs")) == (0, ["spirals-early-s0"]), err
+    code, _, err = esper("grow", "spirals-narrow", *QUICK, "--controller", "plans/early.yaml")
+    assert (code, os.listdir("runs")) == (0, ["spirals-narrow-early-s0"]), err
 
 
 def test_json_prints_the_summary_and_nothing_else_on_stdout(esper):
-    code, out, _ = esper("grow", "spirals", *QUICK, "--json", "--run", "here")
+    code, out, _ = esper("grow", "spirals-narrow", *QUICK, "--json", "--run", "here")
     assert code == 0
     assert json.loads(out, parse_constant=pytest.fail) == json.loads(Path("here/summary.json").read_text())
 
@@ -88,18 +88,18 @@ def test_json_prints_the_summary_and_nothing_else_on_stdout(esper):
 def test_options_go_before_set_before_file_before_the_task(esper):
     Path("c.yaml").write_text("{envs: 3, steps: 5, seed: 5, data: {batches_per_step: 1, batch: 32}}")
     code, _, err = esper(
-        *("grow", "spirals", "--config", "c.yaml", "--set", "steps=2", "--set", "seed=6", "--seed", "7"),
+        *("grow", "spirals-narrow", "--config", "c.yaml", "--set", "steps=2", "--set", "seed=6", "--seed", "7"),
         *("--models", "none", "--run", "r"),
     )
     assert code == 0, err
     config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
-    assert (config.task, config.envs, config.steps, config.seed) == ("spirals", 3, 2, 7)
+    assert (config.task, config.envs, config.steps, config.seed) == ("spirals-narrow", 3, 2, 7)
     assert (config.data.batch, config.data.batches_per_step) == (32, 1)
 
 
 def test_a_run_can_be_repeated_from_its_config(esper):
-    esper("grow", "spirals", *QUICK, "--no-twin", "--slots", "block0,block1", "--run", "a")
-    esper("grow", "spirals", "--config", "a/config.yaml", "--run", "b")
+    esper("grow", "spirals-narrow", *QUICK, "--no-twin", "--slots", "block0,block1", "--run", "a")
+    esper("grow", "spirals-narrow", "--config", "a/config.yaml", "--run", "b")
     assert Path("a/config.yaml").read_text() == Path("b/config.yaml").read_text()
     config = build_config(yaml.safe_load(Path("b/config.yaml").read_text()))
     assert (config.twin, config.slots) == (False, ("block0", "block1"))
@@ -107,26 +107,26 @@ def test_a_run_can_be_repeated_from_its_config(esper):
 
 BAD = {
     "task": (["grow", "nowhere"], "'nowhere'"),
-    "controller": (["grow", "spirals", "--controller", "oracle"], "'oracle'"),
-    "controller file": (["grow", "spirals", "--controller", "absent.yaml"], "absent.yaml"),
-    "key": (["grow", "spirals", "--set", "nope=1"], "'nope'"),
-    "value": (["grow", "spirals", "--set", "data.batch=many"], "data.batch"),
-    "task that is set": (["grow", "spirals", "--set", "task=digits"], "--set task"),
-    "tasks that are set": (["grow", "spirals", "--set", "tasks=[digits]"], "--set tasks"),
-    "form of --set": (["grow", "spirals", "--set", "envs"], "key=value"),
-    "no environments": (["grow", "spirals", "--envs", "0"], "envs"),
-    "no steps": (["grow", "spirals", "--steps", "0"], "steps"),
-    "no number": (["grow", "spirals", "--envs", "many"], "'many'"),
-    "seed": (["grow", "spirals", "--seed", "-1"], "seed"),
-    "device": (["grow", "spirals", "--device", "tpu"], "'tpu'"),
-    "cuda": (["grow", "spirals", "--device", "cuda:99"], "cuda:99"),
-    "models": (["grow", "spirals", "--models", "some"], "'some'"),
-    "slot": (["grow", "spirals", "--slots", "nowhere"], "'nowhere'"),
-    "blueprint": (["grow", "spirals", "--set", "blueprints=[nothing]"], "'nothing'"),
-    "batch": (["grow", "spirals", "--set", "data.batch=99999"], "99999"),
-    "config file": (["grow", "spirals", "--config", "absent.yaml"], "absent.yaml"),
-    "folder with other files": (["grow", "spirals", "--run", "mine"], "mine"),
-    "folder under a file": (["grow", "spirals", "--run", "mine/notes.txt/run"], "notes.txt"),
+    "controller": (["grow", "spirals-narrow", "--controller", "oracle"], "'oracle'"),
+    "controller file": (["grow", "spirals-narrow", "--controller", "absent.yaml"], "absent.yaml"),
+    "key": (["grow", "spirals-narrow", "--set", "nope=1"], "'nope'"),
+    "value": (["grow", "spirals-narrow", "--set", "data.batch=many"], "data.batch"),
+    "task that is set": (["grow", "spirals-narrow", "--set", "task=digits"], "--set task"),
+    "tasks that are set": (["grow", "spirals-narrow", "--set", "tasks=[digits]"], "--set tasks"),
+    "form of --set": (["grow", "spirals-narrow", "--set", "envs"], "key=value"),
+    "no environments": (["grow", "spirals-narrow", "--envs", "0"], "envs"),
+    "no steps": (["grow", "spirals-narrow", "--steps", "0"], "steps"),
+    "no number": (["grow", "spirals-narrow", "--envs", "many"], "'many'"),
+    "seed": (["grow", "spirals-narrow", "--seed", "-1"], "seed"),
+    "device": (["grow", "spirals-narrow", "--device", "tpu"], "'tpu'"),
+    "cuda": (["grow", "spirals-narrow", "--device", "cuda:99"], "cuda:99"),
+    "models": (["grow", "spirals-narrow", "--models", "some"], "'some'"),
+    "slot": (["grow", "spirals-narrow", "--slots", "nowhere"], "'nowhere'"),
+    "blueprint": (["grow", "spirals-narrow", "--set", "blueprints=[nothing]"], "'nothing'"),
+    "batch": (["grow", "spirals-narrow", "--set", "data.batch=99999"], "99999"),
+    "config file": (["grow", "spirals-narrow", "--config", "absent.yaml"], "absent.yaml"),
+    "folder with other files": (["grow", "spirals-narrow", "--run", "mine"], "mine"),
+    "folder under a file": (["grow", "spirals-narrow", "--run", "mine/notes.txt/run"], "notes.txt"),
     "export of no run": (["export", "mine"], "mine"),
     "export of nothing": (["export", "absent"], "absent"),
 }
@@ -145,7 +145,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(esper, arguments, name
     assert files() == ["mine", "mine/notes.txt"]
 
 
-@pytest.mark.parametrize("arguments", [["grow"], ["grow", "spirals", "--nope"], ["nope"]])
+@pytest.mark.parametrize("arguments", [["grow"], ["grow", "spirals-narrow", "--nope"], ["nope"]])
 def test_wrong_usage_is_told_on_stderr(esper, arguments):
     code, out, err = esper(*arguments)
     assert (code, out) == (2, "")
@@ -153,25 +153,25 @@ def test_wrong_usage_is_told_on_stderr(esper, arguments):
 
 
 def test_a_run_is_replaced_only_when_asked(esper):
-    esper("grow", "spirals", *QUICK, "--run", "r", "--seed", "1")
-    code, _, err = esper("grow", "spirals", *QUICK, "--run", "r", "--seed", "2")
+    esper("grow", "spirals-narrow", *QUICK, "--run", "r", "--seed", "1")
+    code, _, err = esper("grow", "spirals-narrow", *QUICK, "--run", "r", "--seed", "2")
     assert (code, json.loads(Path("r/summary.json").read_text())["seed"]) == (2, 1)
     assert "--overwrite" in err
-    code, _, _ = esper("grow", "spirals", *QUICK, "--run", "r", "--seed", "2", "--overwrite")
+    code, _, _ = esper("grow", "spirals-narrow", *QUICK, "--run", "r", "--seed", "2", "--overwrite")
     assert (code, json.loads(Path("r/summary.json").read_text())["seed"]) == (0, 2)
 
 
 def test_a_bad_option_does_not_cost_the_run_that_was_to_be_overwritten(esper):
-    esper("grow", "spirals", *QUICK, "--run", "r")
+    esper("grow", "spirals-narrow", *QUICK, "--run", "r")
     before = files()
-    code, _, _ = esper("grow", "spirals", "--run", "r", "--overwrite", "--slots", "nowhere")
+    code, _, _ = esper("grow", "spirals-narrow", "--run", "r", "--overwrite", "--slots", "nowhere")
     assert (code, files()) == (2, before)
 
 
 def test_tasks_are_listed_with_slots_and_menus(esper):
     code, out, _ = esper("tasks")
     assert code == 0
-    assert {line.split(":")[0] for line in out.splitlines() if not line.startswith(" ")} >= {"digits", "spirals"}
+    assert {line.split(":")[0] for line in out.splitlines() if not line.startswith(" ")} >= {"digits", "digits-narrow"}
     assert "block0 (width 16)" in out
     assert "bypass-mlp" in out
 
@@ -221,14 +221,14 @@ def test_cifar_grows_from_files_of_its_format(esper, monkeypatch, tmp_path):
 
 
 def test_digits_as_images_grow_from_the_command(esper):
-    code, out, _ = esper("grow", "digits-image", *QUICK)
+    code, out, _ = esper("grow", "digits-image-narrow", *QUICK)
     assert code == 0
     assert "test accuracy" in out
 
 
 @pytest.mark.parametrize("name", ["conv-light", "mlp-small"])
 def test_a_blueprint_of_another_kind_than_the_slots_is_refused(esper, name):
-    task = "digits" if name == "conv-light" else "digits-image"
+    task = "digits-narrow" if name == "conv-light" else "digits-image-narrow"
     code, _, err = esper("grow", task, *QUICK, "--set", f"blueprints=[{name}]")
     assert code == 2
     assert f"blueprint '{name}' is for" in err
@@ -307,14 +307,26 @@ def test_export_names_the_networks_there_are(esper, exported):
 
 
 def test_export_of_a_run_without_networks_says_so(esper):
-    esper("grow", "spirals", *QUICK, "--run", "r")
+    esper("grow", "spirals-narrow", *QUICK, "--run", "r")
     code, _, err = esper("export", "r")
     assert code == 2
     assert "no networks" in err
 
 
 def test_ctrl_c_ends_the_run_with_what_is_done(tmp_path):
-    arguments = ["grow", "spirals", "--envs", "2", "--steps", "1000000", "--models", "none", "--run", "r", "--json"]
+    arguments = [
+        "grow",
+        "spirals-narrow",
+        "--envs",
+        "2",
+        "--steps",
+        "1000000",
+        "--models",
+        "none",
+        "--run",
+        "r",
+        "--json",
+    ]
     command = [sys.executable, "-m", "esper", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -50,7 +50,7 @@ def trained(tmp_path_factory) -> Path:
     """A run folder with a controller."""
     folder = tmp_path_factory.mktemp("cli") / "run"
     with pytest.raises(SystemExit) as end:
-        main(["train", "spirals", *TINY, "--set", "gates.min_holding=2", "--run", str(folder)])
+        main(["train", "spirals-narrow", *TINY, "--set", "gates.min_holding=2", "--run", str(folder)])
     assert not end.value.code
     return folder
 
@@ -82,11 +82,11 @@ def test_train_tells_of_every_round_and_of_how_to_go_on(esper):
 
 
 def test_json_prints_the_summary_of_a_training_and_nothing_else(esper):
-    code, out, _ = esper("train", "iris", "spirals", *TINY, "--seed", "3", "--json")
+    code, out, _ = esper("train", "iris", "spirals-narrow", *TINY, "--seed", "3", "--json")
     assert code == 0
     summary = json.loads(out, parse_constant=pytest.fail)
-    assert summary == json.loads(Path("runs/train-iris+spirals-s3/summary.json").read_text())
-    assert (summary["tasks"], summary["rounds"], summary["seed"]) == (["iris", "spirals"], 2, 3)
+    assert summary == json.loads(Path("runs/train-iris+spirals-narrow-s3/summary.json").read_text())
+    assert (summary["tasks"], summary["rounds"], summary["seed"]) == (["iris", "spirals-narrow"], 2, 3)
 
 
 def test_options_go_before_set_before_file_before_the_preset_before_the_task(esper):
@@ -103,7 +103,7 @@ def test_options_go_before_set_before_file_before_the_preset_before_the_task(esp
 
 def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esper, trained):
     asked = ["--envs", "2", "--steps", "4", "--set", "data.batches_per_step=2", "--models", "none"]
-    code, out, err = esper("grow", "spirals", "--controller", str(trained), *asked, "--run", "r")
+    code, out, err = esper("grow", "spirals-narrow", "--controller", str(trained), *asked, "--run", "r")
     assert code == 0, err
     assert "test accuracy" in out
     config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
@@ -111,7 +111,7 @@ def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esp
     assert (config.gates.permissive, config.gates.min_holding) == (True, 2)
     assert config.probe.sensors_every == 4
     summary = library.grow(
-        library.get_task("spirals"),
+        library.get_task("spirals-narrow"),
         {"envs": 2, "steps": 4, "data": {"batches_per_step": 2}, "models": "none"},
         controller=str(trained),
     )
@@ -121,14 +121,14 @@ def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esp
 
 def test_what_is_asked_for_goes_before_the_settings_of_a_controller(esper, trained):
     asked = ["--envs", "2", "--steps", "2", "--set", "gates.min_holding=5", "--models", "none"]
-    code, _, err = esper("grow", "spirals", "--controller", str(trained / "controller"), *asked, "--run", "r")
+    code, _, err = esper("grow", "spirals-narrow", "--controller", str(trained / "controller"), *asked, "--run", "r")
     assert code == 0, err
     config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
     assert (config.gates.permissive, config.gates.min_holding) == (True, 5)
 
 
 def test_eval_compares_a_trained_controller_with_the_rules(esper, trained):
-    code, out, err = esper("eval", str(trained), "--tasks", "spirals", *FEW, "--set", "blueprints=[bypass-mlp]")
+    code, out, err = esper("eval", str(trained), "--tasks", "spirals-narrow", *FEW, "--set", "blueprints=[bypass-mlp]")
     assert code == 0, err
     for name in ("never", "random-valid", "heuristic", "best schedule", "against", "P(better)"):
         assert name in out
@@ -136,15 +136,15 @@ def test_eval_compares_a_trained_controller_with_the_rules(esper, trained):
     (task,) = record["tasks"]
     assert [row["name"] for row in task["controllers"]][-1] == str(trained)
     assert Path("runs/evaluation/evaluation.png").read_bytes().startswith(b"\x89PNG")
-    assert "spirals: never, seed 0, 2 of 2 instances" in err
+    assert "spirals-narrow: never, seed 0, 2 of 2 instances" in err
 
 
 def test_eval_prints_the_record_and_nothing_else(esper):
-    tasks = ["--tasks", "spirals,iris", "--json", "--out", "e", "--set", "blueprints=[bypass-linear]"]
+    tasks = ["--tasks", "spirals-narrow,iris", "--json", "--out", "e", "--set", "blueprints=[bypass-linear]"]
     code, out, _ = esper("eval", *tasks, *FEW)
     assert code == 0
     assert out == Path("e/evaluation.json").read_text()
-    assert [task["task"] for task in json.loads(out)["tasks"]] == ["spirals", "iris"]
+    assert [task["task"] for task in json.loads(out)["tasks"]] == ["spirals-narrow", "iris"]
 
 
 BAD = {
@@ -191,8 +191,8 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(esper, arguments, name
 
 def test_a_training_does_not_replace_a_run_unless_asked(esper, trained):
     before = {path: (trained / path).read_bytes() for path in files(trained) if (trained / path).is_file()}
-    refused(esper("train", "spirals", *TINY, "--seed", "5", "--run", str(trained)), "--overwrite")
-    refused(esper("train", "spirals", "--envs", "0", "--run", str(trained), "--overwrite"), "envs")
+    refused(esper("train", "spirals-narrow", *TINY, "--seed", "5", "--run", str(trained)), "--overwrite")
+    refused(esper("train", "spirals-narrow", "--envs", "0", "--run", str(trained), "--overwrite"), "envs")
     assert before == {path: (trained / path).read_bytes() for path in files(trained) if (trained / path).is_file()}
 
 
@@ -209,13 +209,13 @@ def forged(trained: Path, **facts) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("command", [["grow", "spirals", "--controller"], ["eval", "--tasks", "spirals"]])
+@pytest.mark.parametrize("command", [["grow", "spirals-narrow", "--controller"], ["eval", "--tasks", "spirals-narrow"]])
 def test_a_controller_of_another_version_is_refused(esper, trained, command):
     refused(esper(*command, forged(trained, version=99)), "format 99")
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("command", [["grow", "spirals", "--controller"], ["eval", "--tasks", "spirals"]])
+@pytest.mark.parametrize("command", [["grow", "spirals-narrow", "--controller"], ["eval", "--tasks", "spirals-narrow"]])
 def test_a_controller_with_other_features_is_refused_with_the_one_that_differs(esper, trained, command):
     vocabulary = json.loads((trained / "controller" / FACTS).read_text())["vocabulary"]
     vocabulary["slot_features"] = ["weight" if name == "alpha" else name for name in vocabulary["slot_features"]]
@@ -229,7 +229,7 @@ def test_a_controller_that_was_altered_is_refused(esper, trained):
     folder = Path(forged(trained))
     text = (folder / FACTS).read_text()
     (folder / FACTS).write_text(text.replace('"min_holding": 2', '"min_holding": 1'))
-    refused(esper("grow", "spirals", "--controller", str(folder)), "altered")
+    refused(esper("grow", "spirals-narrow", "--controller", str(folder)), "altered")
 
 
 def test_a_controller_that_does_not_know_the_menu_is_refused_with_what_it_knows(esper):
@@ -274,16 +274,16 @@ def test_ctrl_c_ends_a_training_with_the_best_controller_so_far(tmp_path):
 
 
 def test_a_config_of_a_training_trains_on_the_same_tasks(esper):
-    code, _, err = esper("train", "spirals", "iris", *TINY, "--run", "first")
+    code, _, err = esper("train", "spirals-narrow", "iris", *TINY, "--run", "first")
     assert code == 0, err
     code, _, err = esper("train", "--config", "first/config.yaml", "--run", "second")
     assert code == 0, err
-    assert json.loads(Path("second/summary.json").read_text())["tasks"] == ["spirals", "iris"]
+    assert json.loads(Path("second/summary.json").read_text())["tasks"] == ["spirals-narrow", "iris"]
 
 
 def test_a_config_of_other_tasks_is_refused(esper):
-    Path("mine.yaml").write_text("tasks: [spirals, iris]\n")
-    refused(esper("train", "digits", "--config", "mine.yaml"), "spirals, iris")
+    Path("mine.yaml").write_text("tasks: [spirals-narrow, iris]\n")
+    refused(esper("train", "digits", "--config", "mine.yaml"), "spirals-narrow, iris")
 
 
 @pytest.mark.parametrize("content", ["tasks: repair", "tasks: [3]", "task: [repair]"])
@@ -309,7 +309,7 @@ def test_a_controller_is_trained_by_a_reward_of_ones_own():
         "reward": {"group": 2},
         "ppo": {"rounds": 1, "imitation_rounds": 0, "validate_envs": 2, "epochs": 1},
     }
-    summary = library.train(library.get_task("spirals"), settings, reward=reward, run="own")
+    summary = library.train(library.get_task("spirals-narrow"), settings, reward=reward, run="own")
     assert summary["status"] == "finished"
     assert paid == [0, 1, 2, 3]
-    assert load_policy(Path("own/controller")).origin["tasks"] == ["spirals"]
+    assert load_policy(Path("own/controller")).origin["tasks"] == ["spirals-narrow"]

@@ -31,7 +31,7 @@ def assert_equal(first, second):
             assert torch.equal(a[name].nan_to_num(-1), b[name].nan_to_num(-1)), name
 
 
-@pytest.mark.parametrize("name", ["blobs", "spirals", "digits-image"])
+@pytest.mark.parametrize("name", ["blobs", "spirals-narrow", "digits-image-narrow"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_deterministic_kernels_give_the_same_bits_on_the_cpu(name, optimizer):
     task = blobs() if name == "blobs" else get_task(name)
@@ -66,7 +66,7 @@ def test_for_a_gpu_the_workspace_is_fixed_before_cuda_begins_unless_it_is_alread
     assert done.stdout.splitlines() == ["None", ":4096:8", ":16:8", ":4096:8", "True False False False"]
 
 
-@pytest.mark.parametrize("name", ["digits", "digits-image"])
+@pytest.mark.parametrize("name", ["digits-narrow", "digits-image-narrow"])
 def test_two_threads_agree_with_one_to_rounding_at_every_step(name):
     task, config = get_task(name), small_config(task=name, envs=4, steps=4, data={"batch": 64, "batches_per_step": 2})
     one = states(task, config, 2)

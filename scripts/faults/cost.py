@@ -28,7 +28,7 @@ from esper.nissa.files import CHECKPOINTS, CONFIG
 from esper.simic.runner import train, training_configs
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
-from esper.tasks.digits import digits
+from esper.tasks.digits import digits_narrow
 from esper.tolaria.checkpoint import Checkpoints, Tree, flatten
 from esper.tolaria.engine import VectorizedEngine
 from faults.records import Record, append, records, table
@@ -68,7 +68,7 @@ def campaign(out: Path, quick: bool) -> None:
 
 def grown_state(envs: int, slots: int) -> Tree:
     """What `grow` writes of a population with a seed at every slot: half of them fossilized, half of them live."""
-    task = digits(hidden=(WIDTH,) * slots, width=WIDTH)
+    task = digits_narrow(hidden=(WIDTH,) * slots, width=WIDTH)
     config = build_config(
         task.defaults,
         {"envs": envs, "steps": 100, "data": {"batches_per_step": 1}},
@@ -96,7 +96,7 @@ def grown_state(envs: int, slots: int) -> Tree:
 def writing(state: Tree, out: Path, repeats: int) -> Record:
     """Bytes of a checkpoint, and medians of the seconds of its parts: the copy, the bytes and their sha256, and the files."""
     with tempfile.TemporaryDirectory(dir=out) as scratch:
-        (Path(scratch) / CONFIG).write_text("task: digits\n")
+        (Path(scratch) / CONFIG).write_text("task: digits-narrow\n")
         store = Checkpoints(Path(scratch), CheckpointConfig())
         seconds: dict[str, list[float]] = {"copy": [], "pack": [], "files": []}
         for number in range(1, repeats + 1):

@@ -17,9 +17,12 @@ from esper.tolaria.engine import VectorizedEngine
 from faults.records import Record, append, records, table
 
 FILE = "governor.jsonl"
-TASKS = ("repair", "digits", "spirals", "iris", "wine", "breast-cancer", "digits-image")
+TASKS = (
+    *("repair", "digits-narrow", "spirals-narrow"),
+    *("iris-plain", "wine-plain", "breast-cancer-plain", "digits-image-narrow"),
+)
 CONTROLLERS = ("never", "heuristic", "random-valid")
-SIZES = tuple((task, envs) for task in ("digits", "repair") for envs in (8, 64, 256))
+SIZES = tuple((task, envs) for task in ("digits-narrow", "repair") for envs in (8, 64, 256))
 
 
 def campaign(out: Path, quick: bool) -> None:
@@ -29,7 +32,7 @@ def campaign(out: Path, quick: bool) -> None:
         for controller in CONTROLLERS:
             what = f"{task}, {controller}"
             if what not in kept:
-                keep(out, silence(task, controller, 4 if quick else 8 if task == "digits-image" else 64), what)
+                keep(out, silence(task, controller, 4 if quick else 8 if task == "digits-image-narrow" else 64), what)
     for task, envs in (("iris", 4),) if quick else SIZES:
         what = f"{task}, E = {envs}"
         if what not in kept:

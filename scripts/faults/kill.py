@@ -30,8 +30,11 @@ OFTEN = ("--set", "checkpoint.every_seconds=2")
 LEARN = ("--set", "ppo={imitation_rounds: 2, validate_every: 2, validate_envs: 16}")
 VICTIMS = (
     Command("train repair", ("train", "repair", "--envs", "16", "--rounds", "3", *LEARN, *OFTEN)),
-    Command("train repair digits", ("train", "repair", "digits", "--envs", "8", "--rounds", "2", *LEARN, *OFTEN)),
-    Command("grow digits", ("grow", "digits", "--envs", "24", "--steps", "120", *OFTEN)),
+    Command(
+        "train repair digits-narrow",
+        ("train", "repair", "digits-narrow", "--envs", "8", "--rounds", "2", *LEARN, *OFTEN),
+    ),
+    Command("grow digits-narrow", ("grow", "digits-narrow", "--envs", "24", "--steps", "120", *OFTEN)),
     Command(
         "grow repair",
         ("grow", "repair", "--envs", "32", "--steps", "80", "--controller", "random-valid", "--models", "best", *OFTEN),

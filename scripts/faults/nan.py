@@ -27,7 +27,7 @@ from esper.tolaria.poison import KINDS, Kind, fingerprints, poisoned
 from faults.records import Record, append, records, table
 
 FILE = "nan.jsonl"
-TASKS = ("repair", "digits")
+TASKS = ("repair", "digits-narrow")
 SETTINGS: Mapping[str, Any] = {
     "envs": 8,
     "steps": 12,

@@ -91,7 +91,7 @@ def weights_equal(one, other):
 @pytest.fixture(scope="module")
 def pair():
     """Two tasks, of three slots and of two."""
-    tasks = [get_task("digits"), get_task("iris")]
+    tasks = [get_task("digits-narrow"), get_task("iris")]
     assert [len(task.largest().slots) for task in tasks] == [3, 2]
     return tasks
 

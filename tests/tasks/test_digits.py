@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from esper.kasmina.host import check_host
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import Task
-from esper.tasks.digits import digits
+from esper.tasks.digits import digits, digits_narrow
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,9 @@ def test_a_step_of_the_defaults_is_one_epoch(task: Task) -> None:
     assert data.batch * data.batches_per_step == len(task.train.x)
 
 
-def test_the_host_fits_the_data(task: Task) -> None:
+@pytest.mark.parametrize("build", [digits, digits_narrow])
+def test_the_host_fits_the_data(build: Callable[[], Task]) -> None:
+    task = build()
     check_host(task.host(), task.train.x[:2], task.objective.outputs)
 
 
@@ -55,7 +59,7 @@ def test_features_have_the_default_dtype() -> None:
 
 def test_a_width_of_zero_is_refused() -> None:
     with pytest.raises(InputError, match="hidden"):
-        digits(hidden=(4, 0))
+        digits_narrow(hidden=(4, 0))
 
 
 def test_the_host_learns(task: Task) -> None:

@@ -1,24 +1,28 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.func import functional_call
 
-from esper.kasmina.host import check_host
+from esper.kasmina.blueprints import count
+from esper.kasmina.host import SegmentedHost, check_host
+from esper.kasmina.stack import Stack
 from esper.leyline.errors import InputError
-from esper.tasks.hosts import HOSTS, MLP, DamagedMLP, host_from
+from esper.tasks.hosts import HOSTS, MLP, DamagedMLP, Host, ResidualMLP, host_from, roomy
 
 FACTORY = MLP(inputs=7, width=6, hidden=(3, 1, 4), outputs=5)
+RESIDUAL = ResidualMLP(inputs=7, width=6, hidden=(3, 1, 4), outputs=5)
 DAMAGED = DamagedMLP(
     inputs=7, width=6, hidden=(3, 1, 4), outputs=5, linear=(False, True, False), frozen=(False, False, True)
 )
 
 
-@pytest.mark.parametrize("factory", [FACTORY, DAMAGED])
-def test_a_host_is_what_it_declares(factory: MLP | DamagedMLP) -> None:
+@pytest.mark.parametrize("factory", [FACTORY, RESIDUAL, DAMAGED, FACTORY.skips(), DAMAGED.skips()])
+def test_a_host_is_what_it_declares(factory: Callable[[], SegmentedHost]) -> None:
     check_host(factory(), torch.randn(3, 7), outputs=5)
 
 
@@ -38,11 +42,58 @@ def test_a_block_has_no_residual_path() -> None:
     assert not block(torch.randn(3, 6)).any()
 
 
+@pytest.mark.parametrize("factory", [RESIDUAL, FACTORY.skips(), DAMAGED.skips()])
+def test_a_residual_block_whose_parameters_are_0_is_the_identity(factory: Callable[[], SegmentedHost]) -> None:
+    block, x = factory().segments[2], torch.randn(3, 6)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+    assert torch.equal(block(x), x)
+
+
+@pytest.mark.parametrize("factory", [FACTORY, DAMAGED])
+def test_skips_add_the_stream_to_every_block_and_no_parameter(factory: MLP | DamagedMLP) -> None:
+    torch.manual_seed(3)
+    host = factory()
+    torch.manual_seed(3)
+    with_skips, x = factory.skips()(), torch.randn(9, 6)
+    assert count(with_skips) == count(host)
+    for block, ours in zip(host.segments[1:-1], with_skips.segments[1:-1], strict=True):
+        torch.testing.assert_close(ours(x), x + block(x))
+    assert [p.requires_grad for p in with_skips.parameters()] == [p.requires_grad for p in host.parameters()]
+
+
+@pytest.mark.parametrize("factory", [FACTORY, RESIDUAL, DAMAGED])
+@pytest.mark.parametrize("parameters", [1, 500, 4321])
+def test_a_plain_network_is_the_smallest_even_one_of_so_many_parameters(factory: Host, parameters: int) -> None:
+    plain = factory.plain(parameters)
+    assert isinstance(plain, MLP | ResidualMLP)
+    assert plain.hidden == (plain.width,) * 3
+    assert count(plain()) >= parameters
+    if plain.width > 1:
+        smaller = dataclasses.replace(plain, width=plain.width - 1, hidden=(plain.width - 1,) * 3)
+        assert count(smaller()) < parameters
+
+
+def test_a_smaller_residual_host_computes_the_same_in_the_corner_of_its_layout() -> None:
+    host, layout = RESIDUAL().double(), roomy(RESIDUAL).host()
+    row = Stack(layout, 1, dtype=torch.float64)
+    row.write(0, host)
+    x = torch.randn(1, 9, 7, dtype=torch.float64)
+    padded = torch.cat([x, torch.zeros(1, 9, 1, dtype=torch.float64)], 2)
+    y = row(padded, slice(0, 1))
+    torch.testing.assert_close(y[0, :, :5], host(x[0]), rtol=1e-10, atol=1e-12)
+    assert not y[0, :, 5:].any()
+
+
 @pytest.mark.parametrize("rows", [2, 3, 5])
 @pytest.mark.parametrize("examples", [1, 9, 64])
 @pytest.mark.parametrize("width", [1, 3, 8, 16])
-def test_stacked_parameters_compute_what_every_host_computes_alone(rows: int, examples: int, width: int) -> None:
-    factory = MLP(inputs=7, width=width, hidden=(3, 1), outputs=5)
+@pytest.mark.parametrize("kind", [MLP, ResidualMLP])
+def test_stacked_parameters_compute_what_every_host_computes_alone(
+    kind: type[MLP | ResidualMLP], rows: int, examples: int, width: int
+) -> None:
+    factory = kind(inputs=7, width=width, hidden=(3, 1), outputs=5)
     hosts = [factory().double() for _ in range(rows)]
     x = torch.randn(rows, examples, 7, dtype=torch.float64)
     stacked = {n: torch.stack([dict(h.named_parameters())[n] for h in hosts]) for n, _ in hosts[0].named_parameters()}
@@ -69,8 +120,8 @@ def test_the_scale_of_weights_follows_their_fan_in_and_biases_are_zero() -> None
         assert not state[f"segments.{segment}.bias"].any()
 
 
-@pytest.mark.parametrize("factory", [FACTORY, DAMAGED])
-def test_a_host_comes_back_from_its_json_arguments(factory: MLP | DamagedMLP) -> None:
+@pytest.mark.parametrize("factory", [FACTORY, RESIDUAL, DAMAGED])
+def test_a_host_comes_back_from_its_json_arguments(factory: Host) -> None:
     saved = json.loads(json.dumps(dataclasses.asdict(factory)))
     assert host_from(factory.name, saved) == factory
     assert hash(host_from(factory.name, saved)) == hash(factory)
@@ -138,6 +189,18 @@ def test_every_host_is_listed_under_its_name() -> None:
 def test_a_size_that_is_none_is_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         dataclasses.replace(FACTORY, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"width": 0}, "width of a residual MLP host is 0; give a whole number from 1 on"),
+        ({"hidden": ()}, "hidden of a residual MLP host is (); give the inner widths of its blocks, as (4, 12)"),
+    ],
+)
+def test_a_size_of_a_residual_host_that_is_none_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        dataclasses.replace(RESIDUAL, **changes)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Image tasks and their host: digits as images, and the CNN that grows on them."""
 
 import json
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import esper
 from esper.kasmina.blueprints import count, drawn_with
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Kind
+from esper.tasks.convolutional import scaled_to
 from esper.tasks.digits import digits
-from esper.tasks.hosts import CNN, host_from
-from esper.tasks.images import digits_image, standardizing
+from esper.tasks.hosts import CNN, ResidualCNN, host_from
+from esper.tasks.images import digits_image, digits_image_narrow, standardizing
 
 
 def test_digits_image_holds_the_examples_of_digits_in_the_same_splits():
@@ -40,9 +42,12 @@ def test_a_channel_that_is_constant_is_only_centred_as_far_as_that_goes():
     assert not pixels.read(torch.full((4, 1, 2, 2), 9, dtype=torch.uint8)).count_nonzero()
 
 
-@pytest.mark.parametrize("hidden", [(), (2, 3)])
-def test_a_cnn_halves_its_map_in_every_block_and_names_a_slot_behind_each(hidden):
-    host = CNN(inputs=(3, 16, 12), channels=(4, 6), hidden=hidden, outputs=5)()
+SIZES = {"inputs": (3, 16, 12), "channels": (4, 6), "outputs": 5}
+
+
+@pytest.mark.parametrize("factory", [CNN(**SIZES), CNN(**SIZES, hidden=(2, 3)), ResidualCNN(**SIZES)], ids=str)
+def test_a_cnn_halves_its_map_in_every_block_and_names_a_slot_behind_each(factory):
+    host = factory()
     h, shapes = torch.randn(2, 3, 16, 12), []
     for segment in host.segments:
         h = segment(h)
@@ -59,9 +64,21 @@ def test_the_cnn_of_32_x_32_has_as_many_parameters_as_its_formula_says():
     assert count(host) == 8 * (27 + 1) + 16 * (72 + 1) + 32 * (144 + 1) + 10 * 33
 
 
-def test_the_streams_of_a_fresh_cnn_keep_their_scale():
+@pytest.mark.parametrize("factory", [CNN(**SIZES, hidden=(2, 3)), ResidualCNN(**SIZES)], ids=str)
+@pytest.mark.parametrize("parameters", [1, 500, 20_000])
+def test_a_plain_cnn_is_the_smallest_scaled_one_of_so_many_parameters(factory, parameters):
+    plain = factory.plain(parameters)
+    assert count(plain()) >= parameters
+    assert plain.channels == scaled_to((4, 6), plain.channels[-1])
+    if plain.channels[-1] > 1:
+        assert count(replace(plain, channels=scaled_to((4, 6), plain.channels[-1] - 1))()) < parameters
+    assert factory.skips() is None
+
+
+@pytest.mark.parametrize("kind", [CNN, ResidualCNN])
+def test_the_streams_of_a_fresh_cnn_keep_their_scale(kind):
     with drawn_with(0):
-        host = CNN(inputs=(3, 32, 32), channels=(16, 32, 32), outputs=10)()
+        host = kind(inputs=(3, 32, 32), channels=(16, 32, 32), outputs=10)()
     h = torch.randn(64, 3, 32, 32)
     for segment in host.segments[:-1]:
         h = segment(h)
@@ -92,6 +109,11 @@ def test_a_cnn_is_rebuilt_by_name_from_json():
     assert host_from("cnn", arguments) == host
 
 
+def test_a_residual_cnn_is_rebuilt_by_name_from_json():
+    host = ResidualCNN(inputs=(3, 8, 8), channels=(4, 6), outputs=10)
+    assert host_from("residual-cnn", json.loads(json.dumps(asdict(host)))) == host
+
+
 def test_an_image_host_given_vectors_is_refused():
     x, y = torch.randn(60, 64), torch.arange(60) % 3
     with pytest.raises(InputError, match=r"reads images, but an example of the task has shape \(64,\)"):
@@ -99,7 +121,7 @@ def test_an_image_host_given_vectors_is_refused():
 
 
 def test_images_of_ones_own_grow_are_exported_and_loaded_with_the_same_outputs(tmp_path):
-    task = digits_image()
+    task = digits_image_narrow()
     schedule = [
         {"at": 0, "op": "germinate", "slot": "block0", "blueprint": "bypass-conv-3x3", "blend": "gate", "keep": True},
         {

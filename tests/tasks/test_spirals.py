@@ -3,7 +3,7 @@ import torch
 
 from esper.kasmina.host import check_host
 from esper.leyline.config import build_config
-from esper.tasks.spirals import BAND, RADIUS, TURNS, spiral_points, spirals
+from esper.tasks.spirals import BAND, RADIUS, TURNS, spiral_points, spirals, spirals_narrow
 
 
 def test_every_point_lies_in_the_band_of_its_own_spiral() -> None:
@@ -29,7 +29,8 @@ def test_fewer_points_are_the_first_of_more() -> None:
 def test_the_task_is_the_same_in_every_call_and_fits_its_host() -> None:
     first, again = spirals(), spirals()
     assert torch.equal(first.train.x, again.train.x)
-    check_host(first.host(), first.train.x[:2], first.objective.outputs)
+    for task in (first, spirals_narrow()):
+        check_host(task.host(), first.train.x[:2], first.objective.outputs)
 
 
 def test_classes_are_balanced_in_every_split() -> None:

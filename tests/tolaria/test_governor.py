@@ -259,7 +259,7 @@ def test_a_network_that_gives_all_examples_one_output_is_put_back():
 
 
 def test_a_metric_that_falls_far_below_its_best_is_put_back():
-    digits = get_task("digits")
+    digits = get_task("digits-narrow")
     settings = {"envs": 2, "steps": 12, "twin": False, "governor": {"loss_rise": 1e9, "collapse": 0.0, "patience": 2}}
     engine, client = VectorizedEngine(digits, build_config(digits.defaults, settings)), Script({})
     played(engine, client, 6)

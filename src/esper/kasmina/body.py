@@ -492,7 +492,9 @@ class Body:
                 if slot.inner is not None:
                     segment = host.segments[slot.after]
                     assert isinstance(segment, nn.Sequential), "inner features are those of an nn.Sequential"
-                    inner = segment[: slot.inner](seen[slot.after])
+                    inner = seen[slot.after]
+                    for module in list(segment)[: slot.inner]:
+                        inner = module(inner)
                 streams = seen[slot.after + 1], seen[slot.after], seen[0], inner
                 taps.append([stream_rows.width(x, slot.kind) for x in streams])
         host.train(training)

@@ -27,3 +27,25 @@ class PositionMean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C)."""
         return x.mean((-2, -1))
+
+
+class Residual(nn.Sequential):
+    """y = shortcut(x) + branch(x): the last module is the shortcut, the modules in front of it are the branch in order.
+
+    The shortcut is nn.Identity where the stream keeps its shape. A `SlotSpec.inner` of k counts modules of the branch.
+    """
+
+    stacks = True
+
+    def __init__(self, *branch: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__(*branch, shortcut if shortcut is not None else nn.Identity())
+        self.stacks = all(isinstance(m, nn.Identity | nn.ReLU) or getattr(m, "stacks", False) for m in self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, ...), or (E, B, ...) -> (E, B, ...) where every module stacks."""
+        *branch, shortcut = self
+        h = x
+        for module in branch:
+            h = module(h)
+        y: Tensor = shortcut(x) + h
+        return y

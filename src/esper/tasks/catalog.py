@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from esper.leyline.errors import InputError
@@ -12,11 +13,17 @@ TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
     {
         "repair": repair.repair,
         "digits": digits.digits,
+        "digits-narrow": digits.digits_narrow,
         "spirals": spirals.spirals,
+        "spirals-narrow": spirals.spirals_narrow,
         "iris": small.iris,
+        "iris-plain": partial(small.plain, small.iris, small.IRIS),
         "wine": small.wine,
+        "wine-plain": partial(small.plain, small.wine, small.WINE),
         "breast-cancer": small.breast_cancer,
+        "breast-cancer-plain": partial(small.plain, small.breast_cancer, small.BREAST_CANCER),
         "digits-image": images.digits_image,
+        "digits-image-narrow": images.digits_image_narrow,
         "cifar10": images.cifar10,
     }
 )
@@ -24,11 +31,16 @@ TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
 _SUMMARIES = {
     "repair": repair.SUMMARY,
     "digits": digits.SUMMARY,
+    "digits-narrow": digits.NARROW,
     "spirals": spirals.SUMMARY,
-    "iris": small.IRIS,
-    "wine": small.WINE,
-    "breast-cancer": small.BREAST_CANCER,
+    "spirals-narrow": spirals.NARROW,
+    **{
+        name + end: summary.format(data)
+        for name, data in {"iris": small.IRIS, "wine": small.WINE, "breast-cancer": small.BREAST_CANCER}.items()
+        for end, summary in {"": small.SUMMARY, "-plain": small.PLAIN}.items()
+    },
     "digits-image": images.DIGITS,
+    "digits-image-narrow": images.DIGITS_NARROW,
     "cifar10": images.CIFAR10,
 }
 

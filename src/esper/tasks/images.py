@@ -1,24 +1,29 @@
 """Tasks whose examples are images: handwritten digits of 8 x 8 pixels, and CIFAR-10."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from esper.leyline.task import Pixels, Split, Task
 from esper.tasks.cifar import read_cifar10
-from esper.tasks.hosts import CNN, MAP_MENU
+from esper.tasks.hosts import CNN, MAP_MENU, ResidualCNN
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import dealt
 
-DIGITS = "1,797 handwritten digits as images of 8 x 8 pixels in 10 classes; a CNN that is narrow in both of its blocks"
+_DIGITS = "1,797 handwritten digits as images of 8 x 8 pixels in 10 classes"
+DIGITS = f"{_DIGITS}; a residual CNN"
+DIGITS_NARROW = f"{_DIGITS}; a CNN that is narrow in both of its blocks"
 DIGITS_SIZES = (1024, 256, 128, 389)  # train, probe, validation, test; 16 batches of 64 are one epoch
 CIFAR10 = "60,000 photographs of 32 x 32 pixels in 10 classes, from files of your own (docs/images.md); a slim CNN"
 HELD = 0.05  # of CIFAR's training images, in the probe and in the validation split each
+HOST = ResidualCNN(inputs=(1, 8, 8), channels=(16, 32), outputs=10)
 
 
-def digits_image(channels: tuple[int, ...] = (8, 16), hidden: tuple[int, ...] = (3, 4)) -> Task:
-    """Scikit-learn's digits (Alpaydin and Kaynak, UCI 1998) as images of one channel, kept as bytes.
+def digits_image() -> Task:
+    """Scikit-learn's digits (Alpaydin and Kaynak, UCI 1998) as images of one channel, kept as bytes, on a residual CNN.
 
-    The splits are those of `digits`, and the same in every run. Raises InputError where a size is under 1.
+    The splits are those of `digits`, and the same in every run.
     """
     from sklearn.datasets import load_digits  # a second of imports that no other task needs
 
@@ -29,7 +34,7 @@ def digits_image(channels: tuple[int, ...] = (8, 16), hidden: tuple[int, ...] = 
     return Task(
         name="digits-image",
         summary=DIGITS,
-        host=CNN(inputs=(1, 8, 8), channels=channels, hidden=hidden, outputs=10),
+        host=HOST,
         train=parts[0],
         probe=parts[1],
         validation=parts[2],
@@ -39,6 +44,15 @@ def digits_image(channels: tuple[int, ...] = (8, 16), hidden: tuple[int, ...] = 
         defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 16}},
         pixels=standardizing(parts[0].x),
     )
+
+
+def digits_image_narrow(channels: tuple[int, ...] = (8, 16), hidden: tuple[int, ...] = (3, 4)) -> Task:
+    """`digits-image` on a damaged host, a test bench for controllers: no skips, and both blocks are too narrow.
+
+    Raises InputError where a size is under 1.
+    """
+    host = CNN(inputs=(1, 8, 8), channels=channels, hidden=hidden, outputs=10)
+    return replace(digits_image(), name="digits-image-narrow", summary=DIGITS_NARROW, host=host)
 
 
 def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:

@@ -4,19 +4,21 @@ A step trains long enough that a host is near its ceiling after two of them, bef
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from esper.leyline.task import Task
-from esper.tasks.hosts import MLP, VECTOR_MENU, roomy
+from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, roomy
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import check_examples, split, standardized
 
-_HOST = "an MLP that is wide enough for them"
-IRIS = f"150 flowers by 4 measures in 3 classes (Fisher, 1936); {_HOST}"
-WINE = f"178 wines by 13 measures in 3 classes (Forina, UCI 1991); {_HOST}"
-BREAST_CANCER = f"569 tumours by 30 measures in 2 classes (Wolberg, Mangasarian and Street, UCI 1995); {_HOST}"
+IRIS = "150 flowers by 4 measures in 3 classes (Fisher, 1936)"
+WINE = "178 wines by 13 measures in 3 classes (Forina, UCI 1991)"
+BREAST_CANCER = "569 tumours by 30 measures in 2 classes (Wolberg, Mangasarian and Street, UCI 1995)"
+SUMMARY = "{}; a residual network"
+PLAIN = "{}; an MLP without skips"
 WIDTH, HIDDEN = 16, (16, 16)
 
 
@@ -42,21 +44,21 @@ def breast_cancer() -> Task:
 
 
 def _task(
-    name: str, summary: str, load: Callable[[], Any], *, sizes: tuple[int, int, int, int], batches: tuple[int, int]
+    name: str, data: str, load: Callable[[], Any], *, sizes: tuple[int, int, int, int], batches: tuple[int, int]
 ) -> Task:
     """sizes: examples in train, probe, validation and test; batches: examples in a batch, and batches in a step.
 
     Features are standardized by the train split, and have torch's default dtype.
     """
-    data = load()
-    x = torch.from_numpy(data.data).to(torch.get_default_dtype())
-    y = torch.from_numpy(data.target).to(torch.int64)
-    classes = len(data.target_names)
+    table = load()
+    x = torch.from_numpy(table.data).to(torch.get_default_dtype())
+    y = torch.from_numpy(table.target).to(torch.int64)
+    classes = len(table.target_names)
     check_examples(x, y, classes)
-    host = MLP(inputs=x.shape[1], width=WIDTH, hidden=HIDDEN, outputs=classes)
+    host = ResidualMLP(inputs=x.shape[1], width=WIDTH, hidden=HIDDEN, outputs=classes)
     return Task(
         name=name,
-        summary=summary,
+        summary=SUMMARY.format(data),
         host=host,
         room=roomy(host),
         **standardized(split(x, y, sizes=sizes, seed=0))._asdict(),
@@ -64,3 +66,10 @@ def _task(
         menu=VECTOR_MENU,
         defaults={"steps": 24, "data": {"batch": batches[0], "batches_per_step": batches[1]}},
     )
+
+
+def plain(build: Callable[[], Task], data: str) -> Task:
+    """One of these tasks on a host without skips, for studies: "iris" becomes "iris-plain"."""
+    task = build()
+    host = MLP(inputs=task.train.x.shape[1], width=WIDTH, hidden=HIDDEN, outputs=task.objective.outputs)
+    return replace(task, name=f"{task.name}-plain", summary=PLAIN.format(data), host=host, room=roomy(host))

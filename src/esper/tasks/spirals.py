@@ -1,25 +1,29 @@
-"""Two spirals, and a host with one very narrow block."""
+"""Two spirals: on a residual host, and on one with a very narrow block."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from esper.leyline import keys
 from esper.leyline.task import Task
-from esper.tasks.hosts import MLP, VECTOR_MENU
+from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, roomy
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import split
 
-SUMMARY = "2,048 points on two interleaved spirals; an MLP that is narrow in the first of its three blocks"
+_DATA = "2,048 points on two interleaved spirals"
+SUMMARY = f"{_DATA}; a residual network"
+NARROW = f"{_DATA}; an MLP that is narrow in the first of its three blocks"
 SIZES = (1024, 256, 256, 512)  # train, probe, validation, test; 16 batches of 64 are one epoch
 TURNS = 1.5  # of each spiral
 BAND = 0.05  # half width of a spiral; the spirals are 1 / (2 * TURNS) apart
 RADIUS = 2.0  # so that the features have a standard deviation near 1
+HOST = ResidualMLP(inputs=2, width=32, hidden=(32,) * 3, outputs=2)
 
 
-def spirals(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Task:
-    """Two Archimedean spirals, the one the other turned by half a turn; 2 features, 2 classes.
+def spirals() -> Task:
+    """Two Archimedean spirals, the one the other turned by half a turn; 2 features, 2 classes, on a residual host.
 
         t = sqrt(u),   angle = 2 pi TURNS t + pi y,   r = t + BAND (2 v - 1),   x = RADIUS r (cos angle, sin angle)
 
@@ -27,20 +31,28 @@ def spirals(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Task:
     "Learning to tell two spirals apart", 1988), whose 194 points are too few for four splits, with half its turns. The
     bands do not touch: an accuracy of 1 is possible. The points and splits are the same in every run, and the features
     have torch's default dtype.
-
-    Raises InputError where a width is under 1.
     """
     x, y = spiral_points(sum(SIZES))
     splits = split(x, y, sizes=SIZES, seed=0)
     return Task(
         name="spirals",
         summary=SUMMARY,
-        host=MLP(inputs=2, width=width, hidden=hidden, outputs=2),
+        host=HOST,
+        room=roomy(HOST),
         **splits._asdict(),
         objective=Classification(2),
         menu=VECTOR_MENU,
         defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 16}},
     )
+
+
+def spirals_narrow(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Task:
+    """`spirals` on a damaged host, a test bench for controllers: no skips, and a first block that is too narrow.
+
+    Raises InputError where a width is under 1.
+    """
+    host = MLP(inputs=2, width=width, hidden=hidden, outputs=2)
+    return replace(spirals(), name="spirals-narrow", summary=NARROW, host=host, room=None)
 
 
 def spiral_points(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,228 @@
+"""Fully connected hosts: with and without skips, and with blocks that are damaged."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.layers import Residual
+from esper.leyline.errors import InputError
+from esper.leyline.slots import SlotSpec
+from esper.tasks.sizes import check_sizes, linear, smallest
+
+SCALE = 0.5
+"""What the last layer of all residual blocks together is scaled by at birth, chosen on validation data: docs/hosts.md."""
+
+
+@dataclass(frozen=True)
+class MLP:
+    """A factory of multilayer perceptrons (B, inputs) -> (B, outputs) on a stream of `width` features.
+
+        segment 0:      Linear(inputs -> width)
+        segment k + 1:  Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)     then slot "block<k>"
+        last segment:   Linear(width -> outputs)
+
+    Segments have no residual path, so what a narrow one loses only a bypass can bring back. Weights are drawn from
+    torch's global generator, normal with the scale 1 / sqrt(fan in), or sqrt(2 / fan in) in front of a ReLU; biases
+    are 0.
+
+    Raises InputError where a size is not an integer from 1 on, or there is no hidden size.
+    """
+
+    name: ClassVar[str] = "mlp"
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", _hidden("an MLP host", self.hidden))
+        _check(self, "an MLP host")
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        blocks = [
+            nn.Sequential(
+                linear(self.width, inner, variance=2 / self.width),
+                nn.ReLU(),
+                linear(inner, self.width, variance=1 / inner),
+            )
+            for inner in self.hidden
+        ]
+        embed = linear(self.inputs, self.width, variance=1 / self.inputs)
+        head = linear(self.width, self.outputs, variance=1 / self.width)
+        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width, inner=2) for k in range(len(blocks))]
+        host = SegmentedHost([embed, *blocks, head], slots)
+        host.stacks = True
+        return host
+
+    def plain(self, parameters: int) -> "MLP":
+        """The network of as many blocks, none of them narrow, of the smallest width with at least so many parameters."""
+
+        def even(width: int) -> MLP:
+            return replace(self, width=width, hidden=(width,) * len(self.hidden))
+
+        return even(smallest(even, parameters))
+
+    def skips(self) -> "Skipped":
+        """The same host with an identity skip around every block, and no parameter more."""
+        return Skipped(self)
+
+
+@dataclass(frozen=True)
+class ResidualMLP:
+    """A factory of residual networks (B, inputs) -> (B, outputs) on a stream of `width` features.
+
+        segment 0:      Linear(inputs -> width)
+        segment k + 1:  x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)    then slot "block<k>"
+        last segment:   Linear(width -> outputs)
+
+    There is no normalisation over the batch, so that no example depends on others. Weights are drawn from torch's global
+    generator, normal with the scale 1 / sqrt(fan in), or sqrt(2 / fan in) in front of a ReLU, except for the last layer of a
+    block, which is SCALE / sqrt(fan in blocks); biases are 0.
+
+    Raises InputError where a size is not an integer from 1 on, or there is no hidden size.
+    """
+
+    name: ClassVar[str] = "residual-mlp"
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", _hidden("a residual MLP host", self.hidden))
+        _check(self, "a residual MLP host")
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        blocks = [
+            Residual(
+                linear(self.width, inner, variance=2 / self.width),
+                nn.ReLU(),
+                linear(inner, self.width, variance=SCALE**2 / (inner * len(self.hidden))),
+            )
+            for inner in self.hidden
+        ]
+        embed = linear(self.inputs, self.width, variance=1 / self.inputs)
+        head = linear(self.width, self.outputs, variance=1 / self.width)
+        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width, inner=2) for k in range(len(blocks))]
+        host = SegmentedHost([embed, *blocks, head], slots)
+        host.stacks = True
+        return host
+
+    def plain(self, parameters: int) -> "ResidualMLP":
+        """The residual network of as many blocks, of the smallest width with at least so many parameters."""
+
+        def even(width: int) -> ResidualMLP:
+            return replace(self, width=width, hidden=(width,) * len(self.hidden))
+
+        return even(smallest(even, parameters))
+
+    def skips(self) -> None:
+        """None: every block has its skip."""
+
+
+class Floor(nn.Module):
+    """max(z, floor), elementwise: the ReLU at floor 0, and the identity at minus infinity.
+
+    The floor is a buffer, so that rows of one stack differ in it. A padded unit, exactly 0, stays 0 under either.
+    """
+
+    stacks = True
+    floor: Tensor  # (1, 1); stacked (E, 1, 1)
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.register_buffer("floor", torch.full((1, 1), -torch.inf if linear else 0.0))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(B, H) -> (B, H), or (E, B, H) -> (E, B, H)."""
+        return torch.clamp(z, min=self.floor)
+
+
+@dataclass(frozen=True)
+class DamagedMLP:
+    """A factory of hosts as `MLP` makes them, some of whose blocks have no nonlinearity or never train.
+
+        segment k + 1:  Linear(width -> hidden[k]), Floor(linear[k]), Linear(hidden[k] -> width)
+
+    The parameters of block k do not require a gradient where frozen[k]. All of them are drawn as those of the MLP.
+
+    Raises InputError where a size is not an integer from 1 on, or there is not one truth value of each kind a block.
+    """
+
+    name: ClassVar[str] = "damaged-mlp"
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+    linear: tuple[bool, ...]  # blocks without a nonlinearity
+    frozen: tuple[bool, ...]  # blocks that stay as they were drawn
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", self._undamaged().hidden)
+        for name in ("linear", "frozen"):
+            flags = getattr(self, name)
+            if (
+                not isinstance(flags, list | tuple)
+                or len(flags) != len(self.hidden)
+                or not all(isinstance(flag, bool) for flag in flags)
+            ):
+                raise InputError(
+                    f"{name} of a damaged MLP host is {flags!r}; give True or False for each of its "
+                    f"{len(self.hidden)} blocks"
+                )
+            object.__setattr__(self, name, tuple(flags))
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        host = self._undamaged()()
+        for block, is_linear, frozen in zip(host.segments[1:-1], self.linear, self.frozen, strict=True):
+            assert isinstance(block, nn.Sequential)
+            block[1] = Floor(is_linear)
+            block.requires_grad_(not frozen)
+        return host
+
+    def plain(self, parameters: int) -> MLP:
+        """The undamaged network of as many blocks, none narrow, of the smallest width with at least so many parameters."""
+        return self._undamaged().plain(parameters)
+
+    def skips(self) -> "Skipped":
+        """The same host with an identity skip around every block, and no parameter more."""
+        return Skipped(self)
+
+    def _undamaged(self) -> MLP:
+        return MLP(self.inputs, self.width, self.hidden, self.outputs)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A factory of the hosts of another, of the same draws, with an identity skip around every block."""
+
+    host: MLP | DamagedMLP
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        host = self.host()
+        for k in range(1, len(host.segments) - 1):
+            block = host.segments[k]
+            assert isinstance(block, nn.Sequential)
+            host.segments[k] = Residual(*block)
+        return host
+
+
+def _hidden(of: str, hidden: Any) -> tuple[Any, ...]:
+    if not isinstance(hidden, list | tuple) or not hidden:
+        raise InputError(f"hidden of {of} is {hidden!r}; give the inner widths of its blocks, as (4, 12)")
+    return tuple(hidden)  # JSON has no tuples
+
+
+def _check(host: MLP | ResidualMLP, of: str) -> None:
+    sizes: dict[str, Any] = {"inputs": host.inputs, "width": host.width, "outputs": host.outputs}
+    check_sizes(of, sizes | {f"hidden[{k}]": size for k, size in enumerate(host.hidden)})
