@@ -1,6 +1,7 @@
 """`--set` of a run that goes on: what may be changed, what is recorded of it, and where it comes to."""
 
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,3 +275,49 @@ def test_what_does_not_fit_a_training_is_refused_and_nothing_is_changed(trained,
     with pytest.raises(InputError, match=sentence):
         lengthened(tasks, folder, setting)
     assert content(folder) == before
+
+
+class Asking:
+    """An objective under which Ctrl-C is pressed as a loss of the number `at` is computed."""
+
+    def __init__(self, objective, at):
+        self.metric, self.outputs, self.score = objective.metric, objective.outputs, objective.score
+        self._objective, self._left = objective, at
+
+    def loss(self, output, target):
+        self._left -= 1
+        if self._left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return self._objective.loss(output, target)
+
+
+def interrupted_in_a_round(folder, at=40):
+    """A training that Ctrl-C ended inside a round of learning, with shares of exploration that are all above 0."""
+    task = blobs()
+    explores = {"rounds": 4, "exploration": 0.4, "exploration_op": 0.2}
+    configs = training_configs([task], "quick", SHORT, {"ppo": explores})
+    summary = train([replace(task, objective=Asking(task.objective, at))], configs, folder)
+    assert summary["status"] == "interrupted"
+    school = Checkpoints(folder, configs[0].checkpoint).read(pytest.fail).state["school"]
+    assert school["episode"] is not None, "the signal came between two rounds"
+    assert 0 < len(school["cohorts"][0]["client"]["rollout"]["value"]) < SHORT["steps"]
+    return summary
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["ppo.rounds=9", "ppo.exploration=0.1", "ppo.exploration_op=0", "ppo.entropy=0.1"],
+)
+def test_a_training_that_was_interrupted_inside_a_round_goes_on_under_another_schedule(tmp_path, setting):
+    assert interrupted_in_a_round(tmp_path / "run")["rounds_done"] < 4
+    summary = lengthened([blobs()], tmp_path / "run", setting)
+    rounds = 9 if setting == "ppo.rounds=9" else 4
+    assert (summary["status"], summary["rounds_done"]) == ("finished", rounds)
+
+
+def test_a_training_may_be_left_with_fewer_rounds_of_imitation_than_are_behind_it(tmp_path):
+    task = blobs()
+    configs = training_configs([task], "quick", SHORT, {"ppo": {"imitation_rounds": 6}})
+    train([replace(task, objective=Asking(task.objective, 9))], configs, tmp_path / "run")
+    summary = lengthened([task], tmp_path / "run", "ppo.imitation_rounds=0")
+    assert (summary["status"], summary["rounds_done"]) == ("finished", 2)

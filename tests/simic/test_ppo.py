@@ -9,8 +9,9 @@ import torch
 from esper.leyline.actions import RELEVANT, Head, Op
 from esper.leyline.config import PPOConfig
 from esper.simic.advantages import advantages
+from esper.simic.client import drawn
 from esper.simic.ppo import PPO, LearningError, anneal, explained_variance, policy_loss, value_loss
-from esper.simic.rollout import Step, TamiyoRolloutBuffer
+from esper.simic.rollout import TamiyoRolloutBuffer
 from esper.tamiyo.controller import Language, Mind, Policy
 from esper.tamiyo.network import Batch, FactoredRecurrentActorCritic, Shapes
 from esper.tamiyo.policy import judge
@@ -54,7 +55,7 @@ def a_rollout(learner, view, pay=planted, steps=1, forget=None):
             mind.forget(forget[t])
         thought = mind.think(view._replace(step=t, episode=learner.round), learner.exploration, greedy=False)
         made = thought.decision
-        buffer.add(Step(thought.observation, made.actions, made.valid, made.log_prob, thought.value, thought.starts))
+        buffer.add(drawn(thought, learner.exploration))
         ends = np.full(ENVS, t == steps - 1) | forget.get(t + 1, np.zeros(ENVS, bool))
         buffer.close(pay(made.actions), ends)
     return buffer.rollout()

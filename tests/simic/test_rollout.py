@@ -28,6 +28,7 @@ def a_step(seed):
         log_prob=torch.from_numpy(some(E)),
         value=torch.from_numpy(some(E)),
         starts=rng.random(E) < 0.5,
+        exploration=torch.from_numpy(rng.random((E, len(Head)))),
     )
 
 

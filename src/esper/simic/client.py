@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
-from esper.leyline.actions import Actions
+from esper.leyline.actions import Actions, Head
 from esper.leyline.config import GovernorConfig
 from esper.leyline.protocols import Reward
 from esper.leyline.view import Outcome, View
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
 from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
-from esper.tamiyo.controller import Mind
+from esper.tamiyo.controller import Mind, Thought
 
 
 class SimicClient:
@@ -27,13 +28,10 @@ class SimicClient:
 
     def act(self, view: View) -> Actions:
         """A sampled decision per environment, kept with what it was based on."""
-        thought = self.mind.think(view, self.learner.exploration, greedy=False)
-        made = thought.decision
-        self.keep(
-            view,
-            Step(thought.observation, made.actions, made.valid, made.log_prob, thought.value, thought.starts),
-        )
-        return made.actions
+        exploration = self.learner.exploration
+        thought = self.mind.think(view, exploration, greedy=False)
+        self.keep(view, drawn(thought, exploration))
+        return thought.decision.actions
 
     def keep(self, view: View, step: Step) -> None:
         """Write what was seen and decided into the rollout."""
@@ -94,3 +92,18 @@ class SimicClient:
         figures = self.learner.update([self.rollout()], [self.menu])
         self.clear()
         return figures
+
+
+def drawn(thought: Thought, exploration: Mapping[Head, float]) -> Step:
+    """The step of a decision that was drawn under these shares of the uniform."""
+    made = thought.decision
+    shares = torch.tensor([[exploration[head] for head in Head]], dtype=torch.float64)
+    return Step(
+        observation=thought.observation,
+        actions=made.actions,
+        valid=made.valid,
+        log_prob=made.log_prob,
+        value=thought.value,
+        starts=thought.starts,
+        exploration=shares.repeat(len(thought.value), 1),
+    )

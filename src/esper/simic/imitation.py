@@ -7,10 +7,10 @@ from esper.leyline.actions import Actions, Head
 from esper.leyline.config import GovernorConfig
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.view import View
-from esper.simic.client import SimicClient
+from esper.simic.client import SimicClient, drawn
 from esper.simic.ppo import PPO
-from esper.simic.rollout import Step
 from esper.tamiyo.baselines import choices
+from esper.tamiyo.policy import GREEDY
 
 
 class Apprentice(SimicClient):
@@ -39,10 +39,7 @@ class Apprentice(SimicClient):
         thought = self.mind.think(view, greedy=False)
         shown = self.teacher.act(view)
         valid = [choices(view.masks, head, shown.op, shown.slot) for head in Head]
-        self.keep(
-            view,
-            Step(thought.observation, shown, valid, torch.zeros(envs), thought.value, thought.starts),
-        )
+        self.keep(view, drawn(thought, GREEDY)._replace(actions=shown, valid=valid, log_prob=torch.zeros(envs)))
         follows = np.arange(envs) < round(self.led * envs)
         own = thought.decision.actions
         return Actions(*(np.where(follows, theirs, mine) for theirs, mine in zip(shown, own, strict=True)))

@@ -234,7 +234,8 @@ class PPO:
     def _judge(self, rollout: Rollout, batch: Batch) -> tuple[Judged, Tensor]:
         network = self.policy.network
         encoded, value, _ = network(batch, network.initial(rollout.value.shape[1]), rollout.starts)
-        return judge(network, encoded, rollout.actions, rollout.valid, self.exploration), value
+        shares = {head: rollout.exploration[..., head, None] for head in Head}  # those of then, not of the config
+        return judge(network, encoded, rollout.actions, rollout.valid, shares), value
 
     def _losses(self, part: Batched) -> Losses:
         rollout, config = part.rollout, self.config

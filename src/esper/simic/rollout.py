@@ -21,6 +21,7 @@ class Step(NamedTuple):
     log_prob: Tensor  # (E,)
     value: Tensor  # (E,) V of the state, in units of return
     starts: NDArray[np.bool_]  # (E,) a sequence begins here: the memory was empty
+    exploration: Tensor  # (E, heads) float64, share of the uniform in each head's choice, as it is in `log_prob`
 
 
 class Rollout(NamedTuple):
@@ -32,6 +33,7 @@ class Rollout(NamedTuple):
     log_prob: Tensor  # (T, E)
     value: Tensor  # (T, E)
     starts: Tensor  # (T, E) bool
+    exploration: Tensor  # (T, E, heads) float64, the shares under which the decisions were drawn
     reward: Tensor  # (T, E)
     end: Tensor  # (T, E) bool, the sequence ends with this step
     after: Tensor  # (T, E) value of the state behind it where it was cut short, else 0
@@ -74,7 +76,7 @@ class TamiyoRolloutBuffer:
     def add(self, step: Step) -> None:
         """Write what was seen and decided; `close` adds what came of it."""
         assert self.length < self.steps, "the buffer is full; clear() begins the next round"
-        parts = (*step.observation, *step.actions, *step.valid, step.log_prob, step.value, step.starts)
+        parts = (*step.observation, *step.actions, *step.valid, *step[3:])
         rollout = self._rollout = self._rollout or _room(self.steps, self.envs, step)
         for room, part in zip(_written(rollout), parts, strict=True):
             room[self.length] = part if isinstance(part, Tensor) else torch.from_numpy(part)
@@ -141,6 +143,7 @@ def _room(steps: int, envs: int, step: Step) -> Rollout:
         log_prob=torch.zeros(shape),
         value=torch.zeros(shape),
         starts=torch.zeros(shape, dtype=torch.bool),
+        exploration=like(step.exploration),
         reward=torch.zeros(shape),
         end=torch.zeros(shape, dtype=torch.bool),
         after=torch.zeros(shape),
@@ -155,4 +158,5 @@ def _written(rollout: Rollout) -> list[Tensor]:
         rollout.log_prob,
         rollout.value,
         rollout.starts,
+        rollout.exploration,
     ]

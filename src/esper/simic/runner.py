@@ -302,7 +302,8 @@ class School:
 
     def imitate(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
         """One round in which the policy learns to do as the heuristic does; `number` counts up to -1."""
-        led = LED[min(number + self.config.ppo.imitation_rounds, len(LED) - 1)]
+        passed = max(number + self.config.ppo.imitation_rounds, 0)  # a run that goes on may have been given fewer
+        led = LED[min(passed, len(LED) - 1)]
         for apprentice in self.apprentices:
             apprentice.led = led
         played = self._play(number, self.apprentices, 1, interrupt, keeper)

@@ -43,10 +43,14 @@ class Judged(NamedTuple):
     entropy: Tensor  # (T, E, heads) of each head given the choices before it, 0 where the head did not matter [nats]
 
 
-def probabilities(logits: Tensor, valid: Tensor, exploration: float) -> Tensor:
-    """The mixture above: logits and valid (..., C) -> (..., C), exactly 0 where not valid; one choice must be."""
+def probabilities(logits: Tensor, valid: Tensor, exploration: float | Tensor) -> Tensor:
+    """The mixture above: logits and valid (..., C) -> (..., C), exactly 0 where not valid; one choice must be.
+
+    exploration is one share for all, or float64 (..., 1).
+    """
     soft = logits.masked_fill(~valid, -torch.inf).softmax(-1)
-    return (1 - exploration) * soft + exploration * valid / valid.sum(-1, keepdim=True)
+    share = torch.as_tensor(exploration, dtype=torch.float64)
+    return (1 - share).to(soft.dtype) * soft + share.to(soft.dtype) * valid / valid.sum(-1, keepdim=True)
 
 
 def decide(
@@ -85,9 +89,12 @@ def judge(
     encoded: Encoded,
     actions: Sequence[Tensor],
     valid: Sequence[Tensor],
-    exploration: Mapping[Head, float],
+    exploration: Mapping[Head, float] | Mapping[Head, Tensor],
 ) -> Judged:
-    """Log-probability and entropies of decisions; actions: by head (T, E), valid: by head (T, E, choices)."""
+    """Log-probability and entropies of decisions; actions: by head (T, E), valid: by head (T, E, choices).
+
+    exploration: by head, one share for all decisions or float64 (T, E, 1).
+    """
     op, slot = actions[Head.OP], actions[Head.SLOT]
     log_probs, entropies = [], []
     for head in Head:
