@@ -17,7 +17,7 @@ from esper.leyline.config import Config
 from esper.leyline.verdicts import Vital
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
-from esper.simic.rewards import get_reward
+from esper.simic.rewards import delta, get_reward, total
 from esper.simic.rollout import Rollout
 from esper.simic.runner import training_configs
 from esper.tamiyo.controller import Language, Policy
@@ -55,6 +55,7 @@ class Episode(NamedTuple):
 
     trace: list[list[str]]  # by step, the fingerprint of every row
     found: NDArray[np.int8]  # (T, E) `Vital` of every environment
+    pay: NDArray[np.float32]  # (T, E) the rise of J less the penalty of what was rolled back
     rollout: Rollout
     counts: dict[str, dict[str, int]]
     training: list[list[int]]  # by step, the environments with a seed that trains in it
@@ -105,7 +106,7 @@ def play(task: str, case: Case | None, quick: bool) -> Episode:
     engine = VectorizedEngine(get_task(task).sealed(), config)
     policy = Policy.fresh(Language.of([engine.space]), config.seed)
     client = SimicClient(PPO(policy, config.ppo, config.seed), get_reward(config.reward), config.governor.penalty)
-    trace, found, training, view = [], [], [], engine.reset()
+    trace, found, training, pay, view = [], [], [], [], engine.reset()
     while view.step < view.steps:
         actions = client.act(view)
         breaks = case is not None and view.step == case.step
@@ -114,8 +115,10 @@ def play(task: str, case: Case | None, quick: bool) -> Episode:
         client.store(outcome)
         trace.append(fingerprints(engine))
         found.append(outcome.found)
+        pay.append(total(delta(outcome, config.reward)) - config.governor.penalty * outcome.rolled_back)
         training.append(np.flatnonzero(np.isfinite(view.measurements.seed_gradient_norm).any(1)).tolist())
-    return Episode(trace, np.array(found), client.rollout().copied(), engine.governor.record.counts(), training)
+    counts = engine.governor.record.counts()
+    return Episode(trace, np.array(found), np.float32(pay), client.rollout().copied(), counts, training)
 
 
 def examine(case: Case, quick: bool) -> Record:
@@ -134,7 +137,7 @@ def examine(case: Case, quick: bool) -> Record:
     if case.row < envs:
         rolled = back == [[case.step, case.row]]
         paid = float(broken.rollout.reward[case.step, case.row])
-        penalised = bool(ends[case.step, case.row]) and paid == -config_of(case.task, quick).governor.penalty
+        penalised = bool(ends[case.step, case.row]) and paid == broken.pay[case.step, case.row]
     else:  # a twin has no transition; it must only be rolled back, and leave its environment alone
         rolled, penalised = not back, True
     counted = sum(broken.counts["rollbacks"].values())

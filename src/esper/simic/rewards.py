@@ -5,7 +5,7 @@ A reward is a sum of named components, each (E,):
     metric   change of the metric, or of minus the loss          budget   change of the penalty above `param_budget`
     rent     change of the rent for added parameters             fees     minus the price of the accepted operation
     twin     minus the change of the twin's worth                escrow   what the accounts of kept seeds pay out
-    governor minus the penalty of a step that was rolled back, which is then all that it is paid (`paid`)
+    governor minus the penalty of a step that was rolled back (`paid`)
 
 `twin` is there where `baseline` is twin, `escrow` in the reward of that name. The baseline `group` belongs to the advantage
 and leaves the reward alone. What was not measured is nan, and so is every component that needs it.
@@ -71,12 +71,13 @@ def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Componen
 
 
 def fees(outcome: Outcome, config: RewardConfig) -> Floats:
-    """(E,) minus the price of each accepted operation; a refused one is free."""
+    """(E,) minus the price of each accepted operation; one that was refused, or undone by a rollback, is free."""
     prices = np.zeros(len(Op))
     for name, price in config.fees.items():
         prices[Op[name.upper()]] = price
     paid = np.zeros(len(outcome.accepted))
-    paid[outcome.accepted] -= prices[outcome.actions.op[outcome.accepted]]  # a refused one may be no Op at all
+    charged = outcome.accepted & ~outcome.rolled_back
+    paid[charged] -= prices[outcome.actions.op[charged]]  # a refused one may be no Op at all
     return paid
 
 
@@ -86,15 +87,16 @@ def delta(outcome: Outcome, config: RewardConfig) -> Components:
 
 
 def paid(reward: Reward, outcome: Outcome, penalty: float) -> Components:
-    """What a decision is paid when the governor had its say: a step that was rolled back earns minus the penalty alone.
+    """The reward of a step and, where it was rolled back, minus the penalty.
 
-    Whatever a reward makes of the network that was restored is left out, and for it the next step begins a new sequence.
+    In a failed step `outcome.after` is the network that was restored, so J_after - J_before takes back every rise since the
+    snapshot, which was paid when it came. The next step of such a row begins a new sequence of a `StatefulReward`.
     """
     failed = outcome.rolled_back
-    kept = {name: np.where(failed, 0.0, value) for name, value in reward(outcome).items()}
+    components = dict(reward(outcome))
     if failed.any() and isinstance(reward, StatefulReward):
         reward.restart(failed)
-    return kept | {"governor": np.where(failed, -penalty, 0.0)}
+    return components | {"governor": np.where(failed, -penalty, 0.0)}
 
 
 def total(components: Mapping[str, Floats]) -> Floats:
@@ -187,9 +189,10 @@ class Delta:
 
 
 class Sparse:
-    """sparse_reward_scale * (J_T - J_0) at the end and 0 before it, where J_0 is J when the sequence began.
+    """sparse_reward_scale * (J_T - J_0) at the end of a sequence and 0 before it, where J_0 is J when the sequence began.
 
-    Fees are charged at once and are not scaled.
+    A sequence ends with the episode or with a rollback, where J_T is that of the restored network, with which the next one
+    begins. Fees are charged at once and are not scaled.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -204,7 +207,7 @@ class Sparse:
             self._rise = {name: np.zeros_like(rise) for name, rise in step.items()}
         self._rise = {name: self._rise[name] + rise for name, rise in step.items()}
         scale = self.config.sparse_reward_scale
-        paid = {name: scale * rise if outcome.terminal else np.zeros_like(rise) for name, rise in self._rise.items()}
+        paid = {name: np.where(outcome.ended, scale * rise, 0.0) for name, rise in self._rise.items()}
         return paid | {"fees": charged}
 
     def restart(self, rows: Bools) -> None:
@@ -225,7 +228,8 @@ class Escrow:
 
     Credit is no reward until it is paid. A credit that were shown to the controller at once and taken back later would leave
     it with something for waiting wherever returns are discounted or a sequence is cut short. An episode comes to
-    J_T - J_0 - fees + paid.
+    J_T - J_0 - fees + paid. A rollback closes every account of its row without pay, and what was paid before stays paid: no
+    later seed is paid for the same rise.
 
     Experimental: what a seed brought is measured when it is kept, so that keeping it late may pay more than keeping it early
     (docs/benchmarks/exploits.md).
@@ -248,12 +252,11 @@ class Escrow:
         return _rise(before, after) | {"fees": fees(outcome, self.config), "escrow": flows.paid.sum(1)}
 
     def restart(self, rows: Bools) -> None:
-        """Close the accounts of some environments, (E,); seeds that are there at the next step get new ones."""
+        """Close the accounts of some environments, (E,); the rise up to which they were paid stays."""
         if self._account is not None:
-            fresh = Account.empty(*self._account.credit.shape)
-            chosen = (rows[:, None], rows[:, None], rows)
-            pairs = zip(chosen, fresh, self._account, strict=True)
-            self._account = Account(*(np.where(which, new, old) for which, new, old in pairs))
+            credit, entry, paid_up = self._account
+            column = rows[:, None]
+            self._account = Account(np.where(column, 0.0, credit), np.where(column, np.nan, entry), paid_up)
 
     def state(self) -> dict[str, NDArray[np.float64]]:
         """The fields of `Account`."""
