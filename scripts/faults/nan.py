@@ -137,7 +137,7 @@ def examine(case: Case, quick: bool) -> Record:
     if case.row < envs:
         rolled = back == [[case.step, case.row]]
         paid = float(broken.rollout.reward[case.step, case.row])
-        penalised = bool(ends[case.step, case.row]) and paid == broken.pay[case.step, case.row]
+        penalised = bool(ends[case.step, case.row]) and paid == float(broken.pay[case.step, case.row])
     else:  # a twin has no transition; it must only be rolled back, and leave its environment alone
         rolled, penalised = not back, True
     counted = sum(broken.counts["rollbacks"].values())

@@ -356,7 +356,9 @@ def test_what_does_not_fit_together_is_refused_in_one_sentence(top, sentence):
 def test_a_decision_of_another_number_of_environments_is_refused():
     engine = VectorizedEngine(blobs(), small_config())
     engine.reset()
-    with pytest.raises(InputError, match=r"Actions of shape \(3,\) in every head"):
+    with pytest.raises(
+        InputError, match=r"returned op of shape \(2,\); give one whole number for each of the 3 environments"
+    ):
         engine.step(Actions.wait(2))
 
 

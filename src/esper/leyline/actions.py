@@ -1,10 +1,12 @@
 """What a controller can do: operations, the heads of a decision, and which heads matter for which operation."""
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from esper.leyline.errors import InputError
 
 Ints = NDArray[np.int64]
 
@@ -63,3 +65,28 @@ class Actions(NamedTuple):
     def wait(cls, envs: int) -> "Actions":
         """WAIT for each of `envs` environments."""
         return cls(*(np.zeros(envs, np.int64) for _ in Head))
+
+
+def checked(actions: Any, envs: int) -> Actions:
+    """What a controller decided, every field as int64 (E,). InputError, naming the field, where it is anything else."""
+    if not isinstance(actions, Actions):
+        raise InputError(
+            f"act of the controller returned a {type(actions).__name__}; return esper.Actions with the fields "
+            f"{', '.join(Actions._fields)}, each of shape ({envs},)"
+        )
+    return Actions(*(_whole(name, value, envs) for name, value in actions._asdict().items()))
+
+
+def _whole(name: str, value: Any, envs: int) -> Ints:
+    mend = f"give one whole number for each of the {envs} environments, int64 of shape ({envs},)"
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):  # a ragged list, or a tensor of another device
+        raise InputError(f"act of the controller returned {name} as a {type(value).__name__}; {mend}") from None
+    if array.shape != (envs,):
+        raise InputError(f"act of the controller returned {name} of shape {array.shape}; {mend}")
+    if array.dtype.kind not in "iu":
+        broken = array.dtype.kind == "f" and not np.isfinite(array).all()
+        where = f", not finite in environment {int(np.argmin(np.isfinite(array)))}" if broken else ""
+        raise InputError(f"act of the controller returned {name} as {array.dtype}{where}; {mend}")
+    return array.astype(np.int64)

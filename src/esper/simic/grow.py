@@ -12,7 +12,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
-from esper.leyline.actions import Actions, Op
+from esper.leyline.actions import Actions, Op, checked
 from esper.leyline.config import Config
 from esper.leyline.disk import Patient
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
@@ -96,7 +96,7 @@ def grow(
         if found is None:
             episode = Episode(engine.reset())
             # a controller that does not fit the task says so before anything is written
-            episode.decided = client.act(episode.view)
+            episode.decided = checked(client.act(episode.view), config.envs)
         else:
             with fitting(found):
                 episode = _restored(engine, client, found.state)

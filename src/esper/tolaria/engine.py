@@ -15,9 +15,9 @@ from esper.kasmina.export import grown_network
 from esper.kasmina.gates import judge
 from esper.kasmina.host import check_host
 from esper.kasmina.lifecycle import apply, dormant, edits, legal, tick, transitions
-from esper.leyline.actions import Actions
+from esper.leyline.actions import Actions, checked
 from esper.leyline.config import Config
-from esper.leyline.errors import DataFault, InputError
+from esper.leyline.errors import DataFault
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
@@ -241,11 +241,13 @@ class VectorizedEngine:
     def step(self, actions: Actions) -> tuple[View, Outcome]:
         """apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
 
-        Returns what the next decision may be based on, and the outcome of this one, measured after it acted.
+        Returns what the next decision may be based on, and the outcome of this one, measured after it acted. InputError where
+        a field of the decision is no array of E whole numbers.
         """
         config, state = self.config, self.state
         assert state.episode >= 0, "reset() begins an episode"
         assert state.step < config.steps, "the episode is over; reset() begins the next"
+        actions = checked(actions, config.envs)
         before, decided = state.scores, state.seeds
         refused = self.decide(actions)
         applied = state.seeds
@@ -496,12 +498,8 @@ class VectorizedEngine:
 
     def _everywhere(self, actions: Actions) -> Actions:
         """The environments' decisions, and WAIT for every other row."""
-        rows, envs = len(self.state.instance), self.config.envs
-        if not isinstance(actions, Actions) or any(np.shape(head) != (envs,) for head in actions):
-            raise InputError(f"a client's decision must be Actions of shape ({envs},) in every head")
-        return Actions(
-            *(np.concatenate([np.asarray(head, np.int64), np.zeros(rows - envs, np.int64)]) for head in actions)
-        )
+        rest = np.zeros(len(self.state.instance) - self.config.envs, np.int64)
+        return Actions(*(np.concatenate([head, rest]) for head in checked(actions, self.config.envs)))
 
     def _birth_key(self, env: int, slot: int) -> int:
         state = self.state
