@@ -17,7 +17,7 @@ from esper.api import grow, load
 from esper.cli import main
 from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY
 from esper.leyline.errors import InputError
-from esper.nissa.files import OWN
+from esper.nissa.files import NAMES as OWN
 from esper.tamiyo.catalog import get_controller, trained
 from esper.tamiyo.controller import FACTS, WEIGHTS, Language, Policy, load_policy, save_policy
 from esper.tasks.catalog import get_task

@@ -1,6 +1,8 @@
 """Files and folders that are whole or absent."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -25,6 +27,26 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(OSError, match=r"a\.json"):
         write_atomic(tmp_path / "a.json", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from esper.leyline.disk import write_atomic, write_folder
+mine = sys.argv[1].encode() * 4000
+for _ in range(300):
+    write_atomic(Path("a.json"), mine)
+    write_folder(Path("f"), {"x": mine, "y": mine})
+"""
+
+
+def test_two_processes_may_write_one_name_at_the_same_time(tmp_path):
+    both = [subprocess.Popen([sys.executable, "-c", WRITER, mine], cwd=tmp_path) for mine in "ab"]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "f"}
+    written = [(tmp_path / "a.json").read_bytes(), content(tmp_path / "f")]
+    assert written[0] in (b"a" * 4000, b"b" * 4000)
+    assert written[1] in ({"x": b"a" * 4000, "y": b"a" * 4000}, {"x": b"b" * 4000, "y": b"b" * 4000})
 
 
 def test_a_folder_takes_the_place_of_the_old_one(tmp_path):

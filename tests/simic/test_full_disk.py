@@ -24,15 +24,15 @@ LEARN = {
 }
 GROWN = (  # what a run of grow writes, by the path it is written to
     r"/lock$",
-    r"/\.config\.yaml\.tmp$",
-    r"/\.environment\.json\.tmp$",
+    r"/\.config\.yaml\.\w+\.tmp$",
+    r"/\.environment\.json\.\w+\.tmp$",
     r"/events\.jsonl$",
     r"/\.step-\d+\.new/state\.safetensors$",
     r"/\.step-\d+\.new/state\.json$",
-    r"/\.latest\.tmp$",
+    r"/\.latest\.\w+\.tmp$",
     r"/\.env-001\.new/model\.safetensors$",
     r"/\.env-001\.new/model\.pt2$",
-    r"/\.summary\.json\.tmp$",
+    r"/\.summary\.json\.\w+\.tmp$",
 )
 TRAINED = (r"/events\.jsonl$", r"/\.step-\d+\.new/state\.safetensors$", r"/\.controller\.new/controller\.json$")
 

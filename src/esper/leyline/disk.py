@@ -1,8 +1,13 @@
 """Files and folders that are whole or absent, whatever moment a crash comes at."""
 
+import errno
+import fcntl
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 Content = bytes | Sequence[bytes | memoryview]
@@ -10,6 +15,12 @@ Content = bytes | Sequence[bytes | memoryview]
 
 Patient = Callable[[Path, Callable[[], None]], None]
 """Calls what writes a path, once or, where the disk is full, until there is room."""
+
+
+WITHOUT_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system answers that has no flock."""
+
+_TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
 
 def at_once(path: Path, write: Callable[[], None]) -> None:
@@ -20,9 +31,10 @@ def at_once(path: Path, write: Callable[[], None]) -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write `path` so that a reader, or a crash, finds either the old content or all of the new.
 
-    The content goes to a temporary name beside it, is flushed to the disk, and takes the name in one rename.
+    The content goes to a temporary name beside it, is flushed to the disk, and takes the name in one rename. Every call has
+    a temporary name of its own, so that two processes that write one path do not meet: the last rename decides.
     """
-    temporary = unfinished(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_synced(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
@@ -32,35 +44,54 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
-def unfinished(path: Path) -> Path:
-    """The name under which `write_atomic` writes a file, where a kill may leave it."""
-    return path.with_name(f".{path.name}.tmp")
+def unfinished(path: Path) -> str | None:
+    """The name of the file that `write_atomic` was writing to this temporary name, where a kill left it; None for others."""
+    temporary = _TEMPORARY.fullmatch(path.name)
+    return None if temporary is None else temporary["name"]
 
 
 def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
     """Write a folder of files in place of the one of that name, so that a crash leaves all of the old one or of the new.
 
     No system call exchanges two folders everywhere, so the old one steps aside for a moment: `standing` finds it there, and
-    the next `write_folder` puts it back first.
+    the next `write_folder` puts it back first. Processes that write folders beside each other do so one after the other.
     """
     new, old = _aside(folder, "new"), _aside(folder, "old")
-    if os.path.lexists(old) and not os.path.lexists(folder):
-        os.rename(old, folder)
-    remove(new)
-    remove(old)
+    with _alone_in(folder.parent) as parent:
+        if os.path.lexists(old) and not os.path.lexists(folder):
+            os.rename(old, folder)
+        remove(new)
+        remove(old)
+        try:
+            new.mkdir()
+            for name, content in files.items():
+                write_synced(new / name, content)
+            sync_folder(new)
+        except OSError:
+            remove(new)  # a full disk has use for the room
+            raise
+        if os.path.lexists(folder):
+            os.rename(folder, old)
+        os.rename(new, folder)
+        os.fsync(parent)
+        remove(old)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder, with the kernel's lock on it where the file system has one."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        new.mkdir()
-        for name, content in files.items():
-            write_synced(new / name, content)
-        sync_folder(new)
-    except OSError:
-        remove(new)  # a full disk has use for the room
-        raise
-    if os.path.lexists(folder):
-        os.rename(folder, old)
-    os.rename(new, folder)
-    sync_folder(folder.parent)
-    remove(old)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in WITHOUT_FLOCK:
+                raise
+        yield descriptor
+        with suppress(OSError):  # a child that was forked in between would hold it on
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 def standing(folder: Path) -> Path:
@@ -80,16 +111,20 @@ def remove(path: Path) -> None:
 
 
 def write_synced(path: Path, content: Content) -> None:
-    """Write a file and see that its content survives a crash of the machine."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    """Write a file and see that its content survives a crash of the machine. An OSError of it names the file."""
     try:
-        for part in (content,) if isinstance(content, bytes) else content:
-            rest = memoryview(part)
-            while rest:  # a nearly full disk takes a part of it first
-                rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        try:
+            for part in (content,) if isinstance(content, bytes) else content:
+                rest = memoryview(part)
+                while rest:  # a nearly full disk takes a part of it first
+                    rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

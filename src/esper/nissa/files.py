@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.disk import remove, unfinished, write_atomic
+from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
-from esper.nissa.lock import is_lock
 
 CONFIG = "config.yaml"  # everything that was asked for; its presence is what makes a folder a run
 CHANGES = "changes.json"  # what of it was changed later
@@ -18,8 +17,8 @@ MODELS = "models"
 CHECKPOINTS = "checkpoints"
 CONTROLLER = "controller"
 SUMMARY = "summary.json"
-OWN = (EVENTS, SUMMARY, ENVIRONMENT, MODELS, CHECKPOINTS, CONTROLLER, CHANGES, "report.html", CONFIG)
-"""What Esper writes into a run folder beside its lock, the config last: until it is gone, the folder counts as a run."""
+NAMES = (CONFIG, CHANGES, ENVIRONMENT, EVENTS, SUMMARY, MODELS, CHECKPOINTS, CONTROLLER)
+"""What Esper writes into a run folder beside its lock; `contents.OWN` says what within."""
 
 
 def to_json(value: Any) -> str:
@@ -32,7 +31,7 @@ def check_links(folder: Path) -> None:
 
     Checkpoints are left to their reader, which goes on without those that it cannot use.
     """
-    own = [*folder.glob("events-cut-*.jsonl"), *folder.glob(".*"), *(folder / name for name in OWN)]
+    own = [*folder.glob("events-*.jsonl"), *folder.glob(".*"), *(folder / name for name in NAMES)]
     inside = [
         path for name in (CONTROLLER, MODELS) if not (folder / name).is_symlink() for path in (folder / name).rglob("*")
     ]
@@ -66,57 +65,3 @@ def cut_events(folder: Path, rows: int) -> Path | None:
 def is_run(folder: Path) -> bool:
     """Whether the folder holds a run, whatever became of it."""
     return (folder / CONFIG).is_file()
-
-
-def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """See that a run may be written to `folder`, without touching anything. InputError where it may not."""
-    try:
-        content = [path.name for path in folder.iterdir() if not _unborn(path)]
-    except FileNotFoundError:
-        content = []
-    except NotADirectoryError:
-        raise InputError(f"the run folder {folder} is a file, or lies under one; name a folder") from None
-    except OSError as error:
-        raise InputError(f"the run folder {folder} cannot be read: {error.strerror}; name another") from None
-    if is_run(folder) and not overwrite:
-        raise InputError(f"{folder} already holds a run; name another with --run, or replace it with --overwrite")
-    if content and not is_run(folder):
-        raise InputError(f"{folder} holds other files and no run; name a new or an empty folder with --run")
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"no permission to write to {place}, where the run was to go; name another folder with --run")
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder where it is missing. InputError where that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(error) from None
-
-
-def create_folder(folder: Path, overwrite: bool = False) -> None:
-    """Make the folder, and free it of an earlier run's files where `overwrite` says so; other files, and the lock, stay."""
-    check_folder(folder, overwrite)
-    make_folder(folder)
-    try:
-        for path in (
-            *folder.glob("events-cut-*.jsonl"),
-            *folder.glob(f".{CONTROLLER}.*"),
-            *(unfinished(folder / name) for name in OWN),
-            *(folder / name for name in OWN),
-        ):
-            remove(path)
-    except OSError as error:
-        raise _unwritable(error) from None
-
-
-def _unborn(path: Path) -> bool:
-    """Whether a file is what a process leaves that is killed before its run has a config."""
-    return is_lock(path) or path == unfinished(path.with_name(CONFIG))
-
-
-def _unwritable(error: OSError) -> InputError:
-    return InputError(f"cannot write to {error.filename}: {error.strerror}; name another folder with --run")

@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from esper.leyline.disk import WITHOUT_FLOCK
 from esper.leyline.errors import InputError
 
 LOCK = "lock"
 _LARGEST = 64 * 2**10  # bytes of it that are read
-_WITHOUT_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _COMMAND = 12  # words of a command line that are told
 
 _held: set[int] = set()  # descriptors that hold a lock
@@ -59,7 +59,7 @@ class Lock:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            if error.errno not in _WITHOUT_FLOCK:
+            if error.errno not in WITHOUT_FLOCK:
                 raise InputError(
                     f"the run folder cannot be locked at {self.path}: {error.strerror}; see to that, or name another"
                 ) from None

@@ -7,18 +7,9 @@ from typing import Any, Self
 from esper.leyline.config import Config, dump_config
 from esper.leyline.disk import Patient, at_once, write_atomic
 from esper.nissa.changes import read_trail
+from esper.nissa.contents import check_folder, create_folder, make_folder
 from esper.nissa.events import RunRow
-from esper.nissa.files import (
-    CONFIG,
-    ENVIRONMENT,
-    EVENTS,
-    SUMMARY,
-    check_folder,
-    create_folder,
-    is_run,
-    make_folder,
-    to_json,
-)
+from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run, to_json
 from esper.nissa.hub import Hub
 from esper.nissa.lock import Lock
 from esper.nissa.outputs import JsonLines, Output
@@ -126,7 +117,9 @@ class RunFolder:
             if not lock.held:
                 make_folder(path)
                 self.patience(lock.path, lock.take)
-            create_folder(path, self.overwrite)  # checked once more, as a run may have come and gone before the lock
+            create_folder(
+                path, self.overwrite, self.note
+            )  # checked once more, as a run may have come and gone before the lock
             self._write(path / CONFIG, dump_config(self.config))
             self.store = Checkpoints(path, self.config.checkpoint, self.patience)
         if not (path / ENVIRONMENT).exists():  # a kill may have come before it
