@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.keys import scalar
-from esper.simic.attribution import banzhaf, interactions, shapley, shapley_sampled
+from esper.leyline.view import CoalitionValues
+from esper.simic.attribution import attribute, banzhaf, half_width, interactions, shapley, shapley_sampled
 from esper.tolaria.coalitions import Sampled, sampled_coalitions
 
 PLAYERS = range(1, 7)
@@ -242,3 +243,48 @@ def test_values_of_other_coalitions_than_those_asked_for_are_refused():
     sampled = sampled_coalitions(5, 2, 0)
     with pytest.raises(AssertionError):
         shapley_sampled(np.zeros((1, len(sampled.masks) + 1)), Sampled(*sampled))
+
+
+def saturating(n, envs=12, seed=0):
+    """Games in which every player mends a share of what the others leave wrong, as seeds that raise an accuracy do."""
+    left = 1 - np.random.default_rng(seed + n).uniform(0, 0.5, size=(envs, 1, n))
+    members = np.arange(1 << n)[:, None] >> np.arange(n) & 1
+    return 1 - np.prod(np.where(members, left, 1.0), axis=2)
+
+
+@pytest.mark.parametrize("make", [game, saturating])
+@pytest.mark.parametrize("pairs", [2, 4, 8, 16])
+def test_the_interval_of_a_sampled_value_covers_the_exact_one_in_95_percent(make, pairs):
+    v = make(6, envs=12)
+    exact, covered, two_errors = shapley(v), [], []
+    for draw in range(120):
+        found = estimate(v, 6, pairs, draw)
+        off = np.abs(found.mean - exact) - 1e-12
+        covered.append((off <= half_width(found.se, pairs)).mean())
+        two_errors.append((off <= 2 * found.se).mean())
+    assert np.mean(covered) > 0.94
+    if pairs < 16:
+        assert np.mean(two_errors) < 0.93, "two standard errors would do"
+    if pairs >= 8:
+        assert np.mean(covered) < 0.98, "wider than it says"
+
+
+def test_an_attribution_has_its_half_width_from_the_standard_errors_and_none_where_it_is_exact():
+    n, pairs, draw = 6, 5, 3
+    sampled, full = sampled_coalitions(n, pairs, draw), game(n, envs=1)[0]
+    few = np.array([0.0, 0.2, 0.1, 0.5])
+    live = np.array([[True] * n, [True, True] + [False] * 4])
+    table = CoalitionValues(
+        step=1,
+        draw=draw,
+        live=live,
+        env=np.repeat([0, 1], [len(sampled.masks), 4]),
+        mask=np.concatenate([sampled.masks, np.arange(4)]),
+        metric=np.concatenate([full[sampled.masks], few]),
+        loss=np.zeros(len(sampled.masks) + 4),
+    )
+    found = attribute(table, pairs)
+    np.testing.assert_array_equal(found.half_width[0], half_width(found.shapley.se[:1], pairs)[0])
+    np.testing.assert_array_equal(found.half_width[1], [0, 0, np.nan, np.nan, np.nan, np.nan])
+    quantile = 2.776  # of Student's t with 4 degrees of freedom
+    np.testing.assert_allclose(half_width(np.full((1, 3), 0.1), 5), np.full((1, 3), quantile * 0.1), rtol=1e-3)

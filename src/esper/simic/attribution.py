@@ -9,6 +9,7 @@ from math import comb
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from esper.leyline.view import CoalitionValues, Estimate, Floats
 from esper.tolaria.coalitions import COMPLETE, Sampled, joined_in, sampled_coalitions
@@ -18,6 +19,7 @@ class Attribution(NamedTuple):
     """What each live seed of a population brings; nan where a slot was not live."""
 
     shapley: Estimate  # (rows, S); a standard error of 0 where the table was complete
+    half_width: Floats  # (rows, S) of the 95 % interval of the Shapley value; 0 where the table was complete
     banzhaf: Floats  # (rows, S); nan above COMPLETE live seeds, as are interactions
     interaction: Floats  # (rows, S, S) of pairs
 
@@ -28,8 +30,9 @@ def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Att
     `pairs` is `probe.shapley_samples` of the run. Environments with one number of live seeds are worked out together.
     """
     rows, slots = values.live.shape
+    nothing = np.full((rows, slots), np.nan)
     found = Attribution(
-        Estimate.absent(rows, slots), np.full((rows, slots), np.nan), np.full((rows, slots, slots), np.nan)
+        Estimate.absent(rows, slots), nothing.copy(), nothing.copy(), np.full((rows, slots, slots), np.nan)
     )
     count = values.live.sum(1)
     worth = -values.loss if loss else values.metric
@@ -41,11 +44,13 @@ def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Att
         at = env[:, None], player
         if n <= COMPLETE:
             found.shapley.mean[at], found.shapley.se[at] = shapley(table), 0.0
+            found.half_width[at] = 0.0
             found.banzhaf[at] = banzhaf(table)
             found.interaction[env[:, None, None], player[:, :, None], player[:, None]] = interactions(table)
         else:
             estimate = shapley_sampled(table, sampled_coalitions(n, pairs, values.draw))
             found.shapley.mean[at], found.shapley.se[at] = estimate.mean, estimate.se
+            found.half_width[at] = half_width(estimate.se, pairs)
         found.shapley.measured[at] = True
     return found
 
@@ -105,6 +110,17 @@ def shapley_sampled(values: Floats, sampled: Sampled) -> Estimate:
     marginal = np.take_along_axis(in_order, orders.argsort(1)[None], 2)
     mean = marginal.mean(1)
     return Estimate(mean, marginal.std(1, ddof=1) / np.sqrt(pairs), np.isfinite(mean))
+
+
+def half_width(se: Floats, pairs: int) -> Floats:
+    """h_i = t(0.975, P - 1) * sqrt((se_i^2 + mean over j of se_j^2) / 2):   mean ± h covers the Shapley value in 95 %.
+
+    se (E, n) of `shapley_sampled` over P pairs -> (E, n). Two standard errors cover too little at few pairs, and so does the
+    quantile of Student's t alone: few orders often agree by chance, which makes a player's own standard error far too small.
+    Half of its variance is therefore the mean of all players (docs/attribution.md shows the coverage of all three).
+    """
+    pooled = np.square(se).mean(1, keepdims=True)
+    return np.asarray(stdtrit(pairs - 1, 0.975) * np.sqrt((np.square(se) + pooled) / 2), np.float64)
 
 
 def _marginal(values: Floats, player: int) -> Floats:
