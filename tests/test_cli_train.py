@@ -225,6 +225,23 @@ def test_a_controller_with_other_features_is_refused_with_the_one_that_differs(e
     assert not Path("runs").exists()
 
 
+FOREIGN = {
+    "steps": {"steps": 1},
+    "seed": {"seed": 99},
+    "telemetry.level": {"telemetry": {"level": "off"}},
+    "controller": {"controller": "never"},
+    "gates and device": {"gates": {"gain_z": 1.0}, "device": "cuda"},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("command", [["grow", "spirals-narrow", "--controller"], ["eval", "--tasks", "spirals-narrow"]])
+def test_a_controller_whose_settings_hold_another_key_is_refused_by_its_name(esper, trained, command, name):
+    found = esper(*command, forged(trained, settings=FOREIGN[name]))
+    refused(found, f"sets {name.split()[-1]}, which a controller may not bring along")
+    assert not Path("runs").exists()
+
+
 def test_a_controller_that_was_altered_is_refused(esper, trained):
     folder = Path(forged(trained))
     text = (folder / FACTS).read_text()

@@ -25,11 +25,12 @@ from esper.simic.evaluation import (
     search_schedules,
 )
 from esper.simic.grow import grow
+from esper.simic.runner import _settings
 from esper.tamiyo.baselines import Never
 from esper.tamiyo.controller import Language, Policy, save_policy
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tasks.repair import repair
-from populations import blobs
+from populations import blobs, small_config
 
 SHORT = {
     "steps": 8,
@@ -137,14 +138,24 @@ def test_starts_on_one_data_set_are_runs_of_one_problem_and_instances_of_a_mixtu
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"reward": {"rent": 0.0}}, "brings its own reward.rent"),
-        ({"optimizer": {"lr": 0.1}}, "brings its own optimizer"),
-        ({"lifecycle": {"max_seeds": 1}}, "brings its own lifecycle.max_seeds"),
+        ({"reward": {"rent": 0.0}}, "never sets reward.rent, which a controller may not bring along"),
+        ({"optimizer": {"lr": 0.1}}, "sets optimizer.lr"),
+        ({"lifecycle": {"max_seeds": 1}}, "sets lifecycle.max_seeds"),
+        ({"lifecycle": {"incubation": "ste"}}, "sets lifecycle.incubation"),
+        ({"controller": "x", "blueprints": ["skip-mlp"]}, "sets blueprints"),
+        ({"slots": ["block0"]}, "sets slots"),
+        ({"governor": {"enabled": False}}, "sets governor.enabled"),
+        ({"governor": {"param_budget": 1.0}}, "sets governor.param_budget"),
+        ({"seed": 3}, "sets seed"),
     ],
 )
 def test_a_contender_that_plays_another_game_is_refused(mixture, settings, sentence):
     with pytest.raises(InputError, match=sentence):
         run(mixture, [NEVER._replace(settings=settings)])
+
+
+def test_a_contender_may_bring_all_that_a_trained_controller_brings(mixture):
+    run(mixture, [NEVER._replace(settings=_settings(small_config()))], instances=1, seeds=1)
 
 
 def test_a_contender_may_bring_gates_of_its_own(mixture):

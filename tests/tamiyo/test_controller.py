@@ -58,7 +58,7 @@ def play(engine, mind, steps=STEPS, greedy=False):
 def trained():
     """A policy that learnt for a round on three slots, and the client that taught it."""
     engine = engine_of(3)
-    policy = Policy.fresh(Language.of([engine.space]), 0, {"steps": STEPS})
+    policy = Policy.fresh(Language.of([engine.space]), 0, {"gates": {"gain_z": 0.5}})
     config = small_config().ppo
     engine.run(SimicClient(PPO(policy, config, 0), Delta(small_config().reward)))
     policy.origin = {"rounds": 1, "task": "blobs"}
@@ -303,7 +303,7 @@ def test_a_policy_that_was_read_back_decides_the_same(trained, saved):
 def test_a_folder_holds_the_two_files_and_nothing_else(saved):
     assert sorted(path.name for path in saved.iterdir()) == [FACTS, WEIGHTS]
     assert is_controller(saved)
-    assert read_settings(saved) == {"steps": STEPS}
+    assert read_settings(saved) == {"gates": {"gain_z": 0.5}}
 
 
 def test_a_policy_is_written_over_an_older_one(trained, saved):

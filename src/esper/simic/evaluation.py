@@ -11,7 +11,6 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Op
+from esper.leyline.brought import check_brought
 from esper.leyline.config import Config, build_config
 from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
@@ -62,17 +62,6 @@ SEARCH_SEED = 2**40
 """Far from the seeds of any evaluation, so that on one data set too no start is searched on that is evaluated."""
 PERMISSIVE = {"gates": {"permissive": True}}
 
-COMMON = (
-    "steps",
-    "data",
-    "optimizer",
-    "reward.objective",
-    "reward.rent",
-    "lifecycle.max_seeds",
-    "lifecycle.max_training",
-)
-"""What a contender may not set for itself: the training of a host, what J is, and how much may be planted."""
-
 ASKED = ("task", "tasks", "controller", "envs", "twin", "instances", "first_instance", "models")
 """What an evaluation sets by itself, so that its settings may not."""
 
@@ -84,7 +73,7 @@ class Contender(NamedTuple):
     """A controller that takes part."""
 
     name: str
-    settings: Mapping[str, Any]  # the config that it brings, over the task's and the evaluation's: gates, sensors
+    settings: Mapping[str, Any]  # over the task's and the evaluation's: its controller, and keys of `leyline.brought`
     make: Callable[[Config], PolicyClient]  # a fresh controller for a population, which must not learn
     content: str = ""  # what `make` reads beside the config; kept results of other content are not taken for its own
 
@@ -425,7 +414,7 @@ def _config(
     first: int,
     envs: int,
 ) -> Config:
-    """The run of a contender on some instances. InputError where its settings would make the comparison unfair."""
+    """The run of a contender on some instances. InputError where it brings a key that all contenders must share."""
     ours = {
         "task": task.name,
         "seed": seed,
@@ -436,15 +425,8 @@ def _config(
         "telemetry": {"level": "off"},
         "models": "none",
     }
-    config = build_config(task.defaults, *settings, contender.settings, ours)
-    shared = build_config(task.defaults, *settings, ours)
-    for name in COMMON:
-        if attrgetter(name)(config) != attrgetter(name)(shared):
-            raise InputError(
-                f"controller {contender.name!r} brings its own {name}, so its scores would not compare with the others'; "
-                "set it for all of them, with --set"
-            )
-    return config
+    check_brought({name: value for name, value in contender.settings.items() if name != "controller"}, contender.name)
+    return build_config(task.defaults, *settings, contender.settings, ours)
 
 
 def _check(

@@ -15,6 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from esper.leyline.actions import Actions, Blend, Head, Op
+from esper.leyline.brought import check_brought
 from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, scalar, uniform
@@ -88,7 +89,9 @@ class Policy:
     network: FactoredRecurrentActorCritic
     normaliser: Normaliser
     language: Language
-    settings: Mapping[str, Any] = field(default_factory=dict)  # config under which it decides
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # config under which it decides, keys of `leyline.brought`
     origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from: tasks, rounds, validation
 
     @classmethod
@@ -328,6 +331,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
             )
     if facts["checksum"] != _checksum(facts):
         raise InputError(f"{path} was altered, by its checksum; train the controller again")
+    check_brought(facts["settings"], str(path))
     return facts
 
 
