@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,11 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.export import check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
+from esper.leyline.arguments import check_callable, check_settings, check_switch, check_task, to_path
 from esper.leyline.config import Config, RewardConfig, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient, Reward
-from esper.leyline.task import AnyTask, Mixture, Task
+from esper.leyline.task import AnyTask
 from esper.simic.grow import grow as grow_run
 from esper.simic.rewards import get_reward
 from esper.simic.runner import train as train_run
@@ -43,10 +43,12 @@ def grow(
     `controller` is a name, a schedule file or any `PolicyClient`; None takes the config's. Returns the summary, the object
     that `esper grow --json` prints. Raises InputError on bad input, before anything is written.
     """
-    if not isinstance(task, Task | Mixture):
-        raise InputError(f"the task is a {type(task).__name__}; make one with esper.get_task(name) or esper.task(...)")
+    check_task(task)
+    check_switch(overwrite, "overwrite")
+    folder = None if run is None else to_path(run, "run")
     if not isinstance(config, Config):
-        asked = config or {}
+        asked = {} if config is None else config
+        check_settings(asked, [task])
         brought = controller if isinstance(controller, str) else build_config(task.defaults, asked).controller
         config = build_config(task.defaults, settings_of(brought) if isinstance(brought, str) else {}, asked)
     named = {"task": task.name}
@@ -57,7 +59,7 @@ def grow(
         controller = get_controller(config.controller, config)
     if not isinstance(controller, PolicyClient) or isinstance(controller, type):
         raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
-    return grow_run(task, config, controller, Path(run) if run is not None else None, overwrite=overwrite)
+    return grow_run(task, config, controller, folder, overwrite=overwrite)
 
 
 def train(
@@ -76,9 +78,17 @@ def train(
     `esper.grow(task, controller=run)` uses what was trained. Raises InputError on bad input, before anything is written, and
     `esper.simic.ppo.LearningError` where an update cannot be trusted.
     """
-    chosen = [tasks] if isinstance(tasks, Task | Mixture) else list(tasks)
-    configs = training_configs(chosen, preset, config or {})
-    return train_run(chosen, configs, Path(run) if run is not None else None, overwrite=overwrite, reward=reward)
+    chosen: list[AnyTask] = list(tasks) if isinstance(tasks, list | tuple) else [tasks]  # type: ignore[list-item]
+    for task in chosen:
+        check_task(task)
+    check_switch(overwrite, "overwrite")
+    check_callable(reward, "reward", "a function from a RewardConfig to what pays the controller")
+    folder = None if run is None else to_path(run, "run")
+    asked = {} if config is None else config
+    if chosen:
+        check_settings(asked, chosen)
+    configs = training_configs(chosen, preset, asked)
+    return train_run(chosen, configs, folder, overwrite=overwrite, reward=reward)
 
 
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -87,7 +97,9 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
     `host` is the factory that the task was made with; hosts of Esper's own tasks are known by name. Nothing in the folder
     is executed. Raises InputError where a file is missing, damaged, or does not fit.
     """
-    path = Path(folder)
+    path = to_path(folder, "folder")
+    if host is not None:
+        check_callable(host, "host", "the function that makes the host")
     topology = read_topology(path)
     if host is None:
         named = topology["host"]
@@ -108,6 +120,7 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     shows; empty where every environment is bitwise the same in any population on this machine's CPU. What it finds is only
     as much as stacks of one to five rows and a few batch sizes show.
     """
+    check_task(task)
     instance = task.instance(task.keys("training").start)
     x = stack_splits([instance.train], np.zeros(1, np.int64), task.inputs, torch.device("cpu")).x[0]
     with drawn_with(0):

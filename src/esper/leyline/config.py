@@ -3,6 +3,7 @@
 Every field says in one line what it means and, where it has one, its unit. Unknown keys are refused.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from esper.leyline.actions import Op
+from esper.leyline.config_input import explain, show, to_sections
 from esper.leyline.errors import InputError
 from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_named
 
@@ -29,11 +31,13 @@ class _Section(BaseModel):
         for name, value in data.items() if isinstance(data, Mapping) else ():
             annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
             if isinstance(value, bool) and annotation in (int, float, float | None):
-                raise ValueError(f"{name} is {str(value).lower()}; give a number")
+                raise ValueError(f"{name} is {value}; give a number")
             if annotation is int and name != "seed":
-                number = float(value) if isinstance(value, int | float) or str(value).lstrip("+-").isdigit() else 0.0
+                number = value if isinstance(value, int | float) else 0
+                if isinstance(value, str) and value.lstrip("+-").isdigit():
+                    number = float(value)
                 if abs(number) > LARGE:
-                    raise ValueError(f"{name} is {str(value)[:20]}; give a number up to {LARGE:,}")
+                    raise ValueError(f"{name} is {show(value)}; give a whole number up to {LARGE:,}")
         return data
 
 
@@ -85,16 +89,16 @@ class LifecycleConfig(_Section):
     @classmethod
     def _tempos(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if any(v > 10**6 for v in value):
-            raise ValueError("tempos must be at most 1,000,000 steps")
+            raise ValueError("give lengths of at most 1,000,000 steps")
         if any(v < 0 for v in value) or not any(v > 0 for v in value) or 0 not in value or len(set(value)) < len(value):
-            raise ValueError("tempos must be distinct, hold 0 and one length above 0, and none below 0")
+            raise ValueError("give distinct lengths: 0, at least one above 0, and none below 0")
         return value
 
     @pydantic.field_validator("targets")
     @classmethod
     def _targets(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if any(not 0 < v <= 1 for v in value) or len(set(value)) < len(value):
-            raise ValueError("targets must be distinct and lie in (0, 1]")
+            raise ValueError("give distinct numbers above 0 and of at most 1")
         return value
 
 
@@ -124,9 +128,7 @@ class ProbeConfig(_Section):
     @classmethod
     def _coalitions(cls, value: int) -> int:
         if value < 1:
-            raise ValueError(
-                f"coalitions_every is {value}, but gates and attribution need coalitions; give 1 or more steps"
-            )
+            raise ValueError("gates and attribution need coalitions; give 1 or more steps")
         return value
 
 
@@ -162,7 +164,7 @@ class RewardConfig(_Section):
         for name, fee in value.items():
             if name.upper() not in Op.__members__ or fee < 0:
                 names = ", ".join(op.name.lower() for op in Op)
-                raise ValueError(f"fee {name}: {fee} is not a price of 0 or more of one of {names}")
+                raise ValueError(f"give a price of 0 or more by operation: {names}")
         return dict(value)
 
 
@@ -275,7 +277,7 @@ class Config(_Section):
     envs: int = Field(8, ge=1, description="environments, twins not counted")
     steps: int = Field(24, ge=1, description="steps in an episode")
     seed: int = Field(0, ge=0, lt=2**63, description="run seed: every draw is a hash of it and of what it is for")
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:i")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:i")
     deterministic: bool = Field(
         False, description="use torch's deterministic kernels alone, without TF32 (docs/determinism.md)"
     )
@@ -303,11 +305,18 @@ class Config(_Section):
     heuristic: HeuristicConfig = HeuristicConfig()
     ppo: PPOConfig = PPOConfig()
 
+    @pydantic.field_validator("device", mode="before")
+    @classmethod
+    def _device(cls, value: Any) -> Any:
+        if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value, re.ASCII):
+            raise ValueError("give auto, cpu, cuda or cuda:i, such as cuda:0")
+        return value
+
     @pydantic.field_validator("slots", "blueprints")
     @classmethod
     def _distinct(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if value is not None and (not value or len(set(value)) < len(value)):
-            raise ValueError("name at least one, each once, or null for all")
+            raise ValueError("give a list of at least one name, each once, or null for all")
         return value
 
     @pydantic.model_validator(mode="after")
@@ -321,16 +330,19 @@ class Config(_Section):
 
 
 def build_config(*layers: Mapping[str, Any]) -> Config:
-    """A config from nested mappings; a later layer gives way to none before it. InputError on the first bad key or value."""
+    """A config from nested mappings, of which a later one goes over the earlier; `{"optimizer.lr": 1}` is taken too.
+
+    InputError on the first bad key or value.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
         if not isinstance(layer, Mapping):
-            raise InputError(f"a config is a mapping of keys to values, not a {type(layer).__name__}")
-        merged = _merge(merged, layer)
+            raise InputError(f"a config is {show(layer)}; give a mapping of keys to values, such as {{'steps': 24}}")
+        merged = _merge(merged, to_sections(layer, Config))
     try:
         return Config.model_validate(merged)
     except pydantic.ValidationError as error:
-        raise InputError(_sentence(error)) from None
+        raise InputError(explain(error, Config)) from None
 
 
 def parse_setting(text: str) -> dict[str, Any]:
@@ -407,12 +419,3 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         old = merged.get(name)
         merged[name] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def _sentence(error: pydantic.ValidationError) -> str:
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown config key {path!r}; `esper config` lists the keys"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{path}: {message}, not {first['input']!r}; `esper config` lists what is accepted" if path else message

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from esper.leyline.config import Config
+from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
 from esper.tamiyo.baselines import Never, RandomValid
@@ -28,6 +29,8 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
 
 def get_controller(name_or_path: str, config: Config) -> PolicyClient:
     """A fresh controller, by name, from a schedule file, or from a folder that holds a trained one. InputError if neither."""
+    if not isinstance(name_or_path, str):
+        raise InputError(f"the controller is {show(name_or_path)}; give a name or a path as text")
     match name_or_path:
         case "never":
             return Never()

@@ -1,0 +1,160 @@
+"""What a person gives for a config: dotted keys as sections, and one sentence for what does not fit.
+
+A sentence names the key, the value that was given, and what is accepted. `model` is the class of a config or of one of its
+sections, whose fields say what that is.
+"""
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pydantic
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from esper.leyline.errors import InputError
+
+SHOWN = 60
+"""Characters of a value that a sentence shows."""
+
+
+def to_sections(layer: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """A layer of settings in which `{"optimizer.lr": 1}` has become `{"optimizer": {"lr": 1}}`.
+
+    InputError where a key is no text, or one setting is given twice.
+    """
+    found: dict[str, Any] = {}
+    for name, value in layer.items():
+        if not isinstance(name, str):
+            raise InputError(f"the config key {show(name)} is no text; give keys such as {_example(model)!r}")
+        first, dot, rest = name.partition(".")
+        nested = {rest: value} if dot else value
+        section = _section(model, first)
+        if section is not None and isinstance(nested, Mapping):
+            nested = to_sections(nested, section)
+        found[first] = _joined(found[first], nested, first) if first in found else nested
+    return found
+
+
+def explain(error: pydantic.ValidationError, model: type[BaseModel]) -> str:
+    """The first complaint of a validation as one sentence."""
+    first = error.errors()[0]
+    place, value = first["loc"], first["input"]
+    path = ".".join(map(str, place))
+    own = first["msg"].removeprefix("Value error, ") if first["type"] == "value_error" else None
+    if first["type"] == "extra_forbidden":
+        near = _near(path, model)
+        return f"unknown config key {show(path)}; " + (
+            f"did you mean {near}?" if near else "`esper config` lists the keys"
+        )
+    key, found = _locate(model, place)
+    if isinstance(found, FieldInfo):
+        holds = "is" if key == path else "holds"
+        return f"{key} {holds} {show(value)}; {own or f'give {accepted(found.annotation, found.metadata)}'}"
+    if own is not None:  # a section's own sentence begins with the name of a key of it
+        return f"{path}.{own}" if path else own
+    name, default = _example(found), found.model_fields[_example(found)].default
+    return f"{path} is {show(value)}; give a mapping of its keys to values, such as {{{name!r}: {show(default)}}}"
+
+
+def show(value: Any) -> str:
+    """A value as a sentence shows it: on one line, and no longer than is needed to know it again."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return "a whole number too long to write"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def accepted(annotation: Any, metadata: Any = ()) -> str:
+    """What a field takes, in words: `a whole number of at least 1`."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return accepted(inner, (*metadata, *more))
+    if get_origin(annotation) in (Union, types.UnionType):
+        kinds = [each for each in get_args(annotation) if each is not type(None)]
+        return " or ".join([*(accepted(each, metadata) for each in kinds), "null"])
+    if get_origin(annotation) is Literal:
+        return _or([str(each) for each in get_args(annotation)])
+    if get_origin(annotation) is tuple:
+        least = next((limit.min_length for limit in metadata if isinstance(limit, MinLen)), 0)
+        return f"a list of {_PLURAL[get_args(annotation)[0]]}" + (f", at least {least}" if least else "")
+    if get_origin(annotation) is not None and issubclass(get_origin(annotation), Mapping):
+        return f"a mapping of names to {_PLURAL.get(get_args(annotation)[1], 'values')}"
+    return _SINGULAR.get(annotation, "another value") + _limits(metadata)
+
+
+_SINGULAR: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+}
+_PLURAL: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "names"}
+
+
+def _limits(metadata: Any) -> str:
+    words = []
+    for limit in metadata:
+        match limit:
+            case Ge(ge=least):
+                words.append(f"of at least {least}")
+            case Gt(gt=least):
+                words.append(f"above {least}")
+            case Le(le=most):
+                words.append(f"of at most {most}")
+            case Lt(lt=most):
+                words.append(f"below {most}")
+    return f" {' and '.join(words)}" if words else ""
+
+
+def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The class of a section; None where the field is none, or there is no such field."""
+    annotation = model.model_fields[name].annotation if name in model.model_fields else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _locate(model: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[BaseModel]]:
+    """The longest start of a path that is a field or a section, and that."""
+    for index, name in enumerate(place):
+        inner = _section(model, str(name))
+        if inner is None:
+            return ".".join(map(str, place[: index + 1])), model.model_fields[str(name)]
+        model = inner
+    return ".".join(map(str, place)), model
+
+
+def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Dotted names of all sections and fields."""
+    for name in model.model_fields:
+        yield path + name
+        if (inner := _section(model, name)) is not None:
+            yield from _keys(inner, f"{path}{name}.")
+
+
+def _near(path: str, model: type[BaseModel]) -> str:
+    """The keys that may have been meant: of the same name elsewhere, or else the most alike."""
+    keys = list(_keys(model))
+    same = [key for key in keys if key.rpartition(".")[2] == path.rpartition(".")[2]]
+    near = same or difflib.get_close_matches(path, keys, n=1, cutoff=0.7)
+    return _or([repr(key) for key in near])
+
+
+def _joined(one: Any, other: Any, name: str) -> Any:
+    """Two settings of one section in one layer, as one."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        raise InputError(f"the config key {show(name)} is given twice in one mapping; keep one of them")
+    joined = dict(one)
+    for inner, value in other.items():
+        joined[inner] = _joined(one[inner], value, f"{name}.{inner}") if inner in one else value
+    return joined
+
+
+def _example(model: type[BaseModel]) -> str:
+    return next(iter(model.model_fields))
+
+
+def _or(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

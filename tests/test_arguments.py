@@ -1,0 +1,57 @@
+"""Arguments of the Python calls that are not what they should be are refused in one sentence, before anything is written."""
+
+from pathlib import Path
+
+import pytest
+
+import esper
+
+QUICK = {"envs": 1, "steps": 1, "models": "none"}
+
+
+@pytest.fixture(scope="module")
+def iris():
+    return esper.get_task("iris")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda task: esper.grow(task, QUICK, run=5), "run is 5; give the path of a folder, such as 'runs/first'"),
+        (lambda task: esper.grow(task, QUICK, run=""), "run is ''; give the path of a folder"),
+        (lambda task: esper.grow(task, QUICK, run=b"x"), "run is b'x'; give the path of a folder"),
+        (lambda task: esper.grow(task, QUICK, run="x", overwrite="no"), "overwrite is 'no'; give True or False"),
+        (lambda task: esper.grow(task, 5), "config is 5; give a mapping of keys to values, such as {'steps': 24}"),
+        (lambda task: esper.grow(task, "x"), "config is 'x'; give a mapping of keys to values"),
+        (lambda task: esper.grow("iris", QUICK), "the task is 'iris'; make one with esper.get_task(name)"),
+        (
+            lambda task: esper.grow(task, QUICK | {"task": "digits"}, run="x"),
+            "config names the task 'digits', but the task that is given is 'iris'; leave the key out",
+        ),
+        (lambda task: esper.grow(task, QUICK | {"seed": 1.5}, run="x"), "seed is 1.5; give a whole number"),
+        (lambda task: esper.load(5), "folder is 5; give the path of a folder"),
+        (lambda task: esper.load(None), "folder is None; give the path of a folder"),
+        (lambda task: esper.load("x", host=5), "host is 5; give the function that makes the host"),
+        (lambda task: esper.train(5), "the task is 5; make one with"),
+        (lambda task: esper.train("iris"), "the task is 'iris'; make one with"),
+        (lambda task: esper.train([task, 5]), "the task is 5; make one with"),
+        (lambda task: esper.train([]), "the tasks are none; name one or more"),
+        (lambda task: esper.train(task, 5), "config is 5; give a mapping of keys to values"),
+        (lambda task: esper.train(task, {"task": "digits"}), "config names the task 'digits', but the task"),
+        (lambda task: esper.train(task, reward=5), "reward is 5; give a function"),
+        (lambda task: esper.train(task, run=5), "run is 5; give the path of a folder"),
+        (lambda task: esper.check_rows(5), "the task is 5; make one with"),
+        (lambda task: esper.get_controller(5, esper.Config()), "the controller is 5; give a name or a path as text"),
+    ],
+)
+def test_a_bad_argument_is_one_sentence_and_nothing_is_written(iris, tmp_path, monkeypatch, call, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(esper.InputError) as refused:
+        call(iris)
+    assert str(refused.value).startswith(words)
+    assert list(Path().iterdir()) == []
+
+
+def test_a_mapping_may_name_the_task_that_is_given(iris):
+    summary = esper.grow(iris, QUICK | {"task": "iris", "data.batches_per_step": 1}, controller="never")
+    assert summary["task"] == "iris"
