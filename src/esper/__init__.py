@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from esper.leyline.errors import InputError as InputError
     from esper.leyline.slots import SlotSpec as SlotSpec
     from esper.leyline.task import Task as Task
+    from esper.runs import evaluate as evaluate
+    from esper.runs import resume as resume
     from esper.tamiyo.catalog import get_controller as get_controller
     from esper.tasks.catalog import get_task as get_task
     from esper.tasks.custom import task_from as task  # noqa: F401
@@ -45,10 +47,12 @@ _HOME = {
     "blueprint": "kasmina.blueprints",
     "check_rows": "api",
     "build_config": "leyline.config",
+    "evaluate": "runs",
     "get_controller": "tamiyo.catalog",
     "get_task": "tasks.catalog",
     "grow": "api",
     "load": "api",
+    "resume": "runs",
     "task": "tasks.custom",
     "train": "api",
 }

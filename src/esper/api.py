@@ -8,15 +8,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from esper.karn.progress import Shown, growing, learning
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.export import check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
-from esper.leyline.arguments import check_callable, check_settings, check_switch, check_task, to_path
+from esper.leyline.arguments import check_callable, check_choice, check_settings, check_switch, check_task, to_path
 from esper.leyline.config import Config, RewardConfig, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.task import AnyTask
+from esper.runs import OnInterrupt, end_of
 from esper.simic.grow import grow as grow_run
 from esper.simic.rewards import get_reward
 from esper.simic.runner import train as train_run
@@ -36,16 +38,23 @@ def grow(
     controller: PolicyClient | str | None = None,
     run: str | PathLike[str] | None = None,
     overwrite: bool = False,
+    progress: Shown = "auto",
+    on_interrupt: OnInterrupt = "raise",
 ) -> dict[str, Any]:
     """Grow a population on a task, evaluate it on the test split, and write the run folder where one is named.
 
     A mapping of config keys goes over the task's own defaults; a `Config` is taken as it is, but for the task's name.
     `controller` is a name, a schedule file or any `PolicyClient`; None takes the config's. Returns the summary, the object
     that `esper grow --json` prints. Raises InputError on bad input, before anything is written.
+
+    `progress` shows the steps on stderr: "auto" where that is a terminal, and in a notebook; True anywhere; False nowhere.
+    After Ctrl-C (SIGINT or SIGTERM) the run ends behind its step, evaluates what is done and writes the folder; then
+    KeyboardInterrupt is raised, or, with `on_interrupt="return"`, the summary returned, whose status is "interrupted".
     """
     check_task(task)
     check_switch(overwrite, "overwrite")
     folder = None if run is None else to_path(run, "run")
+    check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     if not isinstance(config, Config):
         asked = {} if config is None else config
         check_settings(asked, [task])
@@ -59,7 +68,9 @@ def grow(
         controller = get_controller(config.controller, config)
     if not isinstance(controller, PolicyClient) or isinstance(controller, type):
         raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
-    return grow_run(task, config, controller, folder, overwrite=overwrite)
+    with growing(progress, config.steps, task.objective.metric) as watch:
+        summary = grow_run(task, config, controller, folder, watch, overwrite=overwrite)
+    return end_of(summary, folder, on_interrupt)
 
 
 def train(
@@ -70,25 +81,30 @@ def train(
     reward: Callable[[RewardConfig], Reward] = get_reward,
     run: str | PathLike[str] | None = None,
     overwrite: bool = False,
+    progress: Shown = "auto",
+    on_interrupt: OnInterrupt = "raise",
 ) -> dict[str, Any]:
     """Train a controller by growing populations of one task or several, and write the run folder where one is named.
 
     A mapping of config keys goes over the tasks' own defaults and those of training and the preset. `reward` makes what the
     controller is paid by, one for each task: any callable from an `Outcome` to named components. Returns the summary;
     `esper.grow(task, controller=run)` uses what was trained. Raises InputError on bad input, before anything is written, and
-    `esper.simic.ppo.LearningError` where an update cannot be trusted.
+    `esper.simic.ppo.LearningError` where an update cannot be trusted. `progress` and `on_interrupt` are as in `grow`.
     """
     chosen: list[AnyTask] = list(tasks) if isinstance(tasks, list | tuple) else [tasks]  # type: ignore[list-item]
     for task in chosen:
         check_task(task)
     check_switch(overwrite, "overwrite")
     check_callable(reward, "reward", "a function from a RewardConfig to what pays the controller")
+    check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     folder = None if run is None else to_path(run, "run")
     asked = {} if config is None else config
     if chosen:
         check_settings(asked, chosen)
     configs = training_configs(chosen, preset, asked)
-    return train_run(chosen, configs, folder, overwrite=overwrite, reward=reward)
+    with learning(progress) as watch:
+        summary = train_run(chosen, configs, folder, watch, overwrite=overwrite, reward=reward)
+    return end_of(summary, folder, on_interrupt)
 
 
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> nn.Module:

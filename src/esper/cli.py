@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,15 @@ from typing import Annotated, Any
 import typer
 
 from esper.leyline.distribution import DISTRIBUTION, EXTRAS, installed_version, pip_install, warn_of_another
-from esper.leyline.errors import DataFault, DataWarning, InputError, OutOfMemory, asked_for, is_shortage
+from esper.leyline.errors import (
+    DataFault,
+    DataWarning,
+    InputError,
+    OutOfMemory,
+    UserCodeError,
+    asked_for,
+    is_shortage,
+)
 
 warn_of_another()  # esper/__init__.py, which warns too, may be that of the other library
 
@@ -28,6 +37,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+PLACE = "path.py:function or module:function, whose return is a task"
+"""How the help names a task of one's own."""
 
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "grow": dict.fromkeys(("task", "tasks"), "give the task as the argument"),
@@ -49,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             app(arguments)
     except InputError as error:
         _fail(error, 2)
+    except UserCodeError as error:
+        _print_cause(error)
+        _fail(error, 1)
     except (OSError, OutOfMemory, DataFault) as error:
         _fail(error, 1)
     except (MemoryError, RuntimeError) as error:  # outside a run, which says more
@@ -92,7 +107,7 @@ def _top(
 
 @app.command()
 def grow(
-    task: Annotated[str, typer.Argument(help="A task of `esper tasks`.")],
+    task: Annotated[str, typer.Argument(help=f"A task of `esper tasks`, or {PLACE}.")],
     controller: Annotated[
         str | None, typer.Option(help="never, random-valid, heuristic, a schedule file, or the run of a trained one.")
     ] = None,
@@ -120,6 +135,7 @@ def grow(
     import torch
 
     from esper.leyline.config import build_config, load_config_file
+    from esper.leyline.disk import file_name
     from esper.simic.grow import grow as run_population
     from esper.tamiyo.catalog import get_controller, settings_of
     from esper.tasks.catalog import get_task
@@ -149,7 +165,7 @@ def grow(
     named = build_config(chosen.defaults, *asked).controller
     config = build_config(chosen.defaults, settings_of(named), *asked)
     client = get_controller(config.controller, config)
-    folder = run or Path("runs") / f"{task}-{Path(config.controller).stem}-s{config.seed}"
+    folder = run or Path("runs") / f"{file_name(task)}-{file_name(Path(config.controller).stem)}-s{config.seed}"
 
     from rich.console import Console
 
@@ -169,7 +185,7 @@ def grow(
 def train(
     tasks: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TASK]...", help="Tasks of `esper tasks`; repair.", show_default=False),
+        typer.Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {PLACE}; repair.", show_default=False),
     ] = None,
     preset: Annotated[str, typer.Option(metavar="quick|standard", help="Length of the training.")] = "quick",
     rounds: Annotated[str | None, typer.Option(metavar="N", help="Rounds: an episode of all, and an update.")] = None,
@@ -196,6 +212,7 @@ def train(
 
     from esper.karn.console import print_training, training
     from esper.leyline.config import load_config_file
+    from esper.leyline.disk import file_name
     from esper.simic.ppo import LearningError
     from esper.simic.runner import train as train_controller
     from esper.simic.runner import training_configs
@@ -222,7 +239,7 @@ def train(
         {"ppo": {"rounds": rounds}} if rounds is not None else {},
     ]
     configs = training_configs(chosen, preset, *asked)
-    folder = run or Path("runs") / f"train-{'+'.join(names)}-s{configs[0].seed}"
+    folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
     with training(Console(stderr=True)) as watch:
         try:
             summary = train_controller(chosen, configs, folder, watch, overwrite=overwrite)
@@ -239,6 +256,12 @@ def train(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="The run folder of `esper grow` or `esper train`.")],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task", metavar="PLACE", help="The run's task again, where it is path.py:function or module:function."
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
@@ -248,46 +271,27 @@ def resume(
     """Go on with a run that was interrupted or killed, to the very numbers it would have had (docs/checkpoints.md).
 
     It goes on at its last checkpoint, or begins again from its config.yaml where it has none; of a finished run the summary
-    is printed. With --set, as steps=48 or ppo.rounds=200, a finished run goes on too. Runs whose task, controller or reward
-    were objects from Python cannot be resumed.
+    is printed. With --set, as steps=48 or ppo.rounds=200, a finished run goes on too. A run whose task is path.py:function needs
+    it again as --task, since nothing that a folder names is imported. Of a run whose task or controller was an object from
+    Python, esper.resume takes the object again.
     """
     import torch
     from rich.console import Console
 
-    from esper.karn.console import live, print_summary, print_training, training
-    from esper.simic.grow import grow as run_population
+    from esper.karn.console import print_summary, print_training
+    from esper.runs import resume as resume_run
     from esper.simic.ppo import LearningError
-    from esper.simic.resume import Change, changed, cohort_configs, finished, is_training, read_config
-    from esper.simic.runner import train as train_controller
-    from esper.tamiyo.catalog import get_controller
-    from esper.tasks.catalog import get_task
+    from esper.simic.resume import is_training, read_config
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
-    before = read_config(run)
-    config = changed(before, settings) if settings else before
-    change = None if config == before else Change(before, tuple(settings or ()))
-    trains, known = is_training(config), finished(run)
-    if known is not None and change is None:
-        summary = known
-    elif trains:
-        chosen, configs = [get_task(name) for name in config.tasks], cohort_configs(config)
-        with training(Console(stderr=True)) as watch:
-            try:
-                summary = train_controller(chosen, configs, run, watch, resume=True, change=change)
-            except LearningError as error:
-                _fail(error, 1)
-    else:
-        task = get_task(config.task)
-        try:
-            client = get_controller(config.controller, config)
-        except InputError as error:
-            raise InputError(f"{error}; one that was given as an object from Python cannot be resumed") from None
-        with live(Console(stderr=True), config.steps, task.objective.metric) as sight:
-            summary = run_population(task, config, client, run, sight, resume=True, change=change)
+    try:
+        summary = resume_run(run, task=tasks or None, settings=settings or (), progress=True, on_interrupt="return")
+    except LearningError as error:
+        _fail(error, 1)
     if json_:
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
-        (print_training if trains else print_summary)(summary, Console(), str(run))
+        (print_training if is_training(read_config(run)) else print_summary)(summary, Console(), str(run))
     if summary["status"] == "interrupted":
         raise typer.Exit(130)
 
@@ -300,7 +304,7 @@ def evaluate(
             metavar="[CONTROLLER]...", help="Names, schedule files, or runs of trained controllers.", show_default=False
         ),
     ] = None,
-    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of `esper tasks`.")] = "repair",
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")] = "repair",
     instances: Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")] = 200,
     seeds: Annotated[int, typer.Option(metavar="N", help="Seeds, from that of the config on.")] = 3,
     first: Annotated[int, typer.Option(metavar="N", help="The first instance.")] = 0,
@@ -322,45 +326,46 @@ def evaluate(
     import torch
     from rich.console import Console
 
-    from esper.karn.evaluation import draw_evaluation, print_evaluation
-    from esper.leyline.config import parse_setting
-    from esper.leyline.disk import write_atomic
+    from esper.karn.evaluation import print_evaluation
     from esper.nissa.files import to_json
-    from esper.simic.evaluation import named, run_evaluation
-    from esper.tasks.catalog import get_task
+    from esper.runs import evaluate as compare
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
-    record = run_evaluation(
-        [named(controller) for controller in controllers or ()],
-        [get_task(name.strip()) for name in tasks.split(",")],
+    record = compare(
+        controllers or (),
+        [name.strip() for name in tasks.split(",")],
         instances=instances,
         seeds=seeds,
         first=first,
-        settings=[parse_setting(setting) for setting in settings or ()],
         searched=searched,
-        folder=out / "grown",
-        watch=lambda line: typer.echo(line, err=True),
+        settings=settings or (),
+        out=out,
+        progress=True,
     )
-    text = to_json(record)
-    write_atomic(out / "evaluation.json", text)
-    draw_evaluation(record, out / "evaluation.png")
     if json_:
-        typer.echo(text, nl=False)
+        typer.echo(to_json(record), nl=False)
         return
     print_evaluation(record, Console())
     typer.echo(f"record and figure: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
 
 
 @app.command()
-def tasks() -> None:
-    """List the tasks, with their slots and menus."""
+def tasks(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TASK]...", help=f"These tasks alone, {PLACE} among them.", show_default=False),
+    ] = None,
+) -> None:
+    """List the tasks, or those that are named, with their slots and menus."""
     from esper.leyline.task import Mixture
     from esper.tasks.catalog import TASKS, get_task, task_names
 
-    for name in TASKS:
+    for name in names or TASKS:
         try:
             task = get_task(name)
         except InputError as error:  # its files are not here
+            if names:
+                raise
             typer.echo(f"{name}: {task_names()[name]}\n  missing   {error}")
             continue
         typer.echo(f"{name}: {task.summary}")
@@ -578,6 +583,16 @@ def _settings(command: str, settings: Sequence[str] | None) -> list[dict[str, An
             if name in ELSEWHERE[command]:
                 raise InputError(f"--set {name} is not for `esper {command}`: {ELSEWHERE[command][name]}")
     return parsed
+
+
+def _print_cause(error: UserCodeError) -> None:
+    """The traceback of what the user's code raised, from its first frame there on."""
+    cause = error.__cause__
+    assert cause is not None, "it is raised from what the code raised"
+    trace = cause.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("esper", "importlib"):
+        trace = trace.tb_next
+    typer.echo("".join(traceback.format_exception(type(cause), cause, trace)), err=True, nl=False)
 
 
 def _fail(error: Exception, code: int) -> None:

@@ -155,7 +155,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str) ->
 
 def live(console: Console, steps: int, metric: str) -> Bar | Lines:
     """A bar where there is a terminal that can move its cursor, whatever the environment forces; lines elsewhere."""
-    bar = console.file.isatty() and not console.is_dumb_terminal
+    bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
     return Bar(console, steps, metric) if bar else Lines(console, steps, metric)
 
 

@@ -24,6 +24,12 @@ def check_switch(value: Any, name: str) -> None:
         raise InputError(f"{name} is {show(value)}; give True or False")
 
 
+def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
+    """InputError where a value is none of the choices."""
+    if value not in choices:
+        raise InputError(f"{name} is {show(value)}; give one of {', '.join(map(repr, choices))}")
+
+
 def check_callable(value: Any, name: str, what: str) -> None:
     """InputError where a value cannot be called; `what` says what it should be."""
     if not callable(value):

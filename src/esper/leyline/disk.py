@@ -139,3 +139,8 @@ def sync_folder(folder: Path) -> None:
 def _aside(folder: Path, part: str) -> Path:
     """The name beside a folder under which it is made (new), or steps aside (old)."""
     return folder.with_name(f".{folder.name}.{part}")
+
+
+def file_name(text: str) -> str:
+    """A text as a part of a file's name: letters, digits, dots and dashes, the last 60 of them."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text)[-60:].strip("-.") or "unnamed"

@@ -22,6 +22,10 @@ class DataFault(RuntimeError):
     """Examples in memory that were finite are so no more: one sentence. The command line exits with 1."""
 
 
+class UserCodeError(RuntimeError):
+    """Code of the user's raised an error, which is the cause of this one: one sentence. The command line exits with 1."""
+
+
 class OutOfMemory(RuntimeError):
     """Memory ran out: one sentence with where, how much of it, and what to lower. The command line exits with 1."""
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from esper.leyline.actions import Actions, Op
 from esper.leyline.brought import check_brought
 from esper.leyline.config import Config, build_config
-from esper.leyline.disk import write_atomic
+from esper.leyline.disk import file_name, write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.reading import read_named
@@ -458,9 +458,9 @@ def _kept(task: AnyTask, contender: Contender, config: Config, folder: Path | No
     if folder is None:
         return _figures(task, contender, config)
     asked = json.dumps([contender.name, contender.content, config.model_dump(mode="json")], sort_keys=True)
-    safe = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in contender.name)[-40:]
     tag = hashlib.sha256(asked.encode()).hexdigest()[:16]
-    path = folder / f"{config.task}-{safe}-s{config.seed}-{config.first_instance}-{tag}.npz"
+    who = f"{file_name(config.task)}-{file_name(contender.name)[-40:]}"
+    path = folder / f"{who}-s{config.seed}-{config.first_instance}-{tag}.npz"
     if not path.exists():
         figures = _figures(task, contender, config)
         content = io.BytesIO()

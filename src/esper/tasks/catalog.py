@@ -8,6 +8,7 @@ from types import MappingProxyType
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask
 from esper.tasks import digits, images, repair, small, spirals
+from esper.tasks.reference import is_reference, load_task
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
     {
@@ -51,9 +52,17 @@ def task_names() -> dict[str, str]:
 
 
 def get_task(name: str) -> AnyTask:
-    """Build the task of that name. InputError where there is none."""
+    """Build the task of that name, or the one that the function at `path.py:function` or `module:function` returns.
+
+    InputError where there is none; UserCodeError where that function raises another error.
+    """
+    if is_reference(name):
+        return load_task(name)
     if name not in TASKS:
         near = difflib.get_close_matches(str(name), TASKS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"unknown task {name!r}; the tasks are {', '.join(sorted(TASKS))}{hint}")
+        raise InputError(
+            f"unknown task {name!r}; the tasks are {', '.join(sorted(TASKS))}, and path.py:function or module:function for one "
+            f"of your own{hint}"
+        )
     return TASKS[name]()

@@ -1,0 +1,61 @@
+"""Progress of calls from Python: shown in a terminal or a notebook, in plain lines on request, or not at all."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
+
+from rich.console import Console
+
+from esper.karn.console import Bar, Lines, Rounds, live, training
+from esper.leyline.errors import InputError
+from esper.leyline.view import View
+
+Shown = Literal["auto"] | bool
+"""Whether progress is shown on stderr: "auto" shows it where stderr is a terminal, and in a notebook."""
+
+
+class Silent:
+    """Shows neither the steps of a population nor the rounds of a training."""
+
+    def step(self, view: View, eps: float, rollbacks: int) -> None:
+        """Show nothing."""
+
+    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+
+def growing(shown: Any, steps: int, metric: str) -> Bar | Lines | Silent:
+    """What shows the steps of a population: a context manager, entered for as long as the run takes."""
+    console = Console(stderr=True)
+    return live(console, steps, metric) if wanted(shown, console) else Silent()
+
+
+def learning(shown: Any) -> Rounds | Silent:
+    """What shows the rounds of a training."""
+    console = Console(stderr=True)
+    return training(console) if wanted(shown, console) else Silent()
+
+
+def telling(shown: Any) -> Callable[[str], None] | None:
+    """What prints the lines of an evaluation; None where nothing is shown."""
+    if not wanted(shown, Console(stderr=True)):
+        return None
+    return lambda line: print(line, file=sys.stderr)
+
+
+def wanted(shown: Any, console: Console) -> bool:
+    """Whether `progress` asks for output on this console. InputError where it is neither "auto" nor a bool."""
+    if isinstance(shown, bool):
+        return shown
+    if shown != "auto":
+        raise InputError(f"progress is {shown!r}; give 'auto', True or False")
+    return console.is_jupyter or bool(console.file.isatty())

@@ -1,0 +1,113 @@
+"""Tasks of one's own by the place of the function that makes them: `path.py:function` or `module:function`."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from esper.leyline.errors import InputError, UserCodeError
+from esper.leyline.task import AnyTask, Mixture, Task
+
+
+def is_reference(name: str) -> bool:
+    """Whether a task's name is the place of a function, which is imported and called to make the task."""
+    return ":" in name
+
+
+def load_task(reference: str) -> AnyTask:
+    """Import `path.py:function` or `module:function`, call the function, and name the task it returns by the reference.
+
+    Modules are looked for as Python does, in the current folder first; a file may import what lies beside it. InputError
+    where there is no such file, module or function, where the function takes arguments, or where it returns no task.
+    UserCodeError, whose cause is the original error, where the code raises anything else.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise InputError(f"the task {reference!r} names no function; give path.py:function or module:function")
+    is_file = place.endswith(".py") or os.sep in place
+    module = _run(reference, lambda: _read_file(Path(place)) if is_file else _import(place))
+    if not hasattr(module, name):
+        names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "define it there, or name another"
+        raise InputError(f"{place} has no function {name!r}; {hint}")
+    made = getattr(module, name)
+    if not isinstance(made, Task | Mixture):
+        _check_function(reference, made)
+        made = _run(reference, made)
+    if not isinstance(made, Task | Mixture):
+        raise InputError(f"{reference} returned a {type(made).__name__}; return what esper.task(...) returns")
+    return replace(made, name=reference)
+
+
+def _check_function(reference: str, made: Any) -> None:
+    if not callable(made):
+        raise InputError(
+            f"{reference} is a {type(made).__name__}; name a function that returns what esper.task(...) returns"
+        )
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(made).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise InputError(f"{reference} needs the argument {needed[0]!r}; name a function that takes none")
+
+
+def _read_file(path: Path) -> ModuleType:
+    """A file as a module, with its folder where Python looks for what it imports."""
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; give the path of a Python file as path.py:function")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} ({path.resolve()})"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and pickle look for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it is there, and imports another that is not
+        raise InputError(
+            f"there is no module {name!r} here or among those that are installed; give the path of a file as path.py:function"
+        ) from None
+
+
+def _run(reference: str, code: Callable[[], Any]) -> Any:
+    """Call code of the user's. UserCodeError, whose cause is the original error, where it raises one of its own."""
+    try:
+        return code()
+    except InputError:
+        raise
+    except SystemExit:
+        raise InputError(
+            f"{reference} left the interpreter (sys.exit) while it was read; put what it runs as a script under "
+            "if __name__ == '__main__'"
+        ) from None
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserCodeError(f"the task {reference} raised {type(error).__name__}: {reason}") from error

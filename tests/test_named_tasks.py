@@ -1,0 +1,264 @@
+"""Tasks of one's own on the command line, as path.py:function or module:function, and runs that go on from Python."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import esper
+from esper.cli import main
+from esper.leyline.errors import InputError, UserCodeError
+from esper.tasks.catalog import get_task
+from populations import Script, blobs
+
+SOURCE = """
+import torch
+import esper
+from esper.tasks.hosts import MLP
+
+touched = open("touched", "a").write("x")
+
+def clusters():
+    y = torch.arange(160) % 3
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))[y] + 0.5 * torch.randn(160, 6)
+    return esper.task("clusters", x, y, host=MLP(inputs=6, width=8, hidden=(3, 5), outputs=3))
+
+def broken():
+    return [][1]
+
+def sized(rows):
+    return None
+
+def nothing():
+    return 3
+
+def unlabelled():
+    return esper.task("none", torch.zeros(20, 2), torch.zeros(19), host=None)
+
+prepared = clusters()
+number = 5
+"""
+SMALL = {"envs": 2, "steps": 3, "twin": False, "data": {"batch": 12, "batches_per_step": 2}, "models": "none"}
+QUICK = ["--envs", "2", "--steps", "3", "--set", "data={batch: 12, batches_per_step: 2}", "--models", "none"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    Path("mine").mkdir()
+    Path("mine/own_task.py").write_text(SOURCE)
+    yield
+    for name in [each for each in sys.modules if each.startswith(("own_task", "halfway", "script"))]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def command(capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return run
+
+
+def test_a_function_in_a_file_names_a_task_for_grow_and_for_resume(command):
+    code, out, _ = command("grow", "mine/own_task.py:clusters", *QUICK, "--json")
+    assert code == 0
+    folder = str(next(Path("runs").iterdir()))
+    assert yaml.safe_load(Path(folder, "config.yaml").read_text())["task"] == "mine/own_task.py:clusters"
+    assert json.loads(out)["task"] == "mine/own_task.py:clusters"
+    code, out, _ = command("resume", folder, "--task", "mine/own_task.py:clusters", "--set", "steps=5", "--json")
+    assert (code, json.loads(out)["steps_done"]) == (0, 5)
+
+
+def test_the_folder_of_such_a_run_has_a_plain_name(command):
+    assert command("grow", "./mine/own_task.py:clusters", *QUICK)[0] == 0
+    assert [path.name for path in Path("runs").iterdir()] == ["mine-own_task.py-clusters-heuristic-s0"]
+
+
+def test_a_run_folder_starts_no_code_that_it_names_until_the_user_names_it_too(command):
+    assert command("grow", "mine/own_task.py:clusters", *QUICK, "--run", "r")[0] == 0
+    Path("touched").unlink()
+    code, _, err = command("resume", "r", "--set", "steps=4")
+    assert code == 2
+    assert "esper resume r --task mine/own_task.py:clusters" in err
+    assert not Path("touched").exists()
+    assert command("resume", "r", "--set", "steps=4", "--task", "mine/own_task.py:clusters")[0] == 0
+    assert Path("touched").exists()
+
+
+def test_a_module_that_lies_in_the_current_folder_names_a_task(monkeypatch):
+    monkeypatch.chdir("mine")
+    assert get_task("own_task:clusters").name == "own_task:clusters"
+
+
+def test_a_task_that_a_module_holds_is_named_without_a_function():
+    assert get_task("mine/own_task.py:prepared").train.x.shape == (96, 6)
+
+
+def test_eval_train_and_tasks_take_such_a_task(command):
+    place = "mine/own_task.py:clusters"
+    settings = ["--set", "steps=3", "--set", "data={batch: 12, batches_per_step: 1}"]
+    code, out, _ = command(
+        "eval", "never", "--tasks", place, "--instances", "2", "--seeds", "1", "--searched", "1", *settings, "--json"
+    )
+    assert (code, json.loads(out)["tasks"][0]["task"]) == (0, place)
+    code, out, _ = command(
+        *("train", place, "--envs", "2", "--rounds", "1", *settings, "--json"),
+        *("--set", "reward.group=2", "--set", "ppo={imitation_rounds: 0, validate_envs: 1}"),
+    )
+    assert (code, json.loads(out)["tasks"]) == (0, [place])
+    code, out, _ = command("tasks", place)
+    assert code == 0
+    assert out.startswith(f"{place}: 160 examples of your own")
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("mine/no_such.py:clusters", "there is no file mine/no_such.py"),
+        ("no_such_module:clusters", "there is no module 'no_such_module'"),
+        ("mine/own_task.py:cluster", "did you mean 'clusters'?"),
+        ("mine/own_task.py:", "names no function"),
+        ("mine/own_task.py:sized", "needs the argument 'rows'"),
+        ("mine/own_task.py:nothing", "returned a int; return what esper.task(...) returns"),
+        ("mine/own_task.py:number", "is a int; name a function"),
+        ("mine/own_task.py:unlabelled", "20"),
+    ],
+)
+def test_a_place_that_makes_no_task_is_one_sentence_and_exit_code_2(command, reference, said):
+    code, _, err = command("grow", reference, *QUICK, "--run", "r")
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert not Path("r").exists()
+
+
+def test_an_error_of_the_users_code_keeps_its_traceback_and_exits_with_1(command):
+    code, _, err = command("grow", "mine/own_task.py:broken", *QUICK)
+    assert code == 1
+    lines = err.splitlines()
+    assert "return [][1]" in err
+    assert lines[-1] == "error: the task mine/own_task.py:broken raised IndexError: list index out of range"
+    assert not any("esper/tasks" in line for line in lines)
+
+
+def test_from_python_an_error_of_the_users_code_is_the_cause():
+    with pytest.raises(UserCodeError) as raised:
+        get_task("mine/own_task.py:broken")
+    assert isinstance(raised.value.__cause__, IndexError)
+
+
+def test_a_module_that_imports_a_missing_one_is_not_called_missing_itself(monkeypatch):
+    Path("halfway.py").write_text("import no_such_module_at_all\n")
+    with pytest.raises(UserCodeError, match="no_such_module_at_all"):
+        get_task("halfway:task")
+
+
+def test_a_script_that_leaves_the_interpreter_is_said_to():
+    Path("script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(InputError, match="__main__"):
+        get_task("script.py:task")
+
+
+def test_a_run_on_an_object_goes_on_from_python_with_the_object():
+    task = blobs()
+    straight = esper.grow(task, SMALL | {"steps": 5}, controller="random-valid", run="straight", progress=False)
+    esper.grow(task, SMALL, controller="random-valid", run="r", progress=False)
+    with pytest.raises(InputError, match=r"esper\.resume\('r', task=\.\.\.\)"):
+        esper.resume("r", settings={"steps": 5})
+    summary = esper.resume("r", task=task, settings={"steps": 5}, progress=False)
+    assert summary["validation_accuracy"] == straight["validation_accuracy"]
+    assert esper.resume("r", task=task) == summary
+
+
+class Counting(Script):
+    """A controller that a run can be resumed with."""
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        assert state == {}
+
+
+def test_a_controller_object_goes_on_from_python_too():
+    task = blobs()
+    esper.grow(task, SMALL, controller=Counting({}), run="r", progress=False)
+    with pytest.raises(InputError, match="controller="):
+        esper.resume("r", task=task, settings={"steps": 5})
+    summary = esper.resume("r", task=task, controller=Counting({}), settings={"steps": 5}, progress=False)
+    assert summary["steps_done"] == 5
+
+
+def test_a_training_on_an_object_goes_on_from_python():
+    task = blobs()
+    settings = {"envs": 2, "steps": 3, "data": {"batch": 12, "batches_per_step": 1}, "reward": {"group": 2}}
+    settings |= {"ppo": {"rounds": 1, "imitation_rounds": 0, "validate_envs": 1}}
+    esper.train(task, settings, run="t", progress=False)
+    summary = esper.resume("t", task=task, settings={"ppo": {"rounds": 2}}, progress=False)
+    assert (summary["status"], summary["rounds_done"]) == ("finished", 2)
+    with pytest.raises(InputError, match="makes its own controller"):
+        esper.resume("t", task=task, controller="never", settings={"ppo.rounds": 3})
+
+
+def test_a_task_that_is_not_the_runs_is_refused():
+    esper.grow(esper.get_task("iris"), SMALL, controller="never", run="r", progress=False)
+    with pytest.raises(InputError, match="a run on iris, not on blobs"):
+        esper.resume("r", task=blobs(), settings={"steps": 4})
+
+
+def test_evaluate_from_python_is_the_record_that_the_command_prints(command):
+    arguments = ["--instances", "2", "--seeds", "1", "--searched", "1", "--set", "data.batches_per_step=1"]
+    code, out, _ = command("eval", "--tasks", "iris", *arguments, "--set", "steps=2", "--json")
+    assert code == 0
+    settings = {"data": {"batches_per_step": 1}, "steps": 2}
+    record = esper.evaluate(
+        tasks="iris", instances=2, seeds=1, searched=1, settings=settings, out="out", progress=False
+    )
+    printed = json.loads(out)
+    runs = [each["tasks"][0]["runs"]["heuristic"]["objective"] for each in (record, printed)]
+    assert runs[0] == runs[1]
+    assert json.loads(Path("out/evaluation.json").read_text()) == record
+
+
+class Interrupting(Script):
+    """Asks for an end at its second decision, as Ctrl-C does."""
+
+    def act(self, view):
+        if view.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().act(view)
+
+
+def test_ctrl_c_is_raised_again_when_the_folder_is_in_order():
+    with pytest.raises(KeyboardInterrupt, match=r"esper\.resume\('r'\)"):
+        esper.grow(blobs(), SMALL, controller=Interrupting({}), run="r", progress=False)
+    assert json.loads(Path("r/summary.json").read_text())["status"] == "interrupted"
+    summary = esper.grow(blobs(), SMALL, controller=Interrupting({}), progress=False, on_interrupt="return")
+    assert (summary["status"], summary["steps_done"]) == ("interrupted", 2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [({"on_interrupt": "no"}, "give one of 'raise', 'return'"), ({"progress": "yes"}, "give 'auto', True or False")],
+)
+def test_a_bad_choice_is_one_sentence(argument, said):
+    with pytest.raises(InputError, match=said):
+        esper.grow(blobs(), SMALL, controller="never", run="r", **argument)
+    assert not Path("r").exists()
+
+
+def test_progress_is_shown_on_request_and_not_into_a_pipe(capsys):
+    esper.grow(blobs(), SMALL, controller="never", progress=True)
+    assert "step 3/3" in capsys.readouterr().err
+    esper.grow(blobs(), SMALL, controller="never", progress="auto")
+    esper.grow(blobs(), SMALL, controller="never", progress=False)
+    assert capsys.readouterr().err == ""
