@@ -140,6 +140,10 @@ def test_features_that_need_a_gradient_are_detached() -> None:
     assert not task_from("t", x.requires_grad_(), y, host=mlp()).train.x.requires_grad
 
 
+def of(*segments: nn.Module) -> Callable[[], SegmentedHost]:
+    return lambda: SegmentedHost(segments, [SlotSpec("middle", after=0, width=8)])
+
+
 X, Y = tensors()
 ONE_HOST = mlp()()
 
@@ -195,6 +199,82 @@ ONE_HOST = mlp()()
         ),
         (lambda: task_from("t", X, Y, host=lambda: ONE_HOST), "the host factory returned the same module twice"),
         (lambda: task_from("t", X, Y, host=lambda: nn.Linear(4, 3)), "the host factory returned a Linear"),
+        (lambda: task_from(5, X, Y, host=mlp()), "the task's name is 5; give it one in quotes"),
+        (
+            lambda: task_from("t", X, Y, classes="2", host=mlp()),
+            "classes is '2'; give the number of classes as a whole number",
+        ),
+        (lambda: task_from("t", X, Y, fractions=0.8, host=mlp()), "fractions is 0.8; give four positive numbers"),
+        (
+            lambda: task_from("t", X, Y, fractions=("a", 0.2, 0.1, 0.1), host=mlp()),
+            "fractions is ('a', 0.2, 0.1, 0.1); give four positive numbers",
+        ),
+        (lambda: task_from("t", X, Y, seed="x", host=mlp()), "seed is 'x'; give a whole number from 0 on"),
+        (lambda: task_from("t", X, Y, seed=1.5, host=mlp()), "seed is 1.5; give a whole number from 0 on"),
+        (lambda: task_from("t", X, Y, standardize="yes", host=mlp()), "standardize is 'yes'; give True or False"),
+        (lambda: task_from("t", X, Y, menu=5, host=mlp()), "menu is 5; give a list of blueprint names"),
+        (
+            lambda: task_from("t", X, Y, menu=["affine", "affine"], host=mlp()),
+            "menu names the blueprint 'affine' 2 times; name it once",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=lambda width: mlp()()),
+            "host is a function that needs width, but it is called without arguments; give a function of none, as in "
+            "host=lambda: MyHost(width=...)",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=SegmentedHost),
+            "host is the class SegmentedHost that needs segments and slots, but it is called without arguments; give a "
+            "function of none, as in host=lambda: SegmentedHost(segments=..., slots=...)",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=lambda: 1 / 0),
+            "the host factory raised ZeroDivisionError: division by zero",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=of(nn.LazyLinear(8), nn.Linear(8, 3))),
+            "the host's segments.0.weight is not initialised, because LazyLinear takes its size from its first input",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=of(nn.Linear(4, 8), torch.relu)),
+            "segments[1] of a SegmentedHost is a builtin_function_or_method; give an nn.Module",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.ReLU)),
+            "segments[1] of a SegmentedHost is the class ReLU; give an nn.Module",
+        ),
+        (lambda: SegmentedHost(3, []), "segments of a SegmentedHost is a int; give a list, as in [nn.Linear(4, 8)"),
+        (lambda: SegmentedHost([], ["a"]), "slots[0] of a SegmentedHost is a str; give an esper.SlotSpec"),
+        (
+            lambda: SegmentedHost([], SlotSpec("a", 0, 1)),
+            "slots of a SegmentedHost is a SlotSpec; give a list, as in [esper.SlotSpec(",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=of(nn.Linear(4, 3))),
+            "the host has 1 segment; give at least two, because a slot lies between two segments",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=of()),
+            "the host has no segments; give at least two, because a slot lies between two segments",
+        ),
+        (
+            lambda: SlotSpec("a", after="0", width=8),
+            "slot 'a' is after segment '0'; give the index of a segment, a whole",
+        ),
+        (
+            lambda: SlotSpec("a", after=-1, width=8),
+            "slot 'a' is after segment -1; give the index of a segment, a whole",
+        ),
+        (
+            lambda: SlotSpec("a", after=0, width=0),
+            "slot 'a' has width 0; give the features of the segment before it, a",
+        ),
+        (
+            lambda: SlotSpec("a", after=0, width=True),
+            "slot 'a' has width True; give the features of the segment before",
+        ),
+        (lambda: SlotSpec("a", after=0, width=8, inner=0), "inner of slot 'a' is 0; give None, or how many modules of"),
+        (lambda: SlotSpec("", after=0, width=8), "the name of a slot is ''; give it a name in quotes, as in 'middle'"),
         (lambda: task_from("t", X, Y, host=mlp(4)), "the host returns (4,) per example, but the task has 3 outputs"),
     ],
 )

@@ -1,13 +1,17 @@
 """The contract of a host: segments with named slots between them."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from esper.kasmina.streams import width
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Kind, SlotSpec
+
+_Part = TypeVar("_Part", nn.Module, SlotSpec)
 
 
 class SegmentedHost(nn.Module):
@@ -23,15 +27,31 @@ class SegmentedHost(nn.Module):
     draws = True
 
     def __init__(self, segments: Iterable[nn.Module], slots: Sequence[SlotSpec]) -> None:
+        """InputError where a segment is no module or a slot no SlotSpec."""
         super().__init__()
-        self.segments = nn.ModuleList(segments)
-        self.slots = tuple(slots)
+        self.segments = nn.ModuleList(_checked(segments, nn.Module, "segments", "[nn.Linear(4, 8), nn.Linear(8, 2)]"))
+        self.slots = tuple(_checked(slots, SlotSpec, "slots", "[esper.SlotSpec('middle', after=0, width=8)]"))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) -> (B, C), without any seed."""
         for segment in self.segments:
             x = segment(x)
         return x
+
+
+def _checked(values: Iterable[_Part], kind: type[_Part], name: str, example: str) -> list[_Part]:
+    """The segments or slots of a host, each of which must be of a kind."""
+    if not isinstance(values, Iterable):
+        raise InputError(f"{name} of a SegmentedHost is a {type(values).__name__}; give a list, as in {example}")
+    listed = list(values)
+    for index, value in enumerate(listed):
+        if not isinstance(value, kind):
+            what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+            mend = {"slots": "give an esper.SlotSpec"}.get(
+                name, "give an nn.Module, whose forward computes the segment"
+            )
+            raise InputError(f"{name}[{index}] of a SegmentedHost is {what}; {mend}")
+    return listed
 
 
 @torch.no_grad()
@@ -43,6 +63,12 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
     """
     if not isinstance(host, SegmentedHost):
         raise InputError(f"the host factory returned a {type(host).__name__}; return an esper.SegmentedHost")
+    _check_initialised(host)
+    if len(host.segments) < 2:
+        raise InputError(
+            f"the host has {len(host.segments) or 'no'} segment{'s' * (not host.segments)}; give at least two, because a slot "
+            "lies between two segments"
+        )
     names = [slot.name for slot in host.slots]
     places = [slot.after for slot in host.slots]
     if len(set(names)) < len(names) or not all(names):
@@ -67,7 +93,9 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
             y = segment(x)
         except Exception as error:  # whatever a person's module raises, its first line says why
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(f"segment {index} of the host cannot run on what it is given: {reason}; mend it") from None
+            raise InputError(
+                f"segment {index} of the host cannot run on what it is given: {reason}; mend it"
+            ) from error
         if not isinstance(y, Tensor):
             raise InputError(f"segment {index} of the host returns a {type(y).__name__}; return one tensor")
         if not torch.equal(x, before):
@@ -85,3 +113,14 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
         raise InputError("the host's forward is not its segments one after the other; put everything into segments")
     if x.dim() != 2 or x.shape[1] != outputs:
         raise InputError(f"the host returns {tuple(x.shape[1:])} per example, but the task has {outputs} outputs")
+
+
+def _check_initialised(host: nn.Module) -> None:
+    """InputError where a module waits for its first input to know its size: rows of a stack are laid out before that."""
+    for name, value in [*host.named_parameters(), *host.named_buffers()]:
+        if is_lazy(value):
+            owner = type(host.get_submodule(name.rpartition(".")[0])).__name__
+            raise InputError(
+                f"the host's {name} is not initialised, because {owner} takes its size from its first input; "
+                "give the sizes, as in nn.Linear(4, 8)"
+            )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 
 from esper.leyline.errors import InputError
 
@@ -32,6 +33,29 @@ class SlotSpec:
     inner: int | None = None  # how many modules of that nn.Sequential make its inner features, for sensors; None: none
 
     def __post_init__(self) -> None:
+        """InputError, in one sentence, where a field is not what it says above."""
+        if not isinstance(self.name, str) or not self.name:
+            raise InputError(f"the name of a slot is {self.name!r}; give it a name in quotes, as in 'middle'")
+        _set_whole(self, "after", 0, f"slot {self.name!r} is after segment {self.after!r}; give the index of a segment")
+        _set_whole(
+            self, "width", 1, f"slot {self.name!r} has width {self.width!r}; give the features of the segment before it"
+        )
+        if self.inner is not None:
+            _set_whole(
+                self,
+                "inner",
+                1,
+                f"inner of slot {self.name!r} is {self.inner!r}; give None, or how many modules of the segment make its "
+                "inner features",
+            )
         if self.kind not in list(Kind):
             raise InputError(f"slot {self.name!r} is of kind {self.kind!r}; choose one of {', '.join(Kind)}")
         object.__setattr__(self, "kind", Kind(self.kind))
+
+
+def _set_whole(slot: SlotSpec, name: str, least: int, sentence: str) -> None:
+    """Make a field an int, of NumPy's integers too. InputError where it is no whole number from `least` on."""
+    value = getattr(slot, name)
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise InputError(f"{sentence}, a whole number from {least} on")
+    object.__setattr__(slot, name, int(value))

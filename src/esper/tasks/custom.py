@@ -1,5 +1,6 @@
 """A task from one's own examples and host."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,12 +58,15 @@ def task_from(
 
     Raises InputError, in one sentence, for examples, labels, splits, a host or defaults that cannot be used.
     """
-    if not name:
-        raise InputError("the task has no name; give one, as in task('wine', ...)")
-    if isinstance(menu, str) or not menu:
-        raise InputError(f"menu is {menu!r}; give a list of blueprint names, as in ['bypass-linear']")
-    for entry in menu:
-        get_blueprint(entry)
+    if not isinstance(name, str) or not name:
+        raise InputError(
+            f"the task's name is {name!r}; give it one in quotes, as in task('wine', ...)"
+            if name
+            else "the task has no name; give one, as in task('wine', ...)"
+        )
+    if not isinstance(standardize, bool):
+        raise InputError(f"standardize is {standardize!r}; give True or False")
+    _check_menu(menu)
     features, target = _examples(x, y, workers)
     skips = build_config(defaults or {}).data.nonfinite == "skip"
     if (
@@ -75,10 +79,14 @@ def task_from(
         check_examples(features, target, None)
         objective = Regression(target.shape[1])
     else:
+        if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int)):
+            raise InputError(f"classes is {classes!r}; give the number of classes as a whole number from 2 on")
         if classes is None:
             classes = int(target.max()) + 1 if target.numel() else 2
         check_examples(features, target, classes)
         objective = Classification(classes)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}; give a whole number from 0 on, by which examples are dealt into splits")
     splits = split(features, target, sizes=sizes_of(fractions, len(features)), seed=seed)
     if standardize:
         splits = standardized(splits)
@@ -94,13 +102,49 @@ def task_from(
     )
 
 
-def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> None:
+def _check_menu(menu: Sequence[str]) -> None:
+    if isinstance(menu, str) or not isinstance(menu, Sequence) or not menu:
+        raise InputError(f"menu is {menu!r}; give a list of blueprint names, as in ['bypass-linear']")
+    for entry in menu:
+        get_blueprint(entry)
+        if list(menu).count(entry) > 1:
+            raise InputError(f"menu names the blueprint {entry!r} {list(menu).count(entry)} times; name it once")
+
+
+def _check_arguments(host: Callable[[], nn.Module]) -> None:
+    """InputError where a host factory cannot be called without arguments."""
     if isinstance(host, nn.Module) or not callable(host):
         raise InputError(
             f"host is a {type(host).__name__}; give a function that returns a fresh one, as lambda: MyHost()"
         )
-    with torch.random.fork_rng(devices=[]):  # the check leaves the caller's random state as it was
-        first, second = host(), host()
+    try:
+        parameters = inspect.signature(host).parameters.values()
+    except (TypeError, ValueError):  # some callables of C have no signature
+        return
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in free]
+    if needed:
+        called = getattr(host, "__name__", "<lambda>")
+        called = type(host).__name__ if called == "<lambda>" and not inspect.isfunction(host) else called
+        what = f"the class {called}" if isinstance(host, type) else "a function"
+        raise InputError(
+            f"host is {what} that needs {' and '.join(needed)}, but it is called without arguments; give a function of none, as "
+            f"in host=lambda: {called if called.isidentifier() else 'MyHost'}({', '.join(f'{each}=...' for each in needed)})"
+        )
+
+
+def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> None:
+    _check_arguments(host)
+    try:
+        with torch.random.fork_rng(devices=[]):  # the check leaves the caller's random state as it was
+            first, second = host(), host()
+    except InputError:
+        raise
+    except Exception as error:  # whatever a person's factory raises, its first line says why
+        reason = (str(error).splitlines() or [""])[0]
+        raise InputError(
+            f"the host factory raised {type(error).__name__}{f': {reason}' if reason else ''}; mend it"
+        ) from error
     if first is second:
         raise InputError("the host factory returned the same module twice; build a new one in every call")
     if isinstance(first, SegmentedHost):

@@ -1,6 +1,7 @@
 """One set of examples into four splits. N examples, D features."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -66,10 +67,11 @@ def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, 
 
     Raises InputError where there are not four positive fractions that sum to 1.
     """
-    if len(fractions) != 4 or not all(f > 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-6:
+    numbers = isinstance(fractions, Sequence) and all(isinstance(f, Real) for f in fractions)
+    if not numbers or len(fractions) != 4 or not all(f > 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-6:
         raise InputError(
-            f"fractions is {tuple(fractions)}; give four positive numbers that sum to 1, for train, probe, validation "
-            "and test"
+            f"fractions is {tuple(fractions) if numbers else fractions!r}; give four positive numbers that sum to 1, for "
+            "train, probe, validation and test"
         )
     cuts = [round(float(c) * examples) for c in np.cumsum(fractions)]
     return cuts[0], cuts[1] - cuts[0], cuts[2] - cuts[1], examples - cuts[2]
