@@ -125,13 +125,16 @@ class BareStack:
         self.shared = all(problem.train.x is problems[0].train.x for problem in problems)
         if self.shared:
             problems, row = problems[:1], np.zeros_like(row)
-        feed = SharedBatchIterator([p.train for p in problems], row, instance, 0, self.batch, task.inputs, device)
+        scaling = problems[0].scaling
+        feed = SharedBatchIterator(
+            [p.train for p in problems], row, instance, 0, self.batch, task.inputs, device, scaling=scaling
+        )
         self.x, self.y, self.sizes = feed.x, feed.y, feed.sizes
         batch = np.arange(self.batches)[:, None] % feed.batches_per_epoch
         place = batch[..., None] * self.batch + np.arange(self.batch)
         self.place = torch.from_numpy(place).to(device)  # (batches, R, B)
         self.offset = torch.from_numpy(row * int(feed.sizes.max())).to(device)[:, None]
-        self.examples = stack_splits([p.probe for p in problems], row, task.inputs, device)
+        self.examples = stack_splits([p.probe for p in problems], row, task.inputs, device, scaling=scaling)
         self.generator = np.random.default_rng(0)
 
     def forward(self, x: Tensor, leaving: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -260,8 +263,9 @@ def plain_step(task: AnyTask, engine: VectorizedEngine, envs: int) -> Step:
         incubating = np.flatnonzero(seeds.stage[env] == Stage.TRAINING).tolist()
         network = Plain(problem, live, incubating).to(device)
         optimizer = torch.optim.AdamW(network.parameters(), lr=config.optimizer.lr, weight_decay=0.0)
-        train = DataLoader(TensorDataset(*problem.train), batch_size=batch, shuffle=True, drop_last=True)
-        networks.append((network, optimizer, train, DataLoader(TensorDataset(*problem.probe), batch_size=256)))
+        train, probe = (TensorDataset(problem.read(split.x), split.y) for split in (problem.train, problem.probe))
+        train = DataLoader(train, batch_size=batch, shuffle=True, drop_last=True)
+        networks.append((network, optimizer, train, DataLoader(probe, batch_size=256)))
 
     def learn(network: Plain, optimizer: torch.optim.Optimizer, train: DataLoader[tuple[Tensor, ...]]) -> float:
         running, done = 0.0, 0

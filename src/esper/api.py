@@ -138,7 +138,9 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     """
     check_task(task)
     instance = task.instance(task.keys("training").start)
-    x = stack_splits([instance.train], np.zeros(1, np.int64), task.inputs, torch.device("cpu")).x[0]
+    x = stack_splits(
+        [instance.train], np.zeros(1, np.int64), task.inputs, torch.device("cpu"), scaling=instance.scaling
+    ).x[0]
     with drawn_with(0):
         host = task.largest()
     assert isinstance(host, SegmentedHost)

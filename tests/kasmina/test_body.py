@@ -10,6 +10,7 @@ from esper.kasmina.export import GrownNetwork, grown_network
 from esper.kasmina.route import Branches
 from esper.leyline.actions import Blend
 from esper.leyline.stages import Stage
+from esper.leyline.task import Interface
 from esper.tasks.hosts import MLP
 from esper.tolaria.training import doses, shadows
 
@@ -87,7 +88,9 @@ def test_a_shadow_minimises_the_loss_of_the_network_with_this_one_seed_at_dose_o
     result.branches.square().mean().backward()
     at = 0, int(body.form_of[0, ALL.index("bypass-mlp")])
 
-    network, _ = grown_network(MLP(6, 8, (3, 5), 3), body, fossilized(seeds, {(1, 0): 1.0, (1, 1): 0.5}), 1, x[0])
+    network, _ = grown_network(
+        MLP(6, 8, (3, 5), 3), body, fossilized(seeds, {(1, 0): 1.0, (1, 1): 0.5}), 1, Interface((6,))
+    )
     network(x[1]).square().mean().backward()
     for name, parameter in network.seeds[0].named_parameters():
         shape = tuple(slice(0, k) for k in parameter.shape)
@@ -125,11 +128,15 @@ def test_evaluation_at_a_dose_equals_a_separate_network_built_without_that_seed(
         result = body.forward(x, doses(seeds), seeds, branches)
     factory = MLP(6, 8, (3, 5), 3)
     for env in range(3):
-        whole, _ = grown_network(factory, body, fossilized(seeds, {(env, 0): 0.75, (env, 1): 0.75}), env, x[0])
+        whole, _ = grown_network(
+            factory, body, fossilized(seeds, {(env, 0): 0.75, (env, 1): 0.75}), env, Interface((x.shape[-1],))
+        )
         torch.testing.assert_close(result.output[env], whole(x[env]), rtol=1e-10, atol=1e-12)
     for row, index in enumerate(order):
         env, slot = asked[index]
-        rest, _ = grown_network(factory, body, fossilized(seeds, {(env, 1 - slot): 0.75}), env, x[0])
+        rest, _ = grown_network(
+            factory, body, fossilized(seeds, {(env, 1 - slot): 0.75}), env, Interface((x.shape[-1],))
+        )
         assert isinstance(rest, GrownNetwork)
         assert len(rest.seeds) == 1
         torch.testing.assert_close(result.branches[row], rest(x[env]), rtol=1e-10, atol=1e-12)

@@ -22,6 +22,7 @@ from esper.kasmina.export import (
     PROGRAM,
     TOPOLOGY,
     GrownNetwork,
+    _SavedTopology,
     grown_network,
     load_network,
     read_topology,
@@ -32,12 +33,14 @@ from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import IN_BUDGET, Stage
+from esper.leyline.task import Interface
 from esper.tasks.hosts import MLP
 from esper.tolaria.training import doses
 
 WIDTH, INPUTS = 8, 6
 BLENDS = pytest.mark.parametrize("blend", Blend)
 EXAMPLE = torch.zeros(2, INPUTS)
+INTERFACE = Interface((INPUTS,), classes=(0, 1, 2))
 
 
 def factory(slots):
@@ -56,7 +59,7 @@ def grown(placed, *, slots=2, blend=Blend.ADD, stage=Stage.FOSSILIZED, alpha=0.7
 
 def network_of(body, seeds, env=1):
     slots = len(body.slots)
-    return grown_network(factory(slots), body, seeds, env, EXAMPLE.to(body.dtype))
+    return grown_network(factory(slots), body, seeds, env, INTERFACE)
 
 
 def engine_output(body, seeds, x, env=1):
@@ -319,7 +322,7 @@ def test_a_host_with_tied_weights_and_buffers_is_saved_and_loaded(tmp_path):
     body.train(True)
     body.forward(torch.randn(2, 16, INPUTS), doses(seeds), seeds)
     body.train(False)
-    network, topology = grown_network(tied_host, body, seeds, 1, EXAMPLE)
+    network, topology = grown_network(tied_host, body, seeds, 1, INTERFACE)
     x = torch.randn(7, INPUTS)
     close(network(x), engine_output(body, seeds, x))
     save_network(tmp_path, network, topology, EXAMPLE)
@@ -340,7 +343,7 @@ class Anonymous:
 def test_a_host_that_no_file_can_name_is_saved_without_a_name(make):
     body = Body(make, [get_blueprint("affine")], 2, EXAMPLE, mapping="loop")
     body.plant_host([0, 1], make(), EXAMPLE, 3)
-    assert grown_network(make, body, empty(body), 0, EXAMPLE)[1]["host"] is None
+    assert grown_network(make, body, empty(body), 0, INTERFACE)[1]["host"] is None
 
 
 # Files that are missing or damaged.
@@ -394,7 +397,7 @@ def test_a_topology_of_another_format_is_refused(folder, content):
     assert f"{folder / TOPOLOGY} has format" in refusal(folder)
 
 
-@pytest.mark.parametrize("missing", ["host", "dtype", "input", "parameters", "host_parameters", "seeds", "unfinished"])
+@pytest.mark.parametrize("missing", sorted(_SavedTopology.model_fields.keys() - {"format"}))
 def test_a_topology_that_lacks_a_field_is_refused(folder, missing):
     edit(folder, lambda topology: topology.pop(missing))
     assert f"{folder / TOPOLOGY} is damaged" in refusal(folder)

@@ -67,7 +67,8 @@ def test_a_task_of_ones_own_takes_a_host_of_plain_modules() -> None:
     task = task_from("mine", x, y, host=host, standardize=True)
     assert task.objective == Classification(3)
     assert [len(getattr(task, name).x) for name in SPLITS] == [54, 14, 8, 14]
-    assert task.train.x.mean(0).abs().max() < 1e-6
+    assert task.read(task.train.x).mean(0).abs().max() < 1e-6
+    assert torch.isin(task.train.x, x).all()  # the splits hold the features as they came
 
 
 def test_a_dataset_and_its_tensors_give_the_same_task() -> None:
@@ -95,7 +96,7 @@ def test_another_seed_gives_another_split() -> None:
 
 def test_floating_point_targets_make_a_regression() -> None:
     x, _ = tensors()
-    assert task_from("t", x, x[:, 0], host=mlp(1)).train.y.shape == (54, 1)
+    assert task_from("t", x, x[:, 0], host=mlp(1)).train.y.shape == (54,)
     assert task_from("t", x, x[:, :2].double(), host=mlp(2)).train.y.dtype == torch.float32
     assert task_from("t", x, x[:, :2], host=mlp(2)).objective == Regression(2)
 
@@ -171,7 +172,7 @@ ONE_HOST = mlp()()
         ),
         (
             lambda: task_from("t", Pairs([(X[0], "cat")]), host=mlp()),
-            "the label or target of example 0 is a str that cannot be read as an array of numbers",
+            "the label of example 0 of the Dataset is the text 'cat'; give whole numbers from 0 on, and their names by classes",
         ),
         (lambda: task_from("t", [[1.0], [1.0, 2.0]], Y, host=mlp()), "x is a list that cannot be read as an array"),
         (lambda: task_from("t", X + 0j, Y, host=mlp()), "x or y holds complex numbers; give their real and imaginary"),
@@ -179,13 +180,16 @@ ONE_HOST = mlp()()
         (lambda: task_from("t", X[:0], Y[:0], host=mlp()), "x and y hold no examples; give at least a few dozen"),
         (lambda: task_from("t", X / 0, Y, host=mlp()), "the features hold NaN or infinite values, in examples 0, 1, 2"),
         (
-            lambda: task_from("t", X, Y - 5, host=mlp()),
+            lambda: task_from("t", X, Y - 5, classes=3, host=mlp()),
             "y holds negative labels, in examples 0, 1, 2, 3, 4, ... (90 of",
         ),
-        (lambda: task_from("t", X, 0 * Y, host=mlp()), "classes is 1; give examples of at least two classes"),
         (
-            lambda: task_from("t", X, Y.float(), classes=3, host=mlp()),
-            "y has dtype torch.float32, which holds no class",
+            lambda: task_from("t", X, 0 * Y, host=mlp()),
+            "y holds the one class 0; give examples of at least two classes",
+        ),
+        (
+            lambda: task_from("t", X, Y + 0.5, classes=3, host=mlp()),
+            "classes is 3, but y holds values of dtype float64; give whole numbers from 0 to 2",
         ),
         (lambda: task_from("t", X, 0 * X, host=mlp(4)), "target 0 is the same in all 54 examples of the train split"),
         (lambda: task_from("t", X[:9], Y[:9], host=mlp()), "the validation split would hold 1 of 9 examples"),

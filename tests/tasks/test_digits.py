@@ -68,10 +68,10 @@ def test_the_host_learns(task: Task) -> None:
     optimizer = torch.optim.AdamW(host.parameters(), lr=5e-3)
     for _ in range(8):
         for index in torch.randperm(len(task.train.x)).split(64):
-            loss = F.cross_entropy(host(task.train.x[index]), task.train.y[index])
+            loss = F.cross_entropy(host(task.read(task.train.x[index])), task.train.y[index])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     with torch.no_grad():
-        accuracy = task.objective.score(host(task.probe.x)[None], task.probe.y[None]).mean().item()
+        accuracy = task.objective.score(host(task.read(task.probe.x))[None], task.probe.y[None]).mean().item()
     assert accuracy > 0.45  # chance is 0.1

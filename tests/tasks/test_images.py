@@ -26,7 +26,7 @@ def test_digits_image_holds_the_examples_of_digits_in_the_same_splits():
         assert ours.x.dtype == torch.uint8
     centred = images.train.x[:, 0, 3, 4].double()
     centred = (centred - centred.mean()) / centred.std(correction=0)
-    torch.testing.assert_close(centred.float(), vectors.train.x[:, 3 * 8 + 4], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(centred.float(), vectors.read(vectors.train.x)[:, 3 * 8 + 4], rtol=1e-4, atol=1e-5)
 
 
 def test_digits_are_read_with_mean_0_and_deviation_1_and_never_varied():
@@ -140,11 +140,11 @@ def test_images_of_ones_own_grow_are_exported_and_loaded_with_the_same_outputs(t
     }  # fmt: skip
     summary = esper.grow(task, settings, controller=str(tmp_path / "schedule.yaml"), run=tmp_path / "run")
     assert summary["grown"] == [{"block0": "bypass-conv-3x3", "block1": "squeeze-excite"}]
-    folder, x = tmp_path / "run" / "models" / "env-000", task.read(task.probe.x)
+    folder, x = tmp_path / "run" / "models" / "env-000", task.probe.x
     network, program = esper.load(folder), torch.export.load(folder / "model.pt2").module()
     with torch.no_grad():
         expected = network(x)
         torch.testing.assert_close(program(x), expected, rtol=1e-5, atol=1e-5)
-        test = network(task.read(task.test.x)).argmax(1) == task.test.y
+        test = network(task.test.x).argmax(1) == task.test.y
     assert float(test.double().mean()) == pytest.approx(summary["test_accuracy"]["grown"][0], abs=1e-6)
     assert np.isfinite(expected.numpy()).all()

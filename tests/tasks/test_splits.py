@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from esper.leyline.errors import InputError
-from esper.tasks.splits import check_examples, sizes_of, split, standardized
+from esper.tasks.splits import check_examples, scaling_of, sizes_of, split
 
 N, SIZES = 120, (60, 25, 15, 20)
 
@@ -38,21 +38,13 @@ def test_an_example_keeps_its_label() -> None:
 
 def test_splits_share_no_storage_with_each_other_or_their_source() -> None:
     x, y = examples()
-    for tensors in (split(x, y, sizes=SIZES, seed=0), standardized(split(x, y, sizes=SIZES, seed=0))):
-        held = [t.untyped_storage() for t in (x, y, *(t for part in tensors for t in part))]
-        spans = sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in {s.data_ptr(): s for s in held}.values())
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-        for part in tensors:  # no split's storage holds more than the split
-            assert part.x.untyped_storage().nbytes() == part.x.numel() * part.x.element_size()
-            assert part.y.untyped_storage().nbytes() == part.y.numel() * part.y.element_size()
-
-
-def test_standardized_features_leave_the_splits_they_came_from() -> None:
-    x, y = examples()
     splits = split(x, y, sizes=SIZES, seed=0)
-    before = splits.train.x.clone()
-    standardized(splits).train.x.zero_()
-    assert torch.equal(splits.train.x, before)
+    held = [t.untyped_storage() for t in (x, y, *(t for part in splits for t in part))]
+    spans = sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in {s.data_ptr(): s for s in held}.values())
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    for part in splits:  # no split's storage holds more than the split
+        assert part.x.untyped_storage().nbytes() == part.x.numel() * part.x.element_size()
+        assert part.y.untyped_storage().nbytes() == part.y.numel() * part.y.element_size()
 
 
 def test_one_seed_gives_one_split_and_another_seed_another() -> None:
@@ -80,12 +72,12 @@ def test_sizes_sum_to_the_examples_and_are_within_one_of_their_fraction(parts: l
     assert all(abs(size - fraction * count) <= 1 for size, fraction in zip(sizes, fractions, strict=True))
 
 
-def test_standardizing_uses_the_train_split_alone() -> None:
+def test_scaling_is_that_of_scikit_learns_standard_scaler() -> None:
     x, y = examples()
     splits = split(x, y, sizes=SIZES, seed=0)
-    scaler = StandardScaler().fit(splits.train.x.numpy())
-    for raw, scaled in zip(splits, standardized(splits), strict=True):
-        np.testing.assert_allclose(scaled.x, scaler.transform(raw.x.numpy()), rtol=1e-4, atol=1e-5)
+    scaler, scaling = StandardScaler().fit(splits.train.x.numpy()), scaling_of(splits.train.x)
+    for part in splits:
+        np.testing.assert_allclose(scaling.read(part.x), scaler.transform(part.x.numpy()), rtol=1e-4, atol=1e-5)
 
 
 def test_a_feature_that_is_constant_in_the_train_split_is_only_centred() -> None:
@@ -93,9 +85,9 @@ def test_a_feature_that_is_constant_in_the_train_split_is_only_centred() -> None
     x[:, 1] = 0.1
     splits = split(x, y, sizes=SIZES, seed=0)
     splits.test.x[0, 1] = 2.1
-    scaled = standardized(splits)
-    torch.testing.assert_close(scaled.train.x[:, 1], torch.zeros(SIZES[0]), rtol=0, atol=1e-6)
-    assert scaled.test.x[0, 1].item() == pytest.approx(2.0)
+    scaling = scaling_of(splits.train.x)
+    torch.testing.assert_close(scaling.read(splits.train.x)[:, 1], torch.zeros(SIZES[0]), rtol=0, atol=1e-6)
+    assert scaling.read(splits.test.x)[0, 1].item() == pytest.approx(2.0)
 
 
 def nan_at(*rows: int) -> Tensor:
@@ -148,7 +140,12 @@ T = X[:, :1].clone()
         (X, Y[:, None], 3, "y has shape (120, 1); give one class label per example, as in (N,)"),
         (X, Y * 0, 1, "classes is 1; give examples of at least two classes, numbered from 0"),
         (X, Y, None, "y has dtype torch.int64; give floating-point targets, for example y.float()"),
-        (X, T[:, 0], None, "y has shape (120,); give one row of targets per example, as in (N, C)"),
+        (
+            X,
+            T[:, :, None],
+            None,
+            "y has shape (120, 1, 1); give one target per example, as in (N,), or several, as (N, C)",
+        ),
     ],
 )
 def test_bad_examples_are_refused_in_a_sentence(x: Tensor, y: Tensor, classes: int | None, sentence: str) -> None:

@@ -11,6 +11,7 @@ from esper.kasmina.export import grown_network
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
+from esper.leyline.task import Interface
 from esper.leyline.view import CoalitionValues
 from esper.simic.attribution import attribute
 from esper.tasks.hosts import MLP
@@ -107,7 +108,7 @@ def test_fused_coalitions_equal_separate_networks_at_any_dose():
         state = seeds._replace(
             stage=np.where(kept, np.int8(Stage.FOSSILIZED), np.int8(Stage.DORMANT))[None].repeat(4, 0)
         )
-        network, _ = grown_network(factory, body, state, int(env), x[0])
+        network, _ = grown_network(factory, body, state, int(env), Interface(tuple(x.shape[2:])))
         torch.testing.assert_close(result.branches[branch], network(x[env]), rtol=1e-10, atol=1e-12)
 
 

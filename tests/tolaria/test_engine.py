@@ -240,7 +240,7 @@ def test_the_contribution_is_the_metric_less_that_of_a_network_built_without_the
     with_seed = seeds._replace(stage=np.where(seeds.stage == Stage.HOLDING, np.int8(Stage.FOSSILIZED), seeds.stage))
     outputs = []
     for state in (with_seed, seeds):
-        network, _ = grown_network(task.host, engine.state.body, state, 1, task.probe.x[:2])
+        network, _ = grown_network(task.host, engine.state.body, state, 1, task.instance(0).interface)
         with torch.no_grad():
             outputs.append(network(task.probe.x)[None])
     scores = [task.objective.score(output, task.probe.y[None])[0] for output in outputs]
@@ -267,7 +267,7 @@ def test_the_incubation_gain_is_the_fall_of_the_loss_when_the_seed_is_at_dose_on
     )
     losses, scores = [], []
     for state in (seeds, with_seed):
-        network, _ = grown_network(task.host, engine.state.body, state, 1, task.probe.x[:2])
+        network, _ = grown_network(task.host, engine.state.body, state, 1, task.instance(0).interface)
         with torch.no_grad():
             output = network(task.probe.x)[None]
         losses.append(task.objective.loss(output, task.probe.y[None])[0])

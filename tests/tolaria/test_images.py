@@ -252,7 +252,7 @@ def test_an_episode_ends_in_a_network_that_computes_what_the_probe_saw():
     network, topology = engine.export(0)
     assert [seed["blueprint"] for seed in topology["seeds"]] == ["bypass-conv-3x3"]
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(network(task.read(task.probe.x)), task.probe.y)
+        loss = torch.nn.functional.cross_entropy(network(task.probe.x), task.probe.y)
     assert float(loss) == pytest.approx(outcomes[-1].exported.loss[0], rel=1e-5)
 
 
@@ -302,7 +302,7 @@ def test_a_host_may_have_slots_of_both_kinds(mapping):
     network, topology = engine.export(0)
     assert [seed["blueprint"] for seed in topology["seeds"]] == ["conv-light", "mlp-small"]
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(network(task.read(task.probe.x)), task.probe.y)
+        loss = torch.nn.functional.cross_entropy(network(task.probe.x), task.probe.y)
     assert float(loss) == pytest.approx(script.outcomes[-1].after.loss[0], rel=1e-4)
 
 

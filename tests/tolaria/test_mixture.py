@@ -169,7 +169,7 @@ def test_an_instance_out_of_range_is_refused():
 
 def test_the_exported_network_of_a_padded_row_has_its_true_widths():
     engine, _, _ = grown(mixture(), small_config(envs=4), DECISIONS)
-    network, topology = grown_network(problem(1).host, engine.state.body, engine.state.seeds, 1, problem(1).train.x[:2])
+    network, topology = grown_network(problem(1).host, engine.state.body, engine.state.seeds, 1, problem(1).interface)
     assert engine.state.seeds.stage[1].tolist().count(Stage.FOSSILIZED) == len(topology["seeds"]) == 1
     assert topology["seeds"][0]["writes"] == 5
     assert network(problem(1).probe.x).shape == (25, 2)

@@ -3,30 +3,30 @@
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from esper.kasmina.blending import sigmoid
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.body import Body, Seed
 from esper.kasmina.host import SegmentedHost
+from esper.kasmina.network import Graft, GrownNetwork
 from esper.leyline.actions import Blend
 from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.reading import parse_json, read_kept
-from esper.leyline.slots import Tap
 from esper.leyline.stages import IN_BUDGET, Stage
+from esper.leyline.task import Interface, Label, Scaling
 from esper.leyline.view import Seeds
 
-FORMAT = 1
+FORMAT = 2
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 _LARGEST_TOPOLOGY = 2**20  # bytes of it that are read
 
@@ -50,69 +50,35 @@ class _SavedSeed(_Saved):
     writes: PositiveInt
 
 
+def _names(classes: list[Label]) -> list[Label]:
+    if len(classes) < 2 or len({type(name) for name in classes}) > 1 or len(set(classes)) < len(classes):
+        raise ValueError("classes are two or more different names of one type")
+    return classes
+
+
 class _SavedTopology(_Saved):
     """What topology.json holds."""
 
     format: int
     host: _SavedHost | None  # None where no file can name the factory
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
-    input: list[int]
+    input: list[PositiveInt]  # shape of one example
+    standardize: list[PositiveInt] | None  # shape of the mean and the deviation, which are among the weights
+    classes: Annotated[list[str | int | float | bool], AfterValidator(_names)] | None  # in the order of the outputs
+    target: list[PositiveInt]  # shape of one example's y
     parameters: int
     host_parameters: int
     seeds: list[_SavedSeed]
     unfinished: list[str]
 
 
-class Graft(NamedTuple):
-    """A fossilized seed of one network."""
-
-    after: int  # segment whose output it changes
-    tap: Tap
-    blend: Blend
-    alpha: float
-
-
-class GrownNetwork(nn.Module):
-    """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, C)."""
-
-    def __init__(self, host: SegmentedHost, seeds: Sequence[nn.Module], grafts: Sequence[Graft]) -> None:
-        super().__init__()
-        self.segments = host.segments
-        self.seeds = nn.ModuleList(seeds)
-        self.grafts = tuple(grafts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, C)."""
-        h = x
-        for index, segment in enumerate(self.segments):
-            before, h = h, segment(h)
-            for seed, graft in zip(self.seeds, self.grafts, strict=True):
-                if graft.after == index:
-                    h = _grow(seed, graft, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x})
-        return h
-
-
-def _grow(seed: nn.Module, graft: Graft, sources: Mapping[Tap, Tensor]) -> Tensor:
-    h, u = sources[Tap.HERE], sources[graft.tap]
-    is_map = h.dim() == 4
-    if is_map and u.shape[-2:] != h.shape[-2:]:
-        u = F.adaptive_avg_pool2d(u, tuple(h.shape[-2:]))  # type: ignore[arg-type]
-    delta = seed.get_submodule("delta")(u)
-    if graft.blend == Blend.GATE:
-        gate = sigmoid(seed.get_submodule("gate")(u.mean((-2, -1)) if is_map else u))
-        delta = (gate[:, :, None, None] if is_map else gate) * delta
-    elif graft.blend == Blend.MULTIPLY:
-        delta = h * torch.tanh(delta)
-    grown: Tensor = h + graft.alpha * delta
-    return grown
-
-
 def grown_network(
-    factory: Callable[[], nn.Module], body: Body, seeds: Seeds, env: int, example: Tensor
+    factory: Callable[[], nn.Module], body: Body, seeds: Seeds, env: int, interface: Interface
 ) -> tuple[GrownNetwork, dict[str, Any]]:
     """The network of an environment on the CPU in evaluation mode, and its topology.
 
-    Only fossilized seeds are in it; `topology["unfinished"]` names the slots of seeds that were left out.
+    The network takes and returns what the interface says, so it does the scaling that was done outside the host. Only
+    fossilized seeds are in it; `topology["unfinished"]` names the slots of seeds that were left out.
     """
     with drawn_with(0):
         host = factory()
@@ -141,7 +107,7 @@ def grown_network(
                 "writes": int(body.taps[env, s, 0]),
             }
         )
-    network = GrownNetwork(host, modules, grafts).to("cpu").eval()
+    network = GrownNetwork(host, modules, grafts, interface).to("cpu").eval()
     named, name = None, getattr(type(factory), "name", None)
     if dataclasses.is_dataclass(factory) and not isinstance(factory, type) and isinstance(name, str):
         named = {"name": name, "arguments": dataclasses.asdict(factory)}  # a host that a file can name
@@ -149,7 +115,10 @@ def grown_network(
         "format": FORMAT,
         "host": named,
         "dtype": str(body.dtype).removeprefix("torch."),
-        "input": list(example.shape[1:]),
+        "input": list(interface.inputs),
+        "standardize": None if interface.scaling is None else list(interface.scaling.mean.shape),
+        "classes": None if interface.classes is None else list(interface.classes),
+        "target": list(interface.target),
         "parameters": count(network),
         "host_parameters": int(body.host_params[env]),
         "seeds": grown,
@@ -215,7 +184,8 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     if not isinstance(base, SegmentedHost):
         raise InputError(f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost")
     modules, grafts, kinds = [], [], {slot.after: slot.kind for slot in base.slots}
-    parameters = count(base)
+    parameters = count(base) + 2 * math.prod(topology["standardize"] or [0])
+    check_size(folder, parameters)
     for seed in topology["seeds"]:
         if seed["after"] not in kinds:
             raise InputError(
@@ -228,7 +198,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         check_size(folder, parameters)
         modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
         grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"]))
-    network = GrownNetwork(base, modules, grafts).to(getattr(torch, topology["dtype"]))
+    network = GrownNetwork(base, modules, grafts, _interface(folder, topology)).to(getattr(torch, topology["dtype"]))
     try:
         _check_tensors(folder / MODEL, network)
         network.load_state_dict(load_file(folder / MODEL))
@@ -240,6 +210,19 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
             f"{folder / MODEL} does not fit the network of {TOPOLOGY}: {reason}; export it again"
         ) from None
     return network.eval()
+
+
+def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
+    """What a saved network takes and returns; its mean and deviation are still to be read. InputError where they do not fit."""
+    inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
+    if shape is not None and (
+        len(shape) != len(inputs) or any(own not in (1, whole) for own, whole in zip(shape, inputs, strict=True))
+    ):
+        raise InputError(
+            f"{folder / TOPOLOGY} has a mean of shape {shape} for inputs of shape {inputs}; export the network again"
+        )
+    scaling = None if shape is None else Scaling(torch.zeros(shape), torch.ones(shape))
+    return Interface(tuple(inputs), scaling, None if classes is None else tuple(classes), tuple(topology["target"]))
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:

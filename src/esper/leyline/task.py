@@ -89,6 +89,33 @@ def _row_of(pixels: Pixels, width: int, device: torch.device, dtype: torch.dtype
     return mean.repeat(width).to(device), deviation.reciprocal().repeat(width).to(device)
 
 
+class Scaling(NamedTuple):
+    """The mean and the standard deviation of features, by which a network reads them.
+
+    (x - mean) / deviation
+    """
+
+    mean: Tensor  # floating point, of the shape of one example or of one that broadcasts to it
+    deviation: Tensor  # of the same shape
+
+    def read(self, x: Tensor) -> Tensor:
+        """x (N, ...) of any dtype -> the same in the dtype of the mean."""
+        return (x.to(self.mean.dtype) - self.mean) / self.deviation
+
+
+Label = str | int | float | bool
+"""What a class is called."""
+
+
+class Interface(NamedTuple):
+    """What a network takes, and what its outputs stand for."""
+
+    inputs: tuple[int, ...]  # shape of one example
+    scaling: Scaling | None = None  # applied by the network itself, so that it takes features as they came
+    classes: tuple[Label, ...] | None = None  # what each output is the class of; None where outputs are values
+    target: tuple[int, ...] = ()  # shape of one example's y
+
+
 class Objective(Protocol):
     """What is minimised and what is reported, per example and for a stack of rows at once."""
 
@@ -113,10 +140,25 @@ class Instance(NamedTuple):
     validation: Split  # read by the selection of models and policies
     outputs: int  # classes or targets of this instance, at most those of the task's objective
     pixels: Pixels | None = None  # of images that are kept as bytes
+    scaling: Scaling | None = None  # of features that a host reads standardized
+    classes: tuple[Label, ...] | None = None  # what the outputs are classes of; None numbers them from 0
 
     def read(self, x: Tensor) -> Tensor:
         """Examples of a split as a host reads them: (N, ...) floating point."""
-        return x if self.pixels is None else self.pixels.read(x)
+        return _read(self.pixels, self.scaling, x)
+
+    @property
+    def interface(self) -> Interface:
+        """What a network that was grown on this problem takes and returns."""
+        scaling, y = self.scaling, self.train.y
+        if self.pixels is not None:
+            mean, deviation = (
+                torch.tensor(values, dtype=torch.get_default_dtype()).view(-1, 1, 1)
+                for values in (self.pixels.mean, self.pixels.deviation)
+            )
+            scaling = Scaling(mean, deviation)
+        classes = None if y.is_floating_point() else self.classes or tuple(range(self.outputs))
+        return Interface(tuple(self.train.x.shape[1:]), scaling, classes, tuple(y.shape[1:]))
 
 
 class Lengths(NamedTuple):
@@ -153,6 +195,8 @@ class Task:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # config that the task sets, under the user's own
     room: Room | None = None  # the layout of a row; None lays it out for the host itself
     pixels: Pixels | None = None  # of images that are kept as bytes
+    scaling: Scaling | None = None  # of features that hosts read standardized; the splits hold them as they came
+    classes: tuple[Label, ...] | None = None  # what the labels of y are called, in order; None numbers them from 0
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -174,11 +218,20 @@ class Task:
 
     def instance(self, key: int) -> Instance:
         """The same for every key."""
-        return Instance(self.host, self.train, self.probe, self.validation, self.objective.outputs, self.pixels)
+        return Instance(
+            self.host,
+            self.train,
+            self.probe,
+            self.validation,
+            self.objective.outputs,
+            self.pixels,
+            self.scaling,
+            self.classes,
+        )
 
     def read(self, x: Tensor) -> Tensor:
-        """Examples of a split as a host, or a grown network, reads them: (N, ...) floating point."""
-        return x if self.pixels is None else self.pixels.read(x)
+        """Examples of a split as a host reads them: (N, ...) floating point. A grown network reads them as they are."""
+        return _read(self.pixels, self.scaling, x)
 
     def test_split(self, key: int) -> Split | None:
         """What the final evaluation of an instance reads; None in a sealed task."""
@@ -238,6 +291,12 @@ class Mixture:
     def keys(self, part: str) -> range:
         """Keys of the 'training', 'validation' or 'heldout' instances; no two parts share one."""
         return self.ranges[part]
+
+
+def _read(pixels: Pixels | None, scaling: Scaling | None, x: Tensor) -> Tensor:
+    if pixels is not None:
+        return pixels.read(x)
+    return x if scaling is None else scaling.read(x)
 
 
 AnyTask = Task | Mixture

@@ -311,7 +311,7 @@ def _write_networks(
         watch.note(f"exporting {len(written.exported)} network{'s' * (len(written.exported) > 1)}")
     for env in written.exported:
         problem = task.instance(int(engine.space.instance[env]))
-        example = problem.read(problem.probe.x[:2]).cpu()
+        example = problem.probe.x[:2].cpu()
         path = folder / MODELS / f"env-{env:03d}"
         failure = save_network(path, *networks[env], example, patience)
         if failure is not None:

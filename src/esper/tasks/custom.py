@@ -10,13 +10,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
+from esper.leyline.arrays import as_tensor
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
-from esper.leyline.task import Objective, Split, Task, finite
-from esper.tasks.dataset import as_tensor, read_dataset
+from esper.leyline.task import Label, Objective, Split, Task, finite
+from esper.tasks.dataset import read_dataset
 from esper.tasks.hosts import VECTOR_MENU
+from esper.tasks.labels import Kind, Target, check_labels, read_target
 from esper.tasks.objectives import Classification, Regression
-from esper.tasks.splits import check_examples, sizes_of, split, standardized
+from esper.tasks.splits import check_examples, scaling_of, sizes_of, split
 
 
 def task_from(
@@ -25,7 +27,8 @@ def task_from(
     y: Any = None,
     *,
     host: Callable[[], SegmentedHost],
-    classes: int | None = None,
+    kind: Kind | None = None,
+    classes: int | Sequence[Label] | None = None,
     menu: Sequence[str] = VECTOR_MENU,
     fractions: Sequence[float] = (0.6, 0.15, 0.1, 0.15),
     seed: int = 0,
@@ -36,17 +39,21 @@ def task_from(
 ) -> Task:
     """A task from examples and a host factory.
 
-    x, y: tensors, NumPy arrays or what NumPy makes an array of: (N, ...) features, and (N,) whole-number labels or (N,)
-    or (N, C) floating-point targets. Or x alone: a map-style `torch.utils.data.Dataset` of (features, label or target)
-    pairs, read once and in full; what it draws at random is frozen. The task holds copies, on the CPU.
+    x, y: tensors, NumPy arrays, pandas frames and series, or what NumPy makes an array of: (N, ...) features, and (N,) labels,
+    which may be text, categories, truth values or whole numbers, or (N,) or (N, C) floating-point targets. Or x alone: a
+    map-style `torch.utils.data.Dataset` of (features, label or target) pairs, read once and in full; what it draws at random
+    is frozen. The task holds copies, on the CPU.
 
     host: returns a freshly drawn `SegmentedHost` of any modules each time it is called.
-    classes: how many; None means as many as the largest label and 1, where y holds whole numbers, and regression, where
-    it holds floating-point numbers. To regress on counts, give y.float().
+    kind: 'classification' or 'regression'. None takes text, truth values and whole numbers for classes and floating-point
+    numbers for targets, and asks where y may be either: floating-point numbers that are few and whole, one-hot rows, and
+    whole numbers that hardly repeat. A classification takes one-hot rows too, one class a column.
+    classes: None takes the distinct labels, sorted. Or how many classes there are, numbered from 0; or the list of their
+    names, which y holds or numbers from 0. The order is that of the outputs.
     menu: names of the blueprints that a controller may plant.
     fractions: of the examples in train, probe, validation and test, dealt class by class, the same for the same seed.
-    standardize: features less their mean over the train split, over their standard deviation; the grown network then
-    expects such features.
+    standardize: the host reads features less their mean over the train split, over their standard deviation. The splits hold
+    the features as they came, and a grown network takes them so: mean and deviation are part of it.
     defaults: nested config, under what the user of the task sets. With data.nonfinite 'skip' examples that are not finite
     are left out here, with a `DataWarning`.
     workers: processes that read a Dataset, by torch's DataLoader; 0 reads it in this one. The task is the same bit for bit
@@ -67,30 +74,25 @@ def task_from(
     if not isinstance(standardize, bool):
         raise InputError(f"standardize is {standardize!r}; give True or False")
     _check_menu(menu)
-    features, target = _examples(x, y, workers)
-    skips = build_config(defaults or {}).data.nonfinite == "skip"
-    if (
-        skips and features.dim() and target.dim() and len(features) == len(target)
-    ):  # else `check_examples` says what is wrong
-        features, target = finite(Split(features, target), "x or y", "skip")
-    objective: Objective
-    if target.is_floating_point() and classes is None:
-        target = target.unsqueeze(1) if target.dim() == 1 else target
-        check_examples(features, target, None)
-        objective = Regression(target.shape[1])
-    else:
-        if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int)):
-            raise InputError(f"classes is {classes!r}; give the number of classes as a whole number from 2 on")
-        if classes is None:
-            classes = int(target.max()) + 1 if target.numel() else 2
-        check_examples(features, target, classes)
-        objective = Classification(classes)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InputError(f"seed is {seed!r}; give a whole number from 0 on, by which examples are dealt into splits")
-    splits = split(features, target, sizes=sizes_of(fractions, len(features)), seed=seed)
-    if standardize:
-        splits = standardized(splits)
-    _check_factory(host, splits.train.x[:4], objective.outputs)
+    features, y = _examples(x, y, workers)
+    target = read_target(y, kind, classes)
+    skips = build_config(defaults or {}).data.nonfinite == "skip"
+    features, values = _complete(features, target, skip=skips)
+    objective: Objective
+    if target.classes is None:
+        values = values.to(features.dtype)
+        check_examples(features, values, None)
+        objective = Regression(values.shape[1] if values.dim() == 2 else 1)
+    else:
+        values = values.to(torch.int64)
+        check_examples(features, values, len(target.classes))
+        objective = Classification(len(target.classes))
+    splits = split(features, values, sizes=sizes_of(fractions, len(features)), seed=seed)
+    scaling = scaling_of(splits.train.x) if standardize else None
+    example = splits.train.x[:4]
+    _check_factory(host, example if scaling is None else scaling.read(example), objective.outputs)
     return Task(
         name=name,
         summary=summary or f"{len(features):,} examples of your own, {objective.outputs} outputs, {objective.metric}",
@@ -99,7 +101,20 @@ def task_from(
         objective=objective,
         menu=tuple(menu),
         defaults=dict(defaults or {}),
+        scaling=scaling,
+        classes=target.classes,
     )
+
+
+def _complete(features: Tensor, target: Target, *, skip: bool) -> tuple[Tensor, Tensor]:
+    """Features and y, without the examples that are not finite or have no label where these are to be skipped."""
+    values = target.values
+    fits = features.dim() > 0 and len(features) == len(values)  # else `check_examples` says what is wrong
+    if skip and fits:
+        return finite(Split(features, values), "x or y", "skip")
+    if target.classes is not None:
+        check_labels(values)
+    return features, values
 
 
 def _check_menu(menu: Sequence[str]) -> None:
@@ -157,8 +172,8 @@ def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> No
     check_host(first, x, outputs)
 
 
-def _examples(x: Any, y: Any, workers: int) -> tuple[Tensor, Tensor]:
-    """Features in a floating-point dtype, and int64 labels or targets in the same dtype as the features, on the CPU."""
+def _examples(x: Any, y: Any, workers: int) -> tuple[Tensor, Any]:
+    """Features in a floating-point dtype on the CPU, and y as it was given."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
     if workers and not isinstance(x, Dataset | DataLoader):
@@ -176,10 +191,7 @@ def _examples(x: Any, y: Any, workers: int) -> tuple[Tensor, Tensor]:
             f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
         )
     else:
-        dtype = torch.get_default_dtype()
-        features, target = as_tensor(x, "x", dtype), as_tensor(y, "y", dtype)
-    if features.is_complex() or target.is_complex():
+        features, target = as_tensor(x, "x", torch.get_default_dtype()), y
+    if features.is_complex():
         raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
-    if features.dtype != torch.float64:
-        features = features.to(torch.get_default_dtype())
-    return features, target.to(features.dtype if target.is_floating_point() else torch.int64)
+    return features if features.dtype == torch.float64 else features.to(torch.get_default_dtype()), target

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from esper.leyline.arrays import as_tensor
 from esper.leyline.errors import InputError
 
 CHUNK = 64
@@ -128,20 +129,12 @@ def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> tuple[Tensor
             "give pairs of features and a label or target"
         )
     features, target = item
+    if isinstance(target, str):
+        raise InputError(
+            f"the label of example {index} of the Dataset is the text {target[:40]!r}; give whole numbers from 0 on, and their "
+            "names by classes=[...]"
+        )
     return (
         as_tensor(features, f"the features of example {index}", dtype).contiguous(),
         as_tensor(target, f"the label or target of example {index}", dtype).contiguous(),
     )
-
-
-def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
-    """A detached tensor on the CPU; float64 from outside torch becomes `dtype`."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    try:
-        tensor = torch.from_numpy(np.array(value))
-    except (TypeError, ValueError):
-        raise InputError(
-            f"{what} is a {type(value).__name__} that cannot be read as an array of numbers; give a tensor or an array"
-        ) from None
-    return tensor.to(dtype) if tensor.dtype == torch.float64 else tensor

@@ -7,7 +7,7 @@ import torch
 from esper.leyline.task import Task
 from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, roomy
 from esper.tasks.objectives import Classification
-from esper.tasks.splits import check_examples, split, standardized
+from esper.tasks.splits import check_examples, scaling_of, split
 
 _DATA = "1,797 handwritten digits of 8 x 8 pixels in 10 classes"
 SUMMARY = f"{_DATA}; a residual network"
@@ -19,7 +19,8 @@ HOST = ResidualMLP(inputs=64, width=32, hidden=(32,) * 3, outputs=10)
 def digits() -> Task:
     """Scikit-learn's digits (Alpaydin and Kaynak, UCI 1998): 64 features and 10 classes, on a residual host.
 
-    Features are standardized by the train split and have torch's default dtype. The splits are the same in every run.
+    Hosts read the features standardized by the train split. They have torch's default dtype, and the splits are the same in
+    every run.
     """
     from sklearn.datasets import load_digits  # a second of imports that no other task needs
 
@@ -27,13 +28,14 @@ def digits() -> Task:
     x = torch.from_numpy(data.data).to(torch.get_default_dtype())
     y = torch.from_numpy(data.target).to(torch.int64)
     check_examples(x, y, classes=10)
-    splits = standardized(split(x, y, sizes=SIZES, seed=0))
+    splits = split(x, y, sizes=SIZES, seed=0)
     return Task(
         name="digits",
         summary=SUMMARY,
         host=HOST,
         room=roomy(HOST),
         **splits._asdict(),
+        scaling=scaling_of(splits.train.x),
         objective=Classification(10),
         menu=VECTOR_MENU,
         defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 16}},

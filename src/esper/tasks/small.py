@@ -12,7 +12,7 @@ import torch
 from esper.leyline.task import Task
 from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, roomy
 from esper.tasks.objectives import Classification
-from esper.tasks.splits import check_examples, split, standardized
+from esper.tasks.splits import check_examples, scaling_of, split
 
 IRIS = "150 flowers by 4 measures in 3 classes (Fisher, 1936)"
 WINE = "178 wines by 13 measures in 3 classes (Forina, UCI 1991)"
@@ -48,21 +48,24 @@ def _task(
 ) -> Task:
     """sizes: examples in train, probe, validation and test; batches: examples in a batch, and batches in a step.
 
-    Features are standardized by the train split, and have torch's default dtype.
+    Hosts read the features standardized by the train split. They have torch's default dtype.
     """
     table = load()
     x = torch.from_numpy(table.data).to(torch.get_default_dtype())
     y = torch.from_numpy(table.target).to(torch.int64)
-    classes = len(table.target_names)
-    check_examples(x, y, classes)
-    host = ResidualMLP(inputs=x.shape[1], width=WIDTH, hidden=HIDDEN, outputs=classes)
+    names = tuple(map(str, table.target_names))
+    check_examples(x, y, len(names))
+    splits = split(x, y, sizes=sizes, seed=0)
+    host = ResidualMLP(inputs=x.shape[1], width=WIDTH, hidden=HIDDEN, outputs=len(names))
     return Task(
         name=name,
         summary=SUMMARY.format(data),
         host=host,
         room=roomy(host),
-        **standardized(split(x, y, sizes=sizes, seed=0))._asdict(),
-        objective=Classification(classes),
+        **splits._asdict(),
+        scaling=scaling_of(splits.train.x),
+        classes=names,
+        objective=Classification(len(names)),
         menu=VECTOR_MENU,
         defaults={"steps": 24, "data": {"batch": batches[0], "batches_per_step": batches[1]}},
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper.leyline import keys
 from esper.leyline.errors import InputError
-from esper.leyline.task import Split, nonfinite, which
+from esper.leyline.task import Scaling, Split, nonfinite, which
 
 _CPU = torch.device("cpu")
 
@@ -44,8 +44,10 @@ def check_examples(x: Tensor, y: Tensor, classes: int | None) -> None:
     if classes is None:
         if not y.is_floating_point():
             raise InputError(f"y has dtype {y.dtype}; give floating-point targets, for example y.float()")
-        if y.dim() != 2 or y.shape[1] == 0:
-            raise InputError(f"y has shape {tuple(y.shape)}; give one row of targets per example, as in (N, C)")
+        if y.dim() > 2 or y[0].numel() == 0:
+            raise InputError(
+                f"y has shape {tuple(y.shape)}; give one target per example, as in (N,), or several, as (N, C)"
+            )
         _check_finite(Split(y, y.new_zeros(len(y))), "targets")
         return
     if y.is_floating_point():
@@ -97,7 +99,7 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
     splits = Splits(*(Split(x[part], y[part]) for part in dealt(y, sizes, seed)))
     if y.is_floating_point():
         for name, part in zip(Splits._fields, splits, strict=True):
-            constant = (part.y == part.y[0]).all(0).nonzero().flatten().tolist()
+            constant = (part.y == part.y[0]).reshape(len(part.y), -1).all(0).nonzero().flatten().tolist()
             if constant:
                 raise InputError(
                     f"target {constant[0]} is the same in all {len(part.y)} examples of the {name} split, so it has no "
@@ -115,15 +117,10 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def standardized(splits: Splits) -> Splits:
-    """Every split's features less the train split's mean, over its standard deviation, feature by feature.
-
-    A feature that is constant in the train split is only centred.
-    """
-    x = splits.train.x
+def scaling_of(x: Tensor) -> Scaling:
+    """Mean and standard deviation of every feature of x (N, ...); a feature that is constant in x is only centred."""
     mean, deviation = x.mean(0), x.std(0, correction=0)
-    scale = torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation))
-    return Splits(*(Split((part.x - mean) / scale, part.y) for part in splits))
+    return Scaling(mean, torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation)))
 
 
 def _places(labels: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, mix, permutations
-from esper.leyline.task import Pixels, Split, nonfinite
+from esper.leyline.task import Pixels, Scaling, Split, nonfinite
 
 Indices = NDArray[np.int64]
 
@@ -56,12 +56,13 @@ def stack_splits(
     device: torch.device,
     pixels: Pixels | None = None,
     length: int | None = None,
+    scaling: Scaling | None = None,
 ) -> Examples:
     """The splits of data sets as the examples of rows; row (E,) names each row's split, inputs the widest input's shape.
 
     With `length` every row has as many examples, real or not, and `real` is there even where all are, so that a row's
-    numbers do not depend on the other splits. Without it rows are as long as the longest split. InputError where a split is
-    longer than `length`.
+    numbers do not depend on the other splits. Without it rows are as long as the longest split. Features are scaled once, here.
+    InputError where a split is longer than `length`.
     """
     distinct = {(id(split.x), id(split.y)): split for split in splits}
     if len(distinct) < len(splits):
@@ -74,7 +75,7 @@ def stack_splits(
             f"a split has {longest:,} examples, more than the {length:,} that every row of the mixture has room for; "
             "give it fewer, or raise the lengths of the mixture's room"
         )
-    pooled = _pool(splits, inputs, device, length or longest)
+    pooled = _pool(splits, inputs, device, length or longest, scaling)
     dtype = pooled.x.dtype if pooled.x.is_floating_point() else torch.get_default_dtype()
     if len(splits) == 1 and length is None:
         x, y = pooled.x[0], pooled.y[0]
@@ -107,6 +108,7 @@ class SharedBatchIterator:
         inputs: tuple[int, ...],
         device: torch.device,
         pixels: Pixels | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         """row (E,) names each row's split, instance (E,) the key of its order. InputError where a split is under a batch."""
         self.sizes = np.array([len(split.y) for split in splits])[row]
@@ -116,7 +118,7 @@ class SharedBatchIterator:
                 f"the train split has {least} examples, fewer than data.batch ({batch_size}); "
                 f"set data.batch to {least} or less, or bring more data"
             )
-        pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits))
+        pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits), scaling)
         self.x, self.y = pooled.x.flatten(0, 1), pooled.y.flatten(0, 1)
         self.pixels = pixels
         if pixels is not None:
@@ -240,14 +242,16 @@ def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Ten
     return canvas.view(-1, channels).index_select(0, place.view(-1)).view(images.shape)
 
 
-def _pool(splits: Sequence[Split], inputs: tuple[int, ...], device: torch.device, length: int) -> Split:
-    """All data sets as one: x (I, N, *inputs), y (I, N, ...) for a length N, padded with 0."""
+def _pool(
+    splits: Sequence[Split], inputs: tuple[int, ...], device: torch.device, length: int, scaling: Scaling | None
+) -> Split:
+    """All data sets as one: x (I, N, *inputs), scaled, and y (I, N, ...) for a length N, padded with 0."""
     xs, ys = [], []
     for split in splits:
         missing = [wide - own for wide, own in zip(inputs, split.x.shape[1:], strict=True)]
         after = [pad for extra in reversed(missing) for pad in (0, extra)]
         rows = length - len(split.y)
-        x = F.pad(split.x, [*after, 0, rows])
+        x = F.pad(split.x if scaling is None else scaling.read(split.x), [*after, 0, rows])
         xs.append(x.movedim(1, -1).contiguous() if x.dim() == 4 else x)
         ys.append(F.pad(split.y, [0] * 2 * (split.y.dim() - 1) + [0, rows]))
     x, y = torch.stack(xs).to(device), torch.stack(ys).to(device)

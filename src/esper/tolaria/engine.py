@@ -336,8 +336,9 @@ class VectorizedEngine:
             ([split], np.zeros(len(state.instance), np.int64)) if isinstance(split, Split) else (split, self._env)
         )
         splits = self.sound(splits)
-        inputs, lengths, pixels = self._task.inputs, self._task.lengths, self._problems[0].pixels
-        here = stack_splits(splits, row, inputs, self.device, pixels, lengths.held if lengths is not None else None)
+        inputs, lengths, first = self._task.inputs, self._task.lengths, self._problems[0]
+        held = lengths.held if lengths is not None else None
+        here = stack_splits(splits, row, inputs, self.device, first.pixels, held, first.scaling)
         nothing = coalitions(dormant(*final.stage.shape), None, terminal=False)
         probed = probe(state.body, final, here, self._objective, nothing, signs=False)
         metric, loss = read_packet((probed.metric, probed.loss))
@@ -365,8 +366,7 @@ class VectorizedEngine:
         """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
         assert 0 <= env < self.config.envs
         problem = self._task.instance(int(self.state.instance[env]))
-        example = problem.read(problem.train.x[:2])
-        return grown_network(problem.host, self.state.body, self.state.seeds, env, example)
+        return grown_network(problem.host, self.state.body, self.state.seeds, env, problem.interface)
 
     # The parts of a step.
 
@@ -464,14 +464,18 @@ class VectorizedEngine:
         self._problems = [self._sound(name, problem) for name, problem in problems.items()]
         row = np.array(self._split_of)[which]
         inputs, batch = self._task.inputs, self.config.data.batch
-        trains, pixels = [problem.train for problem in self._problems], self._problems[0].pixels
-        assert all(problem.pixels == pixels for problem in self._problems), "instances read bytes in one way"
-        self._feed = SharedBatchIterator(trains, row, instance, self.config.seed, batch, inputs, self.device, pixels)
+        trains = [problem.train for problem in self._problems]
+        pixels, scaling = self._problems[0].pixels, self._problems[0].scaling
+        assert all(each.pixels == pixels for each in self._problems), "instances read bytes in one way"
+        assert all(each.scaling is scaling for each in self._problems), "instances are scaled in one way"
+        self._feed = SharedBatchIterator(
+            trains, row, instance, self.config.seed, batch, inputs, self.device, pixels, scaling
+        )
         sampled = [Split(train.x[:SENSED], train.y[:SENSED]) for train in trains]
         probes, lengths = [problem.probe for problem in self._problems], self._task.lengths
         sensed, probed = (SENSED, lengths.probe) if lengths is not None else (None, None)
-        self._fit = stack_splits(sampled, row, inputs, self.device, pixels, sensed)
-        self._probe = stack_splits(probes, row, inputs, self.device, pixels, probed)
+        self._fit = stack_splits(sampled, row, inputs, self.device, pixels, sensed, scaling)
+        self._probe = stack_splits(probes, row, inputs, self.device, pixels, probed, scaling)
 
     def _sound(self, name: int, problem: Instance) -> Instance:
         """A problem whose splits are finite and whose host runs on them. InputError where it cannot be had."""

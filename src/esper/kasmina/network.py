@@ -1,0 +1,159 @@
+"""A grown network as one plain module: features as they came in, labels as they were given out. B examples, C outputs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.kasmina.blending import sigmoid
+from esper.kasmina.host import SegmentedHost
+from esper.leyline.actions import Blend
+from esper.leyline.arrays import as_tensor
+from esper.leyline.errors import InputError
+from esper.leyline.slots import Tap
+from esper.leyline.task import Interface, Scaling, Split, nonfinite, which
+
+CHUNK = 4096
+"""Most examples of one pass of `predict`."""
+
+
+class Graft(NamedTuple):
+    """A fossilized seed of one network."""
+
+    after: int  # segment whose output it changes
+    tap: Tap
+    blend: Blend
+    alpha: float
+
+
+class Standardize(nn.Module):
+    """(x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, scaling: Scaling) -> None:
+        super().__init__()
+        self.register_buffer("mean", scaling.mean.detach().clone())
+        self.register_buffer("deviation", scaling.deviation.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, ...)."""
+        return Scaling(self.mean, self.deviation).read(x)
+
+
+class GrownNetwork(nn.Module):
+    """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, C).
+
+    It takes features as the task was given them: where the task standardizes them, so does `standardize`, the first module.
+
+    inputs: shape of one example.
+    classes: the labels as the task was given them, in the order of the outputs; None where the outputs are values.
+    target: shape of one example's y.
+    """
+
+    def __init__(
+        self,
+        host: SegmentedHost,
+        seeds: Sequence[nn.Module],
+        grafts: Sequence[Graft],
+        interface: Interface,
+    ) -> None:
+        super().__init__()
+        self.standardize = None if interface.scaling is None else Standardize(interface.scaling)
+        self.segments = host.segments
+        self.seeds = nn.ModuleList(seeds)
+        self.grafts = tuple(grafts)
+        self.inputs = interface.inputs
+        self.classes = interface.classes
+        self.target = interface.target
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, C): the logit of every class, or the value of every target."""
+        if self.standardize is not None:
+            x = self.standardize(x)
+        h = x
+        for index, segment in enumerate(self.segments):
+            before, h = h, segment(h)
+            for seed, graft in zip(self.seeds, self.grafts, strict=True):
+                if graft.after == index:
+                    h = _grow(seed, graft, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x})
+        return h
+
+    def predict(self, x: Any) -> NDArray[Any]:
+        """The label (B,) of each example, as the task's y had it; of a regression the targets, (B,) or (B, C).
+
+        x: (B, ...) features as the task was given them, in a tensor, an array, a list or a frame. Dropout is off, and the
+        network stays in the mode it is in. Raises InputError where x does not fit the network, or is not finite.
+        """
+        output = self._outputs(x)
+        answer = output if self.target else output[:, 0]
+        if self.classes is not None:
+            answer = np.array(self.classes)[output.argmax(1)]
+        return answer
+
+    def predict_proba(self, x: Any) -> NDArray[Any]:
+        """(B, C) the probability of each class, in the order of `classes`: the softmax of the outputs.
+
+        x: as for `predict`. Raises InputError where the network does not predict classes, too.
+        """
+        if self.classes is None:
+            raise InputError("the network predicts values, which have no probabilities; use predict(x)")
+        found: NDArray[Any] = torch.from_numpy(self._outputs(x)).softmax(1).numpy()
+        return found
+
+    @torch.no_grad()
+    def _outputs(self, x: Any) -> NDArray[Any]:
+        """(B, C) outputs in evaluation mode, on the CPU."""
+        weight = next((value for value in self.state_dict().values() if value.is_floating_point()), torch.zeros(()))
+        examples = self._examples(x, weight.dtype)
+        modes = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            parts = [self(part.to(weight.device)).cpu() for part in examples.split(CHUNK)]
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        joined = torch.cat(parts)
+        output: NDArray[Any] = (joined.float() if joined.dtype == torch.bfloat16 else joined).numpy()
+        if self.classes is not None and output.shape[1:] != (len(self.classes),):
+            raise InputError(
+                f"the network has outputs of shape {output.shape[1:]}, but {len(self.classes)} classes; export it again"
+            )
+        return output
+
+    def _examples(self, x: Any, dtype: torch.dtype) -> Tensor:
+        """Features as a tensor (B, ...) that the network can take. InputError where they are of another shape, or not finite."""
+        examples = as_tensor(x, "x", dtype)
+        if examples.shape[1:] != self.inputs or not len(examples):
+            mend = f"give at least one example, as (B, {', '.join(map(str, self.inputs))})"
+            raise InputError(
+                f"x has shape {tuple(examples.shape)}, but the network takes examples of {self.inputs}; {mend}"
+            )
+        if self.standardize is None or examples.is_floating_point():
+            examples = examples.to(dtype)
+        bad = nonfinite(Split(examples, torch.zeros(len(examples))))
+        if bad.any():
+            raise InputError(
+                f"x holds NaN or infinite values, in {which(bad)}; fill them in, or leave those examples out"
+            )
+        return examples
+
+
+def _grow(seed: nn.Module, graft: Graft, sources: Mapping[Tap, Tensor]) -> Tensor:
+    h, u = sources[Tap.HERE], sources[graft.tap]
+    is_map = h.dim() == 4
+    if is_map and u.shape[-2:] != h.shape[-2:]:
+        u = F.adaptive_avg_pool2d(u, tuple(h.shape[-2:]))  # type: ignore[arg-type]
+    delta = seed.get_submodule("delta")(u)
+    if graft.blend == Blend.GATE:
+        gate = sigmoid(seed.get_submodule("gate")(u.mean((-2, -1)) if is_map else u))
+        delta = (gate[:, :, None, None] if is_map else gate) * delta
+    elif graft.blend == Blend.MULTIPLY:
+        delta = h * torch.tanh(delta)
+    grown: Tensor = h + graft.alpha * delta
+    return grown

@@ -1,0 +1,84 @@
+"""Tensors, arrays, lists and frames of a person's own, read through NumPy. pandas is not needed for its frames to be read."""
+
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.errors import InputError
+
+
+@runtime_checkable
+class Frame(Protocol):
+    """A table with named columns, such as `pandas.DataFrame`."""
+
+    columns: Iterable[Any]
+
+    def to_numpy(self) -> NDArray[Any]: ...
+
+    def __getitem__(self, name: Any) -> Any: ...
+
+
+def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
+    """Numbers as a detached tensor on the CPU; float64 from outside torch becomes `dtype`. InputError for anything else."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    tensor = torch.from_numpy(np.array(numbers(value, what)))
+    return tensor.to(dtype) if tensor.dtype == torch.float64 else tensor
+
+
+def numbers(value: Any, what: str) -> NDArray[Any]:
+    """An array, a list or a frame of numbers as an array. Missing values are NaN. InputError where something is no number."""
+    if isinstance(value, Frame):
+        names = list(value.columns)
+        if len(set(names)) < len(names):
+            raise InputError(
+                f"{what} has several columns of one name among {names}; give every column a name of its own"
+            )
+        columns = [_column(np.asarray(value[name]), f"column {name!r} of {what}") for name in names]
+        return np.stack(columns, 1) if columns else np.empty((len(value.to_numpy()), 0))
+    return _column(array(value, what), what)
+
+
+def array(value: Any, what: str) -> NDArray[Any]:
+    """Anything that NumPy makes an array of. InputError where that fails."""
+    try:
+        made = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        made = np.asarray(None)
+    if made.dtype.kind == "O" and made.ndim == 0:
+        raise InputError(
+            f"{what} is a {type(value).__name__} that cannot be read as an array of numbers; give a tensor or an array"
+        )
+    return made
+
+
+def is_missing(value: object) -> bool:
+    """Whether an entry of an array of objects stands for no value: None, NaN, or pandas' NA and NaT."""
+    return (
+        value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Real) and value != value)
+    )
+
+
+def _column(values: NDArray[Any], what: str) -> NDArray[Any]:
+    """An array as it is where it holds numbers; objects that are numbers as float64."""
+    if values.dtype.kind in "biufc":
+        return values
+    if values.dtype.kind != "O":
+        first = f", such as {values.flat[0].item()!r}" if values.size else ""
+        raise InputError(f"{what} holds {_KINDS.get(values.dtype.kind, str(values.dtype))}{first}; {_MEND}")
+    flat = values.ravel().tolist()
+    for index, entry in enumerate(flat):
+        if is_missing(entry):
+            flat[index] = np.nan
+        elif not isinstance(entry, Real):
+            raise InputError(f"{what} holds {str(entry)[:40]!r}, a {type(entry).__name__}; {_MEND}")
+    return np.array(flat, np.float64).reshape(values.shape)
+
+
+_KINDS = {"U": "text", "T": "text", "S": "bytes of text", "M": "dates", "m": "durations"}
+_MEND = "give numbers alone, for example one column of 0 and 1 for every category, as pandas.get_dummies makes them"
