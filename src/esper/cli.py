@@ -27,6 +27,7 @@ from esper.leyline.errors import (
     asked_for,
     is_shortage,
 )
+from esper.leyline.text import printable
 
 warn_of_another()  # esper/__init__.py, which warns too, may be that of the other library
 
@@ -346,7 +347,7 @@ def evaluate(
         typer.echo(to_json(record), nl=False)
         return
     print_evaluation(record, Console())
-    typer.echo(f"record and figure: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
+    _say(f"record and figure: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
 
 
 @app.command()
@@ -366,18 +367,19 @@ def tasks(
         except InputError as error:  # its files are not here
             if names:
                 raise
-            typer.echo(f"{name}: {task_names()[name]}\n  missing   {error}")
+            _say(f"{name}: {task_names()[name]}")
+            _say(f"  missing   {error}")
             continue
-        typer.echo(f"{name}: {task.summary}")
-        typer.echo(f"  metric    {task.objective.metric}")
+        _say(f"{name}: {task.summary}")
+        _say(f"  metric    {task.objective.metric}")
         if isinstance(task, Mixture):
-            typer.echo(f"  instances {', '.join(f'{part} {len(keys):,}' for part, keys in task.ranges.items())}")
+            _say(f"  instances {', '.join(f'{part} {len(keys):,}' for part, keys in task.ranges.items())}")
         else:
             splits = {"train": task.train, "probe": task.probe, "validation": task.validation, "test": task.test}
             sizes = [f"{split} {len(part.x):,}" for split, part in splits.items() if part is not None]
-            typer.echo(f"  examples  {', '.join(sizes)}")
-        typer.echo(f"  slots     {', '.join(f'{slot.name} (width {slot.width})' for slot in _slots(task))}")
-        typer.echo(f"  menu      {', '.join(task.menu)}")
+            _say(f"  examples  {', '.join(sizes)}")
+        _say(f"  slots     {', '.join(f'{slot.name} (width {slot.width})' for slot in _slots(task))}")
+        _say(f"  menu      {', '.join(task.menu)}")
 
 
 @app.command()
@@ -438,7 +440,7 @@ def export(
     _copy_networks(sources, target, overwrite)
     for name, topology in topologies.items():
         grew = ", ".join(f"{seed['blueprint']} at {seed['slot']}" for seed in topology["seeds"]) or "nothing grew"
-        typer.echo(f"{target / name}: {topology['parameters']:,} parameters, {grew}")
+        _say(f"{target / name}: {topology['parameters']:,} parameters, {grew}")
 
 
 @app.command()
@@ -447,7 +449,7 @@ def doctor() -> None:
     failures = 0
     for good, text in _checks():
         failures += good is False
-        typer.echo(f"{'--' if good is None else 'ok' if good else 'FAIL':<5}{text}")
+        _say(f"{'--' if good is None else 'ok' if good else 'FAIL':<5}{text}")
     if failures:
         raise typer.Exit(1)
 
@@ -558,7 +560,7 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Rows of cells as aligned columns; the last column is as long as it is."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        _say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _shown_by(usual: Callable[..., None]) -> Callable[..., None]:
@@ -566,7 +568,7 @@ def _shown_by(usual: Callable[..., None]) -> Callable[..., None]:
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
         if issubclass(category, DataWarning):
-            typer.echo(f"warning: {message}", err=True)
+            _say(f"warning: {message}", err=True)
         else:
             usual(message, category, *where)
 
@@ -595,6 +597,11 @@ def _print_cause(error: UserCodeError) -> None:
     typer.echo("".join(traceback.format_exception(type(cause), cause, trace)), err=True, nl=False)
 
 
+def _say(line: str, err: bool = False) -> None:
+    """Print a line, whose parts may come from the files of others."""
+    typer.echo(printable(line), err=err)
+
+
 def _fail(error: Exception, code: int) -> None:
-    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    _say(f"error: {' '.join(str(error).split())}", err=True)
     raise SystemExit(code)

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
+from esper.karn.console import can_print
 from esper.karn.evaluation import draw_evaluation
 from esper.karn.progress import Shown, growing, learning, telling
 from esper.leyline.arguments import check_choice, to_path
@@ -52,7 +53,7 @@ def resume(
     config = changed(before, asked) if asked else before
     change = None if config == before else Change(before, tuple(asked))
     known = finished(folder) if change is None else None
-    if known is not None:
+    if known is not None and can_print(known, is_training(config)):  # else it is damaged, and worked out again
         return known
     given = [] if task is None else [task] if isinstance(task, Task | Mixture | str) else list(task)
     if is_training(config):

@@ -1,5 +1,6 @@
 """The terminal: how a run is getting on, and the table at its end."""
 
+import io
 import math
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.leyline.stages import Stage
+from esper.leyline.text import printable
 from esper.leyline.view import Seeds, View
 
 SHOWN = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
@@ -39,7 +41,7 @@ class Bar:
 
     def note(self, text: str) -> None:
         """A line above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(printable(text), markup=False, highlight=False)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -73,7 +75,7 @@ class Lines:
 
     def note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _print(self._console, text)
 
     def __enter__(self) -> Self:
         return self
@@ -99,7 +101,7 @@ class Rounds:
 
     def note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _print(self._console, text)
 
     def __enter__(self) -> Self:
         if self._status is not None:
@@ -164,7 +166,7 @@ def figures(view: View, eps: float, metric: str, rollbacks: int = 0) -> str:
     mean = float(np.mean(view.measurements.metric))
     seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
     broken = f"  {rollbacks} rollback{'s' * (rollbacks > 1)}" if rollbacks else ""
-    return f"{eps:,.0f} EPS  {metric} {mean:.4f}  seeds: {seeds}{broken}"
+    return f"{eps:,.0f} EPS  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
 
 
 def by_stage(seeds: Seeds) -> dict[str, int]:
@@ -183,6 +185,15 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
         _print(console, line)
 
 
+def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
+    """Whether a summary that was read from a file has what `print_training` or `print_summary` prints."""
+    try:
+        (print_training if trained else print_summary)(summary, Console(file=io.StringIO()), "")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return False
+    return True
+
+
 def comparison(summary: Mapping[str, Any]) -> Table:
     """Hosts (the never-grow twins), grown networks, and the paired difference, as mean ± standard error."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -193,7 +204,7 @@ def comparison(summary: Mapping[str, Any]) -> Table:
         host, grown = summary[key]["host"], summary[key]["grown"]
         paired = None if host is None else [_minus(g, h) for g, h in zip(grown, host, strict=True)]
         cells = (_estimate(host, ".4f"), _estimate(grown, ".4f"), _estimate(paired, "+.4f"))
-        table.add_row(label, *(Text(cell) for cell in cells))
+        table.add_row(Text(printable(label)), *(Text(cell) for cell in cells))
     grown, one = summary["grown_params"], summary["host_params"]
     hosts = [one] * len(grown) if isinstance(one, int) else one
     added = [params - host for params, host in zip(grown, hosts, strict=True)]
@@ -251,4 +262,4 @@ def _closing(summary: Mapping[str, Any], folder: str | None) -> list[str]:
 
 
 def _print(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

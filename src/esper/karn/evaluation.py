@@ -12,6 +12,7 @@ from rich.text import Text
 
 from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
+from esper.leyline.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +40,7 @@ def objectives_table(estimates: Record) -> Table:
     table = _table("controller", "J", "J, interquartile mean")
     for row in estimates["controllers"]:
         cells = row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(_cell, cells))
     return table
 
 
@@ -48,7 +49,7 @@ def costs_table(estimates: Record, metric: str) -> Table:
     table = _table("controller", metric, "added parameters", "seeds kept", "training s")
     for row in estimates["controllers"]:
         cells = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
-        table.add_row(*map(Text, (row["name"], *cells, f"{row['seconds']:,.1f}")))
+        table.add_row(*map(_cell, (row["name"], *cells, f"{row['seconds']:,.1f}")))
     return table
 
 
@@ -57,7 +58,7 @@ def comparisons_table(estimates: Record, rules: Sequence[str]) -> Table:
     table = _table("controller", "against", "difference of J", "P(better)")
     for row in compared(estimates, rules):
         cells = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(_cell, cells))
     return table
 
 
@@ -97,11 +98,11 @@ def draw_evaluation(record: Record, path: Path) -> None:
         names = [row["name"] for row in controllers]
         _points(left, names, [row["objective"] for row in controllers], 0.12, "o", "mean")
         _points(left, names, [row["objective_iqm"] for row in controllers], -0.12, "d", "interquartile mean")
-        left.set(title=f"{task['task']}: {_sample(record, task)}", xlabel="J on the test split")
+        left.set(title=_drawn(f"{task['task']}: {_sample(record, task)}"), xlabel="J on the test split")
         pairs = [f"{row['controller']} - {row['rule']}" for row in comparisons]
         _points(right, pairs, [row["difference"] for row in comparisons], 0.0, "o", "paired difference")
         right.axvline(0, color="0.6", linewidth=1)
-        right.set(title=f"{task['task']}: paired differences", xlabel="difference of J")
+        right.set(title=_drawn(f"{task['task']}: paired differences"), xlabel="difference of J")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:], dpi=150)
@@ -140,7 +141,7 @@ def _points(
     colour = axes.lines[-1].get_color()
     lows, highs = ([estimate[name] for _, estimate in bounded] for name in ("low", "high"))
     axes.hlines([line for line, _ in bounded], lows, highs, colors=colour, linewidth=1.5)
-    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.set_yticks(range(len(names)), [_drawn(name) for name in names], fontsize="small")
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
@@ -164,9 +165,18 @@ def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
         names = name in ("controller", "against")  # a path may be long; figures are never cut
-        table.add_column(name, justify="right" if index else "left", no_wrap=not names, overflow="fold")
+        table.add_column(_cell(name), justify="right" if index else "left", no_wrap=not names, overflow="fold")
     return table
 
 
+def _cell(text: str) -> Text:
+    return Text(printable(text))
+
+
+def _drawn(text: str) -> str:
+    """Text for matplotlib, which takes what stands between two dollar signs for a formula."""
+    return printable(text).replace("$", r"\$")
+
+
 def _print(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from esper.karn.console import Bar, Lines, Rounds, live, training
 from esper.leyline.errors import InputError
+from esper.leyline.text import printable
 from esper.leyline.view import View
 
 Shown = Literal["auto"] | bool
@@ -49,7 +50,7 @@ def telling(shown: Any) -> Callable[[str], None] | None:
     """What prints the lines of an evaluation; None where nothing is shown."""
     if not wanted(shown, Console(stderr=True)):
         return None
-    return lambda line: print(line, file=sys.stderr)
+    return lambda line: print(printable(line), file=sys.stderr)
 
 
 def wanted(shown: Any, console: Console) -> bool:

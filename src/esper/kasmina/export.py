@@ -29,6 +29,7 @@ from esper.leyline.view import Seeds
 FORMAT = 2
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 _LARGEST_TOPOLOGY = 2**20  # bytes of it that are read
+_LARGEST_HEADER = 2**22  # bytes of the names and shapes in model.safetensors
 
 
 class _Saved(BaseModel):
@@ -226,8 +227,14 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:
-    """See by its header that a file of weights holds those of a network and no others. ValueError where it does not."""
+    """See by its header that a file of weights holds those of a network and no others. ValueError where it does not.
+
+    A file that is larger than they are is not opened, as the whole of it would be mapped into memory.
+    """
     wanted = network.state_dict()
+    size, most = path.stat().st_size, sum(each.nbytes for each in wanted.values()) + _LARGEST_HEADER
+    if size > most:
+        raise ValueError(f"it has {size:,} bytes, and the network takes at most {most:,}")
     with safe_open(path, "pt") as file:
         if odd := sorted(wanted.keys() ^ set(file.keys())):
             raise ValueError(f"tensor {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from esper.leyline.actions import Op
 from esper.leyline.config_input import explain, show, to_sections
 from esper.leyline.errors import InputError
-from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_named
+from esper.leyline.reading import LARGEST_YAML, NUMBERS, parse_yaml, read_named
 
 LARGE = 10**9
 """More than any count of steps, rows or seeds that a machine can hold."""
@@ -378,6 +378,10 @@ class _WrittenOut(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+for _tag, _pattern, _first in NUMBERS:  # text that would be read as a number is quoted
+    _WrittenOut.add_implicit_resolver(_tag, _pattern, list(_first))
 
 
 def reference(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

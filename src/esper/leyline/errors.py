@@ -2,6 +2,8 @@
 
 import re
 
+from esper.leyline.text import printable
+
 _SHORTAGE = re.compile(
     r"out of memory|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED"
     r"|can't start new thread|could not (?:create|execute) a primitive",  # Python's and oneDNN's, which do not say why
@@ -11,7 +13,13 @@ _ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.,]+ (?:bytes|[KMGTPE]
 
 
 class InputError(ValueError):
-    """Bad input: one sentence that names what was given, what is accepted, and the mend. The command line exits with 2."""
+    """Bad input: one sentence that names what was given, what is accepted, and the mend. The command line exits with 2.
+
+    What it names may come from a file of others: lines are joined, and control characters are written as escapes.
+    """
+
+    def __init__(self, sentence: object = "") -> None:
+        super().__init__(printable(" ".join(str(sentence).splitlines())))
 
 
 class DataWarning(UserWarning):

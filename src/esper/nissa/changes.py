@@ -79,12 +79,12 @@ def _read(folder: Path) -> list[Entry]:
     found = parse_json(read_kept(path, _LARGEST, _MEND), path, _MEND)
     try:
         return [_entry(entry) for entry in found]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         raise InputError(f"{path} does not hold the changes of a run; {_MEND}") from None
 
 
 def _entry(entry: Any) -> Entry:
-    """An entry from JSON. KeyError, TypeError or ValueError where it is none."""
+    """An entry from JSON. KeyError, OverflowError, TypeError or ValueError where it is none."""
     known = Entry(float(entry["time"]), int(entry["steps"]), tuple(map(str, entry["set"])), entry["from"], entry["to"])
     if not _DIGEST.fullmatch(known.source) or not _DIGEST.fullmatch(known.target):
         raise ValueError("no sha256")

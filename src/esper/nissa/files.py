@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def to_json(value: Any) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """See that nothing that Esper reads or writes in a run folder is a link, which could lead out of it. InputError if so.
+    """See that nothing that Esper reads or writes in a run folder is a link, which could lead out of it, or a pipe or device,
+    which could be waited for. InputError if so.
 
     Checkpoints are left to their reader, which goes on without those that it cannot use.
     """
@@ -36,8 +38,14 @@ def check_links(folder: Path) -> None:
         path for name in (CONTROLLER, MODELS) if not (folder / name).is_symlink() for path in (folder / name).rglob("*")
     ]
     for path in (*own, *inside):
-        if path.is_symlink():
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(mode):
             raise InputError(f"{path} is a link, which is not followed; put what it stands for in its place")
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise InputError(f"{path} is no regular file; remove it, or put back what was there")
 
 
 def cut_events(folder: Path, rows: int) -> Path | None:

@@ -131,7 +131,7 @@ def fitting(found: Checkpoint) -> Iterator[None]:
     """What does not fit the run any more is said in one sentence."""
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(

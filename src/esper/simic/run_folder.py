@@ -1,5 +1,6 @@
 """A run folder from its opening to its closing: what is read first, what is written when, and what the run leaves there."""
 
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -83,7 +84,7 @@ class RunFolder:
             self.store, self.found = take_up(path, self.config, self.change, self.note, self.patience)
         if self.found is not None:
             with fitting(self.found):
-                self.hub.seq = self.found.state["seq"]
+                self.hub.seq = operator.index(self.found.state["seq"])
 
     def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
         """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing or changed."""

@@ -312,7 +312,7 @@ class Checkpoints:
             )
         try:
             return self._filled(folder, facts)
-        except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError, SafetensorError) as error:
             raise Damaged(f"{path} and {TENSORS} beside it do not hold a checkpoint together ({error!r})") from None
 
     def _filled(self, folder: Path, facts: Mapping[str, Any]) -> Checkpoint:

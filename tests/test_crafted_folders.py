@@ -1,0 +1,284 @@
+"""Run folders, settings and names that were crafted to do harm end in one sentence, and steer no terminal."""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from esper.api import grow, load
+from esper.cli import main
+from esper.karn.console import print_summary
+from esper.karn.evaluation import draw_evaluation, print_evaluation
+from esper.kasmina.export import MODEL, TOPOLOGY
+from esper.leyline.config import build_config, dump_config, load_config_file, parse_setting
+from esper.leyline.errors import InputError
+from esper.leyline.reading import parse_yaml
+from esper.leyline.text import printable
+from esper.tasks.catalog import get_task
+from esper.tolaria.checkpoint import FACTS, _checksum
+from populations import small_config
+
+CLEAR = "\x1b[2J\x9b31m\u202e"  # clears the screen, takes another colour, turns the text around
+CLEARED = r"\x1b[2J\x9b31m\u202e"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "r"
+    config = small_config(
+        task="iris", envs=2, steps=2, data={"batch": 16}, checkpoint={"every_steps": 1}, models="best"
+    )
+    grow(get_task("iris"), config, controller="never", run=folder)
+    return folder
+
+
+@pytest.fixture
+def run(ran, tmp_path):
+    shutil.copytree(ran, tmp_path / "r")
+    return tmp_path / "r"
+
+
+@pytest.fixture
+def stopped(run):
+    """A run that goes on where it is resumed."""
+    (run / "summary.json").unlink()
+    return run
+
+
+@pytest.fixture
+def network(run):
+    return next((run / "models").iterdir())
+
+
+def esper(*arguments):
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return int(left.value.code or 0)
+
+
+def sentence(capsys, *arguments):
+    """What a command that is refused says."""
+    capsys.readouterr()
+    assert esper(*arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def rewrite(run, change):
+    """Alter the state of the checkpoints, as someone who knows of the checksums."""
+    for folder in (run / "checkpoints").glob("step-*"):
+        facts = json.loads((folder / FACTS).read_text())
+        change(facts)
+        del facts["checksum"]
+        text = json.dumps(facts | {"checksum": _checksum(facts)})
+        (folder / FACTS).write_text(text)
+        (run / "checkpoints" / "latest").write_text(f"{folder.name} {hashlib.sha256(text.encode()).hexdigest()}\n")
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {"status": "finished"},
+        {"rollbacks": 5},
+        {"grown": [{"block0": {}}] * 2, "seeds": []},
+        {"test_objective": {"host": ["x"], "grown": ["x"]}},
+        {"host_params": 1e999},
+    ],
+)
+def test_a_summary_that_is_none_is_worked_out_again(run, capsys, summary):
+    known = json.loads((run / "summary.json").read_text())
+    crafted = summary if summary == {"status": "finished"} else known | summary
+    (run / "summary.json").write_text(json.dumps(crafted))
+    assert esper("resume", run) == 0
+    assert "run folder: " in capsys.readouterr().out
+    assert json.loads((run / "summary.json").read_text())["test_accuracy"] == known["test_accuracy"]
+
+
+def test_a_deeply_nested_state_with_a_valid_checksum_is_not_used(stopped, capsys):
+    nested = json.loads("[" * 600 + "]" * 600)
+    rewrite(stopped, lambda facts: facts["state"].update(seq=nested))
+    assert esper("resume", stopped) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seq", ["abc", 1.5, None, [], {}])
+def test_a_state_whose_count_of_events_is_no_number_is_refused(stopped, capsys, seq):
+    rewrite(stopped, lambda facts: facts["state"].update(seq=seq))
+    assert "does not fit the task and the controller" in sentence(capsys, "resume", stopped)
+
+
+@pytest.mark.parametrize("steps", ["1e999", "-1e999", "NaN", '"x"', "[[]]"])
+def test_changes_that_hold_no_number_of_steps_are_refused(stopped, capsys, steps):
+    digest = "0" * 64
+    entry = f'[{{"time": 1, "steps": {steps}, "set": [], "from": "{digest}", "to": "{digest}"}}]'
+    (stopped / "changes.json").write_text(entry)
+    assert "does not hold the changes of a run" in sentence(capsys, "resume", stopped)
+
+
+def test_a_lock_that_is_a_pipe_is_refused_and_stays(stopped, capsys):
+    os.mkfifo(stopped / "lock")
+    assert f"{stopped / 'lock'} is no regular file" in sentence(capsys, "resume", stopped)
+    assert stat.S_ISFIFO((stopped / "lock").stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    "name", ["events.jsonl", "events-cut-1.jsonl", "summary.json", "changes.json", "models/env-000"]
+)
+def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(stopped, capsys, name):
+    path = stopped / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    assert f"{path} is no regular file" in sentence(capsys, "resume", stopped)
+
+
+def test_a_sparse_model_is_refused_by_its_size(network, capsys):
+    os.truncate(network / MODEL, 2**40)
+    with pytest.raises(InputError, match=r"it has 1,099,511,627,776 bytes, and the network takes at most 4,"):
+        load(network)
+
+
+def test_a_config_with_a_number_to_the_base_60_is_refused(stopped, capsys):
+    text = (stopped / "config.yaml").read_text()
+    for size, words in ((50_000, "seed is '1:1:1"), (450_000, "has more than 131,072 bytes")):
+        (stopped / "config.yaml").write_text(text.replace("seed: 0", f"seed: {'1:' * size}1"))
+        assert words in sentence(capsys, "resume", stopped)
+
+
+# Numbers of YAML.
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("-3", -3),
+        ("1e-3", 0.001),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-.inf", float("-inf")),
+        ("1_000", "1_000"),
+        ("'5'", "5"),
+        ("!!int 7", 7),
+    ],
+)
+def test_a_number_is_one_of_yaml_1_2(text, value):
+    found = parse_yaml(text, "x", "mend")
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["0x" + "f" * 5000, "9" * 5000, "!!int " + "1:" * 5000 + "1", "!!float '" + "1:" * 5000 + "1'"]
+)
+def test_a_number_of_thousands_of_digits_is_refused(text):
+    with pytest.raises(InputError, match=r"holds a number of [\d,]+ characters, of which at most 100 are read"):
+        parse_setting(f"seed={text}")
+
+
+@pytest.mark.parametrize("text", ["!!int x", "!!int ''", "!!float x", "!!int 1.5", "!!int 0xz"])
+def test_what_is_tagged_a_number_and_is_none_is_refused(text):
+    with pytest.raises(InputError, match="is not valid YAML"):
+        parse_yaml(text, "x", "mend")
+
+
+@pytest.mark.parametrize("name", ["0o17", "1e5", "1:30", "010", "1_000", ".inf", "0x1F", "yes", "null", "12"])
+def test_a_text_that_reads_like_a_number_is_a_text_again_behind_a_file(tmp_path, name):
+    config = build_config({"task": name, "heuristic": {"start": 3}, "optimizer": {"lr": 1e-05}})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert build_config(load_config_file(str(tmp_path / "config.yaml"))) == config
+
+
+# Terminals.
+
+
+def test_what_steers_a_terminal_is_written_as_an_escape():
+    assert printable(f"{CLEAR}\ud800\n\t\x07[red]é±🙂") == CLEARED + r"\ud800\n\t\x07[red]é±🙂"
+
+
+def test_a_sentence_of_an_error_steers_no_terminal():
+    assert str(InputError(f"a\nb {CLEAR}")) == f"a b {CLEARED}"
+
+
+def test_a_lock_of_others_steers_no_terminal(stopped, capsys):
+    owner = {"pid": 1, "host": CLEAR, "started": None, "since": CLEAR, "command": [CLEAR]}
+    (stopped / "lock").write_text(json.dumps(owner))
+    assert esper("resume", stopped) == 0
+    said = capsys.readouterr()
+    assert f"process 1 on {CLEARED}" in said.err
+    assert "\x1b" not in said.err + said.out
+
+
+def test_a_topology_of_others_steers_no_terminal(run, network, tmp_path, capsys):
+    facts = json.loads((network / TOPOLOGY).read_text())
+    seed = {"slot": CLEAR, "after": 1, "blueprint": CLEAR, "blend": "add", "alpha": 1.0, "reads": 16, "writes": 16}
+    (network / TOPOLOGY).write_text(json.dumps(facts | {"seeds": [seed]}))
+    esper("export", run, "--out", tmp_path / "out")
+    said = capsys.readouterr()
+    assert CLEARED in said.out + said.err
+    assert "\x1b" not in said.out + said.err
+
+
+def test_a_link_of_others_steers_no_terminal(stopped, capsys):
+    (stopped / f"events-{CLEAR}.jsonl").symlink_to("/nowhere")
+    assert f"events-{CLEARED}.jsonl is a link" in sentence(capsys, "resume", stopped)
+
+
+@pytest.mark.parametrize("name", ["[/]", "[link=https://example.org]here[/link]", "[red]x", CLEAR])
+def test_names_of_others_are_printed_as_they_are_and_rendered_by_nothing(run, name):
+    summary = json.loads((run / "summary.json").read_text())
+    key = f"test_{summary['metric']}"
+    summary |= {"metric": name, f"test_{name}": summary.pop(key), "task": name, "controller": name, "device": name}
+    summary["grown"] = [{name: name}] * 2
+    output = io.StringIO()
+    print_summary(summary, Console(file=output, force_terminal=True, width=200), name)
+    assert output.getvalue().count(printable(name)) >= 5
+    assert "\x1b[2J" not in output.getvalue()
+    assert "\x1b]8" not in output.getvalue(), "a link"
+
+
+@pytest.mark.parametrize("name", ["[/]", "$x", "$\\frac$", CLEAR])
+def test_names_of_others_in_an_evaluation_are_printed_and_drawn_as_they_are(tmp_path, name):
+    estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
+    row = {
+        "name": name,
+        **dict.fromkeys(("objective", "objective_iqm", "metric", "added_params", "kept"), estimate),
+        "seconds": 1.0,
+    }
+    pair = {"controller": name, "rule": name, "difference": estimate, "probability": estimate}
+    search = {"permissive_gates": False, "episodes": 1, "seconds": 1.0, "candidates": 1, "entries": [{"op": name}]}
+    task = {
+        "task": name,
+        "metric": name,
+        "sampled": False,
+        "runs_of_each": 2,
+        "controllers": [row],
+        "comparisons": [pair],
+    }
+    record = {
+        "tasks": [task | {"search": search | {"probe_objective": 0.5}}],
+        "together": None,
+        "rules": [name],
+        "confidence": 0.95,
+        "draws": 10,
+        "seeds": [0],
+        "part": "heldout",
+    }
+    output = io.StringIO()
+    print_evaluation(record, Console(file=output, force_terminal=True, width=200))
+    assert printable(name) in output.getvalue()
+    assert "\x1b[2J" not in output.getvalue()
+    draw_evaluation(record, tmp_path / "figure.svg")
+    assert Path(tmp_path / "figure.svg").stat().st_size > 0
