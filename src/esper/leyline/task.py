@@ -142,6 +142,7 @@ class Instance(NamedTuple):
     pixels: Pixels | None = None  # of images that are kept as bytes
     scaling: Scaling | None = None  # of features that a host reads standardized
     classes: tuple[Label, ...] | None = None  # what the outputs are classes of; None numbers them from 0
+    weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
 
     def read(self, x: Tensor) -> Tensor:
         """Examples of a split as a host reads them: (N, ...) floating point."""
@@ -197,6 +198,7 @@ class Task:
     pixels: Pixels | None = None  # of images that are kept as bytes
     scaling: Scaling | None = None  # of features that hosts read standardized; the splits hold them as they came
     classes: tuple[Label, ...] | None = None  # what the labels of y are called, in order; None numbers them from 0
+    weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -227,6 +229,7 @@ class Task:
             self.pixels,
             self.scaling,
             self.classes,
+            self.weights,
         )
 
     def read(self, x: Tensor) -> Tensor:

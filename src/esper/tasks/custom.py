@@ -2,35 +2,42 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.leyline.arrays import as_tensor
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
-from esper.leyline.task import Label, Objective, Split, Task, finite
-from esper.tasks.dataset import read_dataset
+from esper.leyline.task import Label, Objective, Task
+from esper.tasks.examples import Brought, check_classes_train, complete, read_examples, train_weights
 from esper.tasks.hosts import VECTOR_MENU
 from esper.tasks.labels import Kind, Target, check_labels, read_target
 from esper.tasks.objectives import Classification, Regression
-from esper.tasks.splits import check_examples, scaling_of, sizes_of, split
+from esper.tasks.own import check_objective, own_objective, weights_of_classes
+from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt, scaling_of, sizes_of
+
+FRACTIONS = (0.6, 0.15, 0.1, 0.15)
+"""Of the examples in train, probe, validation and test."""
 
 
 def task_from(
     name: str,
-    x: Any,
+    x: Any = None,
     y: Any = None,
     *,
     host: Callable[[], SegmentedHost],
     kind: Kind | None = None,
     classes: int | Sequence[Label] | None = None,
     menu: Sequence[str] = VECTOR_MENU,
-    fractions: Sequence[float] = (0.6, 0.15, 0.1, 0.15),
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    metric: str | Callable[[Tensor, Tensor], Tensor] | None = None,
+    class_weights: Literal["balanced"] | Mapping[Any, float] | Sequence[float] | None = None,
+    sample_weights: Any = None,
+    splits: Mapping[str, Any] | None = None,
+    fractions: Sequence[float] = FRACTIONS,
     seed: int = 0,
     standardize: bool = False,
     summary: str | None = None,
@@ -51,6 +58,18 @@ def task_from(
     classes: None takes the distinct labels, sorted. Or how many classes there are, numbered from 0; or the list of their
     names, which y holds or numbers from 0. The order is that of the outputs.
     menu: names of the blueprints that a controller may plant.
+    loss: what training minimises, a function of outputs (B, C) and y, (B,) int64 indices of classes or (B, C) targets, that
+    returns the loss of each example, (B,) or (B, C); the mean is taken. A loss of torch.nn or torch.nn.functional is asked
+    for them by reduction='none'. None takes the cross-entropy of the softmax, or the squared error.
+    metric: what is reported, and what growth is judged by; higher is better. A name of scikit-learn's: 'accuracy',
+    'balanced_accuracy' or 'neg_log_loss' of a classification, 'r2', 'neg_mean_squared_error' or 'neg_mean_absolute_error' of a
+    regression; or a function like a loss, whose mean over a split is the metric. None takes accuracy, or R2.
+    class_weights: factors of the loss by class: 'balanced', a mapping from labels, or a list in the order of the classes. The
+    loss that is reported has them too, the metric has none.
+    sample_weights: (N,) factors of the loss by example in training alone. Both kinds of weights are divided by their mean over
+    the train split.
+    splits: four of your own, a mapping with the keys train, probe, validation and test: pairs (x, y), in place of x and y, with
+    sample_weights of the train split; or indices of examples of x and y, of which some may be in no split.
     fractions: of the examples in train, probe, validation and test, dealt class by class, the same for the same seed.
     standardize: the host reads features less their mean over the train split, over their standard deviation. The splits hold
     the features as they came, and a grown network takes them so: mean and deviation are part of it.
@@ -76,45 +95,66 @@ def task_from(
     _check_menu(menu)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InputError(f"seed is {seed!r}; give a whole number from 0 on, by which examples are dealt into splits")
-    features, y = _examples(x, y, workers)
-    target = read_target(y, kind, classes)
+    if splits is not None and tuple(fractions) != FRACTIONS:
+        raise InputError(f"splits and fractions {tuple(fractions)} were given; leave one of them out")
+    brought = read_examples(x, y, splits, sample_weights, workers)
+    target = read_target(brought.y, kind, classes)
     skips = build_config(defaults or {}).data.nonfinite == "skip"
-    features, values = _complete(features, target, skip=skips)
-    objective: Objective
-    if target.classes is None:
-        values = values.to(features.dtype)
-        check_examples(features, values, None)
-        objective = Regression(values.shape[1] if values.dim() == 2 else 1)
-    else:
-        values = values.to(torch.int64)
-        check_examples(features, values, len(target.classes))
-        objective = Classification(len(target.classes))
-    splits = split(features, values, sizes=sizes_of(fractions, len(features)), seed=seed)
-    scaling = scaling_of(splits.train.x) if standardize else None
-    example = splits.train.x[:4]
-    _check_factory(host, example if scaling is None else scaling.read(example), objective.outputs)
+    brought, values = _checked(*complete(brought, target.values, skip=skips), target.classes)
+    parts = _parts(brought, values, fractions, seed)
+    four = cut(brought.x, values, parts)
+    if target.classes is not None and splits is not None:
+        check_classes_train(four, target.classes)
+    scaling = scaling_of(four.train.x) if standardize else None
+    objective = _objective(four, target, loss, metric, class_weights)
+    example = four.train.x[: 4 if objective.outputs == 5 else 5]  # so that shapes of losses tell examples from outputs
+    outputs = _check_factory(host, example if scaling is None else scaling.read(example), objective.outputs)
+    check_objective(objective, outputs, four.train.y[: len(outputs)])
     return Task(
         name=name,
-        summary=summary or f"{len(features):,} examples of your own, {objective.outputs} outputs, {objective.metric}",
+        summary=summary or f"{len(values):,} examples of your own, {objective.outputs} outputs, {objective.metric}",
         host=host,
-        **splits._asdict(),
+        **four._asdict(),
         objective=objective,
         menu=tuple(menu),
         defaults=dict(defaults or {}),
         scaling=scaling,
         classes=target.classes,
+        weights=train_weights(brought, parts[0].numpy()),
     )
 
 
-def _complete(features: Tensor, target: Target, *, skip: bool) -> tuple[Tensor, Tensor]:
-    """Features and y, without the examples that are not finite or have no label where these are to be skipped."""
-    values = target.values
-    fits = features.dim() > 0 and len(features) == len(values)  # else `check_examples` says what is wrong
-    if skip and fits:
-        return finite(Split(features, values), "x or y", "skip")
-    if target.classes is not None:
+def _checked(brought: Brought, values: Tensor, names: tuple[Label, ...] | None) -> tuple[Brought, Tensor]:
+    """The examples, and y as int64 indices of classes, or as targets in the dtype of the features. InputError for bad ones."""
+    if names is None:
+        values = values.to(brought.x.dtype)
+        check_examples(brought.x, values, None)
+    else:
         check_labels(values)
-    return features, values
+        values = values.to(torch.int64)
+        check_examples(brought.x, values, len(names))
+    return brought, values
+
+
+def _parts(brought: Brought, y: Tensor, fractions: Sequence[float], seed: int) -> Sequence[Tensor]:
+    """The indices of the examples in each of the four splits."""
+    if brought.parts is not None:
+        return [torch.from_numpy(part) for part in brought.parts]
+    return dealt(y, sizes_of(fractions, len(y)), seed)
+
+
+def _objective(four: Splits, target: Target, loss: Any, metric: Any, class_weights: Any) -> Objective:
+    """What the task minimises and reports."""
+    y, names, weights = four.train.y, target.classes, None
+    if names is None and class_weights is not None:
+        raise InputError("class_weights was given, but y holds targets of a regression; give sample_weights")
+    if names is not None and class_weights is not None:
+        weights = weights_of_classes(class_weights, names, torch.bincount(y, minlength=len(names)).tolist())
+    base = Regression(y.shape[1] if y.dim() == 2 else 1) if names is None else Classification(len(names))
+    objective = own_objective(base, loss, metric, weights)
+    if objective.metric == "r2":
+        check_targets(four)
+    return objective
 
 
 def _check_menu(menu: Sequence[str]) -> None:
@@ -148,7 +188,8 @@ def _check_arguments(host: Callable[[], nn.Module]) -> None:
         )
 
 
-def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> None:
+def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> Tensor:
+    """The outputs (B, C) of a host for a few examples x (B, ...). InputError where the factory or the host cannot be used."""
     _check_arguments(host)
     try:
         with torch.random.fork_rng(devices=[]):  # the check leaves the caller's random state as it was
@@ -170,28 +211,6 @@ def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> No
                     "convert the features, or build the host in their dtype"
                 )
     check_host(first, x, outputs)
-
-
-def _examples(x: Any, y: Any, workers: int) -> tuple[Tensor, Any]:
-    """Features in a floating-point dtype on the CPU, and y as it was given."""
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-        raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
-    if workers and not isinstance(x, Dataset | DataLoader):
-        raise InputError(
-            f"workers is {workers}, but x is a {type(x).__name__}, which is there already; leave workers out"
-        )
-    if isinstance(x, DataLoader):
-        raise InputError("x is a DataLoader; give its data set, x.dataset: the task makes its own batches")
-    if isinstance(x, Dataset):
-        if y is not None:
-            raise InputError("x is a Dataset, which brings its own labels, and y was given too; leave y out")
-        features, target = read_dataset(x, workers)
-    elif y is None:
-        raise InputError(
-            f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
-        )
-    else:
-        features, target = as_tensor(x, "x", torch.get_default_dtype()), y
-    if features.is_complex():
-        raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
-    return features if features.dtype == torch.float64 else features.to(torch.get_default_dtype()), target
+    with torch.no_grad():
+        found: Tensor = first.eval()(x)
+    return found

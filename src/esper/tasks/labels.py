@@ -25,12 +25,11 @@ class Target(NamedTuple):
     classes: tuple[Label, ...] | None  # what the classes are called, in the order of the indices; None for targets
 
 
-def read_target(y: Any, kind: Kind | None, classes: int | Sequence[Label] | None) -> Target:
-    """y as classes or as targets, and the names of the classes.
+def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence[Label] | None) -> Target:
+    """y, as `as_read` gives it, as classes or as targets, and the names of the classes.
 
     kind, classes: as in `esper.task`. Raises InputError where y may be either, or is neither.
     """
-    values = _read(y)
     found = decide(values, kind, classes)
     if found == "regression":
         if values.dtype.kind not in "biuf":
@@ -83,7 +82,7 @@ def decide(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
     return "regression"
 
 
-def _read(y: Any) -> NDArray[Any]:
+def as_read(y: Any) -> NDArray[Any]:
     """y as an array of numbers, truth values or objects; a single column is one entry per example."""
     if isinstance(y, Tensor):
         y = y.detach().cpu()
@@ -107,6 +106,18 @@ def _read(y: Any) -> NDArray[Any]:
         )
     values = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
     return _of_one_type(values) if values.dtype.kind == "O" else values
+
+
+def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Several y, as `as_read` gives them, as one."""
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = " and ".join(str(part.shape) for part in parts)
+        raise InputError(
+            f"y has the shapes {shapes} in the four splits; give every example's label or target one shape"
+        )
+    mixed = len({part.dtype.kind for part in parts} - {"i", "u", "f"}) > 0
+    values = np.concatenate([part.astype(object) if mixed else part for part in parts])
+    return _of_one_type(values) if mixed else values
 
 
 def _of_one_type(values: NDArray[Any]) -> NDArray[Any]:

@@ -88,28 +88,37 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
 
     Raises InputError where a split has fewer than two examples, or a target that is the same in all of them.
     """
-    assert len(sizes) == len(Splits._fields), sizes
-    assert sum(sizes) == len(x) == len(y), (sizes, x.shape, y.shape)
-    for name, size in zip(Splits._fields, sizes, strict=True):
-        if size < 2:
+    splits = cut(x, y, dealt(y, sizes, seed))
+    check_targets(splits)
+    return splits
+
+
+def cut(x: Tensor, y: Tensor, parts: Sequence[Tensor]) -> Splits:
+    """The splits that hold the examples of these indices, each a copy. InputError where one has fewer than two examples."""
+    for name, part in zip(Splits._fields, parts, strict=True):
+        if len(part) < 2:
             raise InputError(
-                f"the {name} split would hold {size} of {len(x)} examples; give more examples or raise its fraction, "
-                "so that it holds at least 2"
+                f"the {name} split would hold {len(part)} of {len(x)} examples; give more examples or raise its fraction, so "
+                "that it holds at least 2"
             )
-    splits = Splits(*(Split(x[part], y[part]) for part in dealt(y, sizes, seed)))
-    if y.is_floating_point():
-        for name, part in zip(Splits._fields, splits, strict=True):
+    return Splits(*(Split(x[part], y[part]) for part in parts))
+
+
+def check_targets(splits: Splits) -> None:
+    """InputError where a target is the same in all examples of a split, and so has no R2."""
+    for name, part in zip(Splits._fields, splits, strict=True):
+        if part.y.is_floating_point():
             constant = (part.y == part.y[0]).reshape(len(part.y), -1).all(0).nonzero().flatten().tolist()
             if constant:
                 raise InputError(
                     f"target {constant[0]} is the same in all {len(part.y)} examples of the {name} split, so it has no "
                     "R2; drop that target, or give more examples"
                 )
-    return splits
 
 
 def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
     """Indices of the examples of labels or targets y that fall into parts of the given sizes, as `split` deals them."""
+    assert sum(sizes) == len(y), (sizes, y.shape)
     order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), _CPU)[0]
     if not y.is_floating_point():
         order = order[_places(y[order]).argsort(stable=True)]

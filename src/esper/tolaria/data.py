@@ -109,6 +109,7 @@ class SharedBatchIterator:
         device: torch.device,
         pixels: Pixels | None = None,
         scaling: Scaling | None = None,
+        weights: Sequence[Tensor] | None = None,
     ) -> None:
         """row (E,) names each row's split, instance (E,) the key of its order. InputError where a split is under a batch."""
         self.sizes = np.array([len(split.y) for split in splits])[row]
@@ -120,6 +121,10 @@ class SharedBatchIterator:
             )
         pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits), scaling)
         self.x, self.y = pooled.x.flatten(0, 1), pooled.y.flatten(0, 1)
+        self._weights = None
+        if weights is not None:
+            longest = pooled.y.shape[1]
+            self._weights = torch.cat([F.pad(each, (0, longest - len(each))) for each in weights]).to(device)
         self.pixels = pixels
         if pixels is not None:
             self._canvas = torch.tensor(pixels.mean).round().to(self.x.dtype).to(device)  # (C,) around a shifted image
@@ -176,6 +181,13 @@ class SharedBatchIterator:
             images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
         x = images.unflatten(0, index.shape).movedim(-1, 2)
         return x if self.pixels is None else self.pixels.read(x), y
+
+    def weights_of(self, part: slice) -> Tensor | None:
+        """(n, B) weights of the examples of the present batch of some rows; None where all count alike."""
+        if self._weights is None:
+            return None
+        index = self._index[part]
+        return self._weights.index_select(0, index.reshape(-1)).view(index.shape)
 
     def finite(self) -> Tensor:
         """(E,) bool, on the device: whether all that is resident for each row is finite."""

@@ -21,7 +21,7 @@ from esper.leyline.errors import DataFault
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
-from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite
+from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
 from esper.leyline.verdicts import Vital
 from esper.leyline.view import (
     BlueprintInfo,
@@ -468,8 +468,11 @@ class VectorizedEngine:
         pixels, scaling = self._problems[0].pixels, self._problems[0].scaling
         assert all(each.pixels == pixels for each in self._problems), "instances read bytes in one way"
         assert all(each.scaling is scaling for each in self._problems), "instances are scaled in one way"
+        weighed = [each.weights for each in self._problems if each.weights is not None]
+        assert len(weighed) in (0, len(trains)), "all instances have weights or none"
+        weights = weighed or None
         self._feed = SharedBatchIterator(
-            trains, row, instance, self.config.seed, batch, inputs, self.device, pixels, scaling
+            trains, row, instance, self.config.seed, batch, inputs, self.device, pixels, scaling, weights
         )
         sampled = [Split(train.x[:SENSED], train.y[:SENSED]) for train in trains]
         probes, lengths = [problem.probe for problem in self._problems], self._task.lengths
@@ -486,7 +489,10 @@ class VectorizedEngine:
         )
         with drawn_with(0):
             check_host(problem.host(), problem.read(train.x[:2]), problem.outputs)
-        return problem._replace(train=train, probe=probe, validation=validation)
+        weights = problem.weights
+        if weights is not None and len(train.y) < len(weights):
+            weights = weights[~nonfinite(problem.train)]
+        return problem._replace(train=train, probe=probe, validation=validation, weights=weights)
 
     def _sampling(self, terminal: bool) -> Sampling | None:
         """How this step's attribution is sampled; None where it is not due."""

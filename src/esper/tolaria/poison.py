@@ -47,6 +47,9 @@ class _Feed:
             x[self._row - part.start, 0] = torch.nan
         return x, y
 
+    def weights_of(self, part: slice) -> Tensor | None:
+        return self._feed.weights_of(part)
+
     @property
     def now(self) -> bool:
         """Whether this is the batch."""

@@ -116,17 +116,25 @@ def _backward(
     """The losses (n,) of a part of the rows on the present batch, whose gradients are added to those of the rows."""
     x, y = feed.of(route.part)
     result = body.run(x, route, keys=keys)
-    losses = objective.loss(result.output, y).mean(1)
+    weights = feed.weights_of(route.part)
+    losses = _weighted(objective.loss(result.output, y), weights).mean(1)
     total = losses.sum()
     if result.branches is not None:
         assert route.origin is not None
-        total = total + objective.loss(result.branches, y.index_select(0, route.origin)).mean(1).sum()
+        branched = objective.loss(result.branches, y.index_select(0, route.origin))
+        own = None if weights is None else weights.index_select(0, route.origin)
+        total = total + _weighted(branched, own).mean(1).sum()
     if result.proximal is not None:
         total = total + config.lifecycle.proximal * result.proximal
     if total.requires_grad:  # nothing trains in a host that is frozen whole and bears no seed
         accumulate = config.optimizer.accumulate
         (total if accumulate == 1 else total / accumulate).backward()
     return losses.detach()
+
+
+def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """(n, B) losses times the weights of their examples, where these have any."""
+    return losses if weights is None else losses * weights
 
 
 def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer, updates: int) -> _Group:

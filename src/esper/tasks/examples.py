@@ -1,0 +1,191 @@
+"""The examples that a person brings: x and y, or a Dataset, whole or in four splits of their own. N examples."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from esper.leyline.arrays import array, as_tensor, numbers
+from esper.leyline.errors import InputError
+from esper.leyline.task import Split, finite, nonfinite
+from esper.tasks.dataset import read_dataset
+from esper.tasks.labels import as_read, joined
+from esper.tasks.splits import Splits
+
+Indices = NDArray[np.int64]
+
+
+class Brought(NamedTuple):
+    """All examples of a task, in one order."""
+
+    x: Tensor  # (N, ...) floating point, on the CPU
+    y: NDArray[Any]  # (N,) labels or targets, or (N, C), as `labels.read_target` takes them
+    parts: (
+        tuple[Indices, ...] | None
+    )  # which of them are in train, probe, validation and test; None where that is to be dealt
+    weights: NDArray[np.float64] | None  # (N,) of the loss, where they were given
+
+
+def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int) -> Brought:
+    """What `esper.task` was given, as tensors and arrays. InputError where it cannot be read or does not fit together."""
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
+    if splits is not None:
+        _check_names(splits)
+    if splits is None or x is not None:
+        features, values = _read(x, y, workers)
+        parts = None if splits is None else _indices(splits, len(features))
+        weights = None if sample_weights is None else _weights(sample_weights, len(features), "x")
+        return Brought(features, values, parts, weights)
+    if y is not None:
+        raise InputError("y was given without x; leave it out, because splits bring their own, or give x too")
+    pairs = [_read_split(name, splits[name], workers) for name in Splits._fields]
+    for name, (features, _) in zip(Splits._fields, pairs, strict=True):
+        if features.shape[1:] != pairs[0][0].shape[1:]:
+            raise InputError(
+                f"the {name} split has features of shape {tuple(features.shape[1:])} and the train split of shape "
+                f"{tuple(pairs[0][0].shape[1:])}; give every example one shape"
+            )
+    ends = np.cumsum([0, *(len(features) for features, _ in pairs)])
+    parts = tuple(np.arange(start, end) for start, end in itertools.pairwise(ends))
+    weights = None
+    if sample_weights is not None:
+        weights = np.ones(ends[-1])
+        weights[parts[0]] = _weights(sample_weights, len(parts[0]), "the train split")
+    return Brought(
+        torch.cat([features for features, _ in pairs]), joined([values for _, values in pairs]), parts, weights
+    )
+
+
+def complete(brought: Brought, values: Tensor, *, skip: bool) -> tuple[Brought, Tensor]:
+    """The examples, and y (N, ...) floating point, without those that hold NaN or infinite values where these are skipped."""
+    if not skip or not brought.x.dim() or len(brought.x) != len(values):  # `check_examples` says what is wrong
+        return brought, values
+    kept = ~nonfinite(Split(brought.x, values))
+    features, values = finite(Split(brought.x, values), "x or y", "skip")
+    keep = kept.numpy()
+    place = np.cumsum(keep) - 1
+    parts = None if brought.parts is None else tuple(place[part[keep[part]]] for part in brought.parts)
+    weights = None if brought.weights is None else brought.weights[keep]
+    return Brought(features, brought.y[keep], parts, weights), values
+
+
+def train_weights(brought: Brought, train: Indices) -> Tensor | None:
+    """(n,) weights of the train split in the dtype of the features, of mean 1; None where none were given."""
+    if brought.weights is None:
+        return None
+    weights = brought.weights[train]
+    if not weights.any():
+        raise InputError(
+            "sample_weights is 0 for every example of the train split; give some of them a positive weight"
+        )
+    return torch.from_numpy(weights / weights.mean()).to(brought.x.dtype)
+
+
+def _read(x: Any, y: Any, workers: int) -> tuple[Tensor, NDArray[Any]]:
+    """Features in a floating-point dtype on the CPU, and y as an array."""
+    if workers and x is not None and not isinstance(x, Dataset | DataLoader):
+        raise InputError(
+            f"workers is {workers}, but x is a {type(x).__name__}, which is there already; leave workers out"
+        )
+    if isinstance(x, DataLoader):
+        raise InputError("x is a DataLoader; give its data set, x.dataset: the task makes its own batches")
+    if isinstance(x, Dataset):
+        if y is not None:
+            raise InputError("x is a Dataset, which brings its own labels, and y was given too; leave y out")
+        features, y = read_dataset(x, workers)
+    elif x is None:
+        raise InputError("x and y are missing; give examples x and y, a Dataset as x, or splits of your own")
+    elif y is None:
+        raise InputError(
+            f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
+        )
+    else:
+        features = as_tensor(x, "x", torch.get_default_dtype())
+    values = as_read(y)
+    if features.is_complex():
+        raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
+    return features if features.dtype == torch.float64 else features.to(torch.get_default_dtype()), values
+
+
+def _check_names(splits: Any) -> None:
+    names = sorted(map(str, splits)) if isinstance(splits, Mapping) else None
+    if names != sorted(Splits._fields):
+        given = f"has the keys {', '.join(names) or 'none'}" if names is not None else f"is a {type(splits).__name__}"
+        raise InputError(
+            f"splits {given}; give a mapping with the keys {', '.join(Splits._fields)}, each to a pair (x, y), or to indices of "
+            "examples where x and y are given"
+        )
+
+
+def _read_split(name: str, given: Any, workers: int) -> tuple[Tensor, NDArray[Any]]:
+    """One split, from a pair (x, y) or a Dataset."""
+    if isinstance(given, Dataset):
+        return _read(given, None, workers)
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InputError(
+            f"the {name} split is a {type(given).__name__}; give a pair (x, y) or a Dataset, or give x and y of all examples "
+            "beside indices"
+        )
+    features, values = _read(given[0], given[1], workers)
+    if not features.dim() or len(features) != len(values):
+        raise InputError(
+            f"the {name} split has {len(features) if features.dim() else 1} examples and {len(values)} labels or targets"
+        )
+    return features, values
+
+
+def _indices(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
+    """Which examples are in each split. InputError where an index is none, or an example is in two splits."""
+    parts, owner = [], np.full(examples, -1)
+    for place, name in enumerate(Splits._fields):
+        given = splits[name]
+        given = given.cpu().numpy() if isinstance(given, Tensor) else array(given, f"the {name} split")
+        if given.dtype == bool and given.shape == (examples,):
+            given = np.flatnonzero(given)
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise InputError(
+                f"the {name} split is an array of shape {given.shape} and dtype {given.dtype}; give indices of examples of x, "
+                f"whole numbers from 0 to {examples - 1}, or leave x and y out and give a pair (x, y)"
+            )
+        part = given.astype(np.int64)
+        strange = part[(part < 0) | (part >= examples)]
+        if len(strange):
+            raise InputError(f"the {name} split names example {strange[0]}; give indices from 0 to {examples - 1}")
+        twice = part[owner[part] >= 0]
+        if len(twice):
+            raise InputError(
+                f"example {twice[0]} is in the {Splits._fields[owner[twice[0]]]} split and in the {name} split; give every "
+                "example to one"
+            )
+        owner[part] = place
+        if len(np.unique(part)) < len(part):
+            raise InputError(f"the {name} split names an example twice; name it once")
+        parts.append(part)
+    return tuple(parts)
+
+
+def _weights(given: Any, examples: int, of: str) -> NDArray[np.float64]:
+    weights = given.detach().cpu().numpy() if isinstance(given, Tensor) else numbers(given, "sample_weights")
+    if weights.shape != (examples,):
+        raise InputError(
+            f"sample_weights has shape {weights.shape}; give one weight for each of the {examples} examples of {of}"
+        )
+    if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all() or (weights < 0).any():
+        raise InputError("sample_weights holds a negative, infinite or missing weight; give finite numbers from 0 on")
+    return weights.astype(np.float64)
+
+
+def check_classes_train(splits: Splits, names: Sequence[Any]) -> None:
+    """InputError where a class of another split has no example to train on, which is a mistake in splits of one's own."""
+    for name, split in zip(Splits._fields[1:], splits[1:], strict=True):
+        unseen = np.setdiff1d(split.y.numpy(), splits.train.y.numpy())
+        if len(unseen):
+            raise InputError(
+                f"the {name} split has the class {names[unseen[0]]!r}, of which the train split has no example; give it some"
+            )
