@@ -270,8 +270,29 @@ def test_export_copies_every_network(esper, exported):
 
 def test_export_of_one_environment_goes_straight_into_the_folder(esper, exported):
     esper("export", str(exported), "--env", "1", "--out", "net")
-    assert files(Path("net")) == ["model.pt2", "model.safetensors", "topology.json"]
-    assert Path("net/model.pt2").read_bytes() == (exported / "models" / "env-001" / "model.pt2").read_bytes()
+    assert files(Path("net")) == ["SHA256SUMS", "model.pt2", "model.safetensors", "topology.json"]
+    for name in ("model.safetensors", "topology.json"):
+        assert Path("net", name).read_bytes() == (exported / "models" / "env-001" / name).read_bytes()
+
+
+def test_export_of_a_host_of_ones_own_goes_without_a_program_unless_its_task_is_named(esper, exported, monkeypatch):
+    shutil.copytree(exported, "own")
+    for path in Path("own/models").iterdir():
+        topology = json.loads((path / "topology.json").read_text()) | {"host": None}
+        (path / "topology.json").write_text(json.dumps(topology))
+        (path / "SHA256SUMS").unlink()
+    code, _, err = esper("export", "own", "--out", "nets")
+    assert code == 0
+    assert err.count("has no model.pt2: its host is a factory of your own, which no file can name") == 2
+    assert sorted(path.name for path in Path("nets/env-000").iterdir()) == [
+        "SHA256SUMS",
+        "model.safetensors",
+        "topology.json",
+    ]
+    config = yaml.safe_load(Path("own/config.yaml").read_text())
+    code, _, err = esper("export", "own", "--out", "with", "--task", config["task"])
+    assert (code, err) == (0, "")
+    assert Path("with/env-001/model.pt2").is_file()
 
 
 def test_export_goes_to_a_folder_named_after_the_run(esper, exported):
@@ -286,7 +307,7 @@ def test_export_replaces_networks_only_when_asked(esper, exported):
     assert "--overwrite" in err
     assert files(Path("nets")) == files(exported / "models")
     code, _, _ = esper("export", str(exported), "--env", "0", "--out", "nets", "--overwrite")
-    assert (code, len(files(Path("nets")))) == (0, 3)
+    assert (code, len(files(Path("nets")))) == (0, 4)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "nets/topology.json"])

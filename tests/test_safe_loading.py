@@ -129,6 +129,8 @@ def ran(tmp_path_factory):
 @pytest.fixture
 def run(ran, tmp_path):
     shutil.copytree(ran, tmp_path / "r")
+    for path in (tmp_path / "r").glob("models/*/SHA256SUMS"):
+        path.unlink()  # as someone who alters a file does
     return tmp_path / "r"
 
 
@@ -151,7 +153,9 @@ def test_a_program_that_is_a_bomb_is_neither_run_by_load_nor_by_export(run, tmp_
     load(run / "models" / "env-000")
     assert esper("export", run, "--out", tmp_path / "out") == 0
     assert esper("resume", run) == 0
-    assert not sign.exists()
+    written, x = torch.export.load(tmp_path / "out" / "env-000" / PROGRAM).module(), torch.randn(5, 4)
+    torch.testing.assert_close(written(x), load(run / "models" / "env-000")(x))
+    assert not sign.exists(), "the program is made anew from the weights"
     torch.load(run / "models" / "env-000" / PROGRAM, weights_only=False)
     assert sign.exists(), "the bomb works"
 

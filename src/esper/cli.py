@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import sys
 import tempfile
 import traceback
@@ -416,28 +415,18 @@ def export(
     env: Annotated[int | None, typer.Option(help="The network of this environment alone, straight into DIR.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; RUN-networks in this folder.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace networks that are in DIR.")] = False,
+    task: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The task whose host was grown, where no file can name the host.")
+    ] = None,
 ) -> None:
-    """Copy the grown networks of a run elsewhere."""
-    from esper.kasmina.export import MODEL, TOPOLOGY, read_topology
-    from esper.leyline.disk import standing
-    from esper.nissa.files import MODELS, check_links, is_run
+    """Write the grown networks of a run elsewhere, each with a program made anew from its verified weights."""
+    from esper.exporting import export_networks, networks_of
+    from esper.tasks.catalog import get_task
 
-    if not is_run(run):
-        raise InputError(f"{run} is no run folder, as it holds no config.yaml; name one that `esper grow` wrote")
-    check_links(run)
-    names = [path.name for path in (run / MODELS).glob("env-*")]
-    names += [path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")]  # a kill left it aside
-    found = {Path(name): standing(run / MODELS / name) for name in sorted(set(names))}
-    sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in (MODEL, TOPOLOGY))}
-    if not sources:
-        raise InputError(f"{run} holds no networks; run it to its end, with --models all or best")
-    if env is not None:
-        if Path(f"env-{env:03d}") not in sources:
-            raise InputError(f"{run} has no network of environment {env}; it has {', '.join(map(str, sources))}")
-        sources = {Path(): sources[Path(f"env-{env:03d}")]}
+    sources = networks_of(run, env)
     target = out or Path(f"{run.resolve().name}-networks")
-    topologies = {name: read_topology(path) for name, path in sources.items()}
-    _copy_networks(sources, target, overwrite)
+    host = None if task is None else get_task(task)
+    topologies = export_networks(sources, target, overwrite, host, lambda line: typer.echo(line, err=True))
     for name, topology in topologies.items():
         grew = ", ".join(f"{seed['blueprint']} at {seed['slot']}" for seed in topology["seeds"]) or "nothing grew"
         _say(f"{target / name}: {topology['parameters']:,} parameters, {grew}")
@@ -512,41 +501,6 @@ def _rows() -> Iterator[tuple[bool, str]]:
 def _row(what: str, found: Mapping[str, str]) -> tuple[bool, str]:
     where = "; ".join(f"{part}: {text}" for part, text in found.items())
     return not found, f"{what}: rows depend on their neighbours ({where})" if found else f"{what}: rows stand alone"
-
-
-def _is_network(folder: Path) -> bool:
-    """Whether a folder holds an exported network and nothing else."""
-    from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY
-
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return TOPOLOGY in names and names <= {MODEL, PROGRAM, TOPOLOGY}
-
-
-def _copy_networks(sources: Mapping[Path, Path], target: Path, overwrite: bool) -> None:
-    """Copy folders into `target`, under the names given: all of them, or `target` stays as it was."""
-    if target.exists() and not target.is_dir():
-        raise InputError(f"{target} is a file; name a folder with --out")
-    content = list(target.iterdir()) if target.exists() else []
-    if content and not overwrite:
-        raise InputError(f"{target} is not empty; name another folder with --out, or replace it with --overwrite")
-    if not _is_network(target) and not all(_is_network(path) for path in content):
-        raise InputError(f"{target} holds other files than networks; name another folder with --out")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-            new, old = Path(scratch) / "new", Path(scratch) / "old"
-            for name, path in sources.items():
-                shutil.copytree(path, new / name)
-            if target.exists():
-                target.rename(old)
-            try:
-                new.rename(target)
-            except OSError:
-                if old.exists():
-                    old.rename(target)
-                raise
-    except OSError as error:
-        raise InputError(f"cannot write to {target}: {error.strerror}; name another folder with --out") from None
 
 
 def _slots(task: Any) -> Any:

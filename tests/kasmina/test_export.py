@@ -1,7 +1,9 @@
 """Grown networks as plain modules: equal to the population they came from, saved, loaded, and run by torch alone."""
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from esper.kasmina.export import (
     save_network,
 )
 from esper.kasmina.host import SegmentedHost
+from esper.kasmina.sums import SUMS
 from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
@@ -196,7 +199,7 @@ def test_a_network_in_float64_is_loaded_in_float64(tmp_path):
 def test_the_topology_is_what_was_grown(saved):
     folder, _, topology, *_ = saved[Blend.GATE]
     read = json.loads((folder / TOPOLOGY).read_text())
-    assert read == json.loads(json.dumps(topology))
+    assert read == json.loads(json.dumps(topology)) | {"example": "float32"}
     assert [seed["blueprint"] for seed in read["seeds"]] == list(ALL)
     assert read["seeds"][ALL.index("skip-mlp")] == {
         "slot": f"block{ALL.index('skip-mlp')}",
@@ -265,8 +268,32 @@ def test_the_program_gives_what_the_population_gives_where_only_torch_is_install
     close(output, engine_output(body, seeds, x))
 
 
-def test_the_folder_holds_the_three_files_and_nothing_else(saved):
-    assert sorted(path.name for path in saved[Blend.ADD][0].iterdir()) == sorted([MODEL, TOPOLOGY, PROGRAM])
+def test_the_folder_holds_the_three_files_and_their_checksums_and_nothing_else(saved):
+    folder = saved[Blend.ADD][0]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([MODEL, TOPOLOGY, PROGRAM, SUMS])
+    listed = dict(line.split("  ")[::-1] for line in (folder / SUMS).read_text().splitlines())
+    for name in (MODEL, TOPOLOGY, PROGRAM):
+        assert listed.pop(name) == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    assert listed == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "words"),
+    [
+        (MODEL, -1, "model.safetensors is damaged: its sha256 is not the one in SHA256SUMS"),
+        (TOPOLOGY, None, "topology.json is damaged: its sha256 is not the one in SHA256SUMS"),
+        (SUMS, 0, "SHA256SUMS does not list topology.json, or is damaged"),
+    ],
+)
+def test_a_file_that_is_not_the_one_of_its_checksum_is_refused(saved, tmp_path, name, at, words):
+    shutil.copytree(saved[Blend.ADD][0], tmp_path / "net")
+    content = bytearray((tmp_path / "net" / name).read_bytes())
+    if at is None:
+        content += b" "  # the same JSON
+    else:
+        content[at] ^= 0x40
+    (tmp_path / "net" / name).write_bytes(content)
+    assert words in refusal(tmp_path / "net")
 
 
 def test_saving_again_replaces_what_is_there(tmp_path):

@@ -18,6 +18,7 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.body import Body, Seed
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network import Graft, GrownNetwork
+from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
 from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
@@ -28,6 +29,8 @@ from esper.leyline.view import Seeds
 
 FORMAT = 2
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
+FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
+"""All that may stand in the folder of a network."""
 _LARGEST_TOPOLOGY = 2**20  # bytes of it that are read
 _LARGEST_HEADER = 2**22  # bytes of the names and shapes in model.safetensors
 
@@ -67,6 +70,7 @@ class _SavedTopology(_Saved):
     standardize: list[PositiveInt] | None  # shape of the mean and the deviation, which are among the weights
     classes: Annotated[list[str | int | float | bool], AfterValidator(_names)] | None  # in the order of the outputs
     target: list[PositiveInt]  # shape of one example's y
+    example: Literal["uint8", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"]  # dtype of x
     parameters: int
     host_parameters: int
     seeds: list[_SavedSeed]
@@ -140,7 +144,8 @@ def save_network(
 ) -> str | None:
     """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone, as a folder.
 
-    It takes the place of a network of that name, and a crash leaves the old one or the new.
+    SHA256SUMS beside them names the sha256 of each. The folder takes the place of a network of that name, and a crash leaves
+    the old one or the new. torch.export.load of a program can execute code, so it is for programs of a trusted origin.
 
     example (B, ...) with B >= 2 fixes the shape and dtype of an input. A network that torch.export cannot trace is written
     without a program; returns the reason then, and None otherwise.
@@ -151,17 +156,19 @@ def save_network(
         program = torch.export.export(network, (example,), dynamic_shapes=({0: batch},))
     except Exception as error:  # torch.export raises errors of many kinds, none of which may cost the trained weights
         failure = (str(error).splitlines() or [type(error).__name__])[0]
+    stored_topology = {**topology, "example": str(example.dtype).removeprefix("torch.")}
     # Copies, because safetensors refuses a weight that two layers share.
     weights = network.state_dict().items()
     files = {
         MODEL: save({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights}),
-        TOPOLOGY: (json.dumps(topology, indent=2, allow_nan=False) + "\n").encode(),
+        TOPOLOGY: (json.dumps(stored_topology, indent=2, allow_nan=False) + "\n").encode(),
     }
     if program is not None:
         stored = io.BytesIO()
         torch.export.save(program, stored)
         files[PROGRAM] = stored.getvalue()
-    strange = {path.name for path in folder.iterdir()} - {MODEL, TOPOLOGY, PROGRAM} if folder.exists() else ()
+    files[SUMS] = sums_of(files)
+    strange = {path.name for path in folder.iterdir()} - FILES if folder.exists() else ()
     if strange:
         raise InputError(f"{folder} holds {', '.join(sorted(strange))} beside a network; name another folder")
 
@@ -202,7 +209,10 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     network = GrownNetwork(base, modules, grafts, _interface(folder, topology)).to(getattr(torch, topology["dtype"]))
     try:
         _check_tensors(folder / MODEL, network)
+        check_sum(folder / MODEL)
         network.load_state_dict(load_file(folder / MODEL))
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(f"{folder / MODEL}: {error.strerror or error}; export the network again") from None
     except Exception as error:  # safetensors and load_state_dict each have their own; both mean the file does not fit
@@ -277,4 +287,5 @@ def read_topology(folder: Path) -> dict[str, Any]:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; export the network again") from None
+    check_sum(path)
     return topology

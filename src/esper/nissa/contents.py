@@ -25,7 +25,7 @@ OWN: Names = {
     re.escape(ENVIRONMENT): None,
     r"events(-(cut|damaged)-\d+)?\.jsonl": None,
     re.escape(SUMMARY): None,
-    MODELS: {r"env-\d+": {r"(model|topology)\.[\w.]+": None}},
+    MODELS: {r"env-\d+": {r"(model|topology)\.[\w.]+": None, "SHA256SUMS": None}},
     CONTROLLER: {r"controller\.\w+": None},
     CHECKPOINTS: {"latest": None, "best": None, r"step-\d+": {r"state\.\w+": None}},
 }

@@ -1,0 +1,114 @@
+"""`esper export`: the networks of a run folder written elsewhere, from files that are verified and never executed."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from esper.api import load
+from esper.kasmina.blueprints import count
+from esper.kasmina.export import FILES, MODEL, PROGRAM, TOPOLOGY, check_size, read_topology, save_network
+from esper.kasmina.sums import SUMS, check_sum, sums_of
+from esper.leyline.disk import standing, write_folder
+from esper.leyline.errors import InputError
+from esper.leyline.task import AnyTask, Task
+from esper.nissa.files import MODELS, check_links, is_run
+
+Topology = dict[str, Any]
+_LARGEST_INPUT = 2**26  # numbers of an example that a program is traced with
+
+
+def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
+    """The folders of a run's networks by the name that each gets elsewhere; of one environment alone, by an empty name.
+
+    InputError where the folder is no run, has a link in it, or holds no such network.
+    """
+    if not is_run(run):
+        raise InputError(f"{run} is no run folder, as it holds no config.yaml; name one that `esper grow` wrote")
+    check_links(run)
+    names = [path.name for path in (run / MODELS).glob("env-*")]
+    names += [path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")]  # a kill left it aside
+    found = {Path(name): standing(run / MODELS / name) for name in sorted(set(names))}
+    sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in (MODEL, TOPOLOGY))}
+    if not sources:
+        raise InputError(f"{run} holds no networks; run it to its end, with --models all or best")
+    if env is None:
+        return sources
+    if Path(f"env-{env:03d}") not in sources:
+        raise InputError(f"{run} has no network of environment {env}; it has {', '.join(map(str, sources))}")
+    return {Path(): sources[Path(f"env-{env:03d}")]}
+
+
+def export_networks(
+    sources: Mapping[Path, Path], target: Path, overwrite: bool, task: AnyTask | None, note: Callable[[str], None]
+) -> dict[Path, Topology]:
+    """Write networks into `target`, under the names given: all of them, or `target` stays as it was. Returns topologies.
+
+    The program of each is made anew. A network whose host no file can name takes the host of `task`, and without one it gets
+    no program; `note` is told so in a sentence. InputError where a file is damaged or `target` holds anything else.
+    """
+    _check_target(target, overwrite)
+    if task is not None and not isinstance(task, Task):
+        raise InputError(f"task {task.name} is a mixture, whose hosts are known by name; leave --task out")
+    topologies = {name: read_topology(path) for name, path in sources.items()}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+            new, old = Path(scratch) / "new", Path(scratch) / "old"
+            for name, path in sources.items():
+                reason = _write(path, new / name, topologies[name], None if task is None else task.host)
+                if reason is not None:
+                    note(f"{target / name} has no {PROGRAM}: {reason}")
+            if target.exists():
+                target.rename(old)
+            try:
+                new.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
+    except OSError as error:
+        raise InputError(f"cannot write to {target}: {error.strerror}; name another folder with --out") from None
+    return topologies
+
+
+def _write(source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None) -> str | None:
+    """Write one network; returns why it has no program, where it has none."""
+    if topology["host"] is None and host is None:
+        check_size(source, topology["parameters"])
+        check_sum(source / MODEL)
+        files = {name: (source / name).read_bytes() for name in (MODEL, TOPOLOGY)}
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, {**files, SUMS: sums_of(files)})
+        return (
+            "its host is a factory of your own, which no file can name; give the task that was grown with --task, or read the "
+            "network with esper.load(folder, host=...)"
+        )
+    network = load(source, host if topology["host"] is None else None)
+    topology["parameters"] = count(network)
+    shape = tuple(topology["input"])
+    if min(shape, default=1) < 1 or torch.Size(shape).numel() > _LARGEST_INPUT:
+        raise InputError(f"{source / TOPOLOGY} is damaged at 'input': {list(shape)}; export the network again")
+    example = torch.zeros(2, *shape, dtype=getattr(torch, topology["example"]))
+    failure = save_network(folder, network, topology, example)
+    return None if failure is None else f"torch.export cannot trace the network: {failure}"
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    """InputError where networks may not be written to `target`."""
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file; name a folder with --out")
+    content = list(target.iterdir()) if target.exists() else []
+    if content and not overwrite:
+        raise InputError(f"{target} is not empty; name another folder with --out, or replace it with --overwrite")
+    if not _is_network(target) and not all(_is_network(path) for path in content):
+        raise InputError(f"{target} holds other files than networks; name another folder with --out")
+
+
+def _is_network(folder: Path) -> bool:
+    """Whether a folder holds an exported network and nothing else."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return TOPOLOGY in names and names <= FILES

@@ -1,0 +1,39 @@
+"""SHA256SUMS: the sha256 of every file of a folder, in the format that the command `sha256sum -c` reads."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from esper.leyline.errors import InputError
+from esper.leyline.reading import open_regular, read_kept
+
+SUMS = "SHA256SUMS"
+_LARGEST = 2**16  # bytes of it that are read
+_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
+
+
+def sums_of(files: Mapping[str, bytes]) -> bytes:
+    """The content of SHA256SUMS for files by name."""
+    return "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items()).encode()
+
+
+def check_sum(path: Path) -> None:
+    """InputError where a file is not the one that SHA256SUMS beside it names. A folder without SHA256SUMS is not checked.
+
+    This finds damage. Whoever can alter the file can alter SHA256SUMS too.
+    """
+    listed = path.parent / SUMS
+    if not listed.exists() and not listed.is_symlink():
+        return
+    text = read_kept(listed, _LARGEST, "export the network again").decode("utf-8", "replace")
+    lines = [_LINE.fullmatch(line) for line in text.splitlines()]
+    known = {line[2]: line[1] for line in lines if line is not None}
+    if len(known) < len(lines) or path.name not in known:
+        raise InputError(f"{listed} does not list {path.name}, or is damaged; export the network again")
+    with open_regular(path, "export the network again") as file:
+        digest = hashlib.sha256()
+        while block := file.read(2**20):
+            digest.update(block)
+    if digest.hexdigest() != known[path.name]:
+        raise InputError(f"{path} is damaged: its sha256 is not the one in {SUMS}; export the network again")
