@@ -13,40 +13,60 @@ from typing import TYPE_CHECKING, Any
 from esper.leyline.distribution import installed_version, warn_of_another
 
 if TYPE_CHECKING:
-    from esper.api import check_rows as check_rows
-    from esper.api import grow as grow
-    from esper.api import load as load
-    from esper.api import train as train
-    from esper.kasmina.blueprints import blueprint as blueprint
-    from esper.kasmina.host import SegmentedHost as SegmentedHost
-    from esper.kasmina.layers import Linear as Linear
-    from esper.leyline.actions import Actions as Actions
-    from esper.leyline.actions import Op as Op
-    from esper.leyline.config import Config as Config
-    from esper.leyline.config import build_config as build_config
-    from esper.leyline.errors import InputError as InputError
-    from esper.leyline.slots import SlotSpec as SlotSpec
-    from esper.leyline.task import Task as Task
-    from esper.runs import evaluate as evaluate
-    from esper.runs import resume as resume
-    from esper.tamiyo.catalog import get_controller as get_controller
-    from esper.tasks.catalog import get_task as get_task
-    from esper.tasks.custom import task_from as task  # noqa: F401
-    from esper.tolaria.engine import VectorizedEngine as VectorizedEngine
+    from esper.api import check_rows, grow, load, train
+    from esper.kasmina.blueprints import blueprint
+    from esper.kasmina.host import SegmentedHost
+    from esper.kasmina.layers import Linear
+    from esper.kasmina.network import GrownNetwork
+    from esper.leyline.actions import Actions, Blend, Op
+    from esper.leyline.config import Config, RewardConfig, build_config
+    from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError
+    from esper.leyline.protocols import PolicyClient, Reward
+    from esper.leyline.slots import Kind, SlotSpec, Tap
+    from esper.leyline.stages import Stage
+    from esper.leyline.task import Mixture, Split, Task
+    from esper.leyline.verdicts import Refusal
+    from esper.leyline.view import Outcome, Space, View
+    from esper.runs import evaluate, resume
+    from esper.simic.ppo import LearningError
+    from esper.tamiyo.catalog import get_controller
+    from esper.tasks.catalog import get_task
+    from esper.tasks.custom import task_from as task
+    from esper.tolaria.engine import VectorizedEngine
+
+    __version__: str
 
 _HOME = {
     "Actions": "leyline.actions",
+    "Blend": "leyline.actions",
     "Config": "leyline.config",
+    "DataFault": "leyline.errors",
+    "GrownNetwork": "kasmina.network",
     "InputError": "leyline.errors",
+    "Kind": "leyline.slots",
+    "LearningError": "simic.ppo",
     "Linear": "kasmina.layers",
+    "Mixture": "leyline.task",
     "Op": "leyline.actions",
+    "OutOfMemory": "leyline.errors",
+    "Outcome": "leyline.view",
+    "PolicyClient": "leyline.protocols",
+    "Refusal": "leyline.verdicts",
+    "Reward": "leyline.protocols",
+    "RewardConfig": "leyline.config",
     "SegmentedHost": "kasmina.host",
     "SlotSpec": "leyline.slots",
+    "Space": "leyline.view",
+    "Split": "leyline.task",
+    "Stage": "leyline.stages",
+    "Tap": "leyline.slots",
     "Task": "leyline.task",
+    "UserCodeError": "leyline.errors",
     "VectorizedEngine": "tolaria.engine",
+    "View": "leyline.view",
     "blueprint": "kasmina.blueprints",
-    "check_rows": "api",
     "build_config": "leyline.config",
+    "check_rows": "api",
     "evaluate": "runs",
     "get_controller": "tamiyo.catalog",
     "get_task": "tasks.catalog",
@@ -56,20 +76,62 @@ _HOME = {
     "task": "tasks.custom",
     "train": "api",
 }
-__all__ = sorted(_HOME)
+"""The module of every public name, without `esper`. `task` is called task_from there."""
 
+__all__ = [  # written out, as type checkers run nothing
+    "Actions",
+    "Blend",
+    "Config",
+    "DataFault",
+    "GrownNetwork",
+    "InputError",
+    "Kind",
+    "LearningError",
+    "Linear",
+    "Mixture",
+    "Op",
+    "OutOfMemory",
+    "Outcome",
+    "PolicyClient",
+    "Refusal",
+    "Reward",
+    "RewardConfig",
+    "SegmentedHost",
+    "SlotSpec",
+    "Space",
+    "Split",
+    "Stage",
+    "Tap",
+    "Task",
+    "UserCodeError",
+    "VectorizedEngine",
+    "View",
+    "blueprint",
+    "build_config",
+    "check_rows",
+    "evaluate",
+    "get_controller",
+    "get_task",
+    "grow",
+    "load",
+    "resume",
+    "task",
+    "train",
+]
 
 warn_of_another()
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return installed_version() or "unknown"
-    if name not in _HOME:
-        raise AttributeError(f"module 'esper' has no attribute {name!r}")
-    found = getattr(import_module(f"esper.{_HOME[name]}"), "task_from" if name == "task" else name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return installed_version() or "unknown"
+        if name not in _HOME:
+            raise AttributeError(f"module 'esper' has no attribute {name!r}")
+        found = getattr(import_module(f"esper.{_HOME[name]}"), "task_from" if name == "task" else name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

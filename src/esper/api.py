@@ -13,6 +13,7 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.export import check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
+from esper.kasmina.network import GrownNetwork
 from esper.leyline.arguments import check_callable, check_choice, check_settings, check_switch, check_task, to_path
 from esper.leyline.config import Config, RewardConfig, build_config
 from esper.leyline.errors import InputError
@@ -107,7 +108,7 @@ def train(
     return end_of(summary, folder, on_interrupt)
 
 
-def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> nn.Module:
+def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> GrownNetwork:
     """A grown network, in evaluation mode, from the folder that a run or `esper export` wrote: (B, ...) -> (B, C).
 
     `host` is the factory that the task was made with; hosts of Esper's own tasks are known by name. Nothing in the folder

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral
+from typing import TYPE_CHECKING, Literal
 
 from esper.leyline.errors import InputError
 
@@ -31,6 +32,17 @@ class SlotSpec:
     width: int  # features of the stream at the slot; channels of a map
     kind: Kind = Kind.VECTOR
     inner: int | None = None  # how many modules of that nn.Sequential make its inner features, for sensors; None: none
+
+    if TYPE_CHECKING:  # a type checker takes the kind by its name, too
+
+        def __init__(
+            self,
+            name: str,
+            after: int,
+            width: int,
+            kind: Kind | Literal["vector", "map"] = Kind.VECTOR,
+            inner: int | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         """InputError, in one sentence, where a field is not what it says above."""

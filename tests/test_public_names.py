@@ -1,0 +1,85 @@
+"""The public names: one table, which Python, type checkers and `from esper import *` agree on."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import esper
+import typed_program
+from esper.kasmina.blueprints import BLUEPRINTS
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ast.parse((ROOT / "src" / "esper" / "__init__.py").read_text(encoding="utf-8"))
+
+
+def imported_for_type_checkers():
+    (branch,) = [node for node in SOURCE.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    found = {}
+    for node in branch.body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {name.asname or name.name: node.module.removeprefix("esper.") for name in node.names}
+    return found
+
+
+def test_type_checkers_see_the_names_that_python_imports_from_the_same_modules():
+    assert imported_for_type_checkers() == esper._HOME
+
+
+def test_all_is_written_out_and_holds_every_public_name():
+    (written,) = [
+        ast.literal_eval(node.value)
+        for node in SOURCE.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert written == esper.__all__ == sorted(esper._HOME)
+
+
+@pytest.mark.parametrize("name", sorted(esper.__all__))
+def test_every_public_name_is_there_and_says_what_it_is(name):
+    assert getattr(esper, name).__doc__
+
+
+def test_the_package_is_marked_as_typed():
+    assert (ROOT / "src" / "esper" / "py.typed").is_file()
+
+
+def test_a_typed_program_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("esper.kasmina.blueprints.catalog.BLUEPRINTS", BLUEPRINTS)
+    known = dict(BLUEPRINTS)
+    try:
+        summary, answer = typed_program.run(str(tmp_path / "r"))
+    finally:
+        BLUEPRINTS.clear()
+        BLUEPRINTS.update(known)
+    assert summary["seeds"]["germinated"] == 1
+    assert answer.shape[1] == 2
+
+
+@pytest.mark.slow
+def test_a_typed_program_passes_mypy_strict(tmp_path):
+    shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--follow-imports=silent",
+        "typed_program.py",
+    ]
+    environment = {"MYPYPATH": str(ROOT / "src"), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_a_name_that_is_not_public_is_an_error_for_a_type_checker(tmp_path):
+    (tmp_path / "program.py").write_text("import esper\nesper.grwo()\n")
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "program.py"]
+    environment = {"MYPYPATH": str(ROOT / "src"), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert 'Module has no attribute "grwo"' in done.stdout

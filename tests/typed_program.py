@@ -1,0 +1,74 @@
+"""A program that `mypy --strict` accepts (pyproject.toml lists it) and a test runs: own data, host, seed and controller."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import esper
+
+
+def host() -> esper.SegmentedHost:
+    """A convolutional host with a slot behind its first segment."""
+    segments = [
+        nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
+    ]
+    return esper.SegmentedHost(segments, [esper.SlotSpec("maps", after=0, width=4, kind="map")])
+
+
+def wide(reads: int, writes: int) -> nn.Module:
+    """A convolution that changes nothing at first."""
+    layer = nn.Conv2d(reads, writes, 1)
+    nn.init.zeros_(layer.weight)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Planter:
+    """Plants wherever the masks allow."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[esper.Outcome] = []
+
+    def act(self, view: esper.View) -> esper.Actions:
+        """GERMINATE where that is allowed."""
+        space: esper.Space = view.space
+        actions = esper.Actions.wait(len(view.host_params))
+        able = view.masks.op[:, esper.Op.GERMINATE]
+        actions.op[able] = esper.Op.GERMINATE
+        actions.blend[:] = esper.Blend.ADD
+        actions.slot[able] = view.masks.slot[able, esper.Op.GERMINATE].argmax(1)
+        actions.tempo[:] = space.tempos.index(2)
+        assert (view.seeds.stage >= esper.Stage.DORMANT).all()
+        return actions
+
+    def store(self, outcome: esper.Outcome) -> None:
+        """Keep what came of it."""
+        self.outcomes.append(outcome)
+
+    def update(self) -> Mapping[str, float]:
+        """Learn nothing."""
+        return {}
+
+
+def run(folder: str) -> tuple[Mapping[str, Any], Tensor]:
+    """Grow, and read a network back."""
+    esper.blueprint("typed-wide", kind="map", tap="here", parameters=lambda reads, writes: (reads + 1) * writes)(wide)
+    x = torch.rand(120, 1, 4, 4)
+    y = (x.mean((1, 2, 3)) > 0.5).long()
+    task: esper.Task = esper.task("typed", x, y, host=host, classes=2, menu=["typed-wide"])
+    config: esper.Config = esper.build_config(task.defaults, {"envs": 1, "steps": 2, "data.batch": 8, "twin": False})
+    client: esper.PolicyClient = Planter()
+    try:
+        summary = esper.grow(task, config, controller=client, run=folder)
+    except (esper.InputError, esper.UserCodeError) as error:
+        raise SystemExit(str(error)) from None
+    network: esper.GrownNetwork = esper.load(f"{folder}/models/env-000", host=host)
+    part: esper.Split | None = task.test
+    assert part is not None
+    answer: Tensor = network(part.x)
+    print(esper.__version__, summary["status"], task, config.seed)
+    return summary, answer
