@@ -17,6 +17,7 @@ from esper.kasmina.network import GrownNetwork
 from esper.leyline.arguments import check_callable, check_choice, check_settings, check_switch, check_task, to_path
 from esper.leyline.config import Config, RewardConfig, build_config
 from esper.leyline.errors import InputError
+from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.task import AnyTask
 from esper.runs import OnInterrupt, end_of
@@ -64,7 +65,7 @@ def grow(
     named = {"task": task.name}
     if controller is not None:
         named["controller"] = controller if isinstance(controller, str) else type(controller).__name__
-    config = config.model_copy(update=named)
+    config = with_steps(config.model_copy(update=named), task)
     if controller is None or isinstance(controller, str):
         controller = get_controller(config.controller, config)
     if not isinstance(controller, PolicyClient) or isinstance(controller, type):

@@ -114,6 +114,9 @@ def grow(
     # numbers are taken as text, so that the config alone says what is accepted
     envs: Annotated[str | None, typer.Option(metavar="E", help="Environments, twins not counted.")] = None,
     steps: Annotated[str | None, typer.Option(metavar="T", help="Steps in an episode.")] = None,
+    epochs: Annotated[
+        str | None, typer.Option(metavar="N", help="Length as passes over the train split, in place of --steps.")
+    ] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Run seed.")] = None,
     device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda[:i]", help="Where to run.")] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")] = None,
@@ -136,6 +139,7 @@ def grow(
 
     from esper.leyline.config import build_config, load_config_file
     from esper.leyline.disk import file_name
+    from esper.leyline.length import with_steps
     from esper.simic.grow import grow as run_population
     from esper.tamiyo.catalog import get_controller, settings_of
     from esper.tasks.catalog import get_task
@@ -151,6 +155,7 @@ def grow(
         "controller": controller,
         "envs": envs,
         "steps": steps,
+        "epochs": epochs,
         "seed": seed,
         "device": device,
         "models": models,
@@ -162,8 +167,9 @@ def grow(
         *_settings("grow", settings),
         {name: value for name, value in options.items() if value is not None} | {"task": task},
     ]
+    _check_length(asked[1:])
     named = build_config(chosen.defaults, *asked).controller
-    config = build_config(chosen.defaults, settings_of(named), *asked)
+    config = with_steps(build_config(chosen.defaults, settings_of(named), *asked), chosen)
     client = get_controller(config.controller, config)
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(Path(config.controller).stem)}-s{config.seed}"
 
@@ -191,6 +197,9 @@ def train(
     rounds: Annotated[str | None, typer.Option(metavar="N", help="Rounds: an episode of all, and an update.")] = None,
     envs: Annotated[str | None, typer.Option(metavar="E", help="Environments of each task.")] = None,
     steps: Annotated[str | None, typer.Option(metavar="T", help="Steps in an episode.")] = None,
+    epochs: Annotated[
+        str | None, typer.Option(metavar="N", help="Length as passes over the train split, in place of --steps.")
+    ] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Run seed.")] = None,
     device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda[:i]", help="Where to run.")] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
@@ -231,13 +240,14 @@ def train(
             f"--config {config_file} is of {', '.join(map(str, listed))}, not {', '.join(names)}; name the ones you mean"
         )
     chosen = [get_task(name) for name in names]
-    options = {"envs": envs, "steps": steps, "seed": seed, "device": device, "twin": twin}
+    options = {"envs": envs, "steps": steps, "epochs": epochs, "seed": seed, "device": device, "twin": twin}
     asked: list[Mapping[str, Any]] = [
         from_file,
         *_settings("train", settings),
         {name: value for name, value in options.items() if value is not None},
         {"ppo": {"rounds": rounds}} if rounds is not None else {},
     ]
+    _check_length(asked[1:])
     configs = training_configs(chosen, preset, *asked)
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
     with training(Console(stderr=True)) as watch:
@@ -539,6 +549,12 @@ def _settings(command: str, settings: Sequence[str] | None) -> list[dict[str, An
             if name in ELSEWHERE[command]:
                 raise InputError(f"--set {name} is not for `esper {command}`: {ELSEWHERE[command][name]}")
     return parsed
+
+
+def _check_length(asked: Sequence[Mapping[str, Any]]) -> None:
+    """InputError where a length is given in steps and in epochs too."""
+    if all(any(layer.get(name) is not None for layer in asked) for name in ("steps", "epochs")):
+        raise InputError("steps and epochs are both given; give one of the two")
 
 
 def _print_cause(error: UserCodeError) -> None:

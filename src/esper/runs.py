@@ -15,6 +15,7 @@ from esper.leyline.arguments import check_choice, to_path
 from esper.leyline.config import parse_setting
 from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
+from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.files import to_json
@@ -71,6 +72,8 @@ def resume(
         except InputError as error:
             mend = "give one that was an object from Python to esper.resume(run, controller=...)"
             raise InputError(f"{error}; {mend}") from None
+    if "steps" not in config.model_fields_set:  # epochs were given in place of the steps of the run
+        config = with_steps(config, chosen)
     with growing(progress, config.steps, chosen.objective.metric) as sight:
         summary = grow_run(chosen, config, client, folder, sight, resume=True, change=change)
     return end_of(summary, folder, on_interrupt)

@@ -24,11 +24,14 @@ SUMMARY = {
     "grown_params": [1500, 1500, 1000],
     "test_accuracy": {"host": [0.8, 0.7, 0.9], "grown": [0.9, 0.8, 0.9]},
     "test_objective": {"host": [0.8, 0.7, 0.9], "grown": [0.86, 0.76, 0.9]},
-    "seeds": {"germinated": 4, "fossilized": 2, "unfinished": 1, "pruned": 1},
+    "seeds": {"germinated": 4, "fossilized": 2, "unfinished": 1, "pruned": 1, "discarded": 0},
     "grown": [{"a": "mlp"}, {"a": "mlp", "[b]": "low"}, {}],
     "unfinished": [[], [], ["a"]],
     "rollbacks": {},
     "refused": {},
+    "best_step": None,
+    "stopped_early": False,
+    "stopped_because": None,
     "seconds": 1.25,
     "env_steps_per_second": 1234.5,
 }
@@ -168,3 +171,11 @@ def test_the_bar_shows_figures_and_notes():
         bar.step(GROWING, 10.0, 0)
     assert "accuracy 0.6250" in file.getvalue()
     assert "exporting [b]" in file.getvalue()
+
+
+def test_the_steps_that_early_stopping_chose_and_why_it_ended_the_run_are_said():
+    best = {"host": [4, 9, 9], "grown": [3, 9, 12]}
+    text = printed(SUMMARY, best_step=best, stopped_early=True, stopped_because="nothing rose for 12 steps")
+    assert "networks: restored to their best by the validation split, of steps 3 to 12\n" in text
+    assert "stopped early: nothing rose for 12 steps\n" in text
+    assert "restored" not in printed(SUMMARY)

@@ -1,12 +1,13 @@
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from esper.leyline.actions import Actions, Op
 from esper.leyline.stages import Stage
-from esper.leyline.view import BlueprintInfo, Estimate, Outcome, Scores, Seeds, Space, Transitions
+from esper.leyline.view import BlueprintInfo, Scores, Seeds, Space, Transitions, View
 from esper.nissa.events import (
     EpisodeRow,
     LifecycleRow,
@@ -56,6 +57,7 @@ def seeds(stage: list[list[Stage]], blueprint: list[list[int]]) -> Seeds:
 
 D, G, T, B, H, F, P, E = Stage
 NO_ROLLBACKS = np.zeros(ENVS, np.int64)
+NONE_LEFT_OUT = np.zeros((ENVS, SLOTS), bool)
 EMPTY = seeds([[D] * SLOTS] * ENVS, [[-1] * SLOTS] * ENVS)
 
 
@@ -63,22 +65,20 @@ def scores(metric: float) -> Scores:
     return Scores(np.full(ENVS, metric), np.full(ENVS, np.nan), np.array([7, 0]))
 
 
-def outcome(exported: Scores | None) -> Outcome:
-    return Outcome(
+def view(after: Seeds) -> View:
+    """What `episode_rows` reads of a view, after five steps of episode 1."""
+    unread: Any = None
+    return View(
+        space=space(),
         episode=1,
-        step=4,
-        actions=Actions.wait(ENVS),
-        refused=np.zeros(ENVS, np.int8),
-        found=np.zeros(ENVS, np.int8),
-        before=scores(0.5),
-        after=scores(0.75),
+        step=5,
+        steps=5,
+        seeds=after,
+        masks=unread,
+        measurements=unread,
+        coalitions=None,
         host_params=np.array([10, 10]),
-        terminal=True,
-        exported=exported,
-        seeds=EMPTY,
-        contribution=Estimate.absent(ENVS, SLOTS),
-        contribution_loss=Estimate.absent(ENVS, SLOTS),
-        twin=None,
+        added_params=np.array([7, 0]),
     )
 
 
@@ -130,14 +130,15 @@ def test_a_lifecycle_row_names_its_ends_from_and_to():
 
 def test_only_fossilized_seeds_are_grown_and_the_others_in_place_are_unfinished():
     after = seeds([[F, H, D], [T, D, P]], [[0, 1, -1], [1, -1, -1]])
-    first, second = episode_rows(outcome(scores(0.75)), space(), after, NO_ROLLBACKS)
+    left_out = (after.blueprint >= 0) & (after.stage != F)
+    first, second = episode_rows(view(after), scores(0.75), 5, left_out, NO_ROLLBACKS)
     assert (first.grown, first.fossilized, first.unfinished) == ({"a": "bypass"}, 1, ["b"])
     assert (second.grown, second.fossilized, second.unfinished) == ({}, 0, ["a"])
     assert (first.step, first.env, second.env) == (5, 0, 1)
 
 
 def test_an_episode_row_holds_the_scores_of_the_exported_network():
-    first, _ = episode_rows(outcome(scores(0.25)), space(), EMPTY, NO_ROLLBACKS)
+    first, _ = episode_rows(view(EMPTY), scores(0.25), 5, NONE_LEFT_OUT, NO_ROLLBACKS)
     assert (first.metric, first.added_params, first.host_params) == (0.25, 7, 10)
 
 
@@ -223,7 +224,7 @@ def test_every_row_is_read_back_as_it_was(kind):
             pruned=["a"],
             slot_stages=[0, 7, 0],
         ),
-        EpisodeRow: next(iter(episode_rows(outcome(scores(0.5)), space(), EMPTY, NO_ROLLBACKS))),
+        EpisodeRow: next(iter(episode_rows(view(EMPTY), scores(0.5), 5, NONE_LEFT_OUT, NO_ROLLBACKS))),
     }
     row = decode(encode(rows[kind]))
     assert type(row) is kind
@@ -242,6 +243,6 @@ def test_ops_that_act_on_no_slot_name_none():
 
 
 def test_a_loss_that_was_not_measured_is_null_in_an_episode_row():
-    first, _ = episode_rows(outcome(scores(0.5)), space(), EMPTY, NO_ROLLBACKS)
+    first, _ = episode_rows(view(EMPTY), scores(0.5), 5, NONE_LEFT_OUT, NO_ROLLBACKS)
     assert math.isnan(first.loss)
     assert json.loads(encode(first))["loss"] is None

@@ -221,9 +221,21 @@ def growth(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"grew: {line}" if index == 0 else f"      {line}" for index, line in enumerate(lines)] or [
         "grew: nothing"
     ]
-    fates = ", ".join(f"{seeds[name]} {name}" for name in ("germinated", "fossilized", "pruned", "unfinished"))
+    names = ("germinated", "fossilized", "pruned", "unfinished", *(("discarded",) if seeds["discarded"] else ()))
+    fates = ", ".join(f"{seeds[name]} {name}" for name in names)
     left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
-    return [*lines, f"seeds: {fates}{left_out}", *told(summary)]
+    return [*lines, f"seeds: {fates}{left_out}", *told(summary), *chosen_steps(summary)]
+
+
+def chosen_steps(summary: Mapping[str, Any]) -> list[str]:
+    """Which steps early stopping restored the networks to, and why it ended the run where it did; a line each."""
+    best = summary["best_step"]
+    if best is None:
+        return []
+    first, last = min(best["grown"]), max(best["grown"])
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    lines = [f"networks: restored to their best by the validation split, of {steps}"]
+    return [*lines, f"stopped early: {summary['stopped_because']}"] if summary["stopped_early"] else lines
 
 
 def told(summary: Mapping[str, Any]) -> list[str]:

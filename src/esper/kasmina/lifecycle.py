@@ -212,6 +212,12 @@ def uprooted(seeds: Seeds, rows: Bools, embargo: int) -> Seeds:
     return after
 
 
+def exported(seeds: Seeds) -> Seeds:
+    """The state in which every seed acts that an export keeps, and no other."""
+    fossil = seeds.stage == Stage.FOSSILIZED
+    return seeds._replace(stage=np.where(fossil, seeds.stage, np.int8(Stage.DORMANT)))
+
+
 def edits(before: Seeds, after: Seeds) -> Edits:
     """Which modules came and which went between two states."""
     had, has = among(before.stage, IN_BUDGET), among(after.stage, IN_BUDGET)

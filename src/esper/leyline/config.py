@@ -214,6 +214,17 @@ class GovernorConfig(_Section):
     )
 
 
+class EarlyStoppingConfig(_Section):
+    """Which state of a network is evaluated and exported, and when a run ends before its last step (docs/runs.md)."""
+
+    enabled: bool = Field(
+        False, description="keep each network's best state by its validation split; tasks of one's own set it"
+    )
+    patience: int = Field(
+        12, ge=1, description="steps without a better validation score and without a live seed that end a run [steps]"
+    )
+
+
 class FaultsConfig(_Section):
     """What a run puts up with before it stops, so that it can be resumed."""
 
@@ -276,6 +287,11 @@ class Config(_Section):
     )
     envs: int = Field(8, ge=1, description="environments, twins not counted")
     steps: int = Field(24, ge=1, description="steps in an episode")
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        description="length of an episode as passes over the train split, in place of steps (docs/runs.md) [epochs]",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="run seed: every draw is a hash of it and of what it is for")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:i")
     deterministic: bool = Field(
@@ -301,6 +317,7 @@ class Config(_Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     governor: GovernorConfig = GovernorConfig()
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     faults: FaultsConfig = FaultsConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
     ppo: PPOConfig = PPOConfig()
@@ -334,15 +351,27 @@ def build_config(*layers: Mapping[str, Any]) -> Config:
 
     InputError on the first bad key or value.
     """
+    try:
+        return Config.model_validate(merge_settings(*layers))
+    except pydantic.ValidationError as error:
+        raise InputError(explain(error, Config)) from None
+
+
+def merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as one, of which a later one goes over the earlier. InputError where one is no mapping.
+
+    A layer that gives `steps` and no `epochs` goes over the `epochs` of those before it too, and the other way round.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
         if not isinstance(layer, Mapping):
             raise InputError(f"a config is {show(layer)}; give a mapping of keys to values, such as {{'steps': 24}}")
-        merged = _merge(merged, to_sections(layer, Config))
-    try:
-        return Config.model_validate(merged)
-    except pydantic.ValidationError as error:
-        raise InputError(explain(error, Config)) from None
+        over = to_sections(layer, Config)
+        for name, other in (("steps", "epochs"), ("epochs", "steps")):
+            if over.get(name) is not None and over.get(other) is None:
+                merged.pop(other, None)
+        merged = _merge(merged, over)
+    return merged
 
 
 def parse_setting(text: str) -> dict[str, Any]:

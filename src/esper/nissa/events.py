@@ -19,7 +19,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.reading import open_regular
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.verdicts import Refusal, Vital
-from esper.leyline.view import Outcome, Scores, Seeds, Space, Transitions, View
+from esper.leyline.view import Bools, Outcome, Scores, Seeds, Space, Transitions, View
 
 if TYPE_CHECKING:
     Numbers = Sequence[float | None] | NDArray[np.floating[Any]]
@@ -213,26 +213,28 @@ def rollback_rows(
         )
 
 
-def episode_rows(outcome: Outcome, space: Space, seeds: Seeds, rollbacks: NDArray[np.int64]) -> Iterator[EpisodeRow]:
-    """One row per environment at the end of an episode, from the outcome of its last step, the seeds after it, and how often
-    each was rolled back, (E,) or longer.
+def episode_rows(
+    view: View, scores: Scores, steps: int, unfinished: Bools, rollbacks: NDArray[np.int64]
+) -> Iterator[EpisodeRow]:
+    """One row per environment at the end of an episode of so many steps: `scores` are those of the networks that would be
+    exported, with the fossilized seeds of `view`, `unfinished` (E, S) marks seeds that were left out, and `rollbacks` counts
+    those of each environment; the arrays may be longer than E.
     """
-    scores = outcome.exported
-    assert scores is not None, "an episode has ended where the exported network was measured"
+    space, seeds = view.space, view.seeds
     for env, (stages, blueprints) in enumerate(zip(seeds.stage.tolist(), seeds.blueprint.tolist(), strict=True)):
-        slots = list(zip(space.slots, stages, blueprints, strict=True))
+        slots = zip(space.slots, stages, blueprints, strict=True)
         grown = {name: space.blueprints[index].name for name, stage, index in slots if stage == Stage.FOSSILIZED}
         yield EpisodeRow(
-            episode=outcome.episode,
-            step=outcome.step + 1,
+            episode=view.episode,
+            step=steps,
             env=env,
             metric=float(scores.metric[env]),
             loss=float(scores.loss[env]),
-            host_params=int(outcome.host_params[env]),
+            host_params=int(view.host_params[env]),
             added_params=int(scores.added_params[env]),
             fossilized=len(grown),
             grown=grown,
-            unfinished=[name for name, stage, index in slots if index >= 0 and stage != Stage.FOSSILIZED],
+            unfinished=[name for name, left_out in zip(space.slots, unfinished[env].tolist(), strict=True) if left_out],
             rollbacks=int(rollbacks[env]),
         )
 

@@ -22,6 +22,7 @@ from esper.leyline.brought import check_brought
 from esper.leyline.config import Config, build_config
 from esper.leyline.disk import file_name, write_atomic
 from esper.leyline.errors import InputError
+from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.reading import read_named
 from esper.leyline.stages import Stage
@@ -375,9 +376,12 @@ def _play(
     engine, client = VectorizedEngine(task, config), contender.make(config)
     view = engine.reset(instance)
     begin = time.perf_counter()
-    while view.step < config.steps:
+    while not engine.over:
         view, outcome = engine.step(client.act(view))
         client.store(outcome)
+    exported = engine.finish()
+    if exported is not None:
+        outcome = outcome._replace(exported=exported, seeds=engine.view().seeds)
     return engine, outcome, time.perf_counter() - begin
 
 
@@ -426,7 +430,7 @@ def _config(
         "models": "none",
     }
     check_brought({name: value for name, value in contender.settings.items() if name != "controller"}, contender.name)
-    return build_config(task.defaults, *settings, contender.settings, ours)
+    return with_steps(build_config(task.defaults, *settings, contender.settings, ours), task)
 
 
 def _check(

@@ -17,8 +17,9 @@ from esper.leyline.config import Config
 from esper.leyline.disk import Patient
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
 from esper.leyline.protocols import PolicyClient, Resumable
+from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Split
-from esper.leyline.view import Floats, View
+from esper.leyline.view import Floats, Seeds, View
 from esper.nissa.events import RunRow
 from esper.nissa.files import MODELS
 from esper.nissa.hub import Hub
@@ -27,7 +28,9 @@ from esper.simic.interrupt import Interrupt
 from esper.simic.resume import Change, fitting, left
 from esper.simic.rewards import objective
 from esper.simic.run_folder import RunFolder
+from esper.simic.stopping import stopping_figures
 from esper.tolaria.checkpoint import Checkpoints
+from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
 
 Summary = dict[str, Any]
@@ -110,6 +113,8 @@ def grow(
             played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
                 watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
+            ended = engine.view().seeds
+            engine.finish()
             figures = _figures(engine, task, config)
             networks = [engine.export(env) for env in range(config.envs)]
             written = Written([], [])
@@ -118,7 +123,8 @@ def grow(
             summary = {
                 **_asked(engine, config, played),
                 **figures,
-                **_growth([topology for _, topology in networks], played.germinated),
+                **_growth(engine, [topology for _, topology in networks], ended, played.germinated),
+                **stopping_figures(engine, config, played.steps),
                 **written._asdict(),
                 **engine.governor.record.counts(),
                 "seconds": round(episode.before + time.perf_counter() - started, 3),
@@ -221,8 +227,7 @@ def _play(
     keeper: Keeper,
 ) -> Played:
     """Step to the end of the episode or to an interrupt."""
-    length = episode.view.steps
-    while episode.steps < length and not interrupt.asked:
+    while not engine.over and not interrupt.asked:
         keeper.when_due()
         begin = time.perf_counter()
         view = episode.view
@@ -237,7 +242,7 @@ def _play(
         watch.step(episode.view, engine.rows * episode.steps / episode.seconds, rollbacks)
     keeper.at_end()
     client.update()
-    status: Literal["finished", "interrupted"] = "finished" if episode.steps == length else "interrupted"
+    status: Literal["finished", "interrupted"] = "finished" if engine.over else "interrupted"
     return Played(status, episode.steps, episode.germinated, episode.seconds)
 
 
@@ -286,12 +291,25 @@ def _tests(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
     return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
 
 
-def _growth(topologies: Sequence[Mapping[str, Any]], germinated: int) -> Summary:
-    """What grew where, and what became of the other seeds."""
+def _growth(
+    engine: VectorizedEngine, topologies: Sequence[Mapping[str, Any]], ended: Seeds, germinated: int
+) -> Summary:
+    """What grew where, and what became of the other seeds; `ended` (E, S) are those in place after the last step."""
     grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for topology in topologies]
-    unfinished = [list(topology["unfinished"]) for topology in topologies]
+    unfinished = [
+        [name for name, live in zip(engine.space.slots, row, strict=True) if live]
+        for row in among(ended.stage, UNDER_WAY).tolist()
+    ]
     kept, left = sum(map(len, grown)), sum(map(len, unfinished))
-    seeds = {"germinated": germinated, "fossilized": kept, "unfinished": left, "pruned": germinated - kept - left}
+    fossil, best = ended.stage == Stage.FOSSILIZED, engine.view().seeds.stage == Stage.FOSSILIZED
+    discarded = int((fossil & ~best).sum())
+    seeds = {
+        "germinated": germinated,
+        "fossilized": kept,
+        "unfinished": left,
+        "discarded": discarded,  # fossilized after the best step, to which early stopping restored the network
+        "pruned": germinated - kept - left - discarded,
+    }
     return {"seeds": seeds, "grown": grown, "unfinished": unfinished}
 
 

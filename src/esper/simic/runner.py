@@ -15,6 +15,7 @@ from esper.leyline.actions import Op
 from esper.leyline.config import Config, RewardConfig, build_config
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
 from esper.leyline.keys import Purpose, key, scalar
+from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask
@@ -46,6 +47,7 @@ TRAINING: Mapping[str, Any] = MappingProxyType(
         "probe": {"sensors_every": 4},
         "reward": {"baseline": "group", "group": 8},
         "telemetry": {"level": "run"},
+        "early_stopping": {"enabled": False},  # a controller learns from whole episodes
     }
 )
 """What training sets over a task's defaults and under everything that a person asks for."""
@@ -68,7 +70,12 @@ def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str,
         raise InputError(f"the preset {preset!r} is unknown; give one of {', '.join(PRESETS)}")
     named = {"tasks": names, "controller": "ppo"}
     return [
-        build_config(task.defaults, TRAINING, PRESETS[preset], *_of_task(asked, task.name), named | {"task": task.name})
+        with_steps(
+            build_config(
+                task.defaults, TRAINING, PRESETS[preset], *_of_task(asked, task.name), named | {"task": task.name}
+            ),
+            task,
+        )
         for task in tasks
     ]
 
@@ -487,6 +494,8 @@ def _cohort(task: AnyTask, config: Config) -> Cohort:
         )
     if reward.baseline == "twin" and not config.twin:
         raise InputError("reward.baseline is twin, but no twins are trained; give --twin, or another baseline")
+    if config.early_stopping.enabled:
+        raise InputError("early_stopping.enabled is true, but a controller learns from whole episodes; leave it out")
     engine = VectorizedEngine(task, config)
     if not engine.space.slots or not engine.space.fits.any() or not config.lifecycle.max_seeds:
         raise InputError(

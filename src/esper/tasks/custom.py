@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.leyline.config import build_config
+from esper.leyline.config import build_config, merge_settings
 from esper.leyline.errors import InputError
 from esper.leyline.task import Label, Objective, Task
 from esper.tasks.examples import Brought, check_classes_train, complete, read_examples, train_weights
@@ -21,6 +22,9 @@ from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt
 
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
 """Of the examples in train, probe, validation and test."""
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType({"early_stopping": {"enabled": True}})
+"""Config of a task of one's own, under the `defaults` that it is given."""
 
 
 def task_from(
@@ -73,7 +77,8 @@ def task_from(
     fractions: of the examples in train, probe, validation and test, dealt class by class, the same for the same seed.
     standardize: the host reads features less their mean over the train split, over their standard deviation. The splits hold
     the features as they came, and a grown network takes them so: mean and deviation are part of it.
-    defaults: nested config, under what the user of the task sets. With data.nonfinite 'skip' examples that are not finite
+    defaults: nested config, under what the user of the task sets, and over that of every task of one's own, which sets
+    early_stopping.enabled (docs/runs.md). With data.nonfinite 'skip' examples that are not finite
     are left out here, with a `DataWarning`.
     workers: processes that read a Dataset, by torch's DataLoader; 0 reads it in this one. The task is the same bit for bit
     where the Dataset draws nothing at random.
@@ -117,7 +122,7 @@ def task_from(
         **four._asdict(),
         objective=objective,
         menu=tuple(menu),
-        defaults=dict(defaults or {}),
+        defaults=merge_settings(DEFAULTS, defaults or {}),
         scaling=scaling,
         classes=target.classes,
         weights=train_weights(brought, parts[0].numpy()),

@@ -14,19 +14,21 @@ from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network
 from esper.kasmina.gates import judge
 from esper.kasmina.host import check_host
-from esper.kasmina.lifecycle import apply, dormant, edits, legal, tick, transitions
+from esper.kasmina.lifecycle import apply, dormant, edits, exported, legal, tick, transitions
 from esper.leyline.actions import Actions, checked
 from esper.leyline.config import Config
 from esper.leyline.errors import DataFault
 from esper.leyline.keys import Purpose, scalar
+from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
-from esper.leyline.stages import Stage
+from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
 from esper.leyline.verdicts import Vital
 from esper.leyline.view import (
     BlueprintInfo,
     Bools,
     CoalitionValues,
+    Floats,
     Masks,
     Measurements,
     Outcome,
@@ -41,6 +43,7 @@ from esper.nissa.events import StepRow, episode_rows, lifecycle_rows, rollback_r
 from esper.nissa.hub import Hub
 from esper.tolaria.coalitions import Sampling, coalitions
 from esper.tolaria.data import SharedBatchIterator, stack_splits
+from esper.tolaria.early_stopping import UNDER_WAY, EarlyStopping
 from esper.tolaria.fitting import check_memory, instance_keys, menu_of, selected
 from esper.tolaria.governor import Governor, Verdicts, barred, preflight
 from esper.tolaria.measuring import Asked, Measured, measure, unmeasured, without
@@ -91,7 +94,7 @@ class VectorizedEngine:
 
     def __init__(self, task: AnyTask, config: Config, hub: Hub | None = None) -> None:
         """Raises InputError where the task, the config and the device do not fit together."""
-        task = task.sealed()
+        task, config = task.sealed(), with_steps(config, task)
         self.config = config
         self.device = resolve_device(config.device)
         if config.deterministic:
@@ -147,6 +150,7 @@ class VectorizedEngine:
             step=0,
         )
         self.governor = Governor(body, seeds, self.rows, config)
+        self.stopping = EarlyStopping(body, seeds, self.rows, config) if config.early_stopping.enabled else None
 
     def reset(self, instance: NDArray[np.int64] | None = None, episode: int | None = None) -> View:
         """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders.
@@ -177,6 +181,8 @@ class VectorizedEngine:
             measured = self._measure(None)
         with self.timer.phase("govern"):
             self.governor.begin(body, state.seeds, measured.signs)
+            if self.stopping is not None:
+                self.stopping.begin(body, state.seeds, self._validation_score(measured))
         self._accept(measured)
         return self.view()
 
@@ -194,6 +200,7 @@ class VectorizedEngine:
             "scores": state.scores._asdict(),
             "body": state.body.state(),
             "governor": self.governor.state(state.step),
+            "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
@@ -217,6 +224,8 @@ class VectorizedEngine:
         self._survey()
         state.masks = self._legal(seeds, measurements)
         self.governor.load_state(tree["governor"], state.body, seeds)
+        if self.stopping is not None:
+            self.stopping.load_state(tree["early_stopping"], state.body, seeds)
         return self.view()
 
     def decide(self, actions: Actions) -> Verdicts:
@@ -313,6 +322,36 @@ class VectorizedEngine:
         )
         return view
 
+    @property
+    def over(self) -> bool:
+        """Whether the episode is: its last step is taken, or every row has stopped by its validation split."""
+        stopped = self.stopping is not None and self.stopping.over
+        return stopped or self.state.step >= self.config.steps
+
+    def finish(self) -> Scores | None:
+        """With early stopping, make every row what it was at its best on its validation split; the episode is then over.
+
+        Returns the scores (rows,) on the probe split of the networks that would be exported, read from the device; None where
+        `early_stopping.enabled` is false, which leaves every row as it is.
+        """
+        if self.stopping is None:
+            return None
+        state = self.state
+        unfinished = among(state.seeds.stage, UNDER_WAY)
+        state.seeds = self.stopping.restore(state.body, state.seeds)
+        measured = measure(
+            state.body,
+            state.seeds,
+            self._objective,
+            Asked(self._probe, None, None, False, state.step),
+            state.measurements,
+            None,
+        )
+        self._accept(measured)
+        scores: Scores = take(state.scores, slice(0, self.rows))
+        self.hub.extend(episode_rows(self.view(), scores, state.step, unfinished, self.governor.record.rollbacks))
+        return scores
+
     def run(self, client: PolicyClient, rounds: int = 1) -> None:
         """Play whole episodes, one a round, and let the client learn after each."""
         for _ in range(rounds):
@@ -329,9 +368,7 @@ class VectorizedEngine:
         rows have room for.
         """
         state = self.state
-        final = state.seeds._replace(
-            stage=np.where(state.seeds.stage == Stage.FOSSILIZED, state.seeds.stage, np.int8(Stage.DORMANT))
-        )
+        final = exported(state.seeds)
         splits, row = (
             ([split], np.zeros(len(state.instance), np.int64)) if isinstance(split, Split) else (split, self._env)
         )
@@ -374,7 +411,8 @@ class VectorizedEngine:
         """Probe every row of the population as it is now: the one read of a step."""
         every, state = self.config.probe.sensors_every, self.state
         fit = self._fit if every > 0 and state.step % every == 0 else None
-        asked = Asked(self._probe, fit, self._sampling(terminal), terminal, state.step)
+        sampling = self._sampling(terminal)
+        asked = Asked(self._probe, fit, sampling, terminal, state.step, validation=self._validation)
         return measure(state.body, state.seeds, self._objective, asked, state.measurements, trained)
 
     def _govern(self, before: Seeds, measured: Measured) -> tuple[Measured, Verdicts]:
@@ -398,7 +436,15 @@ class VectorizedEngine:
                 state.coalitions = without(state.coalitions, rows)
             governor.resume(found, measured.signs)
         governor.keep(state.body, state.seeds, found, state.step)
+        if self.stopping is not None:
+            score, healthy = self._validation_score(measured), found == Vital.GOOD
+            self.stopping.observe(state.body, state.seeds, score, healthy, state.step)
         return measured, found
+
+    def _validation_score(self, measured: Measured) -> Floats:
+        """(rows,) what early stopping compares: the metric on the validation split of the networks that would be exported."""
+        assert measured.validation is not None, "it is asked for wherever early stopping is on"
+        return measured.validation.metric
 
     def _blame_data(self, found: Verdicts, rows: Bools) -> Verdicts:
         """The verdicts, of those of some rows, (rows,) bool, that trained on examples that are not finite: that.
@@ -479,6 +525,10 @@ class VectorizedEngine:
         sensed, probed = (SENSED, lengths.probe) if lengths is not None else (None, None)
         self._fit = stack_splits(sampled, row, inputs, self.device, pixels, sensed, scaling)
         self._probe = stack_splits(probes, row, inputs, self.device, pixels, probed, scaling)
+        self._validation = None
+        if self.config.early_stopping.enabled:
+            validation, held = [each.validation for each in self._problems], None if lengths is None else lengths.held
+            self._validation = stack_splits(validation, row, inputs, self.device, pixels, held, scaling)
 
     def _sound(self, name: int, problem: Instance) -> Instance:
         """A problem whose splits are finite and whose host runs on them. InputError where it cannot be had."""
@@ -528,8 +578,11 @@ class VectorizedEngine:
         twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
         if self.hub.wants(StepRow):
             self.hub.emit(step_row(view, outcome, twin_metrics=twins))
-        if outcome.terminal:
-            self.hub.extend(episode_rows(outcome, self.space, view.seeds, self.governor.record.rollbacks))
+        if outcome.terminal and self.stopping is None:  # else `finish` says what would be exported
+            assert outcome.exported is not None, "it is measured at the end of an episode"
+            unfinished = among(view.seeds.stage, UNDER_WAY)
+            rollbacks = self.governor.record.rollbacks
+            self.hub.extend(episode_rows(view, outcome.exported, outcome.step + 1, unfinished, rollbacks))
 
 
 def _is(known: Instance, other: Instance) -> bool:

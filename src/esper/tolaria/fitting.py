@@ -17,13 +17,14 @@ from esper.leyline.task import AnyTask
 def check_memory(task: AnyTask, config: Config, rows: int, moments: int, available: int) -> None:
     """InputError where a population alone would take more memory than there is.
 
-    Counted is what is sure: value, gradient and moments of every host's parameters, those of the governor's snapshot, and one
-    batch of inputs.
+    Counted is what is sure: value, gradient and moments of every host's parameters, those of each snapshot, of the
+    governor and of early stopping, and one batch of inputs.
     """
     with drawn_with(0):
         host = sum(parameter.nbytes for parameter in task.largest().parameters())
     inputs = config.data.batch * math.prod(task.inputs) * torch.get_default_dtype().itemsize
-    copies = 2 + moments + (1 + moments if config.governor.enabled else 0)
+    snapshots = config.governor.enabled + config.early_stopping.enabled
+    copies = 2 + moments + snapshots * (1 + moments)
     needed = rows * (host * copies + inputs)
     if needed > available:
         raise InputError(

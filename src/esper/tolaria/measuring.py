@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.kasmina.body import Body
+from esper.kasmina.lifecycle import dormant, exported
 from esper.leyline.stages import Stage
 from esper.leyline.task import Objective
 from esper.leyline.view import Bools, CoalitionValues, Estimate, Floats, Measurements, Scores, Seeds, choose
@@ -29,6 +30,7 @@ class Asked(NamedTuple):
     terminal: bool  # at the end of an episode also what would be exported
     step: int  # steps that were taken in the episode
     data: Tensor | None = None  # (E,) bool on the device, whether a row's data are finite: asked for where one broke
+    validation: Examples | None = None  # the validation split, where early stopping reads it
 
 
 class Measured(NamedTuple):
@@ -40,6 +42,7 @@ class Measured(NamedTuple):
     coalitions: CoalitionValues | None  # where attribution was due
     signs: Signs
     data: Bools | None = None  # (E,) whether a row's data are finite, where it was asked for
+    validation: Scores | None = None  # of the networks that would be exported, where the validation split was asked for
 
     def replaced(self, other: "Measured", rows: Bools) -> "Measured":
         """Some rows, (E,) bool, measured again, after all their unfinished seeds are gone; the rest is as it was."""
@@ -51,6 +54,7 @@ class Measured(NamedTuple):
             None if self.coalitions is None else without(self.coalitions, rows),
             choose(rows, other.signs, self.signs),
             other.data,
+            self.validation,
         )
 
 
@@ -80,15 +84,17 @@ def measure(
     sensors = [sense(body, seeds, asked.fit, asked.held, objective)] if asked.fit is not None else []
     training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
     data = [asked.data] if asked.data is not None else []
-    packet = iter(read_packet([*probed, *sensors, *data, *training]))
+    validation = _validated(body, seeds, objective, asked.validation) if asked.validation is not None else []
+    packet = iter(read_packet([*probed, *sensors, *data, *validation, *training]))
     figures = _Figures._make(itertools.islice(packet, len(probed)))
     found = next(packet) if sensors else None
     sound = next(packet) > 0 if data else None
+    worth = Scores(next(packet), next(packet), _exported_params(body, seeds)) if validation else None
     measurements = _unpack(seeds, wanted, figures, found, last, trained, list(packet))
     scores = Scores(measurements.metric, measurements.loss, body.added_params(seeds))
-    exported = _exported(body, seeds, wanted, figures, scores) if asked.terminal else None
+    final = _exported(body, seeds, wanted, figures, scores) if asked.terminal else None
     values = _values(asked.step, asked.sampling.draw, wanted, figures) if asked.sampling is not None else None
-    return Measured(measurements, scores, exported, values, _signs(measurements, figures, trained), sound)
+    return Measured(measurements, scores, final, values, _signs(measurements, figures, trained), sound, worth)
 
 
 def unmeasured(rows: int, slots: int) -> Measurements:
@@ -161,7 +167,19 @@ def _exported(body: Body, seeds: Seeds, asked: Coalitions, figures: _Figures, sc
     branch, env = asked.exported()
     metric, loss = scores.metric.copy(), scores.loss.copy()
     metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
-    return Scores(metric, loss, body.added_params(seeds, frozenset({Stage.FOSSILIZED})))
+    return Scores(metric, loss, _exported_params(body, seeds))
+
+
+def _validated(body: Body, seeds: Seeds, objective: Objective, validation: Examples) -> list[Tensor]:
+    """Metric and loss on the validation split of the networks that would be exported, each (E,) on the device."""
+    nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
+    probed = probe(body, exported(seeds), validation, objective, nothing, signs=False)
+    return [probed.metric, probed.loss]
+
+
+def _exported_params(body: Body, seeds: Seeds) -> NDArray[np.int64]:
+    """(E,) parameters of the seeds that an export keeps."""
+    return body.added_params(seeds, frozenset({Stage.FOSSILIZED}))
 
 
 def _signs(measurements: Measurements, figures: _Figures, trained: Trained | None) -> Signs:

@@ -1,0 +1,37 @@
+"""The length of an episode: in steps, or in passes over the train split, which come to steps."""
+
+import math
+
+from esper.leyline.config import LARGE, Config
+from esper.leyline.errors import InputError
+from esper.leyline.task import AnyTask, Mixture
+
+
+def with_steps(config: Config, task: AnyTask) -> Config:
+    """The config with `steps` from its `epochs`, where it has any.
+
+        steps = ceil(epochs * N / (data.batch * data.batches_per_step))
+
+    N is the number of examples in the train split. InputError where the config has other `steps` too, and for a mixture,
+    whose instances have train splits of several sizes.
+    """
+    if config.epochs is None:
+        return config
+    if isinstance(task, Mixture):
+        raise InputError(
+            f"epochs is {config.epochs:g}, but the instances of {task.name} have train splits of several sizes; give steps"
+        )
+    seen, examples = config.data.batch * config.data.batches_per_step, len(task.train.y)
+    steps = max(
+        1, math.ceil(round(config.epochs * examples / seen, 9))
+    )  # 0.1 epochs of 10,240 examples are 1 step of 1,024
+    if steps > LARGE:
+        raise InputError(
+            f"epochs is {config.epochs:g}, which is {steps:,} steps; give a number that comes to {LARGE:,} or less"
+        )
+    if "steps" in config.model_fields_set and config.steps != steps:
+        raise InputError(
+            f"steps is {config.steps} and epochs is {config.epochs:g}, which is {steps} steps of {seen:,} examples; give one of "
+            "the two"
+        )
+    return config.model_copy(update={"steps": steps})
