@@ -112,6 +112,8 @@ def train(
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> GrownNetwork:
     """A grown network, in evaluation mode, from the folder that a run or `esper export` wrote: (B, ...) -> (B, C).
 
+    It takes features as the task was given them; `predict` returns labels as the task was given them.
+
     `host` is the factory that the task was made with; hosts of Esper's own tasks are known by name. Nothing in the folder
     is executed. Raises InputError where a file is missing, damaged, or does not fit.
     """
