@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from esper.karn.streams import lost_output, plug_closed_streams, steady_output
 from esper.leyline.distribution import DISTRIBUTION, EXTRAS, installed_version, pip_install, warn_of_another
 from esper.leyline.errors import (
     DataFault,
@@ -53,8 +54,30 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 """Keys of the config that a command does not take from --set, and what to do instead."""
 
 
+WRITING = ("grow", "train", "resume", "eval")
+"""Commands whose result is a folder, so that an output that takes nothing costs nothing."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and leave with its exit code: 0, 1 (failed), 2 (bad input) or 130 (interrupted)."""
+    """Run the command and leave with its exit code: 0, 1 (failed), 2 (bad input) or 130 (interrupted).
+
+    Output that cannot be written does not change that, but for commands whose result is what they print: those fail.
+    """
+    with steady_output():
+        try:
+            _run(arguments)
+        except SystemExit as leaving:
+            lost = lost_output()
+            if lost is not None and not leaving.code:
+                named = (sys.argv[1:] if arguments is None else arguments)[:1]
+                if not set(named) & set(WRITING):
+                    _fail(OSError(f"the output could not be written: {lost.strerror}"), 1)
+                typer.echo(f"warning: the output could not be written: {lost.strerror}; the folder has it all", err=True)
+            raise
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    """Run the command; what a person can mend is one sentence."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _shown_by(warnings.showwarning)
@@ -78,6 +101,7 @@ def command() -> None:
 
     That takes half a second with torch, and aborts the process where it finds the thread of a checkpoint within torch.
     """
+    plug_closed_streams()
     try:
         main()
     except (KeyboardInterrupt, SystemExit) as leaving:

@@ -3,16 +3,18 @@
 import errno
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 
 import pytest
 
+from esper.leyline.disk import write_atomic
 from esper.nissa import patience as module
 from esper.nissa.events import LifecycleRow
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines, OutputError
-from esper.nissa.patience import DiskFull, Patience
+from esper.nissa.patience import DiskFull, Patience, Unwritable
 from esper.simic.interrupt import Interrupt
 
 FULL = Path("/dev/full")
@@ -102,8 +104,19 @@ def test_other_errors_are_not_waited_for(tmp_path, notes, times):
         write()
         raise OSError(errno.EIO, "Input/output error")
 
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(Unwritable, match=f"cannot write {tmp_path / 'a'}: Input/output error; mend that, and start"):
         waiting(tmp_path, notes)(tmp_path / "a", write_then_fail)
+
+
+def test_a_file_that_grows_over_the_limit_of_the_process_is_named_with_the_limit(tmp_path, notes):
+    limit, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "summary.json"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(Unwritable, match=r"cannot write .*/summary\.json: File too large; .*ulimit -f"):
+            waiting(tmp_path, notes)(path, lambda: write_atomic(path, "x" * 101))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -48,3 +48,21 @@ def test_in_another_thread_it_does_nothing():
     thread.join()
     assert asked == [False]
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_terminal_that_is_closed_asks_however_often_the_signal_comes():
+    with Interrupt() as interrupt:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+        assert interrupt.asked
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_under_nohup_the_end_of_a_terminal_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupt.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from esper.karn.streams import steady
+from esper.karn.tables import print_table
 from esper.leyline.stages import Stage
 from esper.leyline.text import printable
 from esper.leyline.view import Seeds, View
@@ -114,7 +116,8 @@ class Rounds:
 
 
 def training(console: Console) -> Rounds:
-    """What looks on while a controller is trained."""
+    """What looks on while a controller is trained. Output that cannot be written is dropped."""
+    console.file = steady(console.file)
     return Rounds(console)
 
 
@@ -156,7 +159,12 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str) ->
 
 
 def live(console: Console, steps: int, metric: str) -> Bar | Lines:
-    """A bar where there is a terminal that can move its cursor, whatever the environment forces; lines elsewhere."""
+    """A bar where there is a terminal that can move its cursor, whatever the environment forces; lines elsewhere.
+
+    Output that cannot be written is dropped.
+    """
+    if not console.is_jupyter:
+        console.file = steady(console.file)
     bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
     return Bar(console, steps, metric) if bar else Lines(console, steps, metric)
 
@@ -180,7 +188,7 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
     head = f"{summary['task']}, {summary['controller']}: {summary['envs']} environments, "
     head += f"{summary['steps_done']} of {summary['steps']} steps, seed {summary['seed']}, {summary['device']}"
     _print(console, head if summary["status"] == "finished" else f"{head}, {summary['status']}")
-    console.print(comparison(summary))
+    print_table(console, comparison(summary))
     for line in (*growth(summary), *_closing(summary, folder)):
         _print(console, line)
 

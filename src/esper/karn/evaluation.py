@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from esper.karn.tables import print_table
 from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
@@ -126,7 +127,7 @@ def plain(estimate: Record, form: str) -> str:
 
 def _print_estimates(console: Console, estimates: Record, metric: str, rules: Sequence[str]) -> None:
     for table in (objectives_table(estimates), costs_table(estimates, metric), comparisons_table(estimates, rules)):
-        console.print(table)
+        print_table(console, table)
 
 
 def _points(

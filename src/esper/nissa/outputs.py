@@ -7,7 +7,7 @@ from typing import Protocol
 
 from esper.leyline.disk import Patient, at_once
 from esper.nissa.events import Row, encode
-from esper.nissa.patience import DiskFull
+from esper.nissa.patience import DiskFull, Unwritable
 
 
 class OutputError(OSError):
@@ -87,7 +87,7 @@ class JsonLines:
         return self._file
 
     def _failure(self, error: OSError) -> OSError:
-        if isinstance(error, DiskFull):
+        if isinstance(error, DiskFull | Unwritable):
             return error
         return OutputError(f"cannot write {self.path}: {error.strerror}; mend that and resume the run")
 

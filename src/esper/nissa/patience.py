@@ -16,6 +16,10 @@ class DiskFull(OSError):
     """There was no room in time. The run is left as it is, to be resumed."""
 
 
+class Unwritable(OSError):
+    """A file could not be written for another reason, which no waiting mends. The run is left as it is, to be resumed."""
+
+
 class Patience:
     """That of one run, for all that it writes: calls what writes a file until there is room, or for `seconds`.
 
@@ -27,12 +31,15 @@ class Patience:
         self.spent = False
 
     def __call__(self, path: Path, write: Callable[[], None]) -> None:
-        """`write`, which writes `path` and may be called again where it failed. DiskFull where there was no room in time."""
+        """`write`, which writes `path` and may be called again where it failed. DiskFull where there was no room in time.
+
+        Unwritable, with the name of the file, where it failed for another reason.
+        """
         try:
             write()
         except OSError as error:
             if error.errno not in FULL:
-                raise
+                raise self._unwritable(path, error) from error
             self._wait(path, write, error)
 
     def _wait(self, path: Path, write: Callable[[], None], error: OSError) -> None:
@@ -48,10 +55,18 @@ class Patience:
                 write()
             except OSError as again:
                 if again.errno not in FULL:
-                    raise
+                    raise self._unwritable(path, again) from again
             else:
                 self.note(f"{path} is written: the run goes on")
                 return
         self.spent = True
-        further = f"`esper resume {self.run}` goes on" if is_run(self.run) else "start the run again"
-        raise DiskFull(f"cannot write {path}: {error.strerror}; make room there, and {further}") from error
+        raise DiskFull(f"cannot write {path}: {error.strerror}; make room there, and {self._further()}") from error
+
+    def _unwritable(self, path: Path, error: OSError) -> OSError:
+        if isinstance(error, DiskFull | Unwritable):
+            return error
+        mend = "raise the limit on the size of files (ulimit -f)" if error.errno == errno.EFBIG else "mend that"
+        return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
+
+    def _further(self) -> str:
+        return f"`esper resume {self.run}` goes on" if is_run(self.run) else "start the run again"
