@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
-from esper.tolaria.checkpoint import Checkpoints
 from esper.simic.resume import read_config
+from esper.tolaria.checkpoint import Checkpoints
 
 GROW = ["grow", "iris", "--envs", "2", "--models", "none", "--set", "data.batches_per_step=1"]
 ESPER = f"{sys.executable} -m esper"

@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
-from esper.leyline.disk import write_atomic
-from esper.leyline.errors import InputError
-from esper.nissa.files import cut_events
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
 GROW = ["grow", "iris", "--envs", "2", "--steps", "60", "--controller", "random-valid", "--models", "none"]
@@ -104,7 +101,7 @@ def test_a_run_that_has_only_its_config_begins_again(esper):
         ("a: [", "not valid YAML"),
         ("envs: -1", "envs"),
         ("task: nowhere", "nowhere"),
-        ("controller: Script", "object from Python cannot be resumed"),
+        ("controller: Script", "one that was an object from Python"),
         ("{tasks: [iris], controller: 'ppo, paid by mine'}", "object from Python, which cannot be resumed"),
     ],
 )
@@ -223,11 +220,20 @@ def test_overwriting_removes_cut_events_too(esper):
     assert not Path("r/events-cut-1.jsonl").exists()
 
 
-def test_events_are_cut_where_they_should_be(tmp_path):
-    write_atomic(tmp_path / "events.jsonl", b"a\nb\nc\nd")
-    assert cut_events(tmp_path, 2) == tmp_path / "events-cut-1.jsonl"
-    assert (tmp_path / "events.jsonl").read_bytes() == b"a\nb\n"
-    assert (tmp_path / "events-cut-1.jsonl").read_bytes() == b"c\nd"
-    assert cut_events(tmp_path, 2) is None
-    with pytest.raises(InputError, match="holds 2 rows"):
-        cut_events(tmp_path, 3)
+def test_a_finished_run_whose_events_are_damaged_says_so_beside_its_summary(esper):
+    _, out, _ = esper("grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--run", "r", "--json")
+    path = Path("r/events.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    for content, words in (
+        (None, "is missing"),
+        (b"", "its end is missing"),
+        (b"".join([lines[0], b"\n", *lines[2:]]), "missing rows: 1; 1 of its lines are no rows"),
+    ):
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        code, again, err = esper("resume", "r", "--json")
+        path.touch()
+        assert (code, again) == (0, out)
+        assert err.startswith("warning: r/events.jsonl ")
+        assert words in err

@@ -23,6 +23,7 @@ from esper.leyline.errors import (
     DataWarning,
     InputError,
     OutOfMemory,
+    RunWarning,
     UserCodeError,
     asked_for,
     is_shortage,
@@ -72,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 named = (sys.argv[1:] if arguments is None else arguments)[:1]
                 if not set(named) & set(WRITING):
                     _fail(OSError(f"the output could not be written: {lost.strerror}"), 1)
-                typer.echo(f"warning: the output could not be written: {lost.strerror}; the folder has it all", err=True)
+                typer.echo(
+                    f"warning: the output could not be written: {lost.strerror}; the folder has it all", err=True
+                )
             raise
 
 
@@ -552,10 +555,10 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _shown_by(usual: Callable[..., None]) -> Callable[..., None]:
-    """What shows a warning: of data a line, and of anything else what usually does."""
+    """What shows a warning: of data or a run a line, and of anything else what usually does."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-        if issubclass(category, DataWarning):
+        if issubclass(category, DataWarning | RunWarning):
             _say(f"warning: {message}", err=True)
         else:
             usual(message, category, *where)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -14,11 +15,12 @@ from esper.karn.progress import Shown, growing, learning, telling
 from esper.leyline.arguments import check_choice, to_path
 from esper.leyline.config import parse_setting
 from esper.leyline.disk import write_atomic
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.files import to_json
+from esper.nissa.recovery import look_at_events
 from esper.simic.evaluation import Contender, named, run_evaluation
 from esper.simic.grow import grow as grow_run
 from esper.simic.resume import Change, changed, cohort_configs, finished, is_training, read_config
@@ -55,6 +57,9 @@ def resume(
     change = None if config == before else Change(before, tuple(asked))
     known = finished(folder) if change is None else None
     if known is not None and can_print(known, is_training(config)):  # else it is damaged, and worked out again
+        wrong = look_at_events(folder) if config.telemetry.level != "off" else None
+        if wrong is not None:
+            warnings.warn(wrong, RunWarning, stacklevel=2)
         return known
     given = [] if task is None else [task] if isinstance(task, Task | Mixture | str) else list(task)
     if is_training(config):

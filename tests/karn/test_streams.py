@@ -41,10 +41,10 @@ def test_a_device_without_room_takes_everything_and_the_reason_is_known(full_dev
 
 
 def test_a_stream_that_was_closed_takes_everything(tmp_path):
-    file = open(tmp_path / "log", "w")
-    inside, outside = Steady(io.StringIO()), Steady(file)
-    file.close()
-    inside._stream.close()
+    memory = io.StringIO()
+    with open(tmp_path / "log", "w") as file:
+        inside, outside = Steady(memory), Steady(file)
+    memory.close()
     for stream in (inside, outside):
         stream.write("a\n")
         stream.flush()
@@ -103,9 +103,8 @@ def test_a_log_on_the_full_disk_does_not_shorten_the_waiting_for_room(tmp_path, 
         tries.append(1)
         raise OSError(28, "No space left on device")
 
-    with open(full_device, "w") as log, live(Console(file=log), 3, "accuracy") as lines:
-        with pytest.raises(DiskFull):
-            Patience(0.05, lines.note, tmp_path, lambda: False)(tmp_path / "a", write)
+    with open(full_device, "w") as log, live(Console(file=log), 3, "accuracy") as lines, pytest.raises(DiskFull):
+        Patience(0.05, lines.note, tmp_path, lambda: False)(tmp_path / "a", write)
     assert len(tries) > 2
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -20,6 +21,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import Stage
 from esper.nissa.events import RunRow, decode
+from esper.nissa.recovery import look_at_events
 from esper.simic.grow import Silent, grow
 from esper.simic.resume import cohort_configs, is_training, read_config, with_cohorts
 from esper.simic.rewards import Escrow
@@ -82,9 +84,9 @@ def kept(folder, config):
 
 
 def json_free(tree):
-    """Without the seconds that an episode took until it was left."""
+    """Without the seconds that an episode took until it was left, and the digest of the events, which hold times."""
     if isinstance(tree, dict):
-        return {name: json_free(item) for name, item in tree.items() if name not in ("before", "deciding")}
+        return {name: json_free(item) for name, item in tree.items() if name not in ("before", "deciding", "events")}
     return [json_free(item) for item in tree] if isinstance(tree, list) else tree
 
 
@@ -385,13 +387,111 @@ def test_a_schedule_that_was_changed_is_refused(tmp_path):
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == events_before
 
 
-def test_events_that_are_missing_are_not_numbered_over(tmp_path):
-    config = config_of()
+ROW = re.compile(rb'"seq":(\d+)')
+
+
+def damaged(data, how):
+    """events.jsonl as a fault leaves it."""
+    lines = data.splitlines(keepends=True)
+    return {
+        "emptied": b"",
+        "truncated": data[: len(data) // 2],
+        "zero-filled": bytes(len(data)),
+        "zeros before": bytes(4096) + data[4096:],
+        "a digit changed": data.replace(b'"envs":3', b'"envs":7', 1),
+        "a row corrupted": data.replace(lines[3], b"\xff" + lines[3][1:]),
+        "a blank line": lines[0] + b"\n" + b"".join(lines[1:]),
+        "a row twice": b"".join([*lines[:4], *lines[3:]]),
+        "rows missing": b"".join([lines[0], *lines[4:]]),
+    }[how]
+
+
+EVERY_DAMAGE = [
+    *("emptied", "truncated", "zero-filled", "zeros before", "a digit changed", "a row corrupted", "a blank line"),
+    *("a row twice", "rows missing"),
+]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run that was left after 4 of its steps, and the summary of the one that was not."""
+    folder, config = tmp_path_factory.mktemp("left"), config_of()
+    straight = grow(blobs(), config, get_controller("random-valid", config), folder / "straight")
     with pytest.raises(Left):
-        grow(blobs(), config, get_controller("never", config), tmp_path / "run", Leaving(4))
-    (tmp_path / "run" / "events.jsonl").write_bytes(b"")
-    with pytest.raises(InputError, match="holds 0 rows"):
-        grow(blobs(), config, get_controller("never", config), tmp_path / "run", resume=True)
+        grow(blobs(), config, get_controller("random-valid", config), folder / "run", Leaving(4))
+    return folder, straight
+
+
+@pytest.mark.parametrize("how", ["deleted", "a folder", *EVERY_DAMAGE])
+def test_damaged_events_are_named_and_a_whole_checkpoint_goes_on_with_the_rows_that_are_whole(
+    tmp_path, interrupted, how
+):
+    config, folder, watch = config_of(), tmp_path / "run", Leaving(0)
+    shutil.copytree(interrupted[0] / "run", folder)
+    path = folder / "events.jsonl"
+    before = path.read_bytes()
+    path.unlink()
+    if how == "a folder":
+        path.mkdir()
+    elif how != "deleted":
+        path.write_bytes(damaged(before, how))
+    resumed = grow(blobs(), config, get_controller("random-valid", config), folder, watch, resume=True)
+    assert timeless(resumed) == timeless(interrupted[1])
+    *moved, note = [note for note in watch.notes if str(path) in note and "checkpoint were moved" not in note]
+    assert ["no regular file" in line for line in moved] == [True] * (how == "a folder")
+    numbers = [int(number) for number in ROW.findall(path.read_bytes())]
+    assert numbers == sorted(set(numbers))
+    count = len((interrupted[0] / "straight" / "events.jsonl").read_bytes().splitlines())
+    if how in ("a digit changed", "a blank line", "a row twice"):
+        assert numbers == list(range(count))
+    else:
+        assert 0 < len(numbers) < count
+        assert numbers[-1] == count - 1
+    if how not in ("deleted", "emptied", "a folder", "a digit changed"):
+        assert (folder / "events-damaged-1.jsonl").read_bytes() == damaged(before, how)
+    assert ("sha256" in note) == (how == "a digit changed")
+
+
+def test_whole_events_are_taken_up_without_a_word(tmp_path, interrupted):
+    config, watch = config_of(), Leaving(0)
+    shutil.copytree(interrupted[0] / "run", tmp_path / "run")
+    grow(blobs(), config, get_controller("random-valid", config), tmp_path / "run", watch, resume=True)
+    assert not [note for note in watch.notes if "damaged" in note or "sha256" in note]
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "emptied", "appended to"])
+def test_events_that_are_lost_during_the_run_are_noticed_and_written_again_where_they_can_be(tmp_path, how):
+    config, path = config_of(), tmp_path / "run" / "events.jsonl"
+
+    class Meddling(Leaving):
+        def step(self, view, eps, rollbacks):
+            if view.step != 5:
+                return
+            if how in ("deleted", "replaced"):
+                path.unlink()
+            if how == "replaced":
+                path.write_text("mine")
+            if how == "emptied":
+                os.truncate(path, 0)
+            if how == "appended to":
+                with open(path, "a") as file:
+                    file.write("mine")
+
+    watch = Meddling(0)
+    summary = grow(blobs(), config, get_controller("random-valid", config), tmp_path / "run", watch)
+    (note,) = [note for note in watch.notes if str(path) in note]
+    expected = {"deleted": "removed", "replaced": "replaced", "emptied": "bytes instead of", "appended to": "changed"}
+    assert expected[how] in note
+    numbers = [int(number) for number in ROW.findall(path.read_bytes())]
+    assert numbers[-5:] == list(range(numbers[-1] - 4, numbers[-1] + 1))
+    assert (numbers[0] == 0) == (how != "emptied")
+    if how == "replaced":
+        assert (tmp_path / "run" / "events-damaged-1.jsonl").read_text() == "mine"
+    wrong = look_at_events(tmp_path / "run")
+    assert (wrong is None) == (how in ("deleted", "replaced"))
+    (tmp_path / "run" / "summary.json").unlink()
+    again = grow(blobs(), config, get_controller("random-valid", config), tmp_path / "run", resume=True)
+    assert timeless(again) == timeless(summary)
 
 
 # Trainings.

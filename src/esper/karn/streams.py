@@ -7,7 +7,7 @@ import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO, cast
+from typing import IO, TextIO, cast
 
 PLAIN = str.maketrans(
     {
@@ -38,7 +38,7 @@ class Steady(io.TextIOBase):
     reason. The stream that it covers keeps nothing back, so the interpreter finds nothing to write at its end either.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self.lost: OSError | None = None
         try:
@@ -49,8 +49,8 @@ class Steady(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the stream that is covered."""
-        return self._stream.encoding or "utf-8"
+        """Of the stream that is covered; UTF-8 where that says nothing, as in memory."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
         """Whether it is a terminal."""
@@ -87,20 +87,21 @@ class Steady(io.TextIOBase):
             self._stream.flush()
 
 
-def steady(stream: TextIO) -> TextIO:
+def steady(stream: IO[str]) -> TextIO:
     """A stream as one that never raises; itself where it is one already."""
-    return stream if isinstance(stream, Steady) else cast(TextIO, Steady(stream))
+    return cast(TextIO, stream if isinstance(stream, Steady) else Steady(stream))
 
 
 @contextmanager
 def steady_output() -> Iterator[None]:
-    """Let the standard streams of the process take everything. A closed one stays closed, and takes everything too."""
+    """Let the standard streams of the process take everything, those too that are closed and None in Python."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream if stream is None else steady(stream) for stream in before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        sys.stdout, sys.stderr = (steady(stream or nowhere) for stream in before)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
 
 
 def lost_output() -> OSError | None:

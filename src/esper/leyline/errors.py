@@ -26,6 +26,10 @@ class DataWarning(UserWarning):
     """Examples that are left out: one sentence with where they stood, how many and which."""
 
 
+class RunWarning(UserWarning):
+    """Something about a run folder that a person should know, and that does not keep the run from going on."""
+
+
 class DataFault(RuntimeError):
     """Examples in memory that were finite are so no more: one sentence. The command line exits with 1."""
 

@@ -1,13 +1,10 @@
-"""The folder of a run: its names, who may write there, and where its events are cut."""
+"""The folder of a run: its names, and what in it is refused."""
 
-import itertools
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
 
 CONFIG = "config.yaml"  # everything that was asked for; its presence is what makes a folder a run
@@ -46,28 +43,6 @@ def check_links(folder: Path) -> None:
             raise InputError(f"{path} is a link, which is not followed; put what it stands for in its place")
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise InputError(f"{path} is no regular file; remove it, or put back what was there")
-
-
-def cut_events(folder: Path, rows: int) -> Path | None:
-    """Leave the first `rows` rows in the events of a run, and move what follows to a file beside it, which is returned.
-
-    What a killed run wrote behind its last checkpoint is written again when it is taken up there. A crash between the two
-    steps leaves rows twice and loses none. InputError where there are fewer rows.
-    """
-    path = folder / EVENTS
-    data = path.read_bytes() if path.exists() else b""
-    lines = data.splitlines(keepends=True)
-    whole = len(lines) - (bool(lines) and not lines[-1].endswith(b"\n"))
-    if whole < rows:
-        raise InputError(f"{path} holds {whole} rows, but the checkpoint was taken after {rows}; put the file back")
-    kept = sum(map(len, lines[:rows]))
-    if kept == len(data):
-        return None
-    number = next(n for n in itertools.count(1) if not (folder / f"events-cut-{n}.jsonl").exists())
-    side = folder / f"events-cut-{number}.jsonl"
-    write_atomic(side, data[kept:])
-    os.truncate(path, kept)
-    return side
 
 
 def is_run(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from esper.nissa.events import Row, StepRow
 from esper.nissa.outputs import Output
@@ -44,6 +44,11 @@ class Hub:
         """See that every row survives a crash of the machine."""
         for output in self.outputs:
             output.flush()
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: how many rows there are, and by what those of the first output that has a file are known."""
+        marks = [mark for output in self.outputs if (mark := output.mark()) is not None]
+        return {"seq": self.seq, "events": marks[0] if marks else None}
 
     def close(self) -> None:
         """Close every output."""

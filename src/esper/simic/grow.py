@@ -183,7 +183,7 @@ class Keeper(NamedTuple):
         assert isinstance(self.client, Resumable)
         self.hub.flush()
         state = {
-            "seq": self.hub.seq,
+            **self.hub.state(),
             "episode": {
                 "steps": episode.steps,
                 "germinated": episode.germinated,

@@ -13,7 +13,8 @@ from esper.leyline.disk import Patient, write_atomic
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
 from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_kept
 from esper.nissa.changes import record_change
-from esper.nissa.files import CONFIG, SUMMARY, check_links, cut_events, is_run
+from esper.nissa.files import CONFIG, SUMMARY, check_links, is_run
+from esper.nissa.recovery import Mark, take_up_events
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
 
 PAID = "ppo"
@@ -155,9 +156,7 @@ def change_config(folder: Path, config: Config, change: Change, steps: int) -> N
     write_atomic(folder / CONFIG, text)
 
 
-def reopen_run(folder: Path, rows: int, note: Callable[[str], None]) -> None:
-    """Cut the events behind the first `rows`, and remove the summary of the run that was left."""
-    side = cut_events(folder, rows)
-    if side is not None:
-        note(f"events from behind the checkpoint were moved to {side}")
+def reopen_run(folder: Path, rows: int, mark: Mark | None, note: Callable[[str], None]) -> None:
+    """Cut the events behind the first `rows`, which `mark` is of, and remove the summary of the run that was left."""
+    take_up_events(folder, rows, mark, note)
     (folder / SUMMARY).unlink(missing_ok=True)

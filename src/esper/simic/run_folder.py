@@ -15,6 +15,7 @@ from esper.nissa.hub import Hub
 from esper.nissa.lock import Lock
 from esper.nissa.outputs import JsonLines, Output
 from esper.nissa.patience import Patience
+from esper.nissa.recovery import Mark
 from esper.simic.interrupt import Interrupt
 from esper.simic.resume import Change, change_config, fitting, reopen_run, take_up
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
@@ -45,11 +46,12 @@ class RunFolder:
         outputs: list[Output] = []
         if path is not None:
             self.patience = Patience(config.faults.disk_seconds, note, path, lambda: interrupt.asked)
-            outputs.append(JsonLines(path / EVENTS, self.patience))
+            outputs.append(JsonLines(path / EVENTS, self.patience, note))
         self.hub = Hub(outputs, config.telemetry.level)
         self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
+        self.mark: Mark | None = None  # of the events before the checkpoint that was found
 
     def __enter__(self) -> Self:
         try:
@@ -85,6 +87,9 @@ class RunFolder:
         if self.found is not None:
             with fitting(self.found):
                 self.hub.seq = operator.index(self.found.state["seq"])
+                mark = self.found.state.get("events")
+                if mark is not None:
+                    self.mark = {"bytes": operator.index(mark["bytes"]), "sha256": str(mark["sha256"])}
 
     def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
         """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing or changed."""
@@ -111,7 +116,7 @@ class RunFolder:
             config, change, steps = self.config, self.change, 0 if self.found is None else self.found.number
             self.patience(path / CONFIG, lambda: change_config(path, config, change, steps))
         if self.resume:
-            self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.note))
+            self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.mark, self.note))
             if self.store is not None:
                 self.store.sweep()  # a run that was killed behind its last checkpoint writes no other, which would
         else:

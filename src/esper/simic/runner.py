@@ -25,6 +25,7 @@ from esper.nissa.hub import Hub
 from esper.simic.client import SimicClient
 from esper.simic.environment import describe_environment
 from esper.simic.grow import Summary
+from esper.simic.history import History
 from esper.simic.imitation import Apprentice
 from esper.simic.interrupt import Interrupt
 from esper.simic.ppo import PPO
@@ -240,7 +241,7 @@ class Keeper(NamedTuple):
             return
         self.hub.flush()
         seconds = time.perf_counter() - self.started
-        state = {"seq": self.hub.seq, "seconds": seconds, "school": self.school.state()}
+        state = {**self.hub.state(), "seconds": seconds, "school": self.school.state()}
         self.store.begin(self.school.steps, state, best)
 
 
@@ -293,7 +294,7 @@ class School:
         self.apprentices = [_apprentice(self.learner, cohort, reward(cohort.config.reward)) for cohort in cohorts]
         self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # what the teacher has shown so far, and the menu
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
-        self.history: list[dict[str, float]] = []
+        self.history = History()
         self.number = -config.ppo.imitation_rounds  # the round under way, or the next
         self.steps = 0  # taken in all rounds, by every cohort
         self.played: list[Played] = []  # the cohorts whose episode of the round is over
@@ -343,24 +344,10 @@ class School:
 
     def summary(self) -> Summary:
         """The last rounds' figures, and what the training cost."""
-        rounds = [figures for figures in self.history if "kl" in figures][-10:]  # of learning
-        names = (
-            "return",
-            "explained_variance",
-            "entropy",
-            "wait",
-            "decisions",
-            "kept",
-            "kept_share",
-            "env_steps_per_second",
-        )
-        last = {name: _mean([figures[name] for figures in rounds if name in figures]) for name in names}
-        share = _mean([figures["controller_share"] for figures in self.history if "controller_share" in figures])
         return {
             "best_round": None if self.best is None else self.best[1],
             "best_validation_objective": None if self.best is None else self.best[0],
-            "last_rounds": last,
-            "controller_share": share,
+            **self.history.summary(),
             **total(cohort.engine.governor.record.counts() for cohort in self.cohorts),
         }
 
@@ -375,7 +362,7 @@ class School:
             "learner": self.learner.state(),
             "shown": [{"rollout": rollout.tree(), "menu": menu} for rollout, menu in self.shown],
             "best": self.best,
-            "history": self.history,
+            "history": self.history.state(),
             "cohorts": [
                 {"engine": cohort.engine.snapshot(), "client": client.state(), "apprentice": apprentice.state()}
                 for cohort, client, apprentice in zip(self.cohorts, self.clients, self.apprentices, strict=True)
@@ -391,7 +378,7 @@ class School:
         self.learner.load_state(state["learner"])
         self.shown = [(Rollout.of_tree(entry["rollout"]), tuple(entry["menu"])) for entry in state["shown"]]
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
-        self.history = state["history"]
+        self.history.load_state(state["history"])
         every = zip(self.cohorts, self.clients, self.apprentices, state["cohorts"], strict=True)
         for cohort, client, apprentice, own in every:
             cohort.engine.restore(own["engine"])
@@ -459,7 +446,7 @@ class School:
             "env_steps_per_second": steps / (growing + updating),
             "controller_share": (deciding + updating) / (growing + updating),
         }
-        self.history.append(figures)
+        self.history.add(figures)
         self.number, self.played = self.number + 1, []
         return figures
 
@@ -536,11 +523,6 @@ def _settings(config: Config) -> dict[str, Any]:
 def _name(made_by: Callable[..., Any]) -> str:
     """What a factory given from Python is called."""
     return str(getattr(made_by, "__name__", type(made_by).__name__))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return float(np.mean(finite)) if finite else None
 
 
 def _run_row(cohort: Cohort, status: Any) -> RunRow:
