@@ -303,6 +303,10 @@ def resume(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
     ] = None,
+    other_data: Annotated[
+        bool,
+        typer.Option("--other-data", help="Go on though the data are not those that the run began with, on record."),
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
 ) -> None:
     """Go on with a run that was interrupted or killed, to the very numbers it would have had (docs/checkpoints.md).
@@ -322,7 +326,14 @@ def resume(
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
     try:
-        summary = resume_run(run, task=tasks or None, settings=settings or (), progress=True, on_interrupt="return")
+        summary = resume_run(
+            run,
+            task=tasks or None,
+            settings=settings or (),
+            other_data=other_data,
+            progress=True,
+            on_interrupt="return",
+        )
     except LearningError as error:
         _fail(error, 1)
     if json_:

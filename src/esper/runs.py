@@ -39,6 +39,7 @@ def resume(
     task: AnyTask | str | Sequence[AnyTask | str] | None = None,
     controller: PolicyClient | str | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),
+    other_data: bool = False,
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
 ) -> dict[str, Any]:
@@ -47,8 +48,10 @@ def resume(
     `task` is needed where the run's was given as an object, or by the place of a function: nothing that a run folder names is
     imported unless it is named here too. Of a training on several tasks it is a list of those. `controller` is needed where it
     was an object, which must have `state` and `load_state`. `settings` changes keys of the config, on record, as
-    {"steps": 48} or ["steps=48"]; a finished run then goes on too, and without them its summary is returned. Raises
-    InputError where the run, the task and the controller do not fit together. `progress` and `on_interrupt` are as in `grow`.
+    {"steps": 48} or ["steps=48"]; a finished run then goes on too, and without them its summary is returned. Other versions of
+    Esper, torch, numpy or Python than the run had are warned of (`RunWarning`); other data are refused unless `other_data` is
+    set, and both are recorded. Raises InputError where the run, the task, its data and the controller do not fit
+    together. `progress` and `on_interrupt` are as in `grow`.
     """
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     folder, asked = to_path(run, "run"), _as_settings(settings)
@@ -67,7 +70,9 @@ def resume(
             raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
         tasks = tasks_of(folder, config.tasks, given)
         with learning(progress) as watch:
-            summary = train_run(tasks, cohort_configs(config), folder, watch, resume=True, change=change)
+            summary = train_run(
+                tasks, cohort_configs(config), folder, watch, resume=True, change=change, other_data=other_data
+            )
         return end_of(summary, folder, on_interrupt)
     (chosen,) = tasks_of(folder, (config.task,), given)
     client = controller if controller is not None and not isinstance(controller, str) else None
@@ -80,7 +85,7 @@ def resume(
     if "steps" not in config.model_fields_set:  # epochs were given in place of the steps of the run
         config = with_steps(config, chosen)
     with growing(progress, config.steps, chosen.objective.metric) as sight:
-        summary = grow_run(chosen, config, client, folder, sight, resume=True, change=change)
+        summary = grow_run(chosen, config, client, folder, sight, resume=True, change=change, other_data=other_data)
     return end_of(summary, folder, on_interrupt)
 
 

@@ -2,6 +2,8 @@
 
     [{"time": 1750000000.0, "steps": 120, "set": ["optimizer.lr=0.001"], "from": "<sha256>", "to": "<sha256>"}, ...]
 
+An entry with other versions or data than the run began with has `noted`, in words, and `origin` beside.
+
 A run is known by the sha256 of its first config.yaml. From a later one the entries lead back to it; from one that was edited by
 hand they lead nowhere, so that it is known for another run's.
 """
@@ -9,7 +11,7 @@ hand they lead nowhere, so that it is known for another run's.
 import hashlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,8 @@ class Entry(NamedTuple):
     settings: tuple[str, ...]  # as `--set` named them
     source: str  # sha256 of config.yaml before
     target: str  # and after
+    noted: tuple[str, ...] = ()  # other versions and data that the run went on with, in words
+    origin: Mapping[str, Any] | None = None  # the versions and the fingerprints of the data from then on
 
 
 class Trail(NamedTuple):
@@ -56,15 +60,28 @@ def read_trail(folder: Path) -> Trail:
 def record_change(folder: Path, config: str, settings: Sequence[str], steps: int) -> None:
     """Write the entry for a config that is about to be written. A second call for the same one writes it once."""
     source, target = digest_of((folder / CONFIG).read_bytes()), digest_of(config.encode())
-    known, entry = _read(folder), Entry(time.time(), steps, tuple(settings), source, target)
-    if source == target or (known and known[-1]._replace(time=entry.time) == entry):
-        return
-    entries = [*known, entry]
-    named = [
-        {"time": entry.time, "steps": entry.steps, "set": entry.settings, "from": entry.source, "to": entry.target}
-        for entry in entries
-    ]
-    write_atomic(folder / CHANGES, to_json(named))
+    if source != target:
+        _append(folder, Entry(time.time(), steps, tuple(settings), source, target))
+
+
+def record_origin(folder: Path, noted: Sequence[str], origin: Mapping[str, Any], steps: int) -> None:
+    """Write an entry for the versions and the data with which a run goes on, under the config that it has."""
+    digest = digest_of((folder / CONFIG).read_bytes())
+    _append(folder, Entry(time.time(), steps, (), digest, digest, tuple(noted), origin))
+
+
+def _append(folder: Path, entry: Entry) -> None:
+    """Add an entry, but for one that is the last one already."""
+    known = _read(folder)
+    if not known or known[-1]._replace(time=entry.time) != entry:
+        write_atomic(folder / CHANGES, to_json([_plain(each) for each in (*known, entry)]))
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    """An entry as JSON has it."""
+    origin = {} if entry.origin is None else {"noted": entry.noted, "origin": entry.origin}
+    named = {"time": entry.time, "steps": entry.steps, "set": entry.settings, "from": entry.source, "to": entry.target}
+    return {**named, **origin}
 
 
 def digest_of(content: bytes) -> str:
@@ -85,7 +102,17 @@ def _read(folder: Path) -> list[Entry]:
 
 def _entry(entry: Any) -> Entry:
     """An entry from JSON. KeyError, OverflowError, TypeError or ValueError where it is none."""
-    known = Entry(float(entry["time"]), int(entry["steps"]), tuple(map(str, entry["set"])), entry["from"], entry["to"])
+    known = Entry(
+        float(entry["time"]),
+        int(entry["steps"]),
+        tuple(map(str, entry["set"])),
+        entry["from"],
+        entry["to"],
+        tuple(map(str, entry.get("noted", ()))),
+        entry.get("origin"),
+    )
+    if not isinstance(known.origin, dict | None):
+        raise TypeError("origin is no mapping")
     if not _DIGEST.fullmatch(known.source) or not _DIGEST.fullmatch(known.target):
         raise ValueError("no sha256")
     return known

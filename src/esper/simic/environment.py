@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 
 from esper.leyline.distribution import installed_version
 
+VERSIONS = ("esper", "python", "torch", "numpy", "safetensors", "scikit-learn")
+"""What an environment names the versions of."""
+
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Versions, device, git revision of the working directory, and the command line."""
     return {
-        "esper": installed_version(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "numpy", "safetensors", "scikit-learn")},
+        **describe_versions(),
         "platform": platform.platform(),
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -24,6 +26,12 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "git_revision": git_revision(),
         "command": sys.argv,
     }
+
+
+def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:
+    """What is installed, by name."""
+    own = {"esper": installed_version, "python": platform.python_version}
+    return {name: own[name]() if name in own else version(name) for name in names}
 
 
 def version(distribution: str) -> str | None:

@@ -76,6 +76,7 @@ def grow(
     overwrite: bool = False,
     resume: bool = False,
     change: Change | None = None,
+    other_data: bool = False,
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate what came out on the test split, and export it.
 
@@ -83,7 +84,8 @@ def grow(
     nothing behind. SIGINT or SIGTERM ends the growth after the step it fell in; what is done so far is evaluated and
     exported. With `resume` the run of the folder, of this task, config and a controller as it was at first, goes on at its
     last checkpoint, or begins again where it has none; checkpoints are written where the controller is `Resumable`. With a
-    `change`, `config` is the changed one, and a finished run goes on too.
+    `change`, `config` is the changed one, and a finished run goes on too. It goes on with other data than it began with only
+    where `other_data` is set.
     """
     started = time.perf_counter()
     watch = watch or Silent()
@@ -92,7 +94,17 @@ def grow(
     get_blueprint(config.heuristic.blueprint)  # a task may lack it; a name that nothing has is a mistake
     with (
         Interrupt() as interrupt,
-        RunFolder(folder, config, watch.note, interrupt, overwrite=overwrite, resume=resume, change=change) as run,
+        RunFolder(
+            folder,
+            config,
+            watch.note,
+            interrupt,
+            overwrite=overwrite,
+            resume=resume,
+            change=change,
+            tasks=[task],
+            other_data=other_data,
+        ) as run,
     ):
         engine, found = VectorizedEngine(task.sealed(), config, run.hub), run.found
         engine.sound(_tests(engine, task))  # looked at now, as nothing should stop the run at its end

@@ -1,22 +1,24 @@
 """A run folder from its opening to its closing: what is read first, what is written when, and what the run leaves there."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from esper.leyline.config import Config, dump_config
 from esper.leyline.disk import Patient, at_once, write_atomic
-from esper.nissa.changes import read_trail
+from esper.leyline.task import AnyTask
+from esper.nissa.changes import read_trail, record_origin
 from esper.nissa.contents import check_folder, create_folder, make_folder
 from esper.nissa.events import RunRow
-from esper.nissa.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run, to_json
+from esper.nissa.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run, to_json
 from esper.nissa.hub import Hub
 from esper.nissa.lock import Lock
 from esper.nissa.outputs import JsonLines, Output
 from esper.nissa.patience import Patience
 from esper.nissa.recovery import Mark
 from esper.simic.interrupt import Interrupt
+from esper.simic.origin import DATA, Difference, compare_origin, origin_of
 from esper.simic.resume import Change, change_config, fitting, reopen_run, take_up
 from esper.tolaria.checkpoint import Checkpoint, Checkpoints
 
@@ -38,8 +40,13 @@ class RunFolder:
         overwrite: bool = False,
         resume: bool = False,
         change: Change | None = None,
+        tasks: Sequence[AnyTask] = (),
+        other_data: bool = False,
     ) -> None:
-        """`config` is that of the run or, where it goes on with a `change`, the one that it shall have."""
+        """`config` is that of the run or, where it goes on with a `change`, the one that it shall have.
+
+        A run that goes on must read the data that it began with, those of `tasks`, unless `other_data` is set.
+        """
         self.path, self.config, self.note = path, config, note
         self.overwrite, self.resume, self.change = overwrite, resume, change
         self.patience: Patient = at_once
@@ -52,6 +59,9 @@ class RunFolder:
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
         self.mark: Mark | None = None  # of the events before the checkpoint that was found
+        self.origin = origin_of(tasks) if path is not None else None
+        self.other_data = other_data
+        self.differs: Difference | None = None  # from what the run began with
 
     def __enter__(self) -> Self:
         try:
@@ -84,6 +94,8 @@ class RunFolder:
             self.patience(lock.path, lock.take)
         if self.resume:
             self.store, self.found = take_up(path, self.config, self.change, self.note, self.patience)
+        if self.resume and self.origin is not None and (self.found is not None or (path / ENVIRONMENT).exists()):
+            self.differs = compare_origin(path, self.origin, self.other_data)
         if self.found is not None:
             with fitting(self.found):
                 self.hub.seq = operator.index(self.found.state["seq"])
@@ -98,7 +110,7 @@ class RunFolder:
             # those behind the checkpoint: their row was cut from the events with all that followed it
             since = 0 if self.found is None else self.found.number
             entries = [entry for entry in read_trail(self.path).entries if entry.steps >= since]
-            row.changed = [setting for entry in entries for setting in entry.settings]
+            row.changed = [each for entry in entries for each in (*entry.settings, *entry.noted)]
         if self.found is None or row.changed:
             self.hub.emit(row)
 
@@ -112,9 +124,13 @@ class RunFolder:
             self._write(self.path / SUMMARY, to_json(summary))
 
     def _make(self, path: Path, lock: Lock, environment: Callable[[], Mapping[str, Any]]) -> None:
+        steps, differs = 0 if self.found is None else self.found.number, self.differs
         if self.change is not None:
-            config, change, steps = self.config, self.change, 0 if self.found is None else self.found.number
+            config, change = self.config, self.change
             self.patience(path / CONFIG, lambda: change_config(path, config, change, steps))
+        if differs is not None:
+            origin = differs.origin._asdict()
+            self.patience(path / CHANGES, lambda: record_origin(path, differs.noted, origin, steps))
         if self.resume:
             self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.mark, self.note))
             if self.store is not None:
@@ -129,7 +145,8 @@ class RunFolder:
             self._write(path / CONFIG, dump_config(self.config))
             self.store = Checkpoints(path, self.config.checkpoint, self.patience)
         if not (path / ENVIRONMENT).exists():  # a kill may have come before it
-            self._write(path / ENVIRONMENT, to_json(environment()))
+            data = {} if self.origin is None else self.origin.data
+            self._write(path / ENVIRONMENT, to_json({**environment(), DATA: data}))
 
     def _write(self, path: Path, content: str) -> None:
         self.patience(path, lambda: write_atomic(path, content))

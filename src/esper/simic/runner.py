@@ -159,6 +159,7 @@ def train(
     overwrite: bool = False,
     resume: bool = False,
     change: Change | None = None,
+    other_data: bool = False,
     reward: Callable[[RewardConfig], Reward] = get_reward,
 ) -> Summary:
     """Train a controller on tasks, one config each; what concerns the learner is read from the first.
@@ -169,13 +170,24 @@ def train(
     validation split of validation instances. Raises InputError on bad input, before anything is written, and LearningError
     where an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the training after the
     step. With `resume` the run of the folder, of these tasks, configs and rewards, goes on at its last checkpoint, or begins
-    again where it has none. With a `change`, `configs` are the changed ones, and a finished run goes on too.
+    again where it has none. With a `change`, `configs` are the changed ones, and a finished run goes on too. It goes on with
+    other data than it began with only where `other_data` is set.
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
     whole = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
     with (
         Interrupt() as interrupt,
-        RunFolder(folder, whole, watch.note, interrupt, overwrite=overwrite, resume=resume, change=change) as run,
+        RunFolder(
+            folder,
+            whole,
+            watch.note,
+            interrupt,
+            overwrite=overwrite,
+            resume=resume,
+            change=change,
+            tasks=[task.sealed() for task in tasks],
+            other_data=other_data,
+        ) as run,
     ):
         cohorts = [_cohort(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
         policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
