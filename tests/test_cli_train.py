@@ -132,10 +132,11 @@ def test_eval_compares_a_trained_controller_with_the_rules(esper, trained):
     assert code == 0, err
     for name in ("never", "random-valid", "heuristic", "best schedule", "against", "P(better)"):
         assert name in out
-    record = json.loads(Path("runs/evaluation/evaluation.json").read_text(), parse_constant=pytest.fail)
+    (folder,) = Path("runs/evaluation").glob("spirals-narrow-*")
+    record = json.loads((folder / "evaluation.json").read_text(), parse_constant=pytest.fail)
     (task,) = record["tasks"]
     assert [row["name"] for row in task["controllers"]][-1] == str(trained)
-    assert Path("runs/evaluation/evaluation.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "evaluation.png").read_bytes().startswith(b"\x89PNG")
     assert "spirals-narrow: never, seed 0, 2 of 2 instances" in err
 
 

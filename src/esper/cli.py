@@ -360,41 +360,42 @@ def evaluate(
         int, typer.Option(metavar="N", help="Training instances that the search for the best schedule ends with.")
     ] = 64,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the record, the figure and what was grown are kept.")
-    ] = Path("runs/evaluation"),
+        Path | None,
+        typer.Option(metavar="DIR", help="Where record, figure and what was grown go; runs/evaluation/TASKS-HASH."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any key of `esper config`, for all of them.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the record that is in DIR.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and nothing else.")] = False,
 ) -> None:
     """Compare controllers with the rules and the best fixed schedule, on the same held-out instances with the same keys.
 
-    J is on the test split. What was grown is kept in DIR, and another call with the same arguments goes on from there.
+    J is on the test split. What was grown is kept, and a call that needs it again goes on from there. Without DIR the same
+    arguments have the same folder, and others another one.
     """
     import torch
     from rich.console import Console
 
     from esper.karn.evaluation import print_evaluation
+    from esper.leyline.config import parse_setting
     from esper.nissa.files import to_json
     from esper.runs import evaluate as compare
+    from esper.simic.evaluation import named
+    from esper.simic.evaluation_folder import FIGURE, RECORD, default_folder
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
-    record = compare(
-        controllers or (),
-        [name.strip() for name in tasks.split(",")],
-        instances=instances,
-        seeds=seeds,
-        first=first,
-        searched=searched,
-        settings=settings or (),
-        out=out,
-        progress=True,
-    )
+    names = [name.strip() for name in tasks.split(",")]
+    numbers = {"instances": instances, "seeds": seeds, "first": first, "searched": searched}
+    contenders = [named(controller) for controller in controllers or ()]
+    if out is None:
+        out = default_folder(contenders, names, [parse_setting(setting) for setting in settings or ()], **numbers)
+    record = compare(contenders, names, **numbers, settings=settings or (), out=out, overwrite=overwrite, progress=True)
     if json_:
         typer.echo(to_json(record), nl=False)
         return
     print_evaluation(record, Console())
-    _say(f"record and figure: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
+    _say(f"record and figure: {out / RECORD}, {out / FIGURE}")
 
 
 @app.command()

@@ -22,6 +22,7 @@ from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.files import to_json
 from esper.nissa.recovery import look_at_events
 from esper.simic.evaluation import Contender, named, run_evaluation
+from esper.simic.evaluation_folder import FIGURE, RECORD, ROOT, EvaluationFolder
 from esper.simic.grow import grow as grow_run
 from esper.simic.resume import Change, changed, cohort_configs, finished, is_training, read_config
 from esper.simic.runner import train as train_run
@@ -99,32 +100,41 @@ def evaluate(
     searched: int = 64,
     settings: Mapping[str, Any] | Sequence[str] = (),
     out: str | PathLike[str] | None = None,
+    overwrite: bool = False,
     progress: Shown = "auto",
 ) -> dict[str, Any]:
     """Compare controllers with the rules and the best fixed schedule on held-out instances, as `esper eval` does.
 
     `controllers` are names, schedule files or runs of trained ones; `tasks` are names or tasks. `settings` are keys of the
     config for all of them, as {"steps": 12} or ["steps=12"]. With `out` the record, the figure and what was grown are written
-    to that folder, and a further call with the same arguments goes on from there. Returns the record, the object that
-    `esper eval --json` prints. Raises InputError before anything is grown.
+    to that folder, and a further call goes on from what was grown there; a record in it is replaced with `overwrite` alone.
+    Returns the record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
     """
     listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
-    folder = to_path(out, "out") if out is not None else None
-    record = run_evaluation(
-        [each if isinstance(each, Contender) else named(each) for each in listed],
-        [get_task(each) if isinstance(each, str) else each for each in chosen],
-        instances=instances,
-        seeds=seeds,
-        first=first,
-        settings=[parse_setting(setting) for setting in _as_settings(settings)],
-        searched=searched,
-        folder=None if folder is None else folder / "grown",
-        watch=telling(progress),
-    )
-    if folder is not None:
-        write_atomic(folder / "evaluation.json", to_json(record))
-        draw_evaluation(record, folder / "evaluation.png")
+    say = telling(progress)
+    told = say or (lambda line: None)
+
+    def compare(grown: Path | None) -> dict[str, Any]:
+        return run_evaluation(
+            [each if isinstance(each, Contender) else named(each) for each in listed],
+            [get_task(each) if isinstance(each, str) else each for each in chosen],
+            instances=instances,
+            seeds=seeds,
+            first=first,
+            settings=[parse_setting(setting) for setting in _as_settings(settings)],
+            searched=searched,
+            folder=grown,
+            watch=say,
+        )
+
+    if out is None:
+        return compare(None)
+    path = to_path(out, "out")
+    with EvaluationFolder(path, told, overwrite=overwrite, shared=path.parent == ROOT) as folder:
+        record = compare(folder.grown)
+        write_atomic(path / RECORD, to_json(record))
+        draw_evaluation(record, path / FIGURE)
     return record
 
 

@@ -29,6 +29,7 @@ from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.view import Floats, Outcome, View, take
 from esper.simic.environment import describe_environment
+from esper.simic.origin import fingerprint
 from esper.simic.rewards import objective
 from esper.simic.statistics import (
     CONFIDENCE,
@@ -228,6 +229,7 @@ def evaluate(
         _check(task, contender, instances, seeds, part, first, settings)
     if folder is not None:
         _create(folder)
+    data = fingerprint(task) if folder is not None else {}
     base = build_config(task.defaults, *settings).seed
     chosen = tuple(range(base, base + seeds))
     grown: list[list[Figures]] = []
@@ -238,7 +240,7 @@ def evaluate(
             for start in range(0, instances, rows):
                 envs = min(rows, instances - start)
                 config = _config(task, contender, settings, seed, part, first + start, envs)
-                chunks.append(_kept(task, contender, config, folder))
+                chunks.append(_kept(task, contender, config, folder, data))
                 _tell(watch, f"{task.name}: {contender.name}, seed {seed}, {start + envs} of {instances} instances")
             grown[-1].append(Figures(*map(np.concatenate, zip(*chunks, strict=True))))
     by_contender = [[np.stack(field, 1) for field in zip(*runs, strict=True)] for runs in grown]
@@ -457,11 +459,11 @@ def _check(
     contender.make(config).act(VectorizedEngine(task.sealed(), config).reset())
 
 
-def _kept(task: AnyTask, contender: Contender, config: Config, folder: Path | None) -> Figures:
-    """The figures of a population, from the folder where they are there."""
+def _kept(task: AnyTask, contender: Contender, config: Config, folder: Path | None, data: Mapping[str, str]) -> Figures:
+    """The figures of a population on `data`, from the folder where they are there."""
     if folder is None:
         return _figures(task, contender, config)
-    asked = json.dumps([contender.name, contender.content, config.model_dump(mode="json")], sort_keys=True)
+    asked = json.dumps([contender.name, contender.content, config.model_dump(mode="json"), data], sort_keys=True)
     tag = hashlib.sha256(asked.encode()).hexdigest()[:16]
     who = f"{file_name(config.task)}-{file_name(contender.name)[-40:]}"
     path = folder / f"{who}-s{config.seed}-{config.first_instance}-{tag}.npz"

@@ -45,8 +45,8 @@ def origin_of(tasks: Sequence[AnyTask]) -> Origin:
 def fingerprint(task: AnyTask) -> Fingerprint:
     """By what the data of a task are known: its splits, its objective, and how its examples are read.
 
-    Every example of a task is hashed, once, at 1 to 2 GB a second. A mixture makes its data from keys; the first instance of
-    each part stands for the others.
+    Every example of a task is hashed once, a quarter to a whole GB a second. A mixture makes its data from keys; the first
+    instance of each part stands for the others.
     """
     if isinstance(task, Mixture):
         found = {f"{part} instances": _of_instance(task, keys) for part, keys in sorted(task.ranges.items())}
