@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,23 @@ import pytest
 import torch
 from torch.func import functional_call
 
+import esper
 from esper.kasmina.blueprints import count
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.stack import Stack
 from esper.leyline.errors import InputError
-from esper.tasks.hosts import HOSTS, MLP, DamagedMLP, Host, ResidualMLP, host_from, roomy
+from esper.tasks.hosts import (
+    HOSTS,
+    MAP_MENU,
+    MLP,
+    VECTOR_MENU,
+    DamagedMLP,
+    Host,
+    ResidualCNN,
+    ResidualMLP,
+    host_from,
+    roomy,
+)
 
 FACTORY = MLP(inputs=7, width=6, hidden=(3, 1, 4), outputs=5)
 RESIDUAL = ResidualMLP(inputs=7, width=6, hidden=(3, 1, 4), outputs=5)
@@ -231,3 +244,62 @@ def test_an_unknown_host_is_refused_by_name() -> None:
 def test_arguments_of_another_host_are_refused() -> None:
     with pytest.raises(InputError, match=r"^host 'mlp' was given the arguments \['depth'\]; give exactly \['inputs'"):
         host_from("mlp", {"depth": 3})
+
+
+X, Y = torch.randn(80, 5, generator=torch.Generator().manual_seed(0)), torch.arange(80) % 2
+IMAGES = torch.randn(80, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_one_line_makes_a_host_for_vectors_of_ones_own() -> None:
+    host = esper.mlp(inputs=5, width=6, classes=2, blocks=4)
+    assert host == ResidualMLP(inputs=5, width=6, hidden=(6,) * 4, outputs=2)
+    assert [slot.name for slot in host().slots] == ["block0", "block1", "block2", "block3"]
+    assert esper.task("mine", X, Y, host=host).menu == VECTOR_MENU
+
+
+def test_one_line_makes_a_host_for_images_of_ones_own() -> None:
+    host = esper.cnn(inputs=(3, 8, 8), width=4, classes=2)
+    assert host == ResidualCNN(inputs=(3, 8, 8), channels=(4, 8), outputs=2)
+    assert esper.task("mine", IMAGES, Y, host=host).menu == MAP_MENU
+
+
+def test_a_host_of_ones_own_regresses_where_outputs_are_named() -> None:
+    task = esper.task("mine", X, X[:, :3] ** 2, host=esper.mlp(inputs=5, outputs=3))
+    assert task.objective.outputs == 3
+
+
+@pytest.mark.parametrize("host", [esper.mlp(inputs=5, classes=2), esper.cnn(inputs=(3, 8, 8), classes=2)], ids=str)
+def test_a_host_of_ones_own_goes_through_pickle_and_prints_on_one_line(host: Host) -> None:
+    assert pickle.loads(pickle.dumps(host)) == host
+    assert len(repr(host)) < 100
+    assert "tensor" not in repr(host)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: esper.mlp(5, 0, 2), "width of esper.mlp is 0; give a whole number from 1 on"),
+        (lambda: esper.mlp(5, classes=2, blocks=0), "blocks of esper.mlp is 0; give a whole number from 1 on"),
+        (lambda: esper.mlp(5, classes="2"), "classes of esper.mlp is '2'; give a whole number from 1 on"),  # type: ignore[arg-type]
+        (
+            lambda: esper.mlp(5),
+            "esper.mlp was given classes=None and outputs=None; give one of them: the number of classes, or that of the "
+            "targets of a regression",
+        ),
+        (
+            lambda: esper.cnn((3, 8, 8), classes=2, blocks=1.5),
+            "blocks of esper.cnn is 1.5; give a whole number from 1 on",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: esper.cnn((3, 4, 8), classes=2, blocks=3),
+            "an image of 4 x 8 pixels cannot be halved in 3 blocks; give fewer blocks or larger images",
+        ),
+        (
+            lambda: esper.cnn(64, classes=2),  # type: ignore[arg-type]
+            "inputs of a residual CNN host is 64; give whole numbers from 1 on, as (8, 16)",
+        ),
+    ],
+)
+def test_a_host_of_ones_own_of_impossible_sizes_is_refused(make: Callable[[], Host], sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        make()

@@ -113,9 +113,10 @@ def grown_network(
             }
         )
     network = GrownNetwork(host, modules, grafts, interface).to("cpu").eval()
-    named, name = None, getattr(type(factory), "name", None)
-    if dataclasses.is_dataclass(factory) and not isinstance(factory, type) and isinstance(name, str):
-        named = {"name": name, "arguments": dataclasses.asdict(factory)}  # a host that a file can name
+    made = getattr(factory, "architecture", factory)  # of a factory that fills another's hosts with weights
+    named, name = None, getattr(type(made), "name", None)
+    if dataclasses.is_dataclass(made) and not isinstance(made, type) and isinstance(name, str):
+        named = {"name": name, "arguments": dataclasses.asdict(made)}  # a host that a file can name
     topology = {
         "format": FORMAT,
         "host": named,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask
-from esper.tasks import digits, images, repair, small, spirals
+from esper.tasks import digits, images, repair, small, spirals, trained
 from esper.tasks.reference import is_reference, load_task
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
@@ -17,6 +17,7 @@ TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
         "digits-narrow": digits.digits_narrow,
         "spirals": spirals.spirals,
         "spirals-narrow": spirals.spirals_narrow,
+        "spirals-trained": trained.spirals_trained,
         "iris": small.iris,
         "iris-plain": partial(small.plain, small.iris, small.IRIS),
         "wine": small.wine,
@@ -35,6 +36,7 @@ _SUMMARIES = {
     "digits-narrow": digits.NARROW,
     "spirals": spirals.SUMMARY,
     "spirals-narrow": spirals.NARROW,
+    "spirals-trained": trained.SUMMARY,
     **{
         name + end: summary.format(data)
         for name, data in {"iris": small.IRIS, "wine": small.WINE, "breast-cancer": small.BREAST_CANCER}.items()

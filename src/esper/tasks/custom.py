@@ -14,7 +14,7 @@ from esper.leyline.config import build_config, merge_settings
 from esper.leyline.errors import InputError
 from esper.leyline.task import Label, Objective, Task
 from esper.tasks.examples import Brought, check_classes_train, complete, read_examples, train_weights
-from esper.tasks.hosts import VECTOR_MENU
+from esper.tasks.hosts import menu_of
 from esper.tasks.labels import Kind, Target, check_labels, read_target
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.own import check_objective, own_objective, weights_of_classes
@@ -35,7 +35,7 @@ def task_from(
     host: Callable[[], SegmentedHost],
     kind: Kind | None = None,
     classes: int | Sequence[Label] | None = None,
-    menu: Sequence[str] = VECTOR_MENU,
+    menu: Sequence[str] | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     metric: str | Callable[[Tensor, Tensor], Tensor] | None = None,
     class_weights: Literal["balanced"] | Mapping[Any, float] | Sequence[float] | None = None,
@@ -61,7 +61,8 @@ def task_from(
     whole numbers that hardly repeat. A classification takes one-hot rows too, one class a column.
     classes: None takes the distinct labels, sorted. Or how many classes there are, numbered from 0; or the list of their
     names, which y holds or numbers from 0. The order is that of the outputs.
-    menu: names of the blueprints that a controller may plant.
+    menu: names of the blueprints that a controller may plant. None takes those that Esper's own tasks use, for vectors or for
+    maps, as the slots of the host are.
     loss: what training minimises, a function of outputs (B, C) and y, (B,) int64 indices of classes or (B, C) targets, that
     returns the loss of each example, (B,) or (B, C); the mean is taken. A loss of torch.nn or torch.nn.functional is asked
     for them by reduction='none'. None takes the cross-entropy of the softmax, or the squared error.
@@ -97,7 +98,8 @@ def task_from(
         )
     if not isinstance(standardize, bool):
         raise InputError(f"standardize is {standardize!r}; give True or False")
-    _check_menu(menu)
+    if menu is not None:
+        _check_menu(menu)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InputError(f"seed is {seed!r}; give a whole number from 0 on, by which examples are dealt into splits")
     if splits is not None and tuple(fractions) != FRACTIONS:
@@ -121,7 +123,7 @@ def task_from(
         host=host,
         **four._asdict(),
         objective=objective,
-        menu=tuple(menu),
+        menu=tuple(menu) if menu is not None else _default_menu(host),
         defaults=merge_settings(DEFAULTS, defaults or {}),
         scaling=scaling,
         classes=target.classes,
@@ -169,6 +171,11 @@ def _check_menu(menu: Sequence[str]) -> None:
         get_blueprint(entry)
         if list(menu).count(entry) > 1:
             raise InputError(f"menu names the blueprint {entry!r} {list(menu).count(entry)} times; name it once")
+
+
+def _default_menu(host: Callable[[], SegmentedHost]) -> tuple[str, ...]:
+    with torch.random.fork_rng(devices=[]):
+        return menu_of(host())
 
 
 def _check_arguments(host: Callable[[], nn.Module]) -> None:

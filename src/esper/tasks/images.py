@@ -17,7 +17,7 @@ DIGITS_NARROW = f"{_DIGITS}; a CNN that is narrow in both of its blocks"
 DIGITS_SIZES = (1024, 256, 128, 389)  # train, probe, validation, test; 16 batches of 64 are one epoch
 CIFAR10 = "60,000 photographs of 32 x 32 pixels in 10 classes, from files of your own (docs/images.md); a slim CNN"
 HELD = 0.05  # of CIFAR's training images, in the probe and in the validation split each
-HOST = ResidualCNN(inputs=(1, 8, 8), channels=(16, 32), outputs=10)
+HOST = ResidualCNN(inputs=(1, 8, 8), channels=(8, 16), outputs=10)
 
 
 def digits_image() -> Task:

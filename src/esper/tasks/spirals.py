@@ -12,9 +12,9 @@ from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, roomy
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import split
 
-_DATA = "2,048 points on two interleaved spirals"
-SUMMARY = f"{_DATA}; a residual network"
-NARROW = f"{_DATA}; an MLP that is narrow in the first of its three blocks"
+DATA = "2,048 points on two interleaved spirals"
+SUMMARY = f"{DATA}; a residual network"
+NARROW = f"{DATA}; an MLP that is narrow in the first of its three blocks"
 SIZES = (1024, 256, 256, 512)  # train, probe, validation, test; 16 batches of 64 are one epoch
 TURNS = 1.5  # of each spiral
 BAND = 0.05  # half width of a spiral; the spirals are 1 / (2 * TURNS) apart

@@ -1,0 +1,123 @@
+"""Hosts that were trained before a run begins, and the plain loop that trains them. E networks, B examples."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.host import SegmentedHost
+from esper.leyline.config import build_config
+from esper.leyline.task import Task
+from esper.tasks.hosts import ResidualMLP, VectorHost, roomy
+from esper.tasks.spirals import DATA, spirals
+
+POOL = 16
+"""Trained hosts that environments start from."""
+EPOCHS = 24
+SMALL = ResidualMLP(inputs=2, width=8, hidden=(4, 4), outputs=2)
+SUMMARY = f"{DATA}; a small residual network after {EPOCHS} epochs of training, to be grown further"
+
+
+class Trained:
+    """A factory of hosts that were trained without growth: a call returns one of a pool, drawn by torch's global generator.
+
+    The pool is trained at the first call, from the same draws in every process, by the batches, the loss and the learning rate
+    of the task.
+    """
+
+    def __init__(self, architecture: VectorHost, task: Task, epochs: int = EPOCHS, pool: int = POOL) -> None:
+        self.architecture = architecture  # by which a saved network names its host; the weights are in its file
+        self._task, self._epochs, self._pool_size = task, epochs, pool
+
+    def __repr__(self) -> str:
+        return f"Trained({self.architecture}, epochs={self._epochs})"
+
+    def __call__(self) -> SegmentedHost:
+        """One of the trained hosts, with weights of its own."""
+        start = int(torch.randint(self._pool_size, (1,)))
+        host = self.architecture()
+        host.load_state_dict({name: values[start] for name, values in self._weights.items()})
+        return host
+
+    def plain(self, parameters: int) -> Callable[[], SegmentedHost]:
+        """An untrained network of at least so many parameters without a narrow block."""
+        return self.architecture.plain(parameters)
+
+    def skips(self) -> None:
+        """None: skips would change what a trained host computes."""
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        data = build_config(self._task.defaults).data
+        updates = self._epochs * (len(self._task.train.x) // data.batch)
+        return train_static(self._task, self.architecture, self._pool_size, data.batch, updates)[1]
+
+
+def spirals_trained() -> Task:
+    """`spirals` on a host that was trained while it was too small, and that is not to be trained again from scratch.
+
+    The host is a residual network of 194 parameters, trained without growth for 24 epochs when it is first drawn. A run has
+    batches for another 9 epochs.
+    """
+    task = spirals()
+    return replace(
+        task,
+        name="spirals-trained",
+        summary=SUMMARY,
+        host=Trained(SMALL, task),
+        room=roomy(SMALL),
+        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 6}},
+    )
+
+
+def train_static(
+    task: Task, factory: Callable[[], SegmentedHost], starts: int, batch: int, updates: int
+) -> tuple[SegmentedHost, dict[str, Tensor]]:
+    """Train hosts of a factory without growth: AdamW at the task's learning rate, an own order of examples for each.
+
+    Returns a host, and the weights of all: every parameter with a leading axis, (starts, *shape).
+    """
+    hosts = []
+    for start in range(starts):
+        with drawn_with(start):
+            hosts.append(factory())
+    names = list(dict(hosts[0].named_parameters()))
+    values = {name: torch.stack([host.get_parameter(name).detach() for host in hosts]) for name in names}
+    for value in values.values():
+        value.requires_grad_()
+    optimizer = torch.optim.AdamW(values.values(), lr=build_config(task.defaults).optimizer.lr, weight_decay=0)
+    x = task.read(task.train.x)
+    for index in _batches(len(x), starts, batch, updates):
+        loss = task.objective.loss(run_static(hosts[0], values, x[index]), task.train.y[index]).mean(1).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return hosts[0], {name: value.detach() for name, value in values.items()}
+
+
+def run_static(host: SegmentedHost, values: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Outputs (E, B, C) of hosts with stacked parameters on x (E, B, ...)."""
+    if host.stacks:
+        return _call(host, values, x)
+    rows = [{name: value[row] for name, value in values.items()} for row in range(len(x))]
+    return torch.stack([_call(host, own, examples) for own, examples in zip(rows, x, strict=True)])
+
+
+def _call(host: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:
+    y: Tensor = functional_call(host, values, (x,))
+    return y
+
+
+def _batches(examples: int, starts: int, batch: int, total: int) -> Iterator[Tensor]:
+    """So many batches of indices (starts, batch), from one permutation of all examples after another for every start."""
+    generator = torch.Generator().manual_seed(0)
+    at, order = 0, torch.empty(starts, 0, dtype=torch.int64)
+    for _ in range(total):
+        if at + batch > order.shape[1]:
+            at, order = 0, torch.stack([torch.randperm(examples, generator=generator) for _ in range(starts)])
+        yield order[:, at : at + batch]
+        at += batch
