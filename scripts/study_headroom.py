@@ -28,7 +28,7 @@ from esper.leyline.stages import Stage
 from esper.leyline.view import View
 from esper.simic.rewards import objective
 from esper.tamiyo.baselines import Never, RandomValid, Rule, complete, defaults
-from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
@@ -128,7 +128,7 @@ def config_of(arm: Arm, instances: int, seed: int, part: str, first: int, sensor
         task.defaults,
         PLAIN,
         {"task": "repair", "envs": instances, "seed": seed, "twin": False, "instances": part, "first_instance": first},
-        {"probe": {"sensors_every": sensors, "coalitions_every": 10**6}, "reward": {"rent": RENT}},
+        {"probe": {"sensors_every": sensors or None, "coalitions_every": 10**6}, "reward": {"rent": RENT}},
         arm.settings,
     )
 
@@ -162,7 +162,8 @@ def grow(arm: Arm, instances: int, seed: int, part: str, first: int, sensors: in
     """One episode of an arm; figures over instances."""
     task = get_task("repair")
     config = config_of(arm, instances, seed, part, first, sensors)
-    engine, client = VectorizedEngine(task, config), client_of(arm, config)
+    client = client_of(arm, config)
+    engine = VectorizedEngine(task, with_sensors(config, client))
     view = engine.reset()
     seen: dict[str, Floats] = {}
     while view.step < config.steps:
@@ -191,7 +192,7 @@ def grow(arm: Arm, instances: int, seed: int, part: str, first: int, sensors: in
     return seen | {
         "accuracy": metric,
         "added": added.astype(np.float64),
-        "J": objective(metric, added, view.host_params, RENT),
+        "J": objective(metric, added, view.host_params, RENT, 0),
         "kept": (stage == Stage.FOSSILIZED).sum(1).astype(np.float64),
     }
 
@@ -312,9 +313,9 @@ def tune_heuristic(results: Results) -> dict[str, Any]:
     lenient = {"gain_z": -1.0, "z": 0.0, "min_contribution": -0.02}
     open_ = {"gain_z": -10.0, "z": 0.0, "min_contribution": -1.0, "min_holding": 1}
     grid = [
-        {"heuristic": {"threshold": threshold, "min_rank": 1.0, "tie": tie, "blueprint": blueprint}, "gates": gates}
-        for threshold, tie, blueprint, gates in itertools.product(
-            (0.8, 0.9), (1.0, 1.2, 1.5), ("bypass-linear", "bypass-mlp"), (strict, lenient, open_)
+        {"heuristic": {"plant_below": below, "weak_below": weak, "keep": keep}, "gates": gates}
+        for below, weak, keep, gates in itertools.product(
+            (0.88, 0.94), (0.5, 0.7, 0.85), (0.0, 0.5), (strict, lenient, open_)
         )
     ]
     arms = [Arm(f"tuning {index}", None, "heuristic", settings) for index, settings in enumerate(grid)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from esper.leyline.config import build_config
 from esper.leyline.protocols import PolicyClient
-from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from faults.records import Record, append, records, table
@@ -81,7 +81,8 @@ def population(task: str, controller: str, settings: dict[str, Any]) -> tuple[Ve
     """An engine under the task's own defaults, and who decides."""
     chosen = get_task(task)
     config = build_config(chosen.defaults, {"telemetry": {"level": "off"}, "controller": controller}, settings)
-    return VectorizedEngine(chosen.sealed(), config), get_controller(controller, config)
+    client = get_controller(controller, config)
+    return VectorizedEngine(chosen.sealed(), with_sensors(config, client)), client
 
 
 def section(out: Path) -> list[str]:

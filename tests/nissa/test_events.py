@@ -38,6 +38,11 @@ def space() -> Space:
         max_seeds=2,
         seed=0,
         instance=np.arange(ENVS),
+        floor=np.zeros(ENVS),
+        ceiling=np.ones(ENVS),
+        objective="metric",
+        rent=0.0,
+        rent_size=0,
     )
 
 

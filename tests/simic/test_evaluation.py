@@ -36,7 +36,7 @@ SHORT = {
     "steps": 8,
     "data": {"batch": 12, "batches_per_step": 1},
     "gates": {"permissive": True, "min_training": 1, "min_holding": 1},
-    "heuristic": {"start": 0, "slack": 0, "min_rank": 1.0},
+    "heuristic": {"weak_below": 0.9},
 }
 PLAN = [Entry(at=0, op="germinate", slot="block0", blueprint="bypass-mlp", keep=True)]
 PLANNED = Contender("plan", {}, lambda config: Schedule(PLAN))

@@ -143,7 +143,9 @@ def test_the_events_are_numbered_without_a_gap_and_framed_by_run_rows(finished):
 def test_the_objective_is_the_metric_less_the_rent(finished):
     _, summary = finished
     host, grown = summary["host_params"], np.array(summary["grown_params"])
-    expected = objective(summary["test_accuracy"]["grown"], grown - host, host, Config().reward.rent)
+    expected = objective(
+        summary["test_accuracy"]["grown"], grown - host, host, Config().reward.rent, Config().reward.rent_size
+    )
     np.testing.assert_allclose(summary["test_objective"]["grown"], expected)
     assert summary["test_objective"]["host"] == summary["test_accuracy"]["host"]
 

@@ -122,7 +122,7 @@ def config_of(name="random-valid", **over):
     settings = {"steps": STEPS, "models": "none", "twin": True, "checkpoint": EVERY, "seed": 4}
     lifecycle = {
         "lifecycle": {"min_prune_age": 0, "embargo": 0},
-        "heuristic": {"min_rank": 1.1, "start": 0, "slack": 0},
+        "heuristic": {"plant_below": 1.1, "weak_below": 1.1},
     }
     return small_config(lifecycle, {"probe": {"sensors_every": 3}}, settings, {"controller": name}, over)
 

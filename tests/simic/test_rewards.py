@@ -41,28 +41,28 @@ ENVS, SLOTS = 2, 3
 
 @given(fractions, st.integers(1, 10_000), fractions)
 def test_a_host_that_added_nothing_is_worth_its_metric(metric, host, rent):
-    assert objective(metric, 0, host, rent) == metric
+    assert objective(metric, 0, host, rent, 0) == metric
 
 
 @given(fractions, counts, st.integers(1, 10_000))
 def test_without_rent_parameters_are_free(metric, added, host):
-    assert objective(metric, added, host, 0.0) == metric
+    assert objective(metric, added, host, 0.0, 0) == metric
 
 
 def test_doubling_the_network_costs_rent_times_the_logarithm_of_two():
-    assert objective(0.9, 100, 100, 0.1) == pytest.approx(0.9 - 0.1 * math.log(2))
+    assert objective(0.9, 100, 100, 0.1, 0) == pytest.approx(0.9 - 0.1 * math.log(2))
 
 
 @given(fractions, counts, counts, st.integers(1, 10_000))
 def test_of_two_equal_networks_the_smaller_is_worth_more(metric, first, second, host):
     small, large = sorted((first, second))
-    assert objective(metric, small, host, 0.1) >= objective(metric, large, host, 0.1)
+    assert objective(metric, small, host, 0.1, 0) >= objective(metric, large, host, 0.1, 0)
 
 
 def test_environments_do_not_touch():
     metric, added, host = np.array([0.5, 0.9, np.nan]), np.array([0, 50, 7]), np.array([10, 100, 10])
-    whole = objective(metric, added, host, 0.1)
-    alone = [float(objective(m, a, h, 0.1)) for m, a, h in zip(metric, added, host, strict=True)]
+    whole = objective(metric, added, host, 0.1, 0)
+    alone = [float(objective(m, a, h, 0.1, 0)) for m, a, h in zip(metric, added, host, strict=True)]
     np.testing.assert_array_equal(whole, alone)
     assert np.isnan(whole[2])
 
@@ -191,7 +191,7 @@ def test_without_a_budget_the_parts_of_a_worth_sum_to_the_objective(metric, adde
     config = RewardConfig(rent=rent)
     parts = worth(scores([metric], [added]), np.array([host]), config)
     assert set(parts) == {"metric", "rent", "budget"}
-    np.testing.assert_allclose(total(parts), objective(metric, added, host, rent), atol=1e-15)
+    np.testing.assert_allclose(total(parts), objective(metric, added, host, rent, 0), atol=1e-15)
 
 
 def test_a_reward_names_its_components():

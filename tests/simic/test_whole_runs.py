@@ -247,5 +247,5 @@ def test_a_decision_out_of_range_is_refused_and_told():
 
 def test_a_heuristic_that_plants_what_nothing_is_named_is_refused(tmp_path):
     with pytest.raises(esper.InputError, match="unknown blueprint 'bypas-mlp'; did you mean 'bypass-mlp'"):
-        esper.grow(blobs(), SMALL | {"heuristic": {"blueprint": "bypas-mlp"}}, run=tmp_path / "run")
+        esper.grow(blobs(), SMALL | {"heuristic": {"weak_blueprints": ["bypas-mlp"]}}, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()

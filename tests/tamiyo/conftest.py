@@ -24,6 +24,11 @@ def build_space(envs: int, slots: int, **fields: Any) -> Space:
         max_seeds=slots,
         seed=3,
         instance=np.arange(envs),
+        floor=np.zeros(envs),
+        ceiling=np.ones(envs),
+        objective="metric",
+        rent=0.0,
+        rent_size=0,
     )
     return space._replace(**fields)
 
@@ -55,6 +60,7 @@ def build_view(
     contribution: Any = np.nan,
     contribution_se: Any = 0.01,
     gain: Any = np.nan,
+    inner: Any = None,
     **space_fields: Any,
 ) -> View:
     """A view written down by hand: stages (E, S), and for each operation the slots that may be used, (E, S) or (S,)."""
@@ -68,6 +74,8 @@ def build_view(
         known = ~np.isnan(full(mean))
         return Estimate(full(mean), np.where(known, full(se), np.nan), known)
 
+    if inner is not None:
+        space_fields["sensors"] = ("dead", "participation_inner")
     space = build_space(envs, slots, **space_fields)
     slot = np.zeros((envs, len(Op), slots), bool)
     for op, where in (may or {}).items():
@@ -101,7 +109,7 @@ def build_view(
             seed_gradient_norm=full(np.nan),
             seed_gradient_finite=np.zeros(shape, bool),
             participation=full(participation),
-            sensors=np.zeros((*shape, 0)),
+            sensors=np.zeros((*shape, 0)) if inner is None else np.stack([full(0.5), full(inner)], 2),
             sensor_age=0,
         ),
         coalitions=None,

@@ -3,7 +3,7 @@ import pytest
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
-from esper.tamiyo.catalog import CONTROLLERS, get_controller
+from esper.tamiyo.catalog import CONTROLLERS, get_controller, with_sensors
 from esper.tamiyo.schedule import Schedule
 
 
@@ -27,7 +27,7 @@ def test_every_call_makes_a_controller_of_its_own():
 
 
 def test_the_heuristic_has_the_settings_of_the_config():
-    config = Config.model_validate({"heuristic": {"threshold": 0.5}, "gates": {"z": 2.0}})
+    config = Config.model_validate({"heuristic": {"plant_below": 0.5}, "gates": {"z": 2.0}})
     controller = get_controller("heuristic", config)
     assert (controller.config, controller.gates) == (config.heuristic, config.gates)
 
@@ -47,3 +47,11 @@ def test_a_folder_without_a_controller_is_told_apart_from_an_unknown_name(tmp_pa
         InputError, match=r"holds no trained controller, as it has no file controller/controller\.json;"
     ):
         get_controller(str(tmp_path), Config())
+
+
+@pytest.mark.parametrize(("asked", "name", "every"), [(None, "heuristic", 4), (None, "never", 0), (0, "heuristic", 0)])
+def test_the_growth_sensors_are_measured_as_the_controller_needs_them_unless_the_config_says_how_often(
+    asked, name, every
+):
+    config = Config.model_validate({"probe": {"sensors_every": asked}})
+    assert with_sensors(config, get_controller(name, config)).probe.sensors_every == every

@@ -1,21 +1,23 @@
 import numpy as np
 import pytest
 
-from esper.leyline.actions import Op
-from esper.leyline.config import GatesConfig, HeuristicConfig
+from esper.leyline.actions import Actions, Op
+from esper.leyline.config import Config, GatesConfig, HeuristicConfig, build_config
+from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
-from esper.leyline.view import Seeds, take
-from esper.tamiyo.heuristic import Heuristic
+from esper.leyline.view import BlueprintInfo, Estimate, Seeds, take
+from esper.tamiyo.heuristic import Heuristic, reached
 
 DORMANT, TRAINING, HOLDING = Stage.DORMANT, Stage.TRAINING, Stage.HOLDING
 PLANTABLE = {Op.GERMINATE: True}
 GATES = GatesConfig(min_training=2, min_holding=2, min_contribution=0.0, z=1.0)
+LINEAR, MLP, SMALL = range(3)  # of the menu of `view`
+EVEN = [[0.3, 0.3, 0.3]]
 
 
 def rule(**config):
-    return Heuristic(
-        HeuristicConfig(**{"start": 0, "slack": 0, "threshold": 0.9, "min_rank": 0.5, "tie": 1.0, **config}), GATES
-    )
+    settings = {"plant_below": 0.9, "weak_below": 0.7, "narrow_from": 0.5, "tie": 1.0, "slack": 0, **config}
+    return Heuristic(HeuristicConfig(**settings), GATES)
 
 
 def decide(view, **config):
@@ -24,11 +26,53 @@ def decide(view, **config):
     return Op(actions.op[0]), int(actions.slot[0])
 
 
-def test_it_plants_at_the_slot_of_lowest_participation(view):
-    assert decide(view(may=PLANTABLE, participation=[[0.3, 0.1, 0.2]])) == (Op.GERMINATE, 1)
+# Where it plants.
 
 
-def test_of_slots_that_are_about_as_thin_it_plants_at_the_first(view):
+def test_it_plants_a_linear_bypass_where_the_inner_units_are_all_in_use(view):
+    narrow = view(may=PLANTABLE, inner=[[0.2, 0.6, 0.3]], participation=[[0.1, 0.2, 0.3]])
+    assert decide(narrow) == (Op.GERMINATE, 1)
+    assert rule().act(narrow).blueprint == [LINEAR]
+
+
+def test_a_segment_whose_inner_features_are_all_dead_counts_as_narrow(view):
+    assert decide(view(may=PLANTABLE, inner=[[0.3, 0.3, 0.0]], metric=0.8)) == (Op.GERMINATE, 2)
+
+
+def test_of_several_narrow_segments_it_takes_that_of_the_lowest_participation_of_the_stream(view):
+    both = view(may=PLANTABLE, inner=[[0.9, 0.2, 0.9, 0.2, 0.2]], participation=[[0.3, 0.1, 0.2, 0.1, 0.1]],
+                stages=((DORMANT,) * 5,))  # fmt: skip
+    assert decide(both) == (Op.GERMINATE, 2)
+
+
+def test_it_ranks_within_the_host_so_that_hosts_of_few_features_grow_too(view):
+    # one direction of two is a participation of .5, which no bound below 1 / width could ever find
+    assert decide(view(may=PLANTABLE, participation=[[0.7, 0.5, 0.9]], width=np.full((1, 3), 2))) == (Op.GERMINATE, 1)
+
+
+def test_it_plants_a_hidden_layer_at_the_thinnest_slot_of_a_weak_host_without_a_narrow_segment(view):
+    even = view(may=PLANTABLE, inner=EVEN, participation=[[0.3, 0.1, 0.2]])
+    assert decide(even) == (Op.GERMINATE, 1)
+    assert rule().act(even).blueprint == [MLP]
+
+
+def test_where_no_segment_is_narrow_one_seed_is_enough(view):
+    stages = [[Stage.FOSSILIZED, DORMANT, DORMANT]]
+    assert decide(view(stages, {Op.GERMINATE: [False, True, True]}, inner=EVEN)) == (Op.WAIT, 0)
+
+
+def test_where_no_segment_is_narrow_it_plants_at_a_lower_metric_only(view):
+    seen = [decide(view(may=PLANTABLE, inner=EVEN, metric=metric))[0] for metric in (0.69, 0.71)]
+    assert seen == [Op.GERMINATE, Op.WAIT]
+
+
+def test_without_inner_features_it_goes_by_the_stream_alone(view):
+    for blind in ({"inner": np.nan}, {}):
+        seen = view(may=PLANTABLE, metric=0.8, participation=[[0.3, 0.1, 0.2]], **blind)
+        assert decide(seen) == (Op.GERMINATE, 1)
+
+
+def test_without_inner_features_the_first_of_slots_that_are_about_as_thin_wins(view):
     thin = view(may=PLANTABLE, participation=[[0.3, 0.13, 0.1]])
     assert [decide(thin, tie=tie) for tie in (1.2, 1.4, 4.0)] == [
         (Op.GERMINATE, 2),
@@ -37,37 +81,68 @@ def test_of_slots_that_are_about_as_thin_it_plants_at_the_first(view):
     ]
 
 
-def test_a_slot_that_may_not_be_planted_is_not_one_of_the_equals(view):
-    may = {Op.GERMINATE: [False, True, True]}
-    assert decide(view(may=may, participation=[[0.05, 0.3, 0.2]]), tie=1.6) == (Op.GERMINATE, 1)
+def test_a_slot_that_was_not_measured_is_planted_after_those_that_were(view):
+    assert decide(view(may=PLANTABLE, participation=[[np.nan, 0.4, np.nan]])) == (Op.GERMINATE, 1)
+    assert decide(view(may=PLANTABLE, participation=np.nan)) == (Op.GERMINATE, 0)
 
 
 def test_it_plants_only_at_slots_that_may_be_planted(view):
     may = {Op.GERMINATE: [[True, False, True]]}
     assert decide(view(may=may, participation=[[0.3, 0.1, 0.2]])) == (Op.GERMINATE, 2)
-
-
-def test_beyond_the_budget_it_waits(view):
     assert decide(view(may={})) == (Op.WAIT, 0)
 
 
-@pytest.mark.parametrize("metric", [0.9, 0.95, np.nan])
-def test_it_does_not_plant_where_the_metric_is_not_under_the_threshold(view, metric):
-    assert decide(view(may=PLANTABLE, metric=metric)) == (Op.WAIT, 0)
+def test_it_plants_from_the_first_decision_on(view):
+    assert decide(view(may=PLANTABLE, step=0)) == (Op.GERMINATE, 0)
 
 
-def test_it_does_not_plant_where_the_stream_is_wide(view):
-    assert decide(view(may=PLANTABLE, participation=0.5)) == (Op.WAIT, 0)
+# What it plants.
 
 
-def test_it_does_not_plant_where_participation_is_unknown(view):
-    assert decide(view(may=PLANTABLE, participation=[[np.nan, 0.4, np.nan]])) == (Op.GERMINATE, 1)
-    assert decide(view(may=PLANTABLE, participation=np.nan)) == (Op.WAIT, 0)
+def test_it_plants_the_blueprints_that_it_was_told_in_their_order(view):
+    narrow = view(may=PLANTABLE, inner=[[0.9, 0.2, 0.2]])
+    assert rule(narrow_blueprints=("attention", "mlp-small")).act(narrow).blueprint == [SMALL]
+    assert rule(weak_blueprints=("bypass-linear",)).act(view(may=PLANTABLE, inner=EVEN)).blueprint == [LINEAR]
 
 
-def test_it_does_not_plant_before_the_start(view):
-    assert decide(view(may=PLANTABLE, step=3), start=4) == (Op.WAIT, 0)
-    assert decide(view(may=PLANTABLE, step=4), start=4) == (Op.GERMINATE, 0)
+def test_it_chooses_a_blueprint_that_fits_the_slot(view):
+    fits = np.array([[False, False, True]] * 3)
+    assert rule().act(view(may=PLANTABLE, fits=fits)).blueprint == [SMALL]
+
+
+def test_where_no_named_blueprint_fits_it_takes_the_cheapest_bypass(view):
+    menu = tuple(BlueprintInfo(name, tap) for name, tap in (("a", "here"), ("b", "before"), ("c", "before")))
+    cost = np.tile([10, 300, 200], (3, 1))
+    assert rule().act(view(may=PLANTABLE, blueprints=menu, cost=cost)).blueprint == [2]
+    only_depth = np.array([[True, False, False]] * 3)
+    assert rule().act(view(may=PLANTABLE, blueprints=menu, cost=cost, fits=only_depth)).blueprint == [0]
+
+
+# What can be gained.
+
+
+@pytest.mark.parametrize(("floor", "metric", "op"), [(0.97, 0.97, Op.GERMINATE), (0.5, 0.97, Op.WAIT)])
+def test_the_limit_is_relative_to_what_can_be_gained(view, floor, metric, op):
+    seen = view(may=PLANTABLE, metric=metric, floor=np.array([floor]))
+    assert decide(seen)[0] == op
+
+
+def test_the_share_that_a_metric_has_reached_is_0_at_the_floor_and_1_at_the_ceiling():
+    metric, floor = np.array([0.97, 0.985, 1.0, -3.0, np.nan]), np.array([0.97, 0.97, 0.97, 0.0, 0.0])
+    np.testing.assert_allclose(reached(metric, floor, np.ones(5)), [0, 0.5, 1, -3, np.nan])
+    assert reached(np.ones(1), np.ones(1), np.ones(1)) == 1  # nothing can be gained
+    assert reached(np.ones(1), np.full(1, np.nan), np.ones(1)) == -np.inf  # nobody knows
+
+
+def test_a_metric_whose_range_is_not_known_is_no_obstacle(view):
+    assert decide(view(may=PLANTABLE, metric=123.0, floor=np.full(1, np.nan)))[0] == Op.GERMINATE
+
+
+def test_it_does_not_plant_where_the_metric_is_not_a_number(view):
+    assert decide(view(may=PLANTABLE, metric=np.nan)) == (Op.WAIT, 0)
+
+
+# Time.
 
 
 def test_it_does_not_plant_what_cannot_be_fossilized_in_time(view):
@@ -81,52 +156,6 @@ def test_slack_ends_planting_earlier(view):
     assert decide(view(may=PLANTABLE, step=13, steps=24), slack=4) == (Op.WAIT, 0)
 
 
-def test_it_plants_the_blueprint_that_it_was_told(view):
-    actions = rule(blueprint="mlp-small").act(view(may=PLANTABLE))
-    assert actions.blueprint == [2]
-
-
-def test_it_plants_the_first_of_the_menu_where_the_task_lacks_the_blueprint(view):
-    assert rule(blueprint="attention").act(view(may=PLANTABLE)).blueprint == [0]
-
-
-def test_it_does_not_plant_at_a_slot_that_the_blueprint_does_not_fit(view):
-    fits = np.ones((3, 3), bool)
-    fits[0, 1] = False
-    assert decide(view(may=PLANTABLE, participation=[[0.1, 0.3, 0.2]], fits=fits)) == (Op.GERMINATE, 2)
-
-
-def test_its_decisions_are_valid(view, allowed):
-    v = view([[HOLDING, TRAINING, DORMANT]] * 2, {Op.GERMINATE: [[False] * 3, [False, False, True]]}, participation=0.1)
-    actions = rule().act(v)
-    assert allowed(v.masks, actions)
-    assert actions.op.tolist() == [Op.WAIT, Op.GERMINATE]
-
-
-def test_it_plants_beside_seeds_that_are_under_way(view):
-    stages = [[Stage.HOLDING, Stage.BLENDING, DORMANT]]
-    assert decide(view(stages, {Op.GERMINATE: [False, False, True]})) == (Op.GERMINATE, 2)
-
-
-def test_it_fossilizes_the_holding_seed_of_the_largest_contribution(view):
-    v = view([[HOLDING] * 3], {Op.FOSSILIZE: [True, True, False]}, contribution=[[0.02, 0.04, 0.06]])
-    assert decide(v) == (Op.FOSSILIZE, 1)
-
-
-def test_it_does_not_fossilize_on_a_number_that_does_not_stand_out(view):
-    v = view([[HOLDING] * 3], {Op.FOSSILIZE: True}, contribution=0.02, contribution_se=0.03)
-    assert decide(v) == (Op.WAIT, 0)
-
-
-def test_it_does_not_fossilize_what_was_not_measured(view):
-    assert decide(view([[HOLDING] * 3], {Op.FOSSILIZE: True})) == (Op.WAIT, 0)
-
-
-def test_it_advances_the_trained_seed_of_the_largest_gain(view):
-    v = view([[TRAINING] * 3], {Op.ADVANCE: [False, True, True]}, gain=[[0.5, 0.1, 0.2]])
-    assert decide(v) == (Op.ADVANCE, 2)
-
-
 def test_it_does_not_advance_what_cannot_be_fossilized_in_time(view):
     # advanced at t: two steps of ramp, two of trial, FOSSILIZE at t + 4
     may = {Op.ADVANCE: [True, False, False]}
@@ -134,28 +163,55 @@ def test_it_does_not_advance_what_cannot_be_fossilized_in_time(view):
     assert decide(view([[TRAINING, DORMANT, DORMANT]], may, step=20, steps=24, gain=0.1)) == (Op.WAIT, 0)
 
 
-def test_it_prunes_the_holding_seed_that_harms_most(view):
-    v = view([[HOLDING] * 3], {Op.PRUNE: True}, contribution=[[-0.02, -0.05, 0.03]])
+# What it keeps.
+
+
+def test_it_fossilizes_the_holding_seed_of_the_largest_contribution(view):
+    v = view([[HOLDING] * 3], {Op.FOSSILIZE: [True, True, False]}, contribution=[[0.02, 0.04, 0.06]])
+    assert decide(v) == (Op.FOSSILIZE, 1)
+
+
+def test_it_does_not_fossilize_what_was_not_measured(view):
+    assert decide(view([[HOLDING] * 3], {Op.FOSSILIZE: True})) == (Op.WAIT, 0)
+
+
+@pytest.mark.parametrize(("rent_size", "op"), [(0, Op.PRUNE), (100_000, Op.FOSSILIZE)])
+def test_it_keeps_what_brings_in_more_than_a_share_of_its_rent(view, rent_size, op):
+    # the seed doubles a host of 100: at rent .1 that costs .0693, of which half is asked for
+    may = {Op.FOSSILIZE: [True, False, False], Op.PRUNE: True}
+    v = view([[HOLDING, DORMANT, DORMANT]], may, age=2, contribution=0.03, rent=0.1, rent_size=rent_size)
+    v = v._replace(host_params=np.array([100]), added_params=np.array([100]))
+    assert decide(v, keep=0.5) == (op, 0)
+    assert decide(v, keep=0.4) == (Op.FOSSILIZE, 0)
+
+
+def test_where_the_objective_is_the_loss_it_keeps_by_the_contribution_to_the_loss(view):
+    v = view([[HOLDING] * 3], {Op.FOSSILIZE: True, Op.PRUNE: True}, age=2, contribution=-0.1, objective="log_loss")
+    gains = np.full((1, 3), 0.2)
+    v = v._replace(measurements=v.measurements._replace(contribution_loss=Estimate(gains, gains / 9, gains > 0)))
+    assert decide(v) == (Op.FOSSILIZE, 0)
+
+
+def test_it_prunes_the_seed_that_brings_in_least_of_those_that_do_not_pay(view):
+    v = view([[HOLDING] * 3], {Op.PRUNE: True}, age=2, contribution=[[-0.02, -0.05, 0.03]])
     assert decide(v) == (Op.PRUNE, 1)
 
 
-def test_it_gives_a_seed_whose_harm_does_not_stand_out_the_benefit_of_the_doubt(view):
-    v = view([[HOLDING] * 3], {Op.PRUNE: True}, contribution=-0.02, contribution_se=0.03)
-    assert decide(v) == (Op.WAIT, 0)
+def test_a_seed_is_on_trial_for_the_steps_that_its_gate_asks_for(view):
+    seen = [decide(view([[HOLDING] * 3], {Op.PRUNE: True}, age=age, contribution=-0.5))[0] for age in (1, 2)]
+    assert seen == [Op.WAIT, Op.PRUNE]
 
 
-def test_it_does_not_call_a_blending_seed_harmful(view):
-    assert decide(view([[Stage.BLENDING] * 3], {Op.PRUNE: True}, contribution=-0.5)) == (Op.WAIT, 0)
+def test_it_does_not_judge_a_blending_seed(view):
+    assert decide(view([[Stage.BLENDING] * 3], {Op.PRUNE: True}, age=9, contribution=-0.5)) == (Op.WAIT, 0)
 
 
 @pytest.mark.parametrize("stage", [TRAINING, HOLDING])
 def test_it_prunes_a_seed_that_its_gate_has_refused_for_as_long_as_patience_lasts(view, stage):
     # the dwell is 2 steps for both, so the decision at age 2 is the first refusal and that at age 4 the third
     for age, expected in ((3, Op.WAIT), (4, Op.PRUNE)):
-        assert (
-            decide(view([[stage, DORMANT, DORMANT]], {Op.PRUNE: [True, False, False]}, age=age), patience=3)[0]
-            == expected
-        )
+        v = view([[stage, DORMANT, DORMANT]], {Op.PRUNE: [True, False, False]}, age=age, contribution=0.5)
+        assert decide(v, patience=3)[0] == expected
 
 
 @pytest.mark.parametrize(("stage", "onward"), [(TRAINING, Op.ADVANCE), (HOLDING, Op.FOSSILIZE)])
@@ -166,7 +222,12 @@ def test_it_does_not_prune_a_seed_that_passes_its_gate_at_last(view, stage, onwa
 
 
 def test_it_prunes_only_what_the_masks_allow(view):
-    assert decide(view([[HOLDING] * 3], {}, contribution=-0.5)) == (Op.WAIT, 0)
+    assert decide(view([[HOLDING] * 3], {}, age=9, contribution=-0.5)) == (Op.WAIT, 0)
+
+
+def test_it_advances_the_trained_seed_of_the_largest_gain(view):
+    v = view([[TRAINING] * 3], {Op.ADVANCE: [False, True, True]}, gain=[[0.5, 0.1, 0.2]])
+    assert decide(v) == (Op.ADVANCE, 2)
 
 
 def test_it_keeps_before_it_advances_before_it_prunes_before_it_plants(view):
@@ -179,9 +240,92 @@ def test_it_keeps_before_it_advances_before_it_prunes_before_it_plants(view):
     }
     order = []
     for op in (Op.FOSSILIZE, Op.ADVANCE, Op.PRUNE, Op.GERMINATE):
-        order.append(decide(view(stages, may, gain=0.1, contribution=[[0.1, np.nan, -0.1, np.nan]])))
+        order.append(decide(view(stages, may, age=2, gain=0.1, contribution=[[0.1, np.nan, -0.1, np.nan]])))
         del may[op]
     assert order == [(Op.FOSSILIZE, 0), (Op.ADVANCE, 1), (Op.PRUNE, 2), (Op.GERMINATE, 3)]
+
+
+# What it says.
+
+
+def explained(*views, accepted=True, **config):
+    controller = rule(**config)
+    for seen in views:
+        actions = controller.act(seen)
+        controller.store(_Outcome(actions, np.full(len(actions.op), accepted)))
+    return controller
+
+
+class _Outcome:
+    """The two fields of an outcome that the rule reads."""
+
+    def __init__(self, actions: Actions, accepted: np.ndarray) -> None:
+        self.actions, self.accepted = actions, accepted
+
+
+def test_it_says_that_the_metric_was_too_good_and_which_key_decides(view):
+    (sentence,) = explained(view(may=PLANTABLE, step=0, metric=[0.95, 0.97], stages=((DORMANT,) * 3,) * 2)).explain()
+    assert "2 of 2 environments" in sentence
+    assert "95% to 97%" in sentence
+    assert "heuristic.plant_below" in sentence
+
+
+def test_it_says_that_no_segment_is_narrow_and_which_keys_decide(view):
+    (sentence,) = explained(view(may=PLANTABLE, step=0, metric=0.8, inner=EVEN)).explain()
+    assert "no segment is narrow" in sentence
+    assert "heuristic.narrow_from" in sentence
+    assert "heuristic.weak_below" in sentence
+
+
+def test_it_says_that_the_run_is_too_short_and_that_steps_are_to_be_raised(view):
+    (sentence,) = explained(*(view(may=PLANTABLE, step=step, steps=4) for step in range(4))).explain()
+    assert "raise steps" in sentence
+    assert "has 4" in sentence
+
+
+def test_that_too_few_steps_are_left_at_the_end_does_not_hide_what_stood_against_it_before(view):
+    (sentence,) = explained(*(view(may=PLANTABLE, step=step, metric=0.99) for step in range(24))).explain()
+    assert "plant_below" in sentence
+
+
+def test_what_it_planted_needs_no_explanation_and_what_was_refused_is_not_planted(view):
+    seen = view(may=PLANTABLE, step=0), view(may=PLANTABLE, step=1, metric=0.99)
+    assert explained(*seen).explain() == []
+    assert len(explained(*seen, accepted=False).explain()) == 1
+
+
+def test_where_the_masks_forbid_planting_it_has_nothing_to_say(view):
+    assert explained(view(may={}, step=0)).explain() == []
+
+
+def test_its_explanations_go_on_where_its_state_was_taken_up(view):
+    seen = [view(may=PLANTABLE, step=step, metric=0.8 if step < 3 else 0.99, inner=EVEN) for step in range(24)]
+    whole, first, second = explained(*seen), explained(*seen[:9]), rule()
+    second.load_state(first.state())
+    for each in seen[9:]:
+        second.store(_Outcome(second.act(each), np.ones(1, bool)))
+    assert second.explain() == whole.explain() != []
+
+
+def test_the_reason_of_a_prune_names_the_contribution_the_rent_and_the_key(view):
+    v = view([[HOLDING, DORMANT, DORMANT]], {Op.PRUNE: True}, age=2, contribution=-0.02)
+    (reason,) = explained(v).reasons()
+    assert "contribution -0.0200 ± 0.0100" in reason
+    assert "heuristic.keep" in reason
+
+
+def test_a_decision_that_removes_and_keeps_nothing_has_no_reason(view):
+    assert explained(view(may=PLANTABLE)).reasons() == [None]
+
+
+# Properties.
+
+
+def test_its_decisions_are_valid(view, allowed):
+    v = view([[HOLDING, TRAINING, DORMANT]] * 2, {Op.GERMINATE: [[False] * 3, [False, False, True]]})
+    actions = rule().act(v)
+    assert allowed(v.masks, actions)
+    assert actions.op.tolist() == [Op.WAIT, Op.GERMINATE]
 
 
 def test_each_environment_alone_decides_as_in_the_population(view):
@@ -197,14 +341,36 @@ def test_each_environment_alone_decides_as_in_the_population(view):
     }
     fields = {"age": rng.integers(12, size=shape), "metric": rng.random(envs), "participation": rank}
     fields |= {"contribution": mean, "contribution_se": rng.random(shape), "gain": rng.normal(size=shape)}
-    whole_view = view(stages, may, step=8, **fields)
+    inner = np.where(rng.random(shape) < 0.3, np.nan, rng.random(shape))
+    floor = rng.random(envs) / 2
+    whole_view = view(stages, may, step=8, inner=inner, floor=floor, rent=0.1, **fields)
     whole = rule().act(whole_view)
     assert set(whole.op) == {Op.WAIT, Op.GERMINATE, Op.ADVANCE, Op.PRUNE, Op.FOSSILIZE}
     for e in range(envs):
         row = slice(e, e + 1)
+        space = whole_view.space
         alone = whole_view._replace(
+            space=space._replace(floor=floor[row], ceiling=space.ceiling[row]),
             seeds=Seeds(*take(whole_view.seeds, row)),
             masks=take(whole_view.masks, row),
             measurements=take(whole_view.measurements, row),
+            host_params=whole_view.host_params[row],
+            added_params=whole_view.added_params[row],
         )
         assert np.array_equal(np.stack(rule().act(alone)), np.stack(take(whole, row)))
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("min_rank", "narrow_from"), ("threshold", "plant_below"), ("blueprint", "weak_blueprints"), ("start", "leave")],
+)
+def test_a_key_of_the_rule_before_is_refused_with_what_stands_in_its_place(old, new):
+    with pytest.raises(InputError, match=rf"heuristic\.{old} .*{new}"):
+        build_config({"heuristic": {old: 1}})
+
+
+def test_the_rule_asks_for_the_growth_sensors():
+    assert Heuristic(Config().heuristic, Config().gates).sensors_every > 0

@@ -215,9 +215,9 @@ def test_the_terminal_objective_is_that_of_the_exported_network():
         added = topology["parameters"] - topology["host_parameters"]
         assert (last.exported.metric[env], last.exported.added_params[env]) == (metric, added)
         np.testing.assert_allclose(last.exported.loss[env], loss, rtol=1e-10)
-        assert objective(last.exported.metric, last.exported.added_params, last.host_params, 0.1)[env] == pytest.approx(
-            metric - 0.1 * np.log(1 + added / topology["host_parameters"])
-        )
+        assert objective(last.exported.metric, last.exported.added_params, last.host_params, 0.1, 0)[
+            env
+        ] == pytest.approx(metric - 0.1 * np.log(1 + added / topology["host_parameters"]))
     assert not np.isclose(last.exported.loss[0], last.after.loss[0])
 
 

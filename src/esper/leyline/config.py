@@ -122,7 +122,9 @@ class ProbeConfig(_Section):
     shapley_samples: int = Field(
         8, ge=2, description="antithetic permutations of attribution above 4 live seeds [pairs]"
     )
-    sensors_every: int = Field(0, ge=0, description="cadence of the growth sensors; 0 does without them [steps]")
+    sensors_every: int | None = Field(
+        None, ge=0, description="cadence of the growth sensors; 0 measures none, null what the controller needs [steps]"
+    )
 
     @pydantic.field_validator("coalitions_every")
     @classmethod
@@ -143,6 +145,9 @@ class RewardConfig(_Section):
         "metric", description="the task's metric, or minus the loss [nats]"
     )
     rent: float = Field(0.1, ge=0, description="price of parameters: doubling the network costs rent * ln 2")
+    rent_size: int = Field(
+        0, ge=0, description="a host that is smaller pays rent as if it had so many parameters [parameters]"
+    )
     baseline: Literal["none", "twin", "group"] = Field(
         "none", description="subtracted: nothing, the twin's rise step by step, or the group's mean from the advantage"
     )
@@ -233,16 +238,50 @@ class FaultsConfig(_Section):
     )
 
 
+REMOVED: Mapping[str, str] = {
+    "start": "the rule plants from the first decision on; leave the key out",
+    "threshold": "give heuristic.plant_below, the share of the way from the best constant prediction to a perfect one",
+    "blueprint": "give heuristic.narrow_blueprints and heuristic.weak_blueprints, the names in order of preference",
+    "min_rank": "give heuristic.narrow_from, the share of its inner units in use from which a segment is narrow",
+}
+"""Keys of `heuristic` that are no more, and what stands in their place."""
+
+
 class HeuristicConfig(_Section):
     """The rule `heuristic`."""
 
-    start: int = Field(2, ge=0, description="plant from this decision on; before it the metric says little [steps]")
-    threshold: float = Field(0.9, description="plant only where the metric is under it")
-    slack: int = Field(4, ge=0, description="time left beyond the shortest life of a seed when it is planted [steps]")
-    blueprint: str = Field("bypass-mlp", description="what it plants; the first of the menu where the task lacks it")
-    min_rank: float = Field(0.25, description="plant only at slots whose relative participation ratio is under it")
-    tie: float = Field(1.5, ge=1, description="up to this many times the lowest ratio is a tie: the first slot wins")
+    plant_below: float = Field(
+        0.94,
+        description="plant while the metric covers less of the way from the best constant prediction to a perfect one",
+    )
+    weak_below: float = Field(
+        0.7, description="the same limit for a host without a narrow segment, which gets one seed"
+    )
+    narrow_from: float = Field(
+        0.5,
+        gt=0,
+        description="a segment is narrow where participation_inner, the share of inner units in use, is so high",
+    )
+    tie: float = Field(
+        1.5, ge=1, description="without inner features, up to this many times the lowest participation counts as lowest"
+    )
+    narrow_blueprints: tuple[str, ...] = Field(
+        ("bypass-linear", "bypass-conv-1x1"), description="what to plant behind a narrow segment, the first that fits"
+    )
+    weak_blueprints: tuple[str, ...] = Field(
+        ("bypass-mlp", "bypass-conv-3x3"), description="what to plant behind any other segment, the first that fits"
+    )
+    slack: int = Field(0, ge=0, description="time left beyond the shortest life of a seed when it is planted [steps]")
+    keep: float = Field(0.5, description="keep a seed whose contribution exceeds this share of the rent for it")
     patience: int = Field(3, ge=1, description="prune a seed that its gate has refused for this long [steps]")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _removed(cls, data: Any) -> Any:
+        for name in REMOVED if isinstance(data, Mapping) else ():
+            if name in data:
+                raise ValueError(f"heuristic.{name} is no key any more; {REMOVED[name]}")
+        return data
 
 
 class PPOConfig(_Section):

@@ -42,6 +42,26 @@ class Resumable(Protocol):
         ...
 
 
+@runtime_checkable
+class Senses(Protocol):
+    """A controller that reads the growth sensors, `Measurements.sensors`."""
+
+    sensors_every: int  # cadence at which it needs them, where `probe.sensors_every` is null [steps]
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A controller that says why it did what it did, and why not."""
+
+    def reasons(self) -> Sequence[str | None]:
+        """For each environment, why the last `act` decided to PRUNE or FOSSILIZE, in one clause; None where it did not."""
+        ...
+
+    def explain(self) -> Sequence[str]:
+        """What kept it from planting so far, a sentence each, with the config key that changes it; none where nothing did."""
+        ...
+
+
 class Host(Protocol):
     """A network in segments with named slots between them; `esper.kasmina.SegmentedHost` is one."""
 

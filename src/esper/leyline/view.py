@@ -1,6 +1,6 @@
 """The records that the engine and a controller exchange. E environments, S slots, K blueprints of the menu."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,6 +112,11 @@ class Space(NamedTuple):
     max_seeds: int
     seed: int  # run seed
     instance: NDArray[np.int64]  # (E,)
+    floor: Floats  # (E,) metric on the probe split of the best constant prediction; nan where it is not known
+    ceiling: Floats  # (E,) metric on the probe split of a prediction that is always right; likewise
+    objective: Literal["metric", "log_loss"]  # what J is made of, `reward.objective`
+    rent: float  # price of parameters in J, `reward.rent`
+    rent_size: int  # a smaller host is charged as if it had so many parameters, `reward.rent_size`
 
 
 class View(NamedTuple):

@@ -43,7 +43,7 @@ from esper.simic.statistics import (
     probability_of_improvement,
 )
 from esper.tamiyo.baselines import Rule
-from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of, trained
+from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of, trained, with_sensors
 from esper.tamiyo.controller import FACTS, WEIGHTS
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tolaria.engine import VectorizedEngine
@@ -62,6 +62,8 @@ SEARCHED = 64
 FIRST_RUNG = 8
 SEARCH_SEED = 2**40
 """Far from the seeds of any evaluation, so that on one data set too no start is searched on that is evaluated."""
+SEARCH_START = 2
+"""The decision from which schedules of a search plant [steps]."""
 PERMISSIVE = {"gates": {"permissive": True}}
 
 ASKED = ("task", "tasks", "controller", "envs", "twin", "instances", "first_instance", "models")
@@ -265,7 +267,7 @@ def search_schedules(
 ) -> Found:
     """The fixed schedule of the highest mean J on training instances, by successive halving.
 
-    Candidates plant one blueprint from step `heuristic.start` on, at one slot, at two or at all, within `max_seeds`, and keep
+    Candidates plant one blueprint from step `SEARCH_START` on, at one slot, at two or at all, within `max_seeds`, and keep
     what the gates let them keep; each is tried with the gates of the config and with permissive ones, and planting nothing
     is a candidate too. All of them are grown on a few instances, then the better half on as many more, and so on (Karnin,
     Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3), one seed each. J is on the
@@ -351,7 +353,7 @@ def _candidates(task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> list[_C
     """The schedules that are tried, each with its gates; planting nothing is the first."""
     config = build_config(task.defaults, *settings, {"envs": 1, "twin": False})
     space = VectorizedEngine(task, config).space
-    at, places = config.heuristic.start, range(len(space.slots))
+    at, places = SEARCH_START, range(len(space.slots))
     sizes = {1, 2, len(places)} & set(range(1, config.lifecycle.max_seeds + 1))
     found = [_Candidate((), {})]
     for size in sorted(sizes):
@@ -375,7 +377,8 @@ def _play(
 
     instance (E,) names its instances; without it they are those of the config.
     """
-    engine, client = VectorizedEngine(task, config), contender.make(config)
+    client = contender.make(config)
+    engine = VectorizedEngine(task, with_sensors(config, client))
     view = engine.reset(instance)
     begin = time.perf_counter()
     while not engine.over:
@@ -392,7 +395,7 @@ def _probe_objective(outcome: Outcome, config: Config) -> Floats:
     assert outcome.exported is not None, "the episode is not over"
     metric, loss, added = outcome.exported
     value = metric if config.reward.objective == "metric" else -loss
-    return objective(value, added, outcome.host_params, config.reward.rent)
+    return objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size)
 
 
 def _figures(task: AnyTask, contender: Contender, config: Config) -> Figures:
@@ -403,7 +406,7 @@ def _figures(task: AnyTask, contender: Contender, config: Config) -> Figures:
     value = metric if config.reward.objective == "metric" else -loss
     added = engine.exported_params() - outcome.host_params
     return Figures(
-        objective=objective(value, added, outcome.host_params, config.reward.rent),
+        objective=objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size),
         metric=metric,
         added_params=added.astype(np.float64),
         kept=(outcome.seeds.stage == Stage.FOSSILIZED).sum(1).astype(np.float64),

@@ -29,6 +29,7 @@ from esper.simic.resume import Change, fitting, left
 from esper.simic.rewards import objective
 from esper.simic.run_folder import RunFolder
 from esper.simic.stopping import stopping_figures
+from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
@@ -91,7 +92,9 @@ def grow(
     watch = watch or Silent()
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
-    get_blueprint(config.heuristic.blueprint)  # a task may lack it; a name that nothing has is a mistake
+    config = with_sensors(config, client)
+    for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
+        get_blueprint(name)  # a task may lack it; a name that nothing has is a mistake
     with (
         Interrupt() as interrupt,
         RunFolder(
@@ -359,7 +362,7 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Seque
     return {
         name: _pair(metric, config),
         "loss": _pair(loss, config),
-        "objective": _pair(objective(value, added, host_params, config.reward.rent), config),
+        "objective": _pair(objective(value, added, host_params, config.reward.rent, config.reward.rent_size), config),
     }
 
 

@@ -29,26 +29,30 @@ Components = dict[str, Floats]
 """Parts of a worth or of a reward by name, each (E,)."""
 
 
-def objective(metric: ArrayLike, added_params: ArrayLike, host_params: ArrayLike, rent: float) -> NDArray[np.float64]:
-    """J = metric - rent * ln(1 + added_params / host_params).
+def objective(
+    metric: ArrayLike, added_params: ArrayLike, host_params: ArrayLike, rent: float, rent_size: int
+) -> NDArray[np.float64]:
+    """J = metric - rent * ln(1 + added_params / max(host_params, rent_size)).
 
     `metric` is accuracy, R2 or minus the loss; the three arrays broadcast. A network that added nothing pays nothing.
     Parameters count whole whatever their alpha, as a price by alpha would be evaded by holding at a small one. nan
     where the metric was not measured.
     """
-    return np.asarray(metric, np.float64) - rent * np.log1p(_growth(added_params, host_params))
+    charged = np.maximum(host_params, rent_size)
+    return np.asarray(metric, np.float64) - rent * np.log1p(_growth(added_params, charged))
 
 
 def worth(scores: Scores, host_params: NDArray[np.int64], config: RewardConfig) -> Components:
-    """J less the penalty of a soft cap, in parts: metric - rent * ln(1 + r) - weight * max(r - budget, 0),   r = added / host.
+    """J less the penalty of a soft cap, in parts: metric - rent * ln(1 + s) - weight * max(r - budget, 0).
 
+    r = added / host,   s = added / max(host, rent_size).
     Without a `param_budget` nothing is above it.
     """
     growth = _growth(scores.added_params, host_params)
     cap = np.inf if config.param_budget is None else config.param_budget
     return {
         "metric": scores.metric if config.objective == "metric" else -scores.loss,
-        "rent": objective(0.0, scores.added_params, host_params, config.rent),
+        "rent": objective(0.0, scores.added_params, host_params, config.rent, config.rent_size),
         "budget": -config.param_penalty_weight * np.maximum(growth - cap, 0.0),
     }
 

@@ -482,7 +482,7 @@ def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], N
     value = metric if reward.objective == "metric" else -loss
     added = engine.exported_params() - view.host_params
     kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)
-    return objective(value, added, view.host_params, reward.rent), kept
+    return objective(value, added, view.host_params, reward.rent, reward.rent_size), kept
 
 
 def _cohort(task: AnyTask, config: Config) -> Cohort:

@@ -105,6 +105,11 @@ class Sandbox:
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
             instance=config.first_instance + np.arange(config.envs),
+            floor=np.full(config.envs, np.nan),
+            ceiling=np.full(config.envs, np.nan),
+            objective=config.reward.objective,
+            rent=config.reward.rent,
+            rent_size=config.reward.rent_size,
         )
         self.state: State | None = None  # until `reset`
 

@@ -8,7 +8,7 @@ from typing import Any
 from esper.leyline.config import Config
 from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
-from esper.leyline.protocols import PolicyClient
+from esper.leyline.protocols import PolicyClient, Senses
 from esper.tamiyo.baselines import Never, RandomValid
 from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_settings
 from esper.tamiyo.heuristic import Heuristic
@@ -21,7 +21,7 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
     {
         "never": "waits: the host alone",
         "random-valid": "draws uniformly from what the masks allow",
-        "heuristic": "plants bypasses early at the slots of lowest participation, and keeps what pays",
+        "heuristic": "plants bypasses early where the host is narrow, and keeps what brings in more than it costs",
     }
 )
 """Name and summary of each; the path of a schedule (.yaml or .yml), or of the run folder of a trained one, is one too."""
@@ -57,6 +57,14 @@ def settings_of(name_or_path: str) -> Mapping[str, Any]:
     """The config that a controller brings along, over the task's own: what a trained one was trained under."""
     folder = trained(name_or_path)
     return {} if folder is None else read_settings(folder)
+
+
+def with_sensors(config: Config, client: PolicyClient) -> Config:
+    """The config with the cadence of the growth sensors that the controller needs, where `probe.sensors_every` is null."""
+    if config.probe.sensors_every is not None:
+        return config
+    every = client.sensors_every if isinstance(client, Senses) else 0
+    return config.model_copy(update={"probe": config.probe.model_copy(update={"sensors_every": every})})
 
 
 def trained(name_or_path: str) -> Path | None:

@@ -1,79 +1,280 @@
-"""The strongest rule we know: plant bypasses early where the stream is thin, keep or remove by the paired contribution.
+"""The default rule: plant early where the host is narrow, and keep what brings in more than it costs.
 
-E environments, S slots.
+E environments, S slots, K blueprints.
 """
 
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Head, Ints, Op
 from esper.leyline.config import GatesConfig, HeuristicConfig
-from esper.leyline.stages import Stage
-from esper.leyline.view import Bools, Floats, Space, View
+from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.view import Bools, Floats, Outcome, View
 from esper.tamiyo.baselines import Rule, complete, defaults
+
+DEAD = 0.02
+"""Relative participation under which the inner features of a segment pass on nothing."""
+
+
+class Obstacle(IntEnum):
+    """Why the rule did not plant at a decision at which it might have."""
+
+    NONE = 0
+    LATE = 1  # too few steps are left
+    UNMEASURED = 2  # the metric is nan
+    REACHED = 3  # the metric is not below `plant_below`
+    EVEN = 4  # no segment is narrow, and the host has a seed or the metric is not below `weak_below`
+
+
+class _Trials(NamedTuple):
+    """What the seeds on trial bring in and cost, (E, S); nan compares False with everything."""
+
+    worth: Floats  # contribution to what J is made of
+    error: Floats  # its standard error
+    price: Floats  # the share of its rent that a seed must exceed
+    keep: Bools  # may be fossilized, and pays
+    unpaid: Bools  # was on trial for long enough, and does not pay
+    refused: Bools  # its gate refused it for as long as `patience` lasts
+
+
+class _Plans(NamedTuple):
+    """Where to plant, and what stands against it."""
+
+    where: Bools  # (E, S) candidates, all alike narrow or all alike weak
+    score: Floats  # (E, S) the largest is planted first
+    blueprint: Ints  # (E, S)
+    obstacle: NDArray[np.int8]  # (E,) an Obstacle; NONE where something is planted, or the masks forbid it
+    share: Floats  # (E,) how far the metric has come from the best constant prediction to a perfect one
 
 
 class Heuristic(Rule):
     """One operation per environment and step; several seeds may be under way. The first of these that applies:
 
-    1. FOSSILIZE the holding seed of the largest contribution, where the mask allows it and its lower confidence bound
-       is above `gates.min_contribution` (so that permissive gates do not make the rule careless).
+    1. FOSSILIZE the holding seed of the largest contribution, where the mask allows it and the contribution is above
+       `keep` times its rent.
     2. ADVANCE the trained seed of the largest incubation gain, if it can still be fossilized in this episode.
-    3. PRUNE the seed of the lowest contribution among those that harm (holding, upper confidence bound under 0) and
-       those whose gate could have let them through at `patience` decisions, this one included, and does not now.
-    4. GERMINATE at the dormant slot of the lowest relative participation, from `start` on, where the metric is under
-       `threshold`, the participation under `min_rank`, and there is time to fossilize it and `slack` steps more: a
-       seed that is unfinished at the end is worth nothing. Up to `tie` times the lowest counts as lowest.
-    5. WAIT.
+    3. PRUNE the seed of the lowest contribution among those that were on trial for `gates.min_holding` steps and do not
+       bring in that much, and those whose gate could have let them through at `patience` decisions and does not now.
+    4. GERMINATE behind a *narrow* segment, if the metric has covered less than `plant_below` of the way from the best
+       constant prediction to a perfect one. A segment is narrow where nearly all of its few inner units are in use, their
+       relative participation ratio `narrow_from` or more, or none of them is, the ratio under .02. Of several, the slot of
+       the lowest participation of the stream.
+    5. GERMINATE at the slot of the lowest participation of the stream where no segment is narrow, the host has no seed yet,
+       and the metric has covered less than `weak_below` of that way. Where no segment shows its inner features,
+       the limits are those of 4, and slots within `tie` times the lowest count as lowest: the first of them is the cause.
+       This compares the slots of one host: a ratio is 1 / width at the least, so that no fixed bound holds for all widths.
+    6. WAIT.
 
-    Confidence bounds are mean -/+ `gates.z` standard errors. What was not measured satisfies no condition. A view does
-    not tell the rent, so a run says in `gates.min_contribution` what a seed must bring in.
+    It plants only while there is time to fossilize and `slack` steps more, and only blueprints that fit the slot: the first
+    of `narrow_blueprints` or `weak_blueprints` that does, else the cheapest bypass, else the cheapest. What was not measured
+    satisfies no condition; where the range of a metric is not known, the metric is no obstacle.
     """
+
+    sensors_every = 4
 
     def __init__(self, config: HeuristicConfig, gates: GatesConfig) -> None:
         self.config = config
         self.gates = gates
+        self._why: list[str | None] = []  # of the last decision
+        self._planted: Bools | None = None  # (E,) in this episode
+        self._obstacle: NDArray[np.int8] | None = None  # (E,) the last one, LATE only where there was no other
+        self._share: Floats | None = None  # (E,) how far the metric had come then
+        self._steps = 0
 
     def act(self, view: View) -> Actions:
         """One decision per environment, from its own row of the view alone."""
-        config, gates = self.config, self.gates
-        stage, age, may = view.seeds.stage, view.seeds.age, view.masks.slot
-        contribution, gain = view.measurements.contribution, view.measurements.gain
+        may = view.masks.slot
         usual = defaults(view.space)
-        usual[Head.BLUEPRINT] = _on_menu(config.blueprint, view.space)
-        # A seed planted now trains from the next step on, and its FOSSILIZE takes a decision of its own.
-        trial = view.space.tempos[usual[Head.TEMPO]] + gates.min_holding + 1
-        life = 1 + gates.min_training + trial
-        left = view.steps - view.step
+        trial = view.space.tempos[usual[Head.TEMPO]] + self.gates.min_holding + 1
+        trials, plans = self._judge(view), self._plan(view, trial)
+        advance = may[:, Op.ADVANCE] & (view.steps - view.step >= trial)
+        prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused)
 
-        # nan, which is what was not measured, compares False with everything.
-        bound = gates.z * contribution.se
-        keep = may[:, Op.FOSSILIZE] & (contribution.mean - bound > gates.min_contribution)
-        advance = may[:, Op.ADVANCE] & (left >= trial)
-        harmful = (stage == Stage.HOLDING) & (contribution.mean + bound < 0)
-        unkept = (stage == Stage.HOLDING) & ~keep & (age - gates.min_holding + 1 >= config.patience)
-        untrained = (stage == Stage.TRAINING) & ~may[:, Op.ADVANCE] & (age - gates.min_training + 1 >= config.patience)
-        prune = may[:, Op.PRUNE] & (harmful | unkept | untrained)
-        rank = view.measurements.participation
-        timely = view.step >= config.start and left >= life + config.slack
-        weak = view.measurements.metric[:, None] < config.threshold
-        plant = may[:, Op.GERMINATE] & view.masks.blueprint[..., usual[Head.BLUEPRINT]]
-        plant &= weak & (rank < config.min_rank) & timely
-
-        # A stream stays thin behind the slot where it became so, hence of about equals the first is the cause.
-        thinnest = np.where(plant, rank, np.inf).min(1, keepdims=True)
-        plant &= rank <= config.tie * thinnest
-
-        op, slot = np.zeros(len(stage), np.int64), np.zeros(len(stage), np.int64)
+        envs = len(view.seeds.stage)
+        op, slot = np.zeros(envs, np.int64), np.zeros(envs, np.int64)
         for choice, candidates, score in (  # last first: each overrules those before it
-            (Op.GERMINATE, plant, np.zeros_like(rank)),
-            (Op.PRUNE, prune, -contribution.mean),
-            (Op.ADVANCE, advance, gain.mean),
-            (Op.FOSSILIZE, keep, contribution.mean),
+            (Op.GERMINATE, plans.where, plans.score),
+            (Op.PRUNE, prune, -trials.worth),
+            (Op.ADVANCE, advance, view.measurements.gain.mean),
+            (Op.FOSSILIZE, trials.keep, trials.worth),
         ):
             any_candidate = candidates.any(1)
             op = np.where(any_candidate, choice, op)
             slot = np.where(any_candidate, _best(candidates, score), slot)
-        return complete(view.masks, op, slot, usual)
+        self._remember(view, plans)
+        decided = zip(op.tolist(), slot.tolist(), strict=True)
+        self._why = [self._reason(trials, env, Op(choice), at) for env, (choice, at) in enumerate(decided)]
+        return complete(view.masks, op, slot, {**usual, Head.BLUEPRINT: plans.blueprint[np.arange(envs), slot]})
+
+    def store(self, outcome: Outcome) -> None:
+        """Remember where something was planted."""
+        assert self._planted is not None, "act comes before store"
+        self._planted = self._planted | (outcome.accepted & (outcome.actions.op == Op.GERMINATE))
+
+    def reasons(self) -> Sequence[str | None]:
+        """For each environment, why the last decision was PRUNE or FOSSILIZE; None where it was neither."""
+        return self._why
+
+    def explain(self) -> list[str]:
+        """Which of its conditions kept it from planting anything, a sentence each with the number of environments."""
+        if self._planted is None or self._obstacle is None or self._share is None:
+            return []
+        sentences = []
+        for obstacle in list(Obstacle)[1:]:
+            where = ~self._planted & (self._obstacle == obstacle)
+            if where.any():
+                count = f"{int(where.sum())} of {len(where)} environments"
+                sentences.append(f"nothing was planted in {count}: {self._sentence(obstacle, self._share[where])}")
+        return sentences
+
+    def state(self) -> dict[str, Any]:
+        """What kept it from planting so far."""
+        return {"planted": self._planted, "obstacle": self._obstacle, "share": self._share, "steps": self._steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. A state without these figures is of a rule that kept none, and begins anew."""
+        self._planted, self._obstacle = state.get("planted"), state.get("obstacle")
+        self._share, self._steps = state.get("share"), state.get("steps", 0)
+
+    def _judge(self, view: View) -> _Trials:
+        """Hold what every seed brings in against its rent."""
+        gates, stage, age, may = self.gates, view.seeds.stage, view.seeds.age, view.masks.slot
+        measured = view.measurements
+        found = measured.contribution if view.space.objective == "metric" else measured.contribution_loss
+        price = self.config.keep * _rent(view)
+        pays = found.mean > price
+        holding, training = stage == Stage.HOLDING, stage == Stage.TRAINING
+        keep = may[:, Op.FOSSILIZE] & pays
+        unpaid = holding & (age >= gates.min_holding) & (found.mean <= price)
+        unkept = holding & ~may[:, Op.FOSSILIZE] & (age - gates.min_holding + 1 >= self.config.patience)
+        untrained = training & ~may[:, Op.ADVANCE] & (age - gates.min_training + 1 >= self.config.patience)
+        return _Trials(found.mean, found.se, price, keep, unpaid, unkept | untrained)
+
+    def _plan(self, view: View, trial: int) -> _Plans:
+        """Where to plant: at narrow slots, or where there are none, at the weakest."""
+        config, measured, space = self.config, view.measurements, view.space
+        may: Bools = np.asarray(view.masks.blueprint.any(2))
+        share = reached(measured.metric, space.floor, space.ceiling)[:, None]
+        inner = _sensor(view, "participation_inner")
+        blind = np.isnan(inner).all(1, keepdims=True)
+        narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
+        none = ~narrow.any(1, keepdims=True)
+        # A seed planted now trains from the next step on, and its FOSSILIZE takes a decision of its own.
+        timely = view.steps - view.step >= 1 + self.gates.min_training + trial + config.slack
+
+        rank = measured.participation
+        lowest = np.where(may & ~np.isnan(rank), rank, np.inf).min(1, keepdims=True)
+        # A stream stays thin behind the slot where it became so, hence of about equals the first is the cause.
+        about = np.where(blind, rank <= config.tie * lowest, rank <= lowest) | np.isinf(lowest)
+        empty = ~among(view.seeds.stage, IN_BUDGET).any(1, keepdims=True)
+        needy = np.where(blind, share < config.plant_below, (share < config.weak_below) & empty)
+        weak = may & none & about & needy
+        where: Bools = timely & ((narrow & (share < config.plant_below)) | weak)
+
+        score = np.where(none, 0.0, -rank)
+        blueprint: Ints = np.where(
+            narrow,
+            _first_that_fits(config.narrow_blueprints, view),
+            _first_that_fits(config.weak_blueprints, view),
+        )
+        share = share[:, 0]
+        obstacle = np.full(len(may), Obstacle.EVEN, np.int8)
+        obstacle[share >= config.plant_below] = Obstacle.REACHED
+        obstacle[np.isnan(share)] = Obstacle.UNMEASURED
+        if not timely:
+            obstacle[:] = Obstacle.LATE
+        obstacle[where.any(1) | ~may.any(1)] = Obstacle.NONE
+        return _Plans(where, score, blueprint, obstacle, share)
+
+    def _remember(self, view: View, plans: _Plans) -> None:
+        """Take what stands against planting into account."""
+        if view.step == 0 or self._planted is None or self._obstacle is None or self._share is None:
+            envs = len(view.seeds.stage)
+            self._planted, self._obstacle = np.zeros(envs, bool), np.zeros(envs, np.int8)
+            self._share = np.full(envs, np.nan)
+        late = (plans.obstacle == Obstacle.LATE) & (self._obstacle != Obstacle.NONE)
+        news = (plans.obstacle != Obstacle.NONE) & ~late
+        self._obstacle = np.where(news, plans.obstacle, self._obstacle)
+        self._share = np.where(news, plans.share, self._share)
+        self._steps = view.steps
+
+    def _reason(self, trials: _Trials, env: int, op: Op, slot: int) -> str | None:
+        worth, error, price = (field[env, slot] for field in (trials.worth, trials.error, trials.price))
+        figures = f"its contribution {worth:+.4f} ± {error:.4f}", f"{self.config.keep:g} of its rent, {price:.4f}"
+        if op == Op.FOSSILIZE:
+            return f"{figures[0]} is above {figures[1]} (heuristic.keep)"
+        if op != Op.PRUNE:
+            return None
+        if trials.unpaid[env, slot]:
+            return f"{figures[0]} is not above {figures[1]} (heuristic.keep)"
+        return f"its gate refused it at {self.config.patience} decisions (heuristic.patience)"
+
+    def _sentence(self, obstacle: Obstacle, share: Floats) -> str:
+        config = self.config
+        come = f"the metric had covered {_range(share)} of the way from the best constant prediction to a perfect one"
+        if obstacle == Obstacle.LATE:
+            return (
+                f"a seed that can still be kept has to be planted before the last steps, and the run has {self._steps}; "
+                f"raise steps, or lower heuristic.slack ({config.slack}), gates.min_training or gates.min_holding"
+            )
+        if obstacle == Obstacle.UNMEASURED:
+            return "the metric is not a number; look at the data and the loss"
+        if obstacle == Obstacle.REACHED:
+            return f"{come}, and the heuristic plants below {config.plant_below:.0%}; raise heuristic.plant_below"
+        return (
+            f"no segment is narrow by heuristic.narrow_from ({config.narrow_from:g}), {come}, and such a host gets a seed "
+            f"below {config.weak_below:.0%}; raise heuristic.weak_below"
+        )
+
+
+def reached(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:
+    """(E,) how far a metric has come from `floor` to `ceiling`: 0 at the floor, 1 at the ceiling, nan where it is nan.
+
+    1 where there is nothing between the two, and minus infinity where either is not known.
+    """
+    room = ceiling - floor
+    share = np.where(room > 0, (metric - floor) / np.where(room > 0, room, 1.0), 1.0)
+    return np.where(np.isnan(metric), np.nan, np.where(np.isnan(room), -np.inf, share))
+
+
+def _rent(view: View) -> Floats:
+    """(E, S) by how much J would rise if only the rent of the seed were saved; 0 at an empty slot."""
+    space, planted = view.space, view.seeds.blueprint
+    cost = np.broadcast_to(space.cost, (*planted.shape, len(space.blueprints)))
+    price = np.take_along_axis(cost, np.maximum(planted, 0).astype(np.int64)[..., None], 2)[..., 0]
+    size = np.maximum(view.host_params, space.rent_size)[:, None] + view.added_params[:, None]
+    left = np.maximum(size - np.where(planted >= 0, price, 0), 1)
+    rent: Floats = space.rent * np.log(size / left)
+    return rent
+
+
+def _sensor(view: View, name: str) -> Floats:
+    """(E, S) of one growth sensor; nan where it is not measured."""
+    names = view.space.sensors
+    if name not in names:
+        return np.full(view.seeds.stage.shape, np.nan)
+    return view.measurements.sensors[..., names.index(name)]
+
+
+def _first_that_fits(names: Sequence[str], view: View) -> Ints:
+    """(E, S) the first of some blueprints that may be planted, else the cheapest bypass, else the cheapest of all."""
+    menu = view.space.blueprints
+    order = [names.index(each.name) if each.name in names else len(names) + (each.tap != "before") for each in menu]
+    cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
+    place = np.where(view.masks.blueprint, np.array(order)[None, None], len(names) + 2)
+    best = place == place.min(2, keepdims=True)
+    cheapest: Ints = np.where(best, cost, np.iinfo(np.int64).max).argmin(2)
+    return cheapest
+
+
+def _range(values: Floats) -> str:
+    """The smallest to the largest, in percent."""
+    low, high = f"{values.min():.0%}", f"{values.max():.0%}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _best(candidates: Bools, score: Floats) -> Ints:
@@ -84,9 +285,3 @@ def _best(candidates: Bools, score: Floats) -> Ints:
     known = np.nan_to_num(score, nan=np.finfo(np.float64).min)
     best: Ints = np.where(candidates, known, -np.inf).argmax(1)
     return best
-
-
-def _on_menu(name: str, space: Space) -> int:
-    """Index of a blueprint by name; the first of the menu where the task lacks it."""
-    menu = [blueprint.name for blueprint in space.blueprints]
-    return menu.index(name) if name in menu else 0

@@ -188,8 +188,6 @@ def repair() -> Mixture:
             "data": {"batch": 32, "batches_per_step": 16},
             "lifecycle": {"max_seeds": 2, "max_training": 2},
             "reward": {"rent": 0.1},
-            # The best settings of the heuristic on training instances: docs/benchmarks/headroom.md.
-            "heuristic": {"blueprint": "bypass-linear", "threshold": 0.9, "min_rank": 1.0, "tie": 1.5},
             "gates": {"gain_z": -1.0, "z": 0.0, "min_contribution": -0.02},
         },
     )

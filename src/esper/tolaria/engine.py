@@ -41,6 +41,7 @@ from esper.leyline.view import (
 )
 from esper.nissa.events import StepRow, episode_rows, lifecycle_rows, rollback_rows, step_row
 from esper.nissa.hub import Hub
+from esper.tolaria.bounds import bounds
 from esper.tolaria.coalitions import Sampling, coalitions
 from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.early_stopping import UNDER_WAY, EarlyStopping
@@ -134,6 +135,11 @@ class VectorizedEngine:
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
             instance=self._spread(first),
+            floor=self._bounds[:, 0],
+            ceiling=self._bounds[:, 1],
+            objective=config.reward.objective,
+            rent=config.reward.rent,
+            rent_size=config.reward.rent_size,
         )
         self.space = self._visible()
         seeds = dormant(stacked, len(body.slots))
@@ -410,7 +416,7 @@ class VectorizedEngine:
     def _measure(self, trained: Trained | None, *, terminal: bool = False) -> Measured:
         """Probe every row of the population as it is now: the one read of a step."""
         every, state = self.config.probe.sensors_every, self.state
-        fit = self._fit if every > 0 and state.step % every == 0 else None
+        fit = self._fit if every and state.step % every == 0 else None
         sampling = self._sampling(terminal)
         asked = Asked(self._probe, fit, sampling, terminal, state.step, validation=self._validation)
         return measure(state.body, state.seeds, self._objective, asked, state.measurements, trained)
@@ -486,13 +492,18 @@ class VectorizedEngine:
         """The space of the environments alone."""
         envs = slice(0, self.config.envs)
         space = self._space
-        return space._replace(cost=space.cost[envs], width=space.width[envs], instance=space.instance[envs])
+        of_envs = ("cost", "width", "instance", "floor", "ceiling")
+        return space._replace(**{name: getattr(space, name)[envs] for name in of_envs})
 
     def _survey(self) -> None:
         """Take what the hosts cost and how wide they are into the space."""
         body = self.state.body
         self._space = self._space._replace(
-            cost=body.cost.copy(), width=body.taps[..., 0].copy(), instance=self.state.instance
+            cost=body.cost.copy(),
+            width=body.taps[..., 0].copy(),
+            instance=self.state.instance,
+            floor=self._bounds[:, 0],
+            ceiling=self._bounds[:, 1],
         )
         self.space = self._visible()
 
@@ -522,6 +533,7 @@ class VectorizedEngine:
         )
         sampled = [Split(train.x[:SENSED], train.y[:SENSED]) for train in trains]
         probes, lengths = [problem.probe for problem in self._problems], self._task.lengths
+        self._bounds = np.array([bounds(self._objective, probe) for probe in probes])[row]  # (rows, 2) floor, ceiling
         sensed, probed = (SENSED, lengths.probe) if lengths is not None else (None, None)
         self._fit = stack_splits(sampled, row, inputs, self.device, pixels, sensed, scaling)
         self._probe = stack_splits(probes, row, inputs, self.device, pixels, probed, scaling)
