@@ -179,3 +179,15 @@ def test_the_steps_that_early_stopping_chose_and_why_it_ended_the_run_are_said()
     assert "networks: restored to their best by the validation split, of steps 3 to 12\n" in text
     assert "stopped early: nothing rose for 12 steps\n" in text
     assert "restored" not in printed(SUMMARY)
+
+
+def test_the_closing_lines_give_the_first_removals_with_their_reasons_and_say_where_the_rest_is():
+    prunes = [{"env": env, "slot": "a", "blueprint": "mlp", "step": 7, "reason": "no [use]"} for env in range(12)]
+    text = printed(SUMMARY | {"prunes": prunes})
+    assert text.count("pruned: mlp at a of environment") == 10
+    assert "step 7: no [use]" in text
+    assert "2 more, listed under `prunes` in the summary" in text
+
+
+def test_the_closing_lines_say_why_nothing_was_planted():
+    assert "why: nothing was planted" in printed(SUMMARY | {"explanations": ["nothing was planted in 1 of 3"]})

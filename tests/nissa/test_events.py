@@ -93,7 +93,7 @@ def changes(before: Seeds, after: Seeds) -> Transitions:
 
 
 def rows_between(before: Seeds, after: Seeds) -> list[LifecycleRow]:
-    return list(lifecycle_rows(2, 3, space(), changes(before, after), before, after))
+    return list(lifecycle_rows(2, 3, space(), changes(before, after), before, after, {}))
 
 
 def test_one_row_per_change_of_stage():
@@ -112,7 +112,7 @@ def test_a_seed_that_is_gone_is_named_by_what_it_was_in_every_row_of_its_end():
     before = seeds([[B, D, D], [D, D, D]], [[1, -1, -1], [-1, -1, -1]])
     after = seeds([[E, D, D], [D, D, D]], [[-1, -1, -1], [-1, -1, -1]])
     path = Transitions(np.array([0, 0]), np.array([0, 0]), np.array([B, P], np.int8), np.array([P, E], np.int8))
-    rows = list(lifecycle_rows(0, 3, space(), path, before, after))
+    rows = list(lifecycle_rows(0, 3, space(), path, before, after, {}))
     assert [(row.from_stage, row.to_stage, row.blueprint) for row in rows] == [
         ("BLENDING", "PRUNED", "mlp"),
         ("PRUNED", "EMBARGOED", "mlp"),

@@ -232,7 +232,7 @@ def growth(summary: Mapping[str, Any]) -> list[str]:
     names = ("germinated", "fossilized", "pruned", "unfinished", *(("discarded",) if seeds["discarded"] else ()))
     fates = ", ".join(f"{seeds[name]} {name}" for name in names)
     left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
-    return [*lines, f"seeds: {fates}{left_out}", *told(summary), *chosen_steps(summary)]
+    return [*lines, f"seeds: {fates}{left_out}", *told(summary), *chosen_steps(summary), *removals(summary), *why(summary)]
 
 
 def chosen_steps(summary: Mapping[str, Any]) -> list[str]:
@@ -244,6 +244,26 @@ def chosen_steps(summary: Mapping[str, Any]) -> list[str]:
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     lines = [f"networks: restored to their best by the validation split, of {steps}"]
     return [*lines, f"stopped early: {summary['stopped_because']}"] if summary["stopped_early"] else lines
+
+
+SHOWN_PRUNES = 10
+"""Removals that the closing lines give; summary.json has all of them."""
+
+
+def removals(summary: Mapping[str, Any]) -> list[str]:
+    """What was pruned where and when, with the reason, a line each; of many the first few."""
+    prunes = summary.get("prunes", [])
+    lines = [
+        f"pruned: {prune['blueprint']} at {prune['slot']} of environment {prune['env']}, step {prune['step']}: {prune['reason']}"
+        for prune in prunes[:SHOWN_PRUNES]
+    ]
+    more = len(prunes) - len(lines)
+    return [*lines, f"        and {more} more, listed under `prunes` in the summary"] if more else lines
+
+
+def why(summary: Mapping[str, Any]) -> list[str]:
+    """Why nothing was planted, or planned operations were not carried out, a sentence each."""
+    return [f"why: {sentence}" for sentence in summary.get("explanations", [])]
 
 
 def told(summary: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ kinds of rows, so that the file is a table: an array has another name than the n
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,6 +34,8 @@ else:  # what a reader of the file finds
     Table = list[list[int]]
     Flags = list[bool]
 
+
+_DECIDED = (Stage.PRUNED, Stage.FOSSILIZED)
 
 SCHEMA = 2
 """Version of the rows, in every `run` row. Rows of version 1 have no such field; docs/events.md lists what changed."""
@@ -102,6 +104,20 @@ class LifecycleRow(Row, tag="lifecycle", kw_only=True, rename={"from_stage": "fr
     to_stage: Annotated[str, Meta(description="stage after")]
     blueprint: Annotated[str | None, Meta(description="blueprint of the seed; null where the slot held none")]
     alpha: Annotated[float, Meta(description="dose after the change")]
+    why: Annotated[
+        str | None, Meta(description="why the seed was pruned or fossilized; null at other changes and rollbacks")
+    ] = None
+    contribution_mean: Annotated[
+        float | None, Meta(description="contribution to the metric at that decision; null where not measured")
+    ] = None
+    contribution_se: Annotated[float | None, Meta(description="its standard error")] = None
+    gain_mean: Annotated[
+        float | None, Meta(description="incubation gain at that decision; null where not measured")
+    ] = None
+    gain_se: Annotated[float | None, Meta(description="its standard error")] = None
+    gate_checks: Annotated[str | None, Meta(description="what the gate in front of the seed said at that decision")] = (
+        None
+    )
 
 
 class RollbackRow(Row, tag="rollback", kw_only=True):
@@ -169,12 +185,30 @@ def step_row(view: View, outcome: Outcome, *, twin_metrics: Numbers | None = Non
     )
 
 
+class Basis(NamedTuple):
+    """What a decision to prune or to fossilize a seed was based on; null is what was not measured."""
+
+    why: str
+    contribution_mean: float | None
+    contribution_se: float | None
+    gain_mean: float | None
+    gain_se: float | None
+    gate_checks: str | None
+
+
 def lifecycle_rows(
-    episode: int, step: int, space: Space, changes: Transitions, before: Seeds, after: Seeds
+    episode: int,
+    step: int,
+    space: Space,
+    changes: Transitions,
+    before: Seeds,
+    after: Seeds,
+    bases: Mapping[tuple[int, int], Basis],
 ) -> Iterator[LifecycleRow]:
     """One row per change of stage between two states of the seeds, in the order of `changes`.
 
-    A seed that has just been removed is named by what it was, as its slot no longer holds it.
+    A seed that has just been removed is named by what it was, as its slot no longer holds it. `bases` are what the removals
+    and the fossilizations among them were based on, by environment and slot.
     """
     planted = np.where(after.blueprint >= 0, after.blueprint, before.blueprint)
     for env, slot, source, target in np.stack(changes, axis=1).tolist():
@@ -188,6 +222,7 @@ def lifecycle_rows(
             to_stage=Stage(target).name,
             blueprint=space.blueprints[index].name if index >= 0 else None,
             alpha=float(after.alpha[env, slot]),
+            **(bases[env, slot]._asdict() if target in _DECIDED and (env, slot) in bases else {}),
         )
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
@@ -24,6 +24,7 @@ from esper.nissa.events import RunRow
 from esper.nissa.files import MODELS
 from esper.nissa.hub import Hub
 from esper.simic.environment import describe_environment
+from esper.simic.explanations import Attempts, as_tree, explanations, reasons_of
 from esper.simic.interrupt import Interrupt
 from esper.simic.resume import Change, fitting, left
 from esper.simic.rewards import objective
@@ -115,6 +116,7 @@ def grow(
             episode = Episode(engine.reset())
             # a controller that does not fit the task says so before anything is written
             episode.decided = checked(client.act(episode.view), config.envs)
+            episode.reasons = reasons_of(client)
         else:
             with fitting(found):
                 episode = _restored(engine, client, found.state)
@@ -142,6 +144,8 @@ def grow(
                 **stopping_figures(engine, config, played.steps),
                 **written._asdict(),
                 **engine.governor.record.counts(),
+                "prunes": engine.removals.listed,
+                "explanations": explanations(episode.attempts, engine.space, client, config.controller),
                 "seconds": round(episode.before + time.perf_counter() - started, 3),
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
                 "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
@@ -173,6 +177,11 @@ class Episode:
     germinated: int = 0  # seeds planted, over all environments
     seconds: float = 0.0  # of stepping alone
     before: float = 0.0  # seconds of the run before it was taken up
+    reasons: Sequence[str | None] | None = None  # of `decided`
+    attempts: Attempts = field(init=False)  # to plant something
+
+    def __post_init__(self) -> None:
+        self.attempts = Attempts.none(len(self.view.host_params))
 
 
 class Keeper(NamedTuple):
@@ -205,6 +214,7 @@ class Keeper(NamedTuple):
                 "seconds": episode.seconds,
                 "before": episode.before + time.perf_counter() - self.started,
             },
+            "attempts": as_tree(episode.attempts),
             "client": self.client.state(),
             "engine": self.engine.snapshot(),
         }
@@ -246,9 +256,13 @@ def _play(
         keeper.when_due()
         begin = time.perf_counter()
         view = episode.view
-        decided = client.act(view) if episode.decided is None else episode.decided
-        episode.view, outcome = engine.step(decided)
+        decided, reasons = episode.decided, episode.reasons
+        if decided is None:
+            decided = client.act(view)
+            reasons = reasons_of(client)
+        episode.view, outcome = engine.step(decided, reasons)
         client.store(outcome)
+        episode.attempts.count(view, outcome)
         episode.germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
         episode.decided = None
         episode.steps += 1
@@ -269,7 +283,9 @@ def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str
         )
     view = engine.restore(state["engine"])
     client.load_state(state["client"])
-    return Episode(view, None, **state["episode"])
+    episode = Episode(view, None, **state["episode"])
+    episode.attempts = Attempts(**state["attempts"])
+    return episode
 
 
 def _asked(engine: VectorizedEngine, config: Config, played: Played) -> Summary:

@@ -127,7 +127,7 @@ class Heuristic(Rule):
         for obstacle in list(Obstacle)[1:]:
             where = ~self._planted & (self._obstacle == obstacle)
             if where.any():
-                count = f"{int(where.sum())} of {len(where)} environments"
+                count = f"{int(where.sum())} of {len(where)} environment{'s' * (len(where) > 1)}"
                 sentences.append(f"nothing was planted in {count}: {self._sentence(obstacle, self._share[where])}")
         return sentences
 

@@ -13,13 +13,31 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic
+from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.errors import InputError
 from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_named
+from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.view import Bools, Masks, Outcome, Space, View
 from esper.tamiyo.baselines import Rule, choices, complete, defaults
+
+
+class Hindrance(IntEnum):
+    """Why a pending entry was not carried out at a decision."""
+
+    NONE = 0
+    EARLY = 1  # its step has not come
+    BUSY = 2  # the slot holds a seed, or rests after one
+    FULL = 3  # lifecycle.max_seeds seeds are in the environment
+    INCUBATING = 4  # lifecycle.max_training seeds incubate in the environment
+    NO_SEED = 5  # the slot holds no seed at the stage that the operation needs
+    GATE = 6  # the gate in front of the seed is shut
+    CHOICE = 7  # the masks forbid a head that it names
+    TURN = 8  # another entry was carried out
+    REFUSED = 9  # the engine refused it
+
 
 _OPEN = (Head.BLUEPRINT, Head.BLEND, Head.TEMPO, Head.TARGET)  # what follows once the op and the slot are chosen
 _Name = TypeVar("_Name", bound=IntEnum)
@@ -107,6 +125,10 @@ class Schedule(Rule):
         self._pending: Bools | None = None  # (E, N)
         self._refused: Bools | None = None  # (E, N) at the last decision
         self._turn: tuple[Ints, Bools] | None = None  # (E,) that decision, and what was pending before it
+        self._hindered: NDArray[np.int8] | None = (
+            None  # (E, N) a Hindrance, that of the last decision since its step came
+        )
+        self._steps = 0
 
     def act(self, view: View) -> Actions:
         """The entry whose turn it is, per environment, or WAIT. InputError where the space lacks what it names."""
@@ -116,10 +138,12 @@ class Schedule(Rule):
         if self._pending is None or view.step == 0:
             self._pending = np.tile(plan.listed, (len(view.masks.op), 1))
             self._refused = None
+            self._hindered = np.zeros(self._pending.shape, np.int8)
         ready = self._pending & (plan.at <= view.step) & _valid(plan, view.masks)
         if self._refused is not None:
             ready &= ~self._refused
         turn = ready.argmax(1)  # the WAIT at the end is always ready
+        self._remember(plan, view, ready)
         self._turn, self._refused = (turn, self._pending), None
         self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
         return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.wanted[turn, head] for head in _OPEN})
@@ -132,16 +156,76 @@ class Schedule(Rule):
         refused = ~outcome.accepted[:, None]
         self._pending = np.where(refused, before, self._pending)
         self._refused = refused & (turn[:, None] == np.arange(before.shape[1]))
+        assert self._hindered is not None, "act comes before store"
+        self._hindered = np.where(self._refused, np.int8(Hindrance.REFUSED), self._hindered)
+
+    def reasons(self) -> Sequence[str | None]:
+        """For each environment, the entry that the last decision carried out by PRUNE or FOSSILIZE; None for others."""
+        if self._turn is None or self._plan is None:
+            return []
+        said = [
+            f"entry {number} of {self.source}" if entry.op in (Op.PRUNE, Op.FOSSILIZE) else None
+            for number, entry in _expanded(self.entries)
+        ]
+        return [[*said, None][row] for row in self._turn[0].tolist()]  # the closing WAIT is behind them
+
+    def explain(self) -> list[str]:
+        """The entries that were not carried out, a sentence each and for each cause."""
+        if self._pending is None or self._hindered is None:
+            return []
+        sentences = []
+        for row, (number, entry) in enumerate(_expanded(self.entries)):
+            for cause in Hindrance:
+                where = self._pending[:, row] & (self._hindered[:, row] == cause)
+                if where.any():
+                    done = f"{entry.op.name} of entry {number} of {self.source} was not carried out"
+                    envs = f"{int(where.sum())} of {len(where)} environment{'s' * (len(where) > 1)}"
+                    sentences.append(f"{done} in {envs}: {self._cause(cause, entry)}")
+        return sentences
+
+    def _remember(self, plan: "_Plan", view: View, ready: Bools) -> None:
+        """Take in what stands against each pending entry now; for one whose step has not come, nothing is known yet."""
+        assert self._hindered is not None, "act comes first"
+        now = np.where(ready, np.int8(Hindrance.TURN), _hindrances(plan, view))
+        if self._refused is not None:
+            now = np.where(self._refused, np.int8(Hindrance.REFUSED), now)
+        due = plan.at <= view.step
+        self._hindered = np.where(due, now, np.where(self._hindered == 0, np.int8(Hindrance.EARLY), self._hindered))
+        self._steps = view.steps
+
+    def _cause(self, cause: Hindrance, entry: Entry) -> str:
+        slot = entry.slot
+        gate = "gates.gain_z or gates.min_training" if entry.op is Op.ADVANCE else "gates.min_contribution or gates.z"
+        return {
+            Hindrance.NONE: "it became due after the last decision; raise steps",
+            Hindrance.EARLY: f"`at` is {entry.at}, and the last decision of {self._steps} steps is {self._steps - 1}; "
+            "lower `at`, or raise steps",
+            Hindrance.BUSY: f"slot {slot} held a seed, or rested after one; name another slot, or lower lifecycle.embargo",
+            Hindrance.FULL: "lifecycle.max_seeds seeds were in place already; raise it",
+            Hindrance.INCUBATING: "lifecycle.max_training seeds were incubating; raise it, or steps",
+            Hindrance.NO_SEED: f"slot {slot} held no seed at the stage that it needs; plant one earlier, or raise steps",
+            Hindrance.GATE: f"its gate did not let the seed at {slot} pass; lower {gate}, set gates.permissive, or raise steps",
+            Hindrance.CHOICE: "the masks did not allow the choices that it names; leave them out",
+            Hindrance.TURN: "other entries came first, one at a decision; raise steps",
+            Hindrance.REFUSED: "the engine refused it; `refused` in the summary says why",
+        }[cause]
 
     def state(self) -> dict[str, Any]:
         """The entries, which of them are still to be carried out, by environment, and which were refused just now."""
-        return {"entries": self._listed(), "pending": self._pending, "refused": self._refused}
+        return {
+            "entries": self._listed(),
+            "pending": self._pending,
+            "refused": self._refused,
+            "hindered": self._hindered,
+            "steps": self._steps,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave, at the next view. InputError where the entries are others now."""
         if state["entries"] != self._listed():
             raise InputError(f"{self.source} is not the schedule that the run began with; put back what was there")
         self._plan, self._pending, self._refused = None, state["pending"], state["refused"]
+        self._hindered, self._steps = state["hindered"], state["steps"]
 
     def _listed(self) -> list[dict[str, Any]]:
         return [entry.model_dump(mode="json") for entry in self.entries]
@@ -174,14 +258,26 @@ def _entry(item: object, where: str) -> Entry:
     raise InputError(f"{where}: {name} is {first['input']!r}; give {accepted}")
 
 
+def _expanded(entries: Sequence[Entry]) -> list[tuple[int, Entry]]:
+    """Every entry with its number in the list, from 1, each followed by what its `keep` adds."""
+    rows: list[tuple[int, Entry]] = []
+    for number, entry in enumerate(entries, 1):
+        rows.append((number, entry))
+        if entry.keep:
+            rows += [(number, Entry(at=entry.at, op=op, slot=entry.slot)) for op in (Op.ADVANCE, Op.FOSSILIZE)]
+    return rows
+
+
 def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
     rows: list[tuple[Entry, int]] = []  # with the row of the GERMINATE that it belongs to, -1 for what is listed
-    for number, entry in enumerate(entries, 1):
-        _check(entry, space, f"{source}, entry {number}")
-        planting = len(rows)
-        rows.append((entry, -1))
-        if entry.keep:
-            rows += [(Entry(at=entry.at, op=op, slot=entry.slot), planting) for op in (Op.ADVANCE, Op.FOSSILIZE)]
+    last = 0
+    for number, entry in _expanded(entries):
+        follows = number == last
+        if not follows:
+            _check(entry, space, f"{source}, entry {number}")
+            planting = len(rows)
+        rows.append((entry, planting if follows else -1))
+        last = number
     rows.append((Entry(at=0, op=Op.WAIT), -1))
 
     values: dict[Head, Sequence[object]] = {
@@ -233,6 +329,34 @@ def _check(entry: Entry, space: Space, where: str) -> None:
         if not fits[menu.index(entry.blueprint)]:
             fitting = _listing([name for name, fit in zip(menu, fits, strict=True) if fit]) or "another slot"
             raise InputError(f"{where}: {entry.blueprint} does not fit slot {entry.slot}; choose {fitting}")
+
+
+_NEEDS = {
+    Op.ADVANCE: {Stage.TRAINING},
+    Op.FOSSILIZE: {Stage.HOLDING},
+    Op.SET_ALPHA: {Stage.HOLDING},
+    Op.PRUNE: {Stage.TRAINING, Stage.BLENDING, Stage.HOLDING},
+}
+"""The stages of a seed on which an operation works."""
+
+
+def _hindrances(plan: _Plan, view: View) -> NDArray[np.int8]:
+    """(E, N) a Hindrance: what stands against each entry by the stages of the seeds, were its step come."""
+    stage = view.seeds.stage
+    here = stage[:, plan.slot]  # (E, N)
+    found = np.full(here.shape, Hindrance.CHOICE, np.int8)
+    plants = plan.op == Op.GERMINATE
+    incubates = among(stage, frozenset({Stage.GERMINATED, Stage.TRAINING})).any(1, keepdims=True)
+    full = (among(stage, IN_BUDGET).sum(1) >= view.space.max_seeds)[:, None]
+    found[plants & incubates] = Hindrance.INCUBATING
+    found[plants & full] = Hindrance.FULL
+    found[plants & (here != Stage.DORMANT)] = Hindrance.BUSY
+    for op, stages in _NEEDS.items():
+        able = among(here, frozenset(stages))
+        acts = plan.op == op
+        found[acts & able & (op in (Op.ADVANCE, Op.FOSSILIZE))] = Hindrance.GATE
+        found[acts & ~able] = Hindrance.NO_SEED
+    return found
 
 
 def _valid(plan: _Plan, masks: Masks) -> Bools:

@@ -23,7 +23,7 @@ from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
-from esper.leyline.verdicts import Vital
+from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import (
     BlueprintInfo,
     Bools,
@@ -50,6 +50,7 @@ from esper.tolaria.governor import Governor, Verdicts, barred, preflight
 from esper.tolaria.measuring import Asked, Measured, measure, unmeasured, without
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.probe import probe
+from esper.tolaria.removals import Removals
 from esper.tolaria.runtime import (
     PhaseTimer,
     available_memory,
@@ -157,6 +158,7 @@ class VectorizedEngine:
         )
         self.governor = Governor(body, seeds, self.rows, config)
         self.stopping = EarlyStopping(body, seeds, self.rows, config) if config.early_stopping.enabled else None
+        self.removals = Removals()
 
     def reset(self, instance: NDArray[np.int64] | None = None, episode: int | None = None) -> View:
         """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders.
@@ -170,6 +172,7 @@ class VectorizedEngine:
             self._load(state.instance)
         state.episode = state.episode + 1 if episode is None else episode
         state.step, state.coalitions = 0, None
+        self.removals = Removals()
         body.clear()
         state.seeds = dormant(*state.seeds.stage.shape)
         state.measurements = unmeasured(*state.seeds.stage.shape)
@@ -207,6 +210,7 @@ class VectorizedEngine:
             "body": state.body.state(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
+            "removals": self.removals.state(),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
@@ -232,6 +236,7 @@ class VectorizedEngine:
         self.governor.load_state(tree["governor"], state.body, seeds)
         if self.stopping is not None:
             self.stopping.load_state(tree["early_stopping"], state.body, seeds)
+        self.removals.load_state(tree["removals"])
         return self.view()
 
     def decide(self, actions: Actions) -> Verdicts:
@@ -253,18 +258,22 @@ class VectorizedEngine:
             state.masks = self._legal(after, state.measurements)
         return refused[: config.envs]
 
-    def step(self, actions: Actions) -> tuple[View, Outcome]:
+    def step(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> tuple[View, Outcome]:
         """apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
 
-        Returns what the next decision may be based on, and the outcome of this one, measured after it acted. InputError where
-        a field of the decision is no array of E whole numbers.
+        `reasons` (E,) say why a decision is PRUNE or FOSSILIZE, for the events and the list of removals. Returns what the
+        next decision may be based on, and the outcome of this one, measured after it acted. InputError where a field of the
+        decision is no array of E whole numbers.
         """
         config, state = self.config, self.state
         assert state.episode >= 0, "reset() begins an episode"
         assert state.step < config.steps, "the episode is over; reset() begins the next"
         actions = checked(actions, config.envs)
         before, decided = state.scores, state.seeds
+        measured_before = state.measurements
         refused = self.decide(actions)
+        accepted = refused == Refusal.NONE
+        self.removals.note(actions.op, actions.slot, accepted, decided, measured_before, config.gates, reasons)
         applied = state.seeds
         with self.timer.phase("train"):
             trained = train(
@@ -583,7 +592,9 @@ class VectorizedEngine:
         envs = slice(0, self.config.envs)
         for before, after in itertools.pairwise(path):
             changes = transitions(take(before, envs), take(after, envs))
-            self.hub.extend(lifecycle_rows(outcome.episode, outcome.step, self.space, changes, before, after))
+            bases = self.removals.transit(changes, before, self.space, outcome.step)
+            self.hub.extend(lifecycle_rows(outcome.episode, outcome.step, self.space, changes, before, after, bases))
+        self.removals.roll_back(found[envs], path[-1], self.state.seeds, self.space, outcome.step)
         self.hub.extend(
             rollback_rows(outcome, self.space, found[: self.rows], measured.scores, path[-1], self.state.seeds)
         )

@@ -1,0 +1,109 @@
+"""Why nothing was planted, and why planned operations were not carried out, in sentences. E environments."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.actions import Op
+from esper.leyline.protocols import Explains, PolicyClient
+from esper.leyline.verdicts import Refusal
+from esper.leyline.view import Outcome, Space, View
+
+REFUSED: Mapping[Refusal, str] = {
+    Refusal.MASKED: "the masks forbade it; choose among what view.masks allows",
+    Refusal.SEED_CAP: "lifecycle.max_seeds was reached; raise it",
+    Refusal.PARAM_BUDGET: "its parameters exceed governor.param_budget; raise it",
+    Refusal.MEMORY: "its modules do not fit into memory; lower envs, or raise governor.memory_share",
+}
+"""Why a GERMINATE was refused, and the key that changes it."""
+
+
+@dataclass
+class Attempts:
+    """What was tried in an episode."""
+
+    decisions: int
+    allowed: NDArray[np.int64]  # (E,) decisions at which GERMINATE was allowed
+    planted: NDArray[np.int64]  # (E,) seeds
+    refused: NDArray[np.int64]  # (E, refusals) of GERMINATE
+
+    @classmethod
+    def none(cls, envs: int) -> "Attempts":
+        """At the start of an episode."""
+        zeros = np.zeros(envs, np.int64)
+        return cls(0, zeros, zeros.copy(), np.zeros((envs, len(Refusal)), np.int64))
+
+    def count(self, view: View, outcome: Outcome) -> None:
+        """Take a decision into account: what it was based on, and what became of it."""
+        self.decisions += 1
+        self.allowed += view.masks.op[:, Op.GERMINATE]
+        tried = outcome.actions.op == Op.GERMINATE
+        self.planted += tried & outcome.accepted
+        np.add.at(self.refused, (np.flatnonzero(tried), outcome.refused[tried]), 1)
+        self.refused[:, Refusal.NONE] = 0
+
+
+def explanations(attempts: Attempts, space: Space, client: PolicyClient, controller: str) -> list[str]:
+    """Sentences on what did not happen, each with the config key that changes it; none where all that was asked for did.
+
+    Conditions of the engine come first, then those of a controller that `Explains` itself. Of any other controller it is only
+    said that it chose something else.
+    """
+    if not attempts.decisions:
+        return []
+    envs = len(attempts.planted)
+    barren = attempts.planted == 0
+    fixed = _fixed(space)
+    if fixed is not None:
+        return [_sentence(envs, envs, fixed), *_own(client)]
+    sentences = []
+    failed = barren & attempts.refused.any(1)
+    for why, reason in REFUSED.items():
+        where = failed & (attempts.refused[:, why] > 0)
+        if where.any():
+            sentences.append(_sentence(int(where.sum()), envs, f"GERMINATE was refused, as {reason}"))
+    own = _own(client)
+    idle = barren & ~failed & (attempts.allowed > 0)
+    if idle.any() and not own:
+        chose = (
+            f"the controller ({controller}) chose another operation at every decision at which GERMINATE was allowed"
+        )
+        sentences.append(_sentence(int(idle.sum()), envs, f"{chose}; name another with `controller`"))
+    return [*sentences, *own]
+
+
+def _fixed(space: Space) -> str | None:
+    """What forbids planting in every environment from the start."""
+    if not space.slots:
+        return "the host has no slot; give it one with esper.SlotSpec"
+    if not space.fits.any():
+        menu = ", ".join(blueprint.name for blueprint in space.blueprints)
+        slots = ", ".join(space.slots)
+        return (
+            f"no blueprint of the menu ({menu}) fits a slot that may be used ({slots}); give others with `menu` of the task or "
+            "the key `blueprints`, or other `slots`"
+        )
+    if not space.max_seeds:
+        return "lifecycle.max_seeds is 0; raise it"
+    return None
+
+
+def reasons_of(client: PolicyClient) -> Sequence[str | None] | None:
+    """What a controller says of the decisions that it has just made, (E,); None where it does not say."""
+    return client.reasons() if isinstance(client, Explains) else None
+
+
+def _own(client: PolicyClient) -> Sequence[str]:
+    return list(client.explain()) if isinstance(client, Explains) else []
+
+
+def _sentence(count: int, envs: int, why: str) -> str:
+    return f"nothing was planted in {count} of {envs} environment{'s' * (envs > 1)}: {why}"
+
+
+def as_tree(attempts: Attempts) -> dict[str, Any]:
+    """The counts as a tree of arrays, for a checkpoint."""
+    return dict(vars(attempts))

@@ -1,0 +1,125 @@
+"""Why seeds were removed and kept. E environments, S slots.
+
+A decision is justified when it is made and takes effect later, as a slow PRUNE does: what it was based on is noted at
+once, and listed when the seed is gone.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.kasmina.gates import judge
+from esper.leyline.actions import Op
+from esper.leyline.config import GatesConfig
+from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.verdicts import Vital
+from esper.leyline.view import Bools, Measurements, Seeds, Space, Transitions
+from esper.nissa.events import Basis
+
+GATES = {Stage.TRAINING: "advance", Stage.HOLDING: "fossilize"}
+"""The gate in front of a seed, by its stage."""
+
+
+class Removals:
+    """What was removed in an episode, in order, and what the decisions under way were based on."""
+
+    def __init__(self) -> None:
+        self.listed: list[dict[str, Any]] = []  # env, slot, blueprint, step, reason
+        self.bases: dict[
+            tuple[int, int], Basis
+        ] = {}  # by environment and slot, of decisions that have not taken effect
+
+    def note(
+        self,
+        op: NDArray[np.int64],
+        slot: NDArray[np.int64],
+        accepted: Bools,
+        seeds: Seeds,
+        measurements: Measurements,
+        config: GatesConfig,
+        reasons: Sequence[str | None] | None,
+    ) -> None:
+        """Note what accepted decisions to PRUNE or FOSSILIZE were based on; op, slot, accepted (E,), seeds before them."""
+        chosen = np.flatnonzero(accepted & ((op == Op.PRUNE) | (op == Op.FOSSILIZE)))
+        if not len(chosen):
+            return
+        gates = judge(seeds, measurements, config)
+        for env in chosen.tolist():
+            at = int(slot[env])
+            if seeds.doomed[env, at]:  # it is only sped up
+                continue
+            stage = Stage(int(seeds.stage[env, at]))
+            gate = getattr(gates, GATES[stage]).reason(env, at) if stage in GATES else None
+            own = reasons[env] if reasons is not None else None
+            contribution, gain = measurements.contribution, measurements.gain
+            figures = {
+                "contribution_mean": _number(contribution.mean[env, at]),
+                "contribution_se": _number(contribution.se[env, at]),
+                "gain_mean": _number(gain.mean[env, at]),
+                "gain_se": _number(gain.se[env, at]),
+            }
+            steps = int(seeds.age[env, at])
+            since = f"after {steps} step{'s' * (steps != 1)} of {stage.name}"
+            parts = [own or f"the controller chose {Op(int(op[env])).name}", since, *_measured(figures, own)]
+            if gate is not None and op[env] == Op.PRUNE:
+                parts.append(f"gate to {GATES[stage].upper()}: {gate}")
+            self.bases[env, at] = Basis(why="; ".join(parts), gate_checks=gate, **figures)
+
+    def transit(self, changes: Transitions, before: Seeds, space: Space, step: int) -> dict[tuple[int, int], Basis]:
+        """List the seeds that went, and return what those were based on that went or were kept now."""
+        found = {}
+        for env, slot, _, target in np.stack(changes, 1).tolist():
+            if target not in (Stage.PRUNED, Stage.FOSSILIZED) or (env, slot) not in self.bases:
+                continue
+            basis = found[env, slot] = self.bases.pop((env, slot))
+            if target == Stage.PRUNED:
+                self._list(env, slot, before, space, step, basis.why)
+        return found
+
+    def roll_back(self, found: NDArray[np.int8], before: Seeds, after: Seeds, space: Space, step: int) -> None:
+        """List the seeds that did not survive a rollback; found (E,) a `Vital`, and the seeds on either side of it."""
+        for env in np.flatnonzero(found != Vital.GOOD).tolist():
+            gone = among(before.stage[env], IN_BUDGET) & ~among(after.stage[env], IN_BUDGET)
+            name = Vital(int(found[env])).name.lower()
+            for slot in np.flatnonzero(gone).tolist():
+                why = f"rolled back by the governor ({name}): a seed that was not kept yet does not survive that"
+                self._list(env, slot, before, space, step, why)
+            for key in [key for key in self.bases if key[0] == env]:
+                del self.bases[key]
+
+    def _list(self, env: int, slot: int, before: Seeds, space: Space, step: int, reason: str) -> None:
+        index = int(before.blueprint[env, slot])
+        self.listed.append(
+            {
+                "env": env,
+                "slot": space.slots[slot],
+                "blueprint": space.blueprints[index].name,
+                "step": step,
+                "reason": reason,
+            }
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {"listed": self.listed, "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.listed = [dict(removal) for removal in state["listed"]]
+        self.bases = {(int(env), int(slot)): Basis(**basis) for env, slot, basis in state["bases"]}
+
+
+def _number(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _measured(figures: Mapping[str, float | None], own: str | None) -> list[str]:
+    """The figures that were measured, in words; none that the controller has said already."""
+    said = []
+    for name in ("contribution", "gain"):
+        mean, se = figures[f"{name}_mean"], figures[f"{name}_se"]
+        if mean is not None and se is not None and name not in (own or ""):
+            said.append(f"{name} {mean:+.4f} ± {se:.4f}")
+    return said
