@@ -20,6 +20,8 @@ SUMMARY = {
     "device": "cpu",
     "rows": 6,
     "metric": "accuracy",
+    "objective_formula": "accuracy - 0.1 * ln(1 + added parameters / host parameters)",
+    "best": {"env": 1, "select": "metric", "validation": 0.9},
     "host_params": 1000,
     "grown_params": [1500, 1500, 1000],
     "test_accuracy": {"host": [0.8, 0.7, 0.9], "grown": [0.9, 0.8, 0.9]},
@@ -191,3 +193,10 @@ def test_the_closing_lines_give_the_first_removals_with_their_reasons_and_say_wh
 
 def test_the_closing_lines_say_why_nothing_was_planted():
     assert "why: nothing was planted" in printed(SUMMARY | {"explanations": ["nothing was planted in 1 of 3"]})
+
+
+def test_rent_is_explained_where_j_is_shown_and_the_best_network_is_named():
+    text = " ".join(printed(SUMMARY).split())
+    assert "J = accuracy - 0.1 * ln(1 + added parameters / host parameters): what is left after rent" in text
+    assert "(reward.rent)" in text
+    assert "best: environment 1, by validation accuracy, 0.9000 (select=metric)" in text

@@ -1,11 +1,12 @@
 """The default controller on small data and hosts of one's own: it grows them where growing can help."""
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 import esper
-from esper.leyline.config import load_config_file
+from esper.tamiyo.heuristic import Heuristic
 from populations import blobs, small_config
 
 SHORT = {"envs": 2, "steps": 12, "twin": False, "data": {"batch": 16, "batches_per_step": 2}}
@@ -68,6 +69,21 @@ def test_behind_a_recurrent_segment_it_plants_what_can_be_planted_there():
     assert {name for grown in summary["grown"] for name in grown.values()} <= {"mlp-small"}
 
 
-def test_a_run_measures_the_growth_sensors_that_its_controller_needs(tmp_path):
-    esper.grow(blobs(), small_config(), controller="heuristic", run=tmp_path / "run")
-    assert load_config_file(str(tmp_path / "run" / "config.yaml"))["probe"]["sensors_every"] == 4
+class Looking(Heuristic):
+    """The rule, with whether it saw the growth sensors at each decision."""
+
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        self.saw = []
+
+    def act(self, view):
+        self.saw.append(bool(np.isfinite(view.measurements.sensors).any()))
+        return super().act(view)
+
+
+@pytest.mark.parametrize(("every", "saw"), [(None, True), (0, False)])
+def test_a_run_measures_the_growth_sensors_that_its_controller_needs_unless_it_is_told_how_often(every, saw):
+    config = small_config({"probe": {"sensors_every": every}, "models": "none"})
+    client = Looking(config.heuristic, config.gates)
+    esper.grow(blobs(), config, controller=client)
+    assert client.saw == [saw] * 8

@@ -76,7 +76,8 @@ def test_of_a_controller_that_waits_it_is_said_that_it_might_have_planted(contro
 
 
 def test_environments_in_which_something_was_planted_need_no_explanation():
-    assert "1 of 3" in explained(Script(GROW))[0]  # GROW plants in environments 1 and 2
+    (sentence,) = explained(Script(GROW))  # GROW plants in environments 1 and 2, and leaves nothing unfinished
+    assert "1 of 3" in sentence
 
 
 def test_the_heuristic_says_which_of_its_conditions_stood_against_planting():
@@ -121,7 +122,45 @@ def test_of_an_entry_of_a_schedule_that_never_ran_the_cause_and_the_key_are_said
 
 
 def test_a_schedule_that_was_carried_out_needs_no_explanation():
-    assert explained(plan(planting("block0", keep=True))) == []
+    assert explained(plan(planting("block0", keep=True)), steps=10) == []
+
+
+class Keeping(Script):
+    """Plants at the first slot, advances as soon as it may, and never prunes."""
+
+    def __init__(self, *ops):
+        super().__init__({})
+        self.ops = ops
+
+    def act(self, view):
+        actions = esper.Actions.wait(len(view.host_params))
+        for op in (Op.GERMINATE, *self.ops):
+            able = view.masks.op[:, op]
+            actions.op[able], actions.slot[able] = op, view.masks.slot[able, op].argmax(1)
+        actions.tempo[:] = view.space.tempos.index(2)
+        return actions
+
+
+@pytest.mark.parametrize(
+    ("ops", "settings", "said"),
+    [
+        (
+            (Op.ADVANCE, Op.FOSSILIZE),
+            {"gates": {"permissive": False, "z": 99.0}},
+            "failed the gate to FOSSILIZE (contribution in",
+        ),
+        ((Op.ADVANCE,), {"gates": {"min_holding": 0}}, "could FOSSILIZE, which the controller did not choose"),
+        (
+            (Op.ADVANCE,),
+            {"gates": {"permissive": False, "gain_z": 99.0}},
+            "failed the gate to ADVANCE (incubation gain in",
+        ),
+        ((Op.ADVANCE,), {"steps": 3}, "had not been blended in; raise steps"),
+    ],
+)
+def test_why_seeds_were_not_kept_at_the_end_is_said(ops, settings, said):
+    sentences = explained(Keeping(*ops), settings, lifecycle={"max_seeds": 1})
+    assert any(said in sentence for sentence in sentences), sentences
 
 
 def test_every_removal_is_listed_with_its_reason_and_stands_in_the_events(tmp_path):

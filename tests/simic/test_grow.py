@@ -297,3 +297,23 @@ def test_the_environment_says_what_ran(finished):
     assert environment["torch"] == torch.__version__.split("+")[0] or environment["torch"] == torch.__version__
     assert environment["device"] == "cpu"
     assert {"python", "numpy", "platform", "threads", "git_revision", "command"} <= set(environment)
+
+
+@pytest.mark.parametrize("select", ["metric", "objective"])
+def test_the_best_network_is_that_of_the_highest_validation_figure_that_select_names(task, tmp_path, select):
+    summary = run(task, config_of(envs=6, select=select, models="best", reward={"rent": 5.0}), tmp_path / "run")
+    name = "accuracy" if select == "metric" else "objective"
+    values = summary[f"validation_{name}"]["grown"]
+    best = int(np.argmax(values))
+    assert summary["best"] == {"env": best, "select": select, "validation": values[best]}
+    assert summary["exported"] == [best]
+
+
+def test_a_small_host_pays_rent_as_one_of_rent_size_does(task):
+    settings = {"reward": {"rent": 1.0, "rent_size": 10_000}}
+    summary = run(task, config_of(**settings))
+    host, grown = summary["host_params"], np.array(summary["grown_params"])
+    assert (grown > host).any()
+    expected = np.array(summary["test_accuracy"]["grown"]) - np.log1p((grown - host) / 10_000)
+    np.testing.assert_allclose(summary["test_objective"]["grown"], expected)
+    assert "max(host parameters, 10,000)" in summary["objective_formula"]

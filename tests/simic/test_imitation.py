@@ -18,7 +18,7 @@ from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 
 ENVS, STEPS = 8, 8
-EAGER = {"plant_below": 2.0, "weak_below": 2.0, "patience": 1}
+EAGER = {"plant_below": 2.0, "weak_below": 2.0, "patience": 1, "training_patience": 1}
 """A rule that plants as soon as it may."""
 
 

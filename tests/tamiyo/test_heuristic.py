@@ -211,14 +211,14 @@ def test_it_prunes_a_seed_that_its_gate_has_refused_for_as_long_as_patience_last
     # the dwell is 2 steps for both, so the decision at age 2 is the first refusal and that at age 4 the third
     for age, expected in ((3, Op.WAIT), (4, Op.PRUNE)):
         v = view([[stage, DORMANT, DORMANT]], {Op.PRUNE: [True, False, False]}, age=age, contribution=0.5)
-        assert decide(v, patience=3)[0] == expected
+        assert decide(v, patience=3, training_patience=3)[0] == expected
 
 
 @pytest.mark.parametrize(("stage", "onward"), [(TRAINING, Op.ADVANCE), (HOLDING, Op.FOSSILIZE)])
 def test_it_does_not_prune_a_seed_that_passes_its_gate_at_last(view, stage, onward):
     may = {Op.PRUNE: [True, False, False], onward: [True, False, False]}
     v = view([[stage, DORMANT, DORMANT]], may, age=20, gain=0.1, contribution=0.1)
-    assert decide(v, patience=1) == (onward, 0)
+    assert decide(v, patience=1, training_patience=1) == (onward, 0)
 
 
 def test_it_prunes_only_what_the_masks_allow(view):

@@ -189,7 +189,7 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
     head += f"{summary['steps_done']} of {summary['steps']} steps, seed {summary['seed']}, {summary['device']}"
     _print(console, head if summary["status"] == "finished" else f"{head}, {summary['status']}")
     print_table(console, comparison(summary))
-    for line in (*growth(summary), *_closing(summary, folder)):
+    for line in (*terms(summary), *growth(summary), *_closing(summary, folder)):
         _print(console, line)
 
 
@@ -221,6 +221,17 @@ def comparison(summary: Mapping[str, Any]) -> Table:
     return table
 
 
+def terms(summary: Mapping[str, Any]) -> list[str]:
+    """What J is, and which network is best by which figure."""
+    best = summary["best"]
+    name = summary["metric"] if best["select"] == "metric" else "J"
+    value = "" if best["validation"] is None else f", {best['validation']:.4f}"
+    return [
+        f"J = {summary['objective_formula']}: what is left after rent for the parameters that were added (reward.rent)",
+        f"best: environment {best['env']}, by validation {name}{value} (select={best['select']})",
+    ]
+
+
 def growth(summary: Mapping[str, Any]) -> list[str]:
     """What grew where, the most frequent first, and what became of the other seeds; one line each."""
     envs, seeds = summary["envs"], summary["seeds"]
@@ -232,7 +243,14 @@ def growth(summary: Mapping[str, Any]) -> list[str]:
     names = ("germinated", "fossilized", "pruned", "unfinished", *(("discarded",) if seeds["discarded"] else ()))
     fates = ", ".join(f"{seeds[name]} {name}" for name in names)
     left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
-    return [*lines, f"seeds: {fates}{left_out}", *told(summary), *chosen_steps(summary), *removals(summary), *why(summary)]
+    return [
+        *lines,
+        f"seeds: {fates}{left_out}",
+        *told(summary),
+        *chosen_steps(summary),
+        *removals(summary),
+        *why(summary),
+    ]
 
 
 def chosen_steps(summary: Mapping[str, Any]) -> list[str]:

@@ -135,7 +135,7 @@ class ProbeConfig(_Section):
 
 
 class RewardConfig(_Section):
-    """The objective J = metric - rent * ln(1 + added parameters / host parameters), and how a controller is paid for it."""
+    """The objective J = metric - rent * ln(1 + added / max(host, rent_size) parameters), and how a controller is paid for it."""
 
     name: Literal["delta", "sparse", "escrow"] = Field(
         "delta",
@@ -273,7 +273,8 @@ class HeuristicConfig(_Section):
     )
     slack: int = Field(0, ge=0, description="time left beyond the shortest life of a seed when it is planted [steps]")
     keep: float = Field(0.5, description="keep a seed whose contribution exceeds this share of the rent for it")
-    patience: int = Field(3, ge=1, description="prune a seed that its gate has refused for this long [steps]")
+    patience: int = Field(3, ge=1, description="prune a holding seed that its gate has refused for this long [steps]")
+    training_patience: int = Field(12, ge=1, description="the same for a seed that incubates [steps]")
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -345,6 +346,9 @@ class Config(_Section):
     )
     first_instance: int = Field(0, ge=0, description="environment e is instance first_instance + e of that part")
     models: Literal["all", "best", "none"] = Field("all", description="which grown networks are exported")
+    select: Literal["metric", "objective"] = Field(
+        "metric", description="the best network has the highest metric, or the highest J, on the validation split"
+    )
     slots: tuple[str, ...] | None = Field(None, description="slots that may be used, by name; null for all of the task")
     blueprints: tuple[str, ...] | None = Field(None, description="menu, by name; null for that of the task")
     data: DataConfig = DataConfig()

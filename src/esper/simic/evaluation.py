@@ -322,10 +322,12 @@ class _Abreast(Rule):
         self.schedules = schedules
 
     def act(self, view: View) -> Actions:
-        """What each schedule decides where the masks are those of its own environments; it reads nothing else of them."""
+        """What each schedule decides where masks and seeds are those of its own environments; it reads nothing else."""
         each = len(view.masks.op) // len(self.schedules)
-        masks = (take(view.masks, slice(i * each, (i + 1) * each)) for i in range(len(self.schedules)))
-        decided = [schedule.act(view._replace(masks=own)) for schedule, own in zip(self.schedules, masks, strict=True)]
+        decided = []
+        for index, schedule in enumerate(self.schedules):
+            own = slice(index * each, (index + 1) * each)
+            decided.append(schedule.act(view._replace(masks=take(view.masks, own), seeds=take(view.seeds, own))))
         return Actions(*map(np.concatenate, zip(*decided, strict=True)))
 
 

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from esper.kasmina.gates import judge
 from esper.leyline.actions import Op
+from esper.leyline.config import GatesConfig
 from esper.leyline.protocols import Explains, PolicyClient
+from esper.leyline.stages import Stage, among
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Outcome, Space, View
 
@@ -73,6 +76,37 @@ def explanations(attempts: Attempts, space: Space, client: PolicyClient, control
         )
         sentences.append(_sentence(int(idle.sum()), envs, f"{chose}; name another with `controller`"))
     return [*sentences, *own]
+
+
+def unfinished(view: View, config: GatesConfig) -> list[str]:
+    """Why seeds were not kept at the end of an episode, a sentence for each cause, with the keys that change it."""
+    stage, gates = view.seeds.stage, judge(view.seeds, view.measurements, config)
+    sentences = []
+    moving = among(stage, frozenset({Stage.GERMINATED, Stage.BLENDING}))
+    if moving.any():
+        sentences.append(_left(int(moving.sum()), "had not been blended in; raise steps, or plant earlier"))
+    for gate, op, keys in (
+        (gates.advance, Op.ADVANCE, "gates.min_training or gates.gain_z"),
+        (gates.fossilize, Op.FOSSILIZE, "gates.min_holding, gates.min_contribution or gates.z"),
+    ):
+        here = stage == gate.stage
+        passed = here & gate.passed()
+        if passed.any():
+            sentences.append(_left(int(passed.sum()), f"could {op.name}, which the controller did not choose"))
+        stopped = here & ~passed
+        if stopped.any():
+            failed = [
+                f"{check.name} in {count}"
+                for check in gate.checks
+                if (count := int((stopped & ~(check.margin > 0)).sum()))
+            ]
+            why = f"failed the gate to {op.name} ({', '.join(failed)}); lower {keys}, or raise steps"
+            sentences.append(_left(int(stopped.sum()), why))
+    return sentences
+
+
+def _left(count: int, why: str) -> str:
+    return f"{count} seed{'s were' if count > 1 else ' was'} not kept at the end: {'they' if count > 1 else 'it'} {why}"
 
 
 def _fixed(space: Space) -> str | None:

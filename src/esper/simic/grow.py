@@ -24,7 +24,7 @@ from esper.nissa.events import RunRow
 from esper.nissa.files import MODELS
 from esper.nissa.hub import Hub
 from esper.simic.environment import describe_environment
-from esper.simic.explanations import Attempts, as_tree, explanations, reasons_of
+from esper.simic.explanations import Attempts, as_tree, explanations, reasons_of, unfinished
 from esper.simic.interrupt import Interrupt
 from esper.simic.resume import Change, fitting, left
 from esper.simic.rewards import objective
@@ -93,7 +93,6 @@ def grow(
     watch = watch or Silent()
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
-    config = with_sensors(config, client)
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
         get_blueprint(name)  # a task may lack it; a name that nothing has is a mistake
     with (
@@ -110,7 +109,7 @@ def grow(
             other_data=other_data,
         ) as run,
     ):
-        engine, found = VectorizedEngine(task.sealed(), config, run.hub), run.found
+        engine, found = VectorizedEngine(task.sealed(), with_sensors(config, client), run.hub), run.found
         engine.sound(_tests(engine, task))  # looked at now, as nothing should stop the run at its end
         if found is None:
             episode = Episode(engine.reset())
@@ -145,7 +144,10 @@ def grow(
                 **written._asdict(),
                 **engine.governor.record.counts(),
                 "prunes": engine.removals.listed,
-                "explanations": explanations(episode.attempts, engine.space, client, config.controller),
+                "explanations": [
+                    *explanations(episode.attempts, engine.space, client, config.controller),
+                    *unfinished(episode.view, config.gates),
+                ],
                 "seconds": round(episode.before + time.perf_counter() - started, 3),
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
                 "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
@@ -308,13 +310,15 @@ def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary
     name = task.objective.metric
     test = _evaluate(engine, config, name, _tests(engine, task))
     validation = _evaluate(engine, config, name, engine.validation_splits())
-    return {
+    figures: Summary = {
         "metric": name,
+        "objective_formula": _formula(name, config),
         "host_params": _one_or_all(engine.state.body.host_params[: config.envs].tolist()),
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
         **{f"validation_{name}": pair for name, pair in validation.items()},
     }
+    return figures | {"best": _best(figures, config)}
 
 
 def _tests(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
@@ -355,7 +359,7 @@ def _write_networks(
     patience: Patient,
 ) -> Written:
     """Export the networks that the config asks for into the run folder."""
-    written = Written(_chosen(config, figures["validation_objective"]["grown"]), [])
+    written = Written(_exported(config, figures["best"]["env"]), [])
     if written.exported:
         watch.note(f"exporting {len(written.exported)} network{'s' * (len(written.exported) > 1)}")
     for env in written.exported:
@@ -393,13 +397,25 @@ def _pair(values: Floats, config: Config) -> Pair:
     return Pair(host=plain[config.envs :] if config.twin else None, grown=plain[: config.envs])
 
 
-def _chosen(config: Config, scores: list[float | None]) -> list[int]:
-    """The environments whose networks are exported; the best is the one of the highest J on the validation split."""
-    if config.models == "none":
-        return []
-    if config.models == "best":
-        return [max(range(config.envs), key=lambda env: (scores[env] is not None, scores[env] or 0.0))]
-    return list(range(config.envs))
+def _best(figures: Summary, config: Config) -> Summary:
+    """The network that is best on the validation split by what `select` names; one that was not measured comes last."""
+    name = figures["metric"] if config.select == "metric" else "objective"
+    values = figures[f"validation_{name}"]["grown"]
+    env = max(range(len(values)), key=lambda env: (values[env] is not None, values[env] or 0.0))
+    return {"env": env, "select": config.select, "validation": values[env]}
+
+
+def _formula(name: str, config: Config) -> str:
+    """What J is, in a line."""
+    reward = config.reward
+    value = name if reward.objective == "metric" else "- loss"
+    host = f"max(host parameters, {reward.rent_size:,})" if reward.rent_size else "host parameters"
+    return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host})"
+
+
+def _exported(config: Config, best: int) -> list[int]:
+    """The environments whose networks are exported."""
+    return {"none": [], "best": [best], "all": list(range(config.envs))}[config.models]
 
 
 def _run_row(engine: VectorizedEngine, config: Config, status: Any) -> RunRow:

@@ -38,7 +38,8 @@ class _Trials(NamedTuple):
     price: Floats  # the share of its rent that a seed must exceed
     keep: Bools  # may be fossilized, and pays
     unpaid: Bools  # was on trial for long enough, and does not pay
-    refused: Bools  # its gate refused it for as long as `patience` lasts
+    holding: Bools  # is on trial
+    refused: Bools  # its gate refused it for as long as the patience lasts
 
 
 class _Plans(NamedTuple):
@@ -58,7 +59,8 @@ class Heuristic(Rule):
        `keep` times its rent.
     2. ADVANCE the trained seed of the largest incubation gain, if it can still be fossilized in this episode.
     3. PRUNE the seed of the lowest contribution among those that were on trial for `gates.min_holding` steps and do not
-       bring in that much, and those whose gate could have let them through at `patience` decisions and does not now.
+       bring in that much, and those whose gate could have let them through at `patience` decisions, `training_patience` of an
+       incubating one, and does not now.
     4. GERMINATE behind a *narrow* segment, if the metric has covered less than `plant_below` of the way from the best
        constant prediction to a perfect one. A segment is narrow where nearly all of its few inner units are in use, their
        relative participation ratio `narrow_from` or more, or none of them is, the ratio under .02. Of several, the slot of
@@ -151,8 +153,8 @@ class Heuristic(Rule):
         keep = may[:, Op.FOSSILIZE] & pays
         unpaid = holding & (age >= gates.min_holding) & (found.mean <= price)
         unkept = holding & ~may[:, Op.FOSSILIZE] & (age - gates.min_holding + 1 >= self.config.patience)
-        untrained = training & ~may[:, Op.ADVANCE] & (age - gates.min_training + 1 >= self.config.patience)
-        return _Trials(found.mean, found.se, price, keep, unpaid, unkept | untrained)
+        untrained = training & ~may[:, Op.ADVANCE] & (age - gates.min_training + 1 >= self.config.training_patience)
+        return _Trials(found.mean, found.se, price, keep, unpaid, holding, unkept | untrained)
 
     def _plan(self, view: View, trial: int) -> _Plans:
         """Where to plant: at narrow slots, or where there are none, at the weakest."""
@@ -211,7 +213,9 @@ class Heuristic(Rule):
             return None
         if trials.unpaid[env, slot]:
             return f"{figures[0]} is not above {figures[1]} (heuristic.keep)"
-        return f"its gate refused it at {self.config.patience} decisions (heuristic.patience)"
+        if trials.holding[env, slot]:
+            return f"its gate refused it at {self.config.patience} decisions (heuristic.patience)"
+        return f"its gate refused it at {self.config.training_patience} decisions (heuristic.training_patience)"
 
     def _sentence(self, obstacle: Obstacle, share: Floats) -> str:
         config = self.config
