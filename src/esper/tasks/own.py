@@ -61,13 +61,14 @@ def _each(function: Function, output: Tensor, target: Tensor) -> Tensor:
     return found.reshape(rows, examples, -1).mean(-1)
 
 
-@lru_cache
 def _on(function: Function, device: torch.device) -> Function:
     """The function with its tensors on the device of the outputs, where it is a module."""
-    if not isinstance(function, nn.Module):
-        return function
-    moved: Function = copy.deepcopy(function).to(device)
-    return moved
+    return _moved(function, device) if isinstance(function, nn.Module) else function
+
+
+@lru_cache
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    return copy.deepcopy(module).to(device)
 
 
 @lru_cache
