@@ -38,7 +38,7 @@ def run(tmp_path_factory):
     (folder / "schedule.yaml").write_text(json.dumps(KEEP))
     settings = {
         "envs": 1, "steps": 12, "data": {"batch": 24, "batches_per_step": 6}, "gates": {"permissive": True},
-        "lifecycle": {"max_training": 2},
+        "lifecycle": {"max_training": 2}, "early_stopping": {"enabled": False},
     }  # fmt: skip
     summary = esper.grow(task, settings, controller=str(folder / "schedule.yaml"), run=folder / "run")
     assert summary["grown"] == [{"block0": "skip-mlp", "block1": "bypass-mlp"}]
@@ -81,6 +81,39 @@ def test_tensors_arrays_lists_and_frames_are_predicted_alike(run):
     np.testing.assert_array_equal(SPECIES[shares.argmax(1)], expected)
     for other in (torch.from_numpy(x), torch.from_numpy(x).float(), x.tolist(), pd.DataFrame(x), x.astype(object)):
         np.testing.assert_array_equal(network.predict(other), expected)
+
+
+@pytest.fixture(scope="module")
+def framed(tmp_path_factory):
+    """(frame, labels, folder) of a network that was grown on a frame whose columns have names."""
+    x, y, _ = flowers()
+    frame = pd.DataFrame(x, columns=["length", "angle", "weight"])
+    task = esper.task("flowers", frame, y, host=MLP(3, 8, (3,), 2), standardize=True)
+    assert task.columns == ("length", "angle", "weight")
+    folder = tmp_path_factory.mktemp("framed") / "run"
+    esper.grow(task, {"envs": 1, "steps": 4, "data": {"batch": 24, "batches_per_step": 6}}, run=folder)
+    return frame, y, folder / "models" / "env-000"
+
+
+def test_columns_of_a_frame_are_taken_by_their_names(framed):
+    frame, y, folder = framed
+    network = esper.load(folder)
+    expected = network.predict(frame.to_numpy())
+    np.testing.assert_array_equal(network.predict(frame), expected)
+    np.testing.assert_array_equal(network.predict(frame[["weight", "length", "angle"]].assign(species=y)), expected)
+    with pytest.raises(InputError, match=r"^x lacks the column 'angle'; give the 3 columns length, angle, weight$"):
+        network.predict(frame[["length", "weight"]])
+
+
+def test_the_columns_of_splits_are_taken_by_the_names_of_the_train_split(framed):
+    frame, y, _ = framed
+    parts = dict(zip(["train", "probe", "validation", "test"], np.split(np.arange(N), [60, 80, 100]), strict=True))
+    pairs = {name: (frame.iloc[part], y[part]) for name, part in parts.items()}
+    turned = pairs | {"test": (pairs["test"][0][["weight", "angle", "length"]], pairs["test"][1])}
+    host = MLP(3, 8, (3,), 2)
+    tasks = [esper.task("flowers", host=host, splits=given) for given in (pairs, turned)]
+    assert torch.equal(tasks[0].test.x, tasks[1].test.x)
+    assert tasks[0].columns == ("length", "angle", "weight")
 
 
 def test_predicting_leaves_the_network_in_its_mode_and_without_gradients(run):

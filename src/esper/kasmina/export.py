@@ -70,6 +70,7 @@ class _SavedTopology(_Saved):
     standardize: list[PositiveInt] | None  # shape of the mean and the deviation, which are among the weights
     classes: Annotated[list[str | int | float | bool], AfterValidator(_names)] | None  # in the order of the outputs
     target: list[PositiveInt]  # shape of one example's y
+    columns: list[str] | None  # names of the features
     example: Literal["uint8", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"]  # dtype of x
     parameters: int
     host_parameters: int
@@ -125,6 +126,7 @@ def grown_network(
         "standardize": None if interface.scaling is None else list(interface.scaling.mean.shape),
         "classes": None if interface.classes is None else list(interface.classes),
         "target": list(interface.target),
+        "columns": None if interface.columns is None else list(interface.columns),
         "parameters": count(network),
         "host_parameters": int(body.host_params[env]),
         "seeds": grown,
@@ -234,7 +236,8 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
             f"{folder / TOPOLOGY} has a mean of shape {shape} for inputs of shape {inputs}; export the network again"
         )
     scaling = None if shape is None else Scaling(torch.zeros(shape), torch.ones(shape))
-    return Interface(tuple(inputs), scaling, None if classes is None else tuple(classes), tuple(topology["target"]))
+    classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
+    return Interface(tuple(inputs), scaling, classes, tuple(topology["target"]), columns)
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from esper.kasmina.blending import sigmoid
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.actions import Blend
-from esper.leyline.arrays import as_tensor
+from esper.leyline.arrays import as_tensor, by_name
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Tap
 from esper.leyline.task import Interface, Scaling, Split, nonfinite, which
@@ -54,6 +54,7 @@ class GrownNetwork(nn.Module):
     inputs: shape of one example.
     classes: the labels as the task was given them, in the order of the outputs; None where the outputs are values.
     target: shape of one example's y.
+    columns: the names of the features, where the task was given a frame; None otherwise.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class GrownNetwork(nn.Module):
         self.inputs = interface.inputs
         self.classes = interface.classes
         self.target = interface.target
+        self.columns = interface.columns
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) -> (B, C): the logit of every class, or the value of every target."""
@@ -87,8 +89,10 @@ class GrownNetwork(nn.Module):
     def predict(self, x: Any) -> NDArray[Any]:
         """The label (B,) of each example, as the task's y had it; of a regression the targets, (B,) or (B, C).
 
-        x: (B, ...) features as the task was given them, in a tensor, an array, a list or a frame. Dropout is off, and the
-        network stays in the mode it is in. Raises InputError where x does not fit the network, or is not finite.
+        x: (B, ...) features as the task was given them, in a tensor, an array, a list or a frame, whose columns are taken by
+        name. Dropout is off, and the network stays in the mode it is in.
+
+        Raises InputError where x does not fit the network, or is not finite.
         """
         output = self._outputs(x)
         answer = output if self.target else output[:, 0]
@@ -128,7 +132,7 @@ class GrownNetwork(nn.Module):
 
     def _examples(self, x: Any, dtype: torch.dtype) -> Tensor:
         """Features as a tensor (B, ...) that the network can take. InputError where they are of another shape, or not finite."""
-        examples = as_tensor(x, "x", dtype)
+        examples = as_tensor(by_name(x, self.columns, "x"), "x", dtype)
         if examples.shape[1:] != self.inputs or not len(examples):
             mend = f"give at least one example, as (B, {', '.join(map(str, self.inputs))})"
             raise InputError(

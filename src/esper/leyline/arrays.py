@@ -44,6 +44,28 @@ def numbers(value: Any, what: str) -> NDArray[Any]:
     return _column(array(value, what), what)
 
 
+def columns_of(value: Any) -> tuple[str, ...] | None:
+    """The names of a frame's columns; None for anything else, and where a name is no text."""
+    names = tuple(value.columns) if isinstance(value, Frame) else ()
+    return tuple(map(str, names)) if names and all(isinstance(name, str) for name in names) else None
+
+
+def by_name(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
+    """A frame with the columns of these names alone, in their order. Anything without names is returned as it is.
+
+    InputError where the frame lacks one of them.
+    """
+    given = columns_of(value)
+    if names is None or given is None:
+        return value
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise InputError(
+            f"{what} lacks the column {missing[0]!r}; give the {len(names)} columns {', '.join(names)[:200]}"
+        )
+    return value if given == names else value[list(names)]
+
+
 def array(value: Any, what: str) -> NDArray[Any]:
     """Anything that NumPy makes an array of. InputError where that fails."""
     try:

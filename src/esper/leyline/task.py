@@ -114,6 +114,7 @@ class Interface(NamedTuple):
     scaling: Scaling | None = None  # applied by the network itself, so that it takes features as they came
     classes: tuple[Label, ...] | None = None  # what each output is the class of; None where outputs are values
     target: tuple[int, ...] = ()  # shape of one example's y
+    columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
 
 
 class Objective(Protocol):
@@ -143,6 +144,7 @@ class Instance(NamedTuple):
     scaling: Scaling | None = None  # of features that a host reads standardized
     classes: tuple[Label, ...] | None = None  # what the outputs are classes of; None numbers them from 0
     weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
+    columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
 
     def read(self, x: Tensor) -> Tensor:
         """Examples of a split as a host reads them: (N, ...) floating point."""
@@ -159,7 +161,7 @@ class Instance(NamedTuple):
             )
             scaling = Scaling(mean, deviation)
         classes = None if y.is_floating_point() else self.classes or tuple(range(self.outputs))
-        return Interface(tuple(self.train.x.shape[1:]), scaling, classes, tuple(y.shape[1:]))
+        return Interface(tuple(self.train.x.shape[1:]), scaling, classes, tuple(y.shape[1:]), self.columns)
 
 
 class Lengths(NamedTuple):
@@ -199,6 +201,7 @@ class Task:
     scaling: Scaling | None = None  # of features that hosts read standardized; the splits hold them as they came
     classes: tuple[Label, ...] | None = None  # what the labels of y are called, in order; None numbers them from 0
     weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
+    columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -230,6 +233,7 @@ class Task:
             self.scaling,
             self.classes,
             self.weights,
+            self.columns,
         )
 
     def read(self, x: Tensor) -> Tensor:

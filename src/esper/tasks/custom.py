@@ -128,6 +128,7 @@ def task_from(
         scaling=scaling,
         classes=target.classes,
         weights=train_weights(brought, parts[0].numpy()),
+        columns=brought.columns,
     )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from esper.leyline.arrays import array, as_tensor, numbers
+from esper.leyline.arrays import array, as_tensor, by_name, columns_of, numbers
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split, finite, nonfinite
 from esper.tasks.dataset import read_dataset
@@ -29,6 +29,7 @@ class Brought(NamedTuple):
         tuple[Indices, ...] | None
     )  # which of them are in train, probe, validation and test; None where that is to be dealt
     weights: NDArray[np.float64] | None  # (N,) of the loss, where they were given
+    columns: tuple[str, ...] | None  # names of the features, where they came in a frame
 
 
 def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int) -> Brought:
@@ -41,10 +42,11 @@ def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int
         features, values = _read(x, y, workers)
         parts = None if splits is None else _indices(splits, len(features))
         weights = None if sample_weights is None else _weights(sample_weights, len(features), "x")
-        return Brought(features, values, parts, weights)
+        return Brought(features, values, parts, weights, columns_of(x))
     if y is not None:
         raise InputError("y was given without x; leave it out, because splits bring their own, or give x too")
-    pairs = [_read_split(name, splits[name], workers) for name in Splits._fields]
+    columns = columns_of(splits["train"][0]) if isinstance(splits["train"], tuple | list) else None
+    pairs = [_read_split(name, splits[name], columns, workers) for name in Splits._fields]
     for name, (features, _) in zip(Splits._fields, pairs, strict=True):
         if features.shape[1:] != pairs[0][0].shape[1:]:
             raise InputError(
@@ -57,9 +59,8 @@ def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int
     if sample_weights is not None:
         weights = np.ones(ends[-1])
         weights[parts[0]] = _weights(sample_weights, len(parts[0]), "the train split")
-    return Brought(
-        torch.cat([features for features, _ in pairs]), joined([values for _, values in pairs]), parts, weights
-    )
+    features, values = torch.cat([x for x, _ in pairs]), joined([y for _, y in pairs])
+    return Brought(features, values, parts, weights, columns)
 
 
 def complete(brought: Brought, values: Tensor, *, skip: bool) -> tuple[Brought, Tensor]:
@@ -72,7 +73,7 @@ def complete(brought: Brought, values: Tensor, *, skip: bool) -> tuple[Brought, 
     place = np.cumsum(keep) - 1
     parts = None if brought.parts is None else tuple(place[part[keep[part]]] for part in brought.parts)
     weights = None if brought.weights is None else brought.weights[keep]
-    return Brought(features, brought.y[keep], parts, weights), values
+    return Brought(features, brought.y[keep], parts, weights, brought.columns), values
 
 
 def train_weights(brought: Brought, train: Indices) -> Tensor | None:
@@ -123,8 +124,8 @@ def _check_names(splits: Any) -> None:
         )
 
 
-def _read_split(name: str, given: Any, workers: int) -> tuple[Tensor, NDArray[Any]]:
-    """One split, from a pair (x, y) or a Dataset."""
+def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers: int) -> tuple[Tensor, NDArray[Any]]:
+    """One split, from a pair (x, y), whose columns are taken by name, or from a Dataset."""
     if isinstance(given, Dataset):
         return _read(given, None, workers)
     if not isinstance(given, tuple | list) or len(given) != 2:
@@ -132,7 +133,7 @@ def _read_split(name: str, given: Any, workers: int) -> tuple[Tensor, NDArray[An
             f"the {name} split is a {type(given).__name__}; give a pair (x, y) or a Dataset, or give x and y of all examples "
             "beside indices"
         )
-    features, values = _read(given[0], given[1], workers)
+    features, values = _read(by_name(given[0], columns, f"the {name} split"), given[1], workers)
     if not features.dim() or len(features) != len(values):
         raise InputError(
             f"the {name} split has {len(features) if features.dim() else 1} examples and {len(values)} labels or targets"
