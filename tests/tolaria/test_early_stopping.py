@@ -137,8 +137,16 @@ def test_a_row_does_not_stop_while_a_seed_is_under_way():
         curve.observe([-1, -1, -1], stage=Stage.TRAINING)
     assert not curve.stopping.over
     curve.observe([-1, -1, -1])
-    curve.observe([-1, -1, -1])
     assert curve.stopping.over
+
+
+def test_a_seed_that_is_fossilized_begins_the_patience_anew():
+    curve = Curve(patience=3)
+    for age in range(4):
+        curve.seeds = curve.seeds._replace(age=np.full_like(curve.seeds.age, age - 1))
+        curve.observe([-1, -1, -1], stage=Stage.FOSSILIZED if age > 1 else Stage.TRAINING)
+    assert curve.stopping.latest.tolist() == [3, 3, 3]
+    assert not curve.stopping.over
 
 
 def test_a_score_that_is_not_finite_or_of_a_row_that_was_rolled_back_is_no_best():

@@ -226,7 +226,7 @@ class EarlyStoppingConfig(_Section):
         False, description="keep each network's best state by its validation split; tasks of one's own set it"
     )
     patience: int = Field(
-        12, ge=1, description="steps without a better validation score and without a live seed that end a run [steps]"
+        12, ge=1, description="steps without a better validation score or a fossilized seed that end a run [steps]"
     )
 
 

@@ -19,7 +19,7 @@ def stopping_figures(engine: VectorizedEngine, config: Config, steps: int) -> di
     early = stopping.over and steps < config.steps
     patience = config.early_stopping.patience
     why = (
-        f"no validation score rose and no seed was live for {patience} steps (early_stopping.patience)"
+        f"no validation score rose and no seed was fossilized for {patience} steps (early_stopping.patience)"
         if early
         else None
     )

@@ -26,7 +26,7 @@ class EarlyStopping:
     """What is kept of every row for the end of the episode.
 
     score (E,): the best validation score so far; -inf where none was finite.
-    latest (E,): the last step at which the score rose or a seed was under way.
+    latest (E,): the last step at which the score rose or a seed was fossilized.
     stopped (E,): the steps after which a row stopped; -1 where it has not.
     """
 
@@ -61,8 +61,10 @@ class EarlyStopping:
             better = going & healthy & (score > self.score)
         self.score[better] = score[better]
         self.snapshot.take(body, seeds, better, step)
-        self.latest[going & (better | among(seeds.stage, UNDER_WAY).any(1))] = step
-        self.stopped[going & (step - self.latest >= self.patience)] = step
+        fossilized = (seeds.stage == Stage.FOSSILIZED) & (seeds.age <= 1)
+        self.latest[going & (better | fossilized.any(1))] = step
+        waiting = among(seeds.stage, UNDER_WAY).any(1)
+        self.stopped[going & ~waiting & (step - self.latest >= self.patience)] = step
 
     def restore(self, body: Body, seeds: Seeds) -> Seeds:
         """Make every row what it was at its best, without the seeds that were under way; returns the state of all."""
