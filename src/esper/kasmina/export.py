@@ -18,6 +18,7 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.body import Body, Seed
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network import Graft, GrownNetwork
+from esper.kasmina.regrow import as_host
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
 from esper.leyline.disk import Patient, at_once, standing, write_folder
@@ -192,8 +193,12 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     topology = read_topology(folder)
     with drawn_with(0):
         base = host()
+    if isinstance(base, GrownNetwork):
+        base = as_host(base)
     if not isinstance(base, SegmentedHost):
-        raise InputError(f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost")
+        raise InputError(
+            f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost, or a grown network"
+        )
     modules, grafts, kinds = [], [], {slot.after: slot.kind for slot in base.slots}
     parameters = count(base) + 2 * math.prod(topology["standardize"] or [0])
     check_size(folder, parameters)

@@ -67,6 +67,7 @@ class GrownNetwork(nn.Module):
         super().__init__()
         self.standardize = None if interface.scaling is None else Standardize(interface.scaling)
         self.segments = host.segments
+        self.slots, self.stacks, self.draws = host.slots, host.stacks, host.draws  # for whoever grows it further
         self.seeds = nn.ModuleList(seeds)
         self.grafts = tuple(grafts)
         self.inputs = interface.inputs
@@ -78,13 +79,7 @@ class GrownNetwork(nn.Module):
         """(B, ...) -> (B, C): the logit of every class, or the value of every target."""
         if self.standardize is not None:
             x = self.standardize(x)
-        h = x
-        for index, segment in enumerate(self.segments):
-            before, h = h, segment(h)
-            for seed, graft in zip(self.seeds, self.grafts, strict=True):
-                if graft.after == index:
-                    h = _grow(seed, graft, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x})
-        return h
+        return run_segments(x, self.segments, self.seeds, self.grafts)
 
     def predict(self, x: Any) -> NDArray[Any]:
         """The label (B,) of each example, as the task's y had it; of a regression the targets, (B,) or (B, C).
@@ -146,6 +141,17 @@ class GrownNetwork(nn.Module):
                 f"x holds NaN or infinite values, in {which(bad)}; fill them in, or leave those examples out"
             )
         return examples
+
+
+def run_segments(x: Tensor, segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft]) -> Tensor:
+    """Segments one after the other, each with the seeds that are grafted behind it: (B, ...) -> (B, ...)."""
+    h = x
+    for index, segment in enumerate(segments):
+        before, h = h, segment(h)
+        for seed, graft in zip(seeds, grafts, strict=True):
+            if graft.after == index:
+                h = _grow(seed, graft, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x})
+    return h
 
 
 def _grow(seed: nn.Module, graft: Graft, sources: Mapping[Tap, Tensor]) -> Tensor:

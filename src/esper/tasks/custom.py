@@ -12,12 +12,13 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.leyline.config import build_config, merge_settings
 from esper.leyline.errors import InputError
-from esper.leyline.task import Label, Objective, Task
+from esper.leyline.task import Label, Objective, Scaling, Task
 from esper.tasks.examples import Brought, check_classes_train, complete, read_examples, train_weights
 from esper.tasks.hosts import menu_of
 from esper.tasks.labels import Kind, Target, check_labels, read_target
 from esper.tasks.objectives import Classification, Regression
 from esper.tasks.own import check_objective, own_objective, weights_of_classes
+from esper.tasks.regrown import host_factory
 from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt, scaling_of, sizes_of
 
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
@@ -55,7 +56,9 @@ def task_from(
     map-style `torch.utils.data.Dataset` of (features, label or target) pairs, read once and in full; what it draws at random
     is frozen. The task holds copies, on the CPU.
 
-    host: returns a freshly drawn `SegmentedHost` of any modules each time it is called.
+    host: returns a freshly drawn `SegmentedHost` of any modules each time it is called, or a grown network, as
+    `lambda: esper.load(folder)`: every environment then starts from its weights, its seeds are part of the host, and features
+    are standardized as the network does it.
     kind: 'classification' or 'regression'. None takes text, truth values and whole numbers for classes and floating-point
     numbers for targets, and asks where y may be either: floating-point numbers that are few and whole, one-hot rows, and
     whole numbers that hardly repeat. A classification takes one-hot rows too, one class a column.
@@ -112,7 +115,8 @@ def task_from(
     four = cut(brought.x, values, parts)
     if target.classes is not None and splits is not None:
         check_classes_train(four, target.classes)
-    scaling = scaling_of(four.train.x) if standardize else None
+    host, grown_with = _taken_up(host)
+    scaling = grown_with or (scaling_of(four.train.x) if standardize else None)
     objective = _objective(four, target, loss, metric, class_weights)
     example = four.train.x[: 4 if objective.outputs == 5 else 5]  # so that shapes of losses tell examples from outputs
     outputs = _check_factory(host, example if scaling is None else scaling.read(example), objective.outputs)
@@ -201,12 +205,11 @@ def _check_arguments(host: Callable[[], nn.Module]) -> None:
         )
 
 
-def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> Tensor:
-    """The outputs (B, C) of a host for a few examples x (B, ...). InputError where the factory or the host cannot be used."""
+def _taken_up(host: Callable[[], SegmentedHost]) -> tuple[Callable[[], SegmentedHost], Scaling | None]:
+    """`host_factory` of a person's factory. InputError where it cannot be called, or raises."""
     _check_arguments(host)
     try:
-        with torch.random.fork_rng(devices=[]):  # the check leaves the caller's random state as it was
-            first, second = host(), host()
+        return host_factory(host)
     except InputError:
         raise
     except Exception as error:  # whatever a person's factory raises, its first line says why
@@ -214,6 +217,12 @@ def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> Te
         raise InputError(
             f"the host factory raised {type(error).__name__}{f': {reason}' if reason else ''}; mend it"
         ) from error
+
+
+def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> Tensor:
+    """The outputs (B, C) of a host for a few examples x (B, ...). InputError where the host cannot be used."""
+    with torch.random.fork_rng(devices=[]):  # the check leaves the caller's random state as it was
+        first, second = host(), host()
     if first is second:
         raise InputError("the host factory returned the same module twice; build a new one in every call")
     if isinstance(first, SegmentedHost):

@@ -1,0 +1,98 @@
+"""A grown network as a host again: its seeds are part of the host, and its slots are free. B examples."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.network import Graft, GrownNetwork, run_segments
+from esper.leyline.slots import SlotSpec, Tap
+from esper.leyline.task import Scaling
+
+
+class GraftedSegments(nn.Module):
+    """Segments of a grown network with the seeds behind them, as one segment: (B, ...) -> (B, ...)."""
+
+    def __init__(self, segments: Sequence[nn.Module], seeds: Sequence[nn.Module], grafts: Sequence[Graft]) -> None:
+        super().__init__()
+        self.segments = nn.ModuleList(segments)
+        self.seeds = nn.ModuleList(seeds)
+        self.grafts = tuple(grafts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, ...)."""
+        return run_segments(x, self.segments, self.seeds, self.grafts)
+
+
+class RegrownHost:
+    """A factory of hosts that are copies of one grown network.
+
+    The network is loaded once, so that a run does not need the files of an earlier one until its end.
+    """
+
+    def __init__(self, network: GrownNetwork) -> None:
+        self._host = as_host(network)
+
+    def __call__(self) -> SegmentedHost:
+        """A host with weights of its own, equal to those of the network."""
+        return copy.deepcopy(self._host)
+
+
+def as_host(network: GrownNetwork) -> SegmentedHost:
+    """The network as a host with its slots free again, without its standardization.
+
+    A seed acts in the segment that it was grafted behind. One that reads the input makes one segment of all segments up to
+    there, since it reads what enters them; the slots inside are gone (`lost_slots`).
+    """
+    merged = _merged(network)
+    segments = []
+    for first, last in _groups(network):
+        chosen = [
+            (seed, graft._replace(after=graft.after - first))
+            for seed, graft in zip(network.seeds, network.grafts, strict=True)
+            if first <= graft.after <= last
+        ]
+        if first == last and not chosen:
+            segments.append(network.segments[first])
+        else:
+            seeds, grafts = [seed for seed, _ in chosen], [graft for _, graft in chosen]
+            segments.append(GraftedSegments(list(network.segments[first : last + 1]), seeds, grafts))
+    host = SegmentedHost(segments, [_moved(slot, network, merged) for slot in network.slots if slot.after >= merged])
+    host.stacks = network.stacks and all(
+        getattr(seed.get_submodule("delta"), "stacks", False) for seed in network.seeds
+    )
+    host.draws = network.draws or any(getattr(seed, "draws", True) for seed in network.seeds)
+    return host
+
+
+def scaling_of(network: GrownNetwork) -> Scaling | None:
+    """The mean and the deviation by which the network standardizes its features; None where it does not."""
+    own = network.standardize
+    return None if own is None else Scaling(own.mean.clone(), own.deviation.clone())
+
+
+def lost_slots(network: GrownNetwork) -> list[str]:
+    """Names of the slots that `as_host` has no place for."""
+    return [slot.name for slot in network.slots if slot.after < _merged(network)]
+
+
+def _merged(network: GrownNetwork) -> int:
+    """Index of the last segment that becomes part of the first one."""
+    return max((graft.after for graft in network.grafts if graft.tap == Tap.INPUT), default=0)
+
+
+def _groups(network: GrownNetwork) -> Iterator[tuple[int, int]]:
+    """First and last segment of each segment of the host."""
+    merged = _merged(network)
+    yield 0, merged
+    for index in range(merged + 1, len(network.segments)):
+        yield index, index
+
+
+def _moved(slot: SlotSpec, network: GrownNetwork, merged: int) -> SlotSpec:
+    """A slot of the network where the host has it; a segment that was grafted offers no inner features."""
+    grafted = merged > 0 and slot.after == merged
+    grafted = grafted or any(graft.after == slot.after for graft in network.grafts)
+    return replace(slot, after=slot.after - merged, inner=None if grafted else slot.inner)
