@@ -3,8 +3,11 @@
 import dataclasses
 import io
 import json
+import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -144,7 +147,12 @@ def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
 
 
 def save_network(
-    folder: Path, network: nn.Module, topology: Mapping[str, Any], example: Tensor, patience: Patient = at_once
+    folder: Path,
+    network: nn.Module,
+    topology: Mapping[str, Any],
+    example: Tensor,
+    patience: Patient = at_once,
+    untraceable: str | None = None,
 ) -> str | None:
     """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone, as a folder.
 
@@ -152,14 +160,9 @@ def save_network(
     the old one or the new. torch.export.load of a program can execute code, so it is for programs of a trusted origin.
 
     example (B, ...) with B >= 2 fixes the shape and dtype of an input. A network that torch.export cannot trace is written
-    without a program; returns the reason then, and None otherwise.
+    without a program; returns the reason then, and None otherwise. `untraceable` is the reason where it is known beforehand.
     """
-    program, failure = None, None
-    try:
-        batch = torch.export.Dim("batch", min=1)
-        program = torch.export.export(network, (example,), dynamic_shapes=({0: batch},))
-    except Exception as error:  # torch.export raises errors of many kinds, none of which may cost the trained weights
-        failure = (str(error).splitlines() or [type(error).__name__])[0]
+    program, failure = (None, untraceable) if untraceable is not None else _program(network, example)
     stored_topology = {**topology, "example": str(example.dtype).removeprefix("torch.")}
     # Copies, because safetensors refuses a weight that two layers share.
     weights = network.state_dict().items()
@@ -168,9 +171,7 @@ def save_network(
         TOPOLOGY: (json.dumps(stored_topology, indent=2, allow_nan=False) + "\n").encode(),
     }
     if program is not None:
-        stored = io.BytesIO()
-        torch.export.save(program, stored)
-        files[PROGRAM] = stored.getvalue()
+        files[PROGRAM] = program
     files[SUMS] = sums_of(files)
     strange = {path.name for path in folder.iterdir()} - FILES if folder.exists() else ()
     if strange:
@@ -182,6 +183,26 @@ def save_network(
 
     patience(folder, put)
     return failure
+
+
+def _program(network: nn.Module, example: Tensor) -> tuple[bytes | None, str | None]:
+    """(the program of a network for any batch size, None) or (None, why torch.export cannot trace it).
+
+    torch.export prints graphs and warnings of what it fails at to stderr, for whoever works on it; the reason is enough here.
+    """
+    disabled, stored = logging.root.manager.disable, io.BytesIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batch = torch.export.Dim("batch", min=1)
+            program = torch.export.export(network, (example,), dynamic_shapes=({0: batch},))
+            torch.export.save(program, stored)
+    except Exception as error:  # torch.export raises errors of many kinds, none of which may cost the trained weights
+        return None, (str(error).splitlines() or [type(error).__name__])[0]
+    finally:
+        logging.disable(disabled)
+    return stored.getvalue(), None
 
 
 def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:

@@ -1,5 +1,6 @@
 """The run: a population grown under a controller, and the folder that remains of it."""
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -362,15 +363,27 @@ def _write_networks(
     written = Written(_exported(config, figures["best"]["env"]), [])
     if written.exported:
         watch.note(f"exporting {len(written.exported)} network{'s' * (len(written.exported) > 1)}")
+    reasons: dict[str, str] = {}  # why torch.export cannot trace a network, by what grew where on which host
     for env in written.exported:
         problem = task.instance(int(engine.space.instance[env]))
         example = problem.probe.x[:2].cpu()
         path = folder / MODELS / f"env-{env:03d}"
-        failure = save_network(path, *networks[env], example, patience)
+        kind = _kind(networks[env][1])
+        failure = save_network(path, *networks[env], example, patience, reasons.get(kind))
         if failure is not None:
-            watch.note(f"{path} has no {PROGRAM}, as torch.export cannot trace the network: {failure}")
+            reasons[kind] = failure
             written.untraced.append(env)
+    if written.untraced:
+        some = f"{len(written.untraced)} of {len(written.exported)} networks have"
+        why = "; or ".join(dict.fromkeys(reasons.values()))
+        watch.note(f"{some} no {PROGRAM}, as torch.export cannot trace them: {why}")
     return written
+
+
+def _kind(topology: Mapping[str, Any]) -> str:
+    """What networks have in common that torch.export traces alike: the host, and what grew where."""
+    seeds = [[seed[name] for name in ("slot", "blueprint", "blend")] for seed in topology["seeds"]]
+    return json.dumps([topology["host"], seeds], sort_keys=True)
 
 
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
