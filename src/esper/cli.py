@@ -36,7 +36,7 @@ app = typer.Typer(
     name="esper",
     help="Grow neural networks: a population of small hosts, seeds planted in their slots, and the rule that decides.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from esper.leyline.brief import brief
 from esper.leyline.errors import InputError
 
 Ints = NDArray[np.int64]
@@ -51,6 +52,7 @@ RELEVANT[Op.PRUNE, [Head.SLOT, Head.TEMPO]] = True
 RELEVANT.setflags(write=False)
 
 
+@brief
 class Actions(NamedTuple):
     """One decision per environment; every field is (E,) int64. A head that does not matter is not read."""
 

@@ -24,6 +24,17 @@ LARGE = 10**9
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    def __repr__(self) -> str:
+        """The keys that differ from their defaults."""
+        changed = (
+            f"{name}={getattr(self, name)!r}"
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.default
+        )
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    __str__ = __repr__
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _plain_numbers(cls, data: Any) -> Any:

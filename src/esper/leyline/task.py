@@ -9,11 +9,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from esper.leyline.brief import brief
 from esper.leyline.errors import DataWarning, InputError
 
 _LISTED = 5  # examples that a sentence names
 
 
+@brief
 class Split(NamedTuple):
     """Examples that are used together."""
 
@@ -53,6 +55,7 @@ def finite(split: Split, name: str, action: Literal["stop", "skip"]) -> Split:
     return Split(split.x[~bad], split.y[~bad])
 
 
+@brief
 @dataclass(frozen=True)
 class Pixels:
     """How images that are kept as bytes become what a host reads, and how training images are varied.
@@ -89,6 +92,7 @@ def _row_of(pixels: Pixels, width: int, device: torch.device, dtype: torch.dtype
     return mean.repeat(width).to(device), deviation.reciprocal().repeat(width).to(device)
 
 
+@brief
 class Scaling(NamedTuple):
     """The mean and the standard deviation of features, by which a network reads them.
 
@@ -132,6 +136,7 @@ class Objective(Protocol):
         ...
 
 
+@brief
 class Instance(NamedTuple):
     """One problem to grow a network for: what the rows of one instance share."""
 
@@ -182,6 +187,7 @@ class Room(NamedTuple):
     lengths: Lengths | None = None  # of splits; a mixture has them, and None is for rows that share every split
 
 
+@brief
 @dataclass(frozen=True)
 class Task:
     """One data set and one host: every environment is the same problem from another start."""
@@ -249,6 +255,7 @@ class Task:
         return range(2**31)
 
 
+@brief
 @dataclass(frozen=True)
 class Mixture:
     """Many problems, sampled by key: hosts of other widths, other data, one number of segments and slots.

@@ -6,12 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions
+from esper.leyline.brief import brief
 from esper.leyline.verdicts import Refusal, Vital
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
+@brief
 class Seeds(NamedTuple):
     """Every slot of every environment: the only place where a stage or an alpha is stored."""
 
@@ -25,6 +27,7 @@ class Seeds(NamedTuple):
     doomed: Bools  # (E, S) ramping down to be pruned
 
 
+@brief
 class Transitions(NamedTuple):
     """Changes of stage, in order of environment and slot; every field is (n,)."""
 
@@ -34,6 +37,7 @@ class Transitions(NamedTuple):
     target: NDArray[np.int8]  # Stage
 
 
+@brief
 class Estimate(NamedTuple):
     """Mean of per-example differences with its standard error; both are nan where `measured` is False."""
 
@@ -47,6 +51,7 @@ class Estimate(NamedTuple):
         return cls(np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape, bool))
 
 
+@brief
 class Measurements(NamedTuple):
     """What the last step's training and probe measured. Losses in nats (or squared units), metrics as the task defines."""
 
@@ -65,6 +70,7 @@ class Measurements(NamedTuple):
     sensor_age: int  # steps since they were computed
 
 
+@brief
 class CoalitionValues(NamedTuple):
     """What networks were worth with some of their live seeds at dose 0. C coalitions, by environment and bit mask.
 
@@ -80,6 +86,7 @@ class CoalitionValues(NamedTuple):
     loss: Floats  # (C,)
 
 
+@brief
 class Masks(NamedTuple):
     """What may be done now. A later head's mask is indexed by the choices it depends on."""
 
@@ -98,6 +105,7 @@ class BlueprintInfo(NamedTuple):
     tap: str
 
 
+@brief
 class Space(NamedTuple):
     """What does not change in a run: the names behind the indices, and the key of every environment."""
 
@@ -119,6 +127,7 @@ class Space(NamedTuple):
     rent_size: int  # a smaller host is charged as if it had so many parameters, `reward.rent_size`
 
 
+@brief
 class View(NamedTuple):
     """All that a controller may know when it decides."""
 
@@ -134,6 +143,7 @@ class View(NamedTuple):
     added_params: NDArray[np.int64]  # (E,) of the seeds in BLENDING, HOLDING or FOSSILIZED
 
 
+@brief
 class Scores(NamedTuple):
     """A network on the probe split; every field is (E,)."""
 
@@ -142,6 +152,7 @@ class Scores(NamedTuple):
     added_params: NDArray[np.int64]
 
 
+@brief
 class Outcome(NamedTuple):
     """What one step did, measured after the action acted."""
 

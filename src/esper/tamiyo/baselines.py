@@ -19,6 +19,9 @@ TEMPO = 2
 class Rule:
     """A controller that learns nothing: `act` is all there is to it. One that remembers says so in `state`."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def store(self, outcome: Outcome) -> None:
         """Nothing is kept."""
 

@@ -15,6 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from esper.leyline.actions import Actions, Blend, Head, Op
+from esper.leyline.brief import brief
 from esper.leyline.brought import check_brought
 from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
@@ -82,6 +83,7 @@ class Language(NamedTuple):
             )
 
 
+@brief
 @dataclass
 class Policy:
     """Weights, the normalisation of what they read, and what they were trained with. A learner changes the first two."""
@@ -226,6 +228,9 @@ class Learned(Rule):
 
     def __init__(self, policy: Policy) -> None:
         self.mind = Mind(policy)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.mind.policy!r})"
 
     def act(self, view: View) -> Actions:
         """One decision per environment. InputError where the policy does not know the task's features or choices."""

@@ -16,6 +16,7 @@ from esper.kasmina.gates import judge
 from esper.kasmina.host import check_host
 from esper.kasmina.lifecycle import apply, dormant, edits, exported, legal, tick, transitions
 from esper.leyline.actions import Actions, checked
+from esper.leyline.brief import brief
 from esper.leyline.config import Config
 from esper.leyline.errors import DataFault
 from esper.leyline.keys import Purpose, scalar
@@ -66,6 +67,7 @@ SENSED = 256
 """Training examples that the growth sensors are measured on, the first of each split [examples]."""
 
 
+@brief
 @dataclass
 class ParallelEnvState:
     """All state of a population between two steps, but for the position of the feed.
@@ -159,6 +161,10 @@ class VectorizedEngine:
         self.governor = Governor(body, seeds, self.rows, config)
         self.stopping = EarlyStopping(body, seeds, self.rows, config) if config.early_stopping.enabled else None
         self.removals = Removals()
+
+    def __repr__(self) -> str:
+        name, config = self._task.name, self.config
+        return f"VectorizedEngine(task={name!r}, envs={config.envs}, steps={config.steps}, device='{self.device}')"
 
     def reset(self, instance: NDArray[np.int64] | None = None, episode: int | None = None) -> View:
         """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders.

@@ -1,0 +1,58 @@
+"""What records show of themselves: their fields, with arrays and tensors as dtype and shape."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from esper.leyline.config_input import SHOWN, show
+
+Record = TypeVar("Record", bound=type)
+
+_FEW = 8
+"""Numbers of an array that are shown themselves."""
+
+
+def brief(record: Record) -> Record:
+    """A class decorator: `repr` of a NamedTuple or dataclass is one short line that prints no tensor and no large array.
+
+    Split(x=float32 (90, 4), y=int64 (90,))
+    """
+    setattr(record, "__repr__", _repr)  # noqa: B010 (to a type checker, no method may be assigned)
+    return record
+
+
+def _repr(record: Any) -> str:
+    names = [field.name for field in fields(record) if field.repr] if is_dataclass(record) else record._fields
+    shown = (f"{name}={_value(getattr(record, name))}" for name in names)
+    return f"{type(record).__name__}({', '.join(shown)})"
+
+
+def _value(value: Any) -> str:
+    torch = sys.modules.get("torch")  # a command that needs no torch does not load it
+    if torch is not None and isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, np.ndarray):
+        if value.ndim != 1 or value.size > _FEW:
+            return f"{value.dtype} {value.shape}"
+        return f"[{', '.join(f'{each:.4g}' if isinstance(each, float) else str(each) for each in value.tolist())}]"
+    if _is_record(value):
+        text = _repr(value)
+        return text if len(text) <= SHOWN else f"{type(value).__name__}(...)"
+    plain = not any("__repr__" in vars(base) for base in type(value).__mro__[:-1])  # its repr would be an address
+    if callable(value) or plain:
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    if isinstance(value, Mapping):
+        return show({key: item if isinstance(item, str | int | float) else ... for key, item in value.items()})
+    if isinstance(value, tuple | list) and any(map(_is_record, value)):
+        return f"{len(value)} {type(value[0]).__name__}"
+    return show(value)
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value is a NamedTuple or an object of a dataclass."""
+    return (is_dataclass(value) or (isinstance(value, tuple) and hasattr(value, "_fields"))) and not isinstance(
+        value, type
+    )
