@@ -1,6 +1,6 @@
 """A program that `mypy --strict` accepts (pyproject.toml lists it) and a test runs: own data, host, seed and controller."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ def run(folder: str) -> tuple[Mapping[str, Any], Tensor]:
     task: esper.Task = esper.task("typed", x, y, host=host, classes=2, menu=["typed-wide"])
     config: esper.Config = esper.build_config(task.defaults, {"envs": 1, "steps": 2, "data.batch": 8, "twin": False})
     client: esper.PolicyClient = Planter()
+    ready: Callable[[], esper.SegmentedHost] = esper.mlp(inputs=4, width=8, classes=2)
+    assert [slot.kind for slot in ready().slots] == [esper.Kind.VECTOR] * 3
     try:
         summary = esper.grow(task, config, controller=client, run=folder)
     except (esper.InputError, esper.UserCodeError) as error:

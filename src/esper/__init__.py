@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
     from esper.tasks.custom import task_from as task
+    from esper.tasks.hosts import cnn, mlp
     from esper.tolaria.engine import VectorizedEngine
 
     __version__: str
@@ -111,11 +112,13 @@ __all__ = [  # written out, as type checkers run nothing
     "blueprint",
     "build_config",
     "check_rows",
+    "cnn",
     "evaluate",
     "get_controller",
     "get_task",
     "grow",
     "load",
+    "mlp",
     "resume",
     "task",
     "train",
