@@ -35,7 +35,7 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for name in TASKS:
-        summary = esper.grow(esper.get_task(name), {"envs": keys})
+        summary = esper.grow(esper.get_task(name), {"envs": keys, "baselines": ["twin"]})
         host, grown = (np.array(summary["test_accuracy"][which]) for which in ("host", "grown"))
         added = np.array(summary["grown_params"]) - summary["host_params"]
         draws = np.random.default_rng(0).integers(keys, size=(4000, keys))

@@ -29,7 +29,7 @@ def blobs(*, dtype=torch.float32, examples=160, classes=3, hidden=(3, 5), menu=M
 
 def small_config(*layers, **top):
     """A config of short steps."""
-    base = {"envs": 3, "steps": 8, "twin": False, "data": {"batch": 12, "batches_per_step": 3}}
+    base = {"envs": 3, "steps": 8, "baselines": [], "data": {"batch": 12, "batches_per_step": 3}}
     return build_config(
         base,
         {"lifecycle": {"max_training": 2}, "gates": {"permissive": True, "min_training": 1, "min_holding": 1}},

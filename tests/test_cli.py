@@ -20,6 +20,7 @@ from esper.leyline.slots import Kind, Tap
 from pictures import write_cifar
 
 QUICK = ["--envs", "2", "--steps", "3", "--set", "data.batches_per_step=2", "--models", "none"]
+QUICK += ["--set", "baselines=twin"]
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,8 @@ BAD = {
     "device": (["grow", "spirals-narrow", "--device", "tpu"], "'tpu'"),
     "cuda": (["grow", "spirals-narrow", "--device", "cuda:99"], "cuda:99"),
     "models": (["grow", "spirals-narrow", "--models", "some"], "'some'"),
+    "baselines": (["grow", "spirals-narrow", "--baselines", "twin,best"], "'twin,best'"),
+    "twin and no twin": (["grow", "spirals-narrow", "--baselines", "plain", "--twin"], "leave twin out"),
     "slot": (["grow", "spirals-narrow", "--slots", "nowhere"], "'nowhere'"),
     "blueprint": (["grow", "spirals-narrow", "--set", "blueprints=[nothing]"], "'nothing'"),
     "batch": (["grow", "spirals-narrow", "--set", "data.batch=99999"], "99999"),
@@ -347,6 +350,8 @@ def test_ctrl_c_ends_the_run_with_what_is_done(tmp_path):
         "--run",
         "r",
         "--json",
+        "--baselines",
+        "none",
     ]
     command = [sys.executable, "-m", "esper", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -15,6 +15,7 @@ from esper.cli import main
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
 GROW = ["grow", "iris", "--envs", "2", "--steps", "60", "--controller", "random-valid", "--models", "none"]
+GROW += ["--baselines", "twin"]
 TRAIN = ["train", "iris", "wine", "--envs", "4", "--steps", "4", "--rounds", "3", "--set", "reward.group=2"]
 TRAIN += ["--set", "ppo={imitation_rounds: 1, validate_envs: 2, validate_every: 1}", "--set", "data.batches_per_step=1"]
 OFTEN = ["--set", "checkpoint={every_steps: 1, every_seconds: 0}", "--json"]
@@ -76,7 +77,9 @@ def test_a_run_that_is_killed_twice_comes_to_the_numbers_of_one_that_is_not(espe
 
 
 def test_a_finished_run_prints_its_summary_and_is_left_as_it_is(esper):
-    _, out, _ = esper("grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--run", "r", "--json")
+    _, out, _ = esper(
+        "grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--baselines", "none", "--run", "r", "--json"
+    )
     before = {path: path.stat().st_mtime_ns for path in Path("r").rglob("*")}
     assert esper("resume", "r", "--json")[:2] == (0, out)
     assert "finished" in esper("resume", "r")[1] or "iris" in esper("resume", "r")[1]
@@ -159,6 +162,7 @@ def test_a_run_that_another_process_is_at_is_left_alone(esper):
 
 def test_two_runs_of_one_new_folder_are_kept_apart(tmp_path):
     command = [sys.executable, "-m", "esper", "grow", "iris", "--envs", "2", "--steps", "8", "--models", "none"]
+    command += ["--baselines", "none"]
     started = [
         subprocess.Popen([*command, "--run", "r"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -213,7 +217,7 @@ def test_a_change_that_cannot_be_is_one_sentence_and_none(esper, setting, senten
 
 
 def test_overwriting_removes_cut_events_too(esper):
-    arguments = ["grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--run", "r"]
+    arguments = ["grow", "iris", "--envs", "1", "--steps", "2", "--models", "none", "--baselines", "none", "--run", "r"]
     esper(*arguments)
     Path("r/events-cut-1.jsonl").write_text("")
     esper(*arguments, "--overwrite")

@@ -16,7 +16,19 @@ from esper.tolaria.runtime import PhaseTimer, available_memory
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share", "time")
 LARGE = ["--set", "data={batch: 1024, batches_per_step: 1}", "--set", "checkpoint={every_steps: 1, every_seconds: 0}"]
-GROW = ["grow", "digits-narrow", "--envs", "96", "--no-twin", "--steps", "8", "--controller", "random-valid", *LARGE]
+GROW = [
+    "grow",
+    "digits-narrow",
+    "--envs",
+    "96",
+    "--baselines",
+    "none",
+    "--steps",
+    "8",
+    "--controller",
+    "random-valid",
+    *LARGE,
+]
 GROW += ["--models", "none", "--json"]
 TRAIN = ["train", "digits-narrow", "--envs", "96", "--steps", "4", "--rounds", "2", *LARGE, "--json"]
 TRAIN += ["--set", "ppo={imitation_rounds: 0, validate_envs: 2, validate_every: 1}"]

@@ -29,7 +29,7 @@ sys.argv[1:] = {arguments}
 command()
 """
 EVERY = ["--run", "run", "--set", "checkpoint={every_steps: 1, every_seconds: 0}"]
-GROW = ["grow", "spirals", "--envs", "2", "--steps", "1000000", "--models", "none", *EVERY]
+GROW = ["grow", "spirals", "--envs", "2", "--steps", "1000000", "--models", "none", "--baselines", "none", *EVERY]
 TRAIN = ["train", "spirals", "--envs", "2", "--steps", "1000", "--rounds", "1000000", *EVERY]
 TRAIN += ["--set", "reward.group=2"]
 

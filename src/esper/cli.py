@@ -155,9 +155,13 @@ def grow(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is in the folder.")] = False,
     models: Annotated[str | None, typer.Option(metavar="all|best|none", help="Which networks to export.")] = None,
     slots: Annotated[str | None, typer.Option(metavar="NAME,...", help="Slots that may be used.")] = None,
-    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Train never-grow twins beside.")] = None,
+    baselines: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Static networks beside: twin, same-size, plain, skips, or none."),
+    ] = None,
+    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="With or without that baseline.")] = None,
 ) -> None:
-    """Grow a population on a task, compare it with its never-grow twins, and export the networks.
+    """Grow a population on a task, compare it with static networks (docs/baselines.md), and export the networks.
 
     The task's own settings give way to those of a trained controller, these to FILE, that to --set, and that to the other
     options.
@@ -187,6 +191,7 @@ def grow(
         "device": device,
         "models": models,
         "slots": None if slots is None else [name.strip() for name in slots.split(",")],
+        "baselines": baselines,
         "twin": twin,
     }
     asked = [

@@ -26,6 +26,16 @@ SUMMARY = {
     "grown_params": [1500, 1500, 1000],
     "test_accuracy": {"host": [0.8, 0.7, 0.9], "grown": [0.9, 0.8, 0.9]},
     "test_objective": {"host": [0.8, 0.7, 0.9], "grown": [0.86, 0.76, 0.9]},
+    "baselines": {
+        "twin": {"test_accuracy": [0.8, 0.7, 0.9], "params": [1000, 1000, 1000], "seconds": None},
+        "same-size": {
+            "test_accuracy": [0.85, 0.85, 0.9],
+            "params": [1500, 1500, 1000],
+            "seconds": 2.5,
+            "note": "1 of 3 environments kept no seed; there it is the twin",
+        },
+        "plain": {"absent": "segment 0 of the host is a [/]GRU, whose width cannot be scaled"},
+    },
     "seeds": {"germinated": 4, "fossilized": 2, "unfinished": 1, "pruned": 1, "discarded": 0},
     "grown": [{"a": "mlp"}, {"a": "mlp", "[b]": "low"}, {}],
     "unfinished": [[], [], ["a"]],
@@ -60,33 +70,66 @@ def cells(text: str, label: str) -> str:
     return next(line for line in text.splitlines() if line.strip().startswith(label))
 
 
-def test_the_table_holds_means_with_standard_errors():
+def test_the_table_holds_means_with_standard_errors_and_sizes():
     text = printed(SUMMARY)
-    assert "0.8000 ± 0.0577" in cells(text, "test accuracy")
-    assert "0.8667 ± 0.0333" in cells(text, "test accuracy")
-    assert "1,000" in cells(text, "parameters")
-    assert "1,333 ± 167" in cells(text, "parameters")
+    assert cells(text, "grown").split() == ["grown", "0.8667", "±", "0.0333", "1,333", "±", "167", "0.1"]
+    assert cells(text, "twin").split()[:4] == ["twin", "0.8000", "±", "0.0577"]
+    assert cells(text, "twin").split()[-1] == "1,000", "the twins have no seconds of their own"
+    assert cells(text, "same-size").split()[-4:] == ["1,333", "±", "167", "2.5"]
 
 
-def test_the_difference_is_paired_over_environments():
-    assert "+0.0667 ± 0.0333" in cells(printed(SUMMARY), "test accuracy")
+def test_the_difference_to_every_static_network_is_paired_with_a_t_interval_over_environments():
+    # grown - twin: .1, .1, 0; mean .0667, standard error .0333, t quantile of two degrees of freedom 4.303
+    assert "+0.067 [-0.077, +0.210]" in cells(printed(SUMMARY), "twin")
+    # grown - same-size: .05, -.05, 0; standard error .0289
+    assert "+0.000 [-0.124, +0.124]" in cells(printed(SUMMARY), "same-size")
 
 
-def test_without_twins_there_is_no_host_and_no_difference():
-    text = printed(SUMMARY, test_accuracy={"host": None, "grown": [0.9, 0.8, 0.9]})
-    assert cells(text, "test accuracy").split()[2] == "-"
-    assert cells(text, "test accuracy").split()[-1] == "-"
+def test_an_absent_baseline_is_named_with_its_reason_and_no_figures():
+    text = printed(SUMMARY)
+    assert cells(text, "plain ").split() == ["plain", "absent"]
+    assert "plain: absent: segment 0 of the host is a [/]GRU, whose width cannot be scaled" in text
+    assert "same-size: 1 of 3 environments kept no seed; there it is the twin" in text
 
 
-def test_a_value_that_was_not_measured_is_left_out_of_the_mean():
-    text = printed(SUMMARY, test_accuracy={"host": [None, 0.7, 0.9], "grown": [0.9, 0.8, 0.9]})
-    assert "0.8000 ± 0.1000" in cells(text, "test accuracy")
-    assert "+0.0500 ± 0.0500" in cells(text, "test accuracy")
+def test_the_table_fits_into_80_columns():
+    million = SUMMARY["baselines"] | {
+        "plain": {"test_accuracy": [-0.5, -0.25, 0.1], "params": [12_345_678] * 2 + [23_456_789], "seconds": 12345.6}
+    }
+    text = printed(SUMMARY, baselines=million, grown_params=[123_456, 234_567, 345_678])
+    table = [line for line in text.splitlines() if line.strip().startswith(("grown", "twin", "same-size ", "plain "))]
+    assert len(table) == 4
+    assert max(map(len, table)) <= 80
+    assert "…" not in text
+    assert "16,049,382" in cells(text, "plain ")
 
 
-def test_one_environment_has_no_standard_error():
-    text = printed(SUMMARY, test_accuracy={"host": [0.5], "grown": [0.75]})
-    assert cells(text, "test accuracy").split() == ["test", "accuracy", "0.5000", "0.7500", "+0.2500"]
+def test_without_baselines_the_grown_networks_stand_alone_and_that_is_said():
+    text = printed(SUMMARY, baselines={}, test_objective={"host": None, "grown": [0.86, 0.76, 0.9]})
+    assert "no static network stands beside the grown ones" in text
+    assert "test objective J: grown 0.8400 ± 0.0416\n" in text
+    assert "twin" not in text
+
+
+def test_a_value_that_was_not_measured_is_left_out_of_mean_and_difference():
+    twin = {"test_accuracy": [None, 0.7, 0.9], "params": [1000, 1000, 1000], "seconds": None}
+    text = printed(SUMMARY, baselines={"twin": twin})
+    assert "0.8000 ± 0.1000" in cells(text, "twin")
+    assert "+0.050 [-0.585, +0.685]" in cells(text, "twin")  # 12.71 standard errors of two values
+
+
+def test_one_environment_has_neither_standard_error_nor_interval():
+    twin = {"test_accuracy": [0.5], "params": [1000], "seconds": None}
+    text = printed(
+        SUMMARY, test_accuracy={"host": [0.5], "grown": [0.75]}, baselines={"twin": twin}, grown_params=[1500]
+    )
+    assert cells(text, "twin").split() == ["twin", "0.5000", "+0.250", "1,000"]
+
+
+def test_the_seconds_of_the_baselines_are_said_apart():
+    assert "took: 1.2 seconds, 1,234 environment steps per second (6 rows), and 2.5 for the other baselines" in printed(
+        SUMMARY
+    )
 
 
 def test_what_grew_where_is_counted_and_names_are_printed_as_they_are():

@@ -84,6 +84,49 @@ def test_a_setting_is_a_nested_mapping_with_a_yaml_value(text, expected):
     assert parse_setting(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        ([], ("twin", "same-size", "plain", "skips")),
+        ([{"baselines": "none"}], ()),
+        ([{"baselines": None}], ()),
+        ([{"baselines": []}], ()),
+        ([{"baselines": "skips, twin"}], ("twin", "skips")),
+        ([{"baselines": ["plain"]}], ("plain",)),
+        ([{"twin": False}], ("same-size", "plain", "skips")),
+        ([{"baselines": "none"}, {"twin": True}], ("twin",)),
+        ([{"twin": False}, {"baselines": "twin,plain"}], ("twin", "plain")),
+        ([{"baselines": "twin,plain"}, {"twin": False}], ("plain",)),
+        ([{"baselines": "twin,plain", "twin": True}], ("twin", "plain")),
+    ],
+)
+def test_baselines_are_a_list_or_a_text_of_names_and_twin_adds_or_removes_the_first(layers, names):
+    config = build_config(*layers)
+    assert config.baselines == names
+    assert config.twin == ("twin" in names)
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"baselines": "twin,best"},
+            "baselines is 'twin,best'; give names out of twin, same-size, plain, skips, or none",
+        ),
+        ({"baselines": 5}, "; give names out of"),
+        ({"baselines": "best", "twin": True}, "; give names out of"),
+        ({"baselines": "plain", "twin": True}, "twin is true, but baselines is plain; leave twin out"),
+        ({"baselines": "none", "twin": True}, "twin is true, but baselines is none"),
+        ({"twin": 3}, "twin is 3; give true or false"),
+    ],
+)
+def test_baselines_that_are_not_known_or_disagree_with_twin_are_refused(settings, sentence):
+    with pytest.raises(InputError, match=re.escape(sentence)) as refused:
+        build_config(settings)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_small_number_in_scientific_notation_is_a_number():
     assert build_config(parse_setting("optimizer.lr=1e-4")).optimizer.lr == 1e-4
 

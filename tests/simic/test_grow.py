@@ -33,6 +33,7 @@ SETTINGS: dict[str, Any] = {
     "lifecycle": {"min_prune_age": 0, "embargo": 0, "auto_advance": True, "tempos": [0, 1]},
     "controller": "random-valid",
     "models": "none",
+    "baselines": ["twin"],
 }
 
 

@@ -12,11 +12,11 @@ from esper.kasmina.export import PROGRAM
 from esper.tasks.custom import task_from
 from populations import Script, blobs, small_config
 
-SMALL = {"envs": 2, "steps": 2, "data": {"batch": 12, "batches_per_step": 2}}
+SMALL = {"envs": 2, "steps": 2, "baselines": ["twin"], "data": {"batch": 12, "batches_per_step": 2}}
 
 
 def test_the_heuristic_fossilizes_seeds_on_digits_that_raise_test_accuracy_by_more_than_two_standard_errors():
-    summary = esper.grow(esper.get_task("digits-narrow"), {"envs": 8})
+    summary = esper.grow(esper.get_task("digits-narrow"), {"envs": 8, "baselines": "twin"})
     host, grown = (np.array(summary["test_accuracy"][name]) for name in ("host", "grown"))
     difference = grown - host
     assert summary["seeds"]["fossilized"] >= 4
@@ -208,7 +208,7 @@ def test_what_vmap_cannot_map_runs_in_a_loop():
             return self.cell(x.view(-1, 2, 4))[0].flatten(1)
 
     task = user_task(lambda: [nn.Linear(8, 8), Recurrent(), nn.Linear(8, 2)], [esper.SlotSpec("a", 1, 8)])
-    summary = esper.grow(task, SMALL | {"controller": "never", "twin": False})
+    summary = esper.grow(task, SMALL | {"controller": "never", "baselines": "none"})
     assert summary["status"] == "finished"
 
 

@@ -145,6 +145,7 @@ def test_the_command_says_in_one_line_what_it_leaves_out(tmp_path, monkeypatch, 
     monkeypatch.setattr("esper.tasks.catalog.TASKS", {**TASKS, "iris": lambda: bad})
     monkeypatch.chdir(tmp_path)
     arguments = ["grow", "iris", "--envs", "2", "--steps", "2", "--controller", "never", "--models", "none"]
+    arguments += ["--baselines", "none"]
     with pytest.raises(SystemExit) as left:
         main([*arguments, "--set", "data.nonfinite=skip", "--run", "r"])
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]

@@ -55,7 +55,7 @@ class Population:
             update={
                 "task": task.name,
                 "envs": envs or config.envs,
-                "twin": config.reward.baseline == "twin",  # rows that the reward reads alone
+                "baselines": ("twin",) if config.reward.baseline == "twin" else (),  # rows that the reward reads alone
             }
         )
         self.engine = VectorizedEngine(task, config)

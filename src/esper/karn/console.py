@@ -16,10 +16,13 @@ from rich.text import Text
 
 from esper.karn.streams import steady
 from esper.karn.tables import print_table
+from esper.leyline.intervals import t_factor
 from esper.leyline.stages import Stage
 from esper.leyline.text import printable
 from esper.leyline.view import Seeds, View
 
+_WIDE = 11
+"""Characters for a number of parameters, so that the closing table fits into 80 columns."""
 SHOWN = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
 
 
@@ -184,12 +187,12 @@ def by_stage(seeds: Seeds) -> dict[str, int]:
 
 
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
-    """The closing table of a run, from its summary: hosts against grown networks, and what grew where."""
+    """The closing table of a run, from its summary: grown networks beside static ones, and what grew where."""
     head = f"{summary['task']}, {summary['controller']}: {summary['envs']} environments, "
     head += f"{summary['steps_done']} of {summary['steps']} steps, seed {summary['seed']}, {summary['device']}"
     _print(console, head if summary["status"] == "finished" else f"{head}, {summary['status']}")
     print_table(console, comparison(summary))
-    for line in (*terms(summary), *growth(summary), *_closing(summary, folder)):
+    for line in (*beside(summary), *terms(summary), *growth(summary), *_closing(summary, folder)):
         _print(console, line)
 
 
@@ -203,22 +206,59 @@ def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
 
 
 def comparison(summary: Mapping[str, Any]) -> Table:
-    """Hosts (the never-grow twins), grown networks, and the paired difference, as mean ± standard error."""
+    """The grown networks, and every static network beside them with the paired difference, grown less static.
+
+    Metrics are means ± standard error; a difference is a mean with its 95 % t interval over environments.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(("", "host", "grown", "difference")):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
     metric = summary["metric"]
-    for label, key in ((f"test {metric}", f"test_{metric}"), ("test objective J", "test_objective")):
-        host, grown = summary[key]["host"], summary[key]["grown"]
-        paired = None if host is None else [_minus(g, h) for g, h in zip(grown, host, strict=True)]
-        cells = (_estimate(host, ".4f"), _estimate(grown, ".4f"), _estimate(paired, "+.4f"))
-        table.add_row(Text(printable(label)), *(Text(cell) for cell in cells))
-    grown, one = summary["grown_params"], summary["host_params"]
-    hosts = [one] * len(grown) if isinstance(one, int) else one
-    added = [params - host for params, host in zip(grown, hosts, strict=True)]
-    host = f"{one:,}" if isinstance(one, int) else _estimate(hosts, ",.0f")
-    table.add_row("parameters", host, _estimate(grown, ",.0f"), _estimate(added, "+,.0f"))
+    for index, name in enumerate(("", f"test {printable(metric)}", "difference [95 %]", "parameters", "seconds")):
+        table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
+    grown = summary[f"test_{metric}"]["grown"]
+    _add(table, "grown", _estimate(grown, ".4f"), "", summary["grown_params"], _growing(summary))
+    for name, static in summary.get("baselines", {}).items():
+        values = static.get(f"test_{metric}")
+        if values is None:
+            _add(table, name, "absent", "", [], None)
+            continue
+        paired = [_minus(g, h) for g, h in zip(grown, values, strict=True)]
+        _add(table, name, _estimate(values, ".4f"), spread(paired, "+.3f"), static["params"], static["seconds"])
     return table
+
+
+def _add(table: Table, name: str, metric: str, paired: str, params: Sequence[int], seconds: float | None) -> None:
+    mean, error = mean_and_error(params)
+    size = f"{mean:,.0f} ± {error:,.0f}" if error > 0 else f"{mean:,.0f}" if params else ""
+    if len(size) > _WIDE:
+        size = f"{mean:,.0f}"
+    time = "" if seconds is None else f"{seconds:,.1f}" if seconds < 1000 else f"{seconds:,.0f}"
+    table.add_row(*map(Text, (printable(name), metric, paired, size, time)))
+
+
+def _growing(summary: Mapping[str, Any]) -> float | None:
+    """Seconds of stepping the population that grows, twins included."""
+    eps = summary["env_steps_per_second"]
+    return None if eps is None else summary["rows"] * summary["steps_done"] / eps
+
+
+def beside(summary: Mapping[str, Any]) -> list[str]:
+    """What the table does not say: J, what a difference is, which baselines are absent, and why; one line each."""
+    lines = [f"test objective J: grown {_estimate(summary['test_objective']['grown'], '.4f')}"]
+    host = summary["test_objective"]["host"]
+    if host is not None:
+        paired = [_minus(g, h) for g, h in zip(summary["test_objective"]["grown"], host, strict=True)]
+        lines[0] += f", twin {_estimate(host, '.4f')}, difference {_estimate(paired, '+.4f')}"
+    if summary.get("baselines"):
+        lines.append("difference: grown less the static network of the row, paired over environments")
+    else:
+        lines.append("no static network stands beside the grown ones; --baselines names some")
+    if "twin" in summary.get("baselines", {}):
+        lines.append("the twins are further rows of the population that grows, so their seconds are part of its")
+    for name, static in summary.get("baselines", {}).items():
+        lines += [
+            f"{name}: {'absent: ' * ('absent' in static)}{static[key]}" for key in ("absent", "note") if key in static
+        ]
+    return lines
 
 
 def terms(summary: Mapping[str, Any]) -> list[str]:
@@ -301,6 +341,15 @@ def mean_and_error(values: Sequence[float | None] | None) -> tuple[float, float]
     return mean, error
 
 
+def spread(values: Sequence[float | None], form: str) -> str:
+    """Mean and 95 % t interval of the values that were measured, as +0.078 [+0.031, +0.124]; the mean alone of one value."""
+    mean, error = mean_and_error(values)
+    if math.isnan(mean) or math.isnan(error):
+        return "-" if math.isnan(mean) else f"{mean:{form}}"
+    half = t_factor(sum(value is not None for value in values)) * error
+    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
+
+
 def _estimate(values: Sequence[float | None] | None, form: str) -> str:
     mean, error = mean_and_error(values)
     if math.isnan(mean):
@@ -315,7 +364,9 @@ def _minus(grown: float | None, host: float | None) -> float | None:
 def _closing(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     eps = summary["env_steps_per_second"]
     speed = "" if eps is None else f", {eps:,.0f} environment steps per second ({summary['rows']} rows)"
-    lines = [f"took: {summary['seconds']:.1f} seconds{speed}"]
+    static = sum(static.get("seconds") or 0.0 for static in summary.get("baselines", {}).values())
+    apart = f", and {static:.1f} for the other baselines" if static else ""
+    lines = [f"took: {summary['seconds']:.1f} seconds{speed}{apart}"]
     return lines if folder is None else [*lines, f"run folder: {folder}"]
 
 

@@ -20,6 +20,9 @@ from esper.leyline.reading import LARGEST_YAML, NUMBERS, parse_yaml, read_named
 LARGE = 10**9
 """More than any count of steps, rows or seeds that a machine can hold."""
 
+BASELINES = ("twin", "same-size", "plain", "skips")
+"""The static networks that can stand beside grown ones (docs/baselines.md), in the order in which they are shown."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -348,7 +351,11 @@ class Config(_Section):
     deterministic: bool = Field(
         False, description="use torch's deterministic kernels alone, without TF32 (docs/determinism.md)"
     )
-    twin: bool = Field(True, description="train a never-grow twin of every environment beside it")
+    baselines: tuple[str, ...] = Field(
+        BASELINES,
+        description="static networks trained beside the grown ones: twin, same-size, plain, skips, or none "
+        "(docs/baselines.md); twin: true or false adds or removes the first alone",
+    )
     mapping: Literal["auto", "vmap", "loop"] = Field(
         "auto", description="how stacked modules run: auto takes the fastest that the module allows"
     )
@@ -382,6 +389,21 @@ class Config(_Section):
         if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value, re.ASCII):
             raise ValueError("give auto, cpu, cuda or cuda:i, such as cuda:0")
         return value
+
+    @property
+    def twin(self) -> bool:
+        """Whether a never-grow twin of every environment is a further row of its population."""
+        return BASELINES[0] in self.baselines
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _twin(cls, data: Any) -> Any:
+        return _without_twin(data, {}) if isinstance(data, Mapping) else data
+
+    @pydantic.field_validator("baselines", mode="before")
+    @classmethod
+    def _baselines(cls, value: Any) -> Any:
+        return baseline_names(value)
 
     @pydantic.field_validator("slots", "blueprints")
     @classmethod
@@ -420,12 +442,41 @@ def merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         if not isinstance(layer, Mapping):
             raise InputError(f"a config is {show(layer)}; give a mapping of keys to values, such as {{'steps': 24}}")
-        over = to_sections(layer, Config)
+        over = _without_twin(to_sections(layer, Config), merged)
         for name, other in (("steps", "epochs"), ("epochs", "steps")):
             if over.get(name) is not None and over.get(other) is None:
                 merged.pop(other, None)
         merged = _merge(merged, over)
     return merged
+
+
+def baseline_names(value: Any) -> tuple[str, ...]:
+    """Baselines from a list of names, a text of names with commas between them, or 'none'; in the order of `BASELINES`."""
+    given = [] if value is None or value == "none" else value
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or any(name not in BASELINES for name in names):
+        raise ValueError(f"give names out of {', '.join(BASELINES)}, or none")
+    return tuple(name for name in BASELINES if name in names)
+
+
+def _without_twin(layer: Mapping[str, Any], below: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A layer of a config in which `twin`, true or false, has become a change of the `baselines` of the layers below it."""
+    if "twin" not in layer:
+        return layer
+    twin, first = layer["twin"], BASELINES[0]
+    if not isinstance(twin, bool):
+        raise InputError(f"twin is {show(twin)}; give true or false, or name it among the baselines")
+    rest = {key: value for key, value in layer.items() if key != "twin"}
+    try:
+        names = baseline_names(layer.get("baselines", below.get("baselines", BASELINES)))
+    except ValueError:
+        return rest  # the field says what is wrong with it
+    if "baselines" in layer and (first in names) != twin:
+        raise InputError(
+            f"twin is {str(twin).lower()}, but baselines is {', '.join(names) or 'none'}; leave twin out, as baselines says it"
+        )
+    chosen = [name for name in BASELINES if (twin if name == first else name in names)]
+    return {**rest, "baselines": chosen}
 
 
 def parse_setting(text: str) -> dict[str, Any]:

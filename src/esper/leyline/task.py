@@ -208,6 +208,7 @@ class Task:
     classes: tuple[Label, ...] | None = None  # what the labels of y are called, in order; None numbers them from 0
     weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
     columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
+    plain: Callable[[int], Callable[[], nn.Module]] | None = None  # from parameters to a plain host of at least so many
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""

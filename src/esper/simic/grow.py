@@ -13,6 +13,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
+from esper.kasmina.static import Absent
 from esper.leyline.actions import Actions, Op, checked
 from esper.leyline.config import Config
 from esper.leyline.disk import Patient
@@ -24,6 +25,7 @@ from esper.leyline.view import Floats, Seeds, View
 from esper.nissa.events import RunRow
 from esper.nissa.files import MODELS
 from esper.nissa.hub import Hub
+from esper.simic.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.simic.environment import describe_environment
 from esper.simic.explanations import Attempts, as_tree, explanations, reasons_of, unfinished
 from esper.simic.interrupt import Interrupt
@@ -130,6 +132,8 @@ def grow(
             played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
                 watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
+                if set(config.baselines) - {"twin"}:
+                    watch.note("another Ctrl-C ends the baselines, which train for as many steps")
             ended = engine.view().seeds
             engine.finish()
             figures = _figures(engine, task, config)
@@ -137,9 +141,14 @@ def grow(
             written = Written([], [])
             if run.path is not None:
                 written = _write_networks(engine, task, config, run.path, networks, figures, watch, run.patience)
+            seconds = episode.before + time.perf_counter() - started
+            static = _static(engine, task, config, played, figures, interrupt, watch)
+            if cut_off(static):
+                played = played._replace(status="interrupted")
             summary = {
                 **_asked(engine, config, played),
                 **figures,
+                "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
                 **_growth(engine, [topology for _, topology in networks], ended, played.germinated),
                 **stopping_figures(engine, config, played.steps),
                 **written._asdict(),
@@ -149,7 +158,7 @@ def grow(
                     *explanations(episode.attempts, engine.space, client, config.controller),
                     *unfinished(episode.view, config.gates),
                 ],
-                "seconds": round(episode.before + time.perf_counter() - started, 3),
+                "seconds": round(seconds, 3),
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
                 "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
             }
@@ -320,6 +329,24 @@ def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary
         **{f"validation_{name}": pair for name, pair in validation.items()},
     }
     return figures | {"best": _best(figures, config)}
+
+
+def _static(
+    engine: VectorizedEngine,
+    task: AnyTask,
+    config: Config,
+    played: Played,
+    figures: Summary,
+    interrupt: Interrupt,
+    watch: Watch,
+) -> dict[str, Trained | Absent]:
+    """The static networks that the config asks for; the twins, rows of the population, are there already."""
+    twin = None
+    if config.twin:
+        metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
+        params = engine.state.body.host_params[: config.envs].copy()
+        twin = Trained(metric, loss, params, seconds=None)
+    return train_baselines(task, config, grown_of(engine), played.steps, twin, interrupt, watch.note)
 
 
 def _tests(engine: VectorizedEngine, task: AnyTask) -> list[Split]:

@@ -82,7 +82,9 @@ def changed(config: Config, settings: Sequence[str]) -> Config:
     layers, trains = [parse_setting(setting) for setting in settings], is_training(config)
     before = cohort_configs(config) if trains else [config]
     after = [build_config(each.model_dump(mode="json"), *layers) for each in before]
-    names = {name for one, other in zip(before, after, strict=True) for name in _differences(one, other)}
+    pairs = list(zip(before, after, strict=True))
+    names = {name for one, other in pairs for name in _differences(one, other)}
+    names |= {"twin"} if any(one.twin != other.twin for one, other in pairs) else set()  # rows of the population
     fixed = (*FIXED, "steps") if trains else FIXED
     for key in fixed:
         if any(name == key or name.startswith(f"{key}.") for name in names):

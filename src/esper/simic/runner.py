@@ -42,7 +42,7 @@ from esper.tolaria.governor import total
 TRAINING: Mapping[str, Any] = MappingProxyType(
     {
         "envs": 64,
-        "twin": False,
+        "baselines": [],
         "models": "none",
         "gates": {"permissive": True, "min_holding": 1},  # a learner judges for itself what a gate would forbid
         "probe": {"sensors_every": 4},
@@ -507,7 +507,7 @@ def _cohort(task: AnyTask, config: Config) -> Cohort:
             "instances": "validation",
             "first_instance": 0,
             "envs": config.ppo.validate_envs,
-            "twin": False,
+            "baselines": (),
             "seed": scalar(config.seed, Purpose.VALIDATION),
         }
     )

@@ -395,7 +395,7 @@ GROWTH = Process(
         "steps": 10,
         "envs": 96,
         "ppo": {**LEARNER, "rounds": 60},
-        "twin": False,
+        "baselines": [],
         "lifecycle": {"max_seeds": 2, "max_training": 2, "embargo": 1, "tempos": [0, 1, 2], "targets": [1.0]},
         "gates": {"permissive": True, "min_training": 1, "min_holding": 1},
     },
@@ -408,7 +408,7 @@ GROWTH = Process(
 # The bandit and the chain: a planted seed is all there is to it, it can be neither advanced nor removed.
 
 _PLANT_ONLY: Mapping[str, Any] = {
-    "twin": False,
+    "baselines": [],
     "envs": 384,
     "ppo": {**LEARNER, "rounds": 30},
     "reward": {"rent": 0.0},

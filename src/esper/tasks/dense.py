@@ -1,5 +1,6 @@
 """Fully connected hosts: with and without skips, and with blocks that are damaged."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.layers import Residual
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
+from esper.leyline.task import Room
 from esper.tasks.sizes import check_sizes, linear, smallest
 
 SCALE = 0.5
@@ -67,6 +69,10 @@ class MLP:
 
         return even(smallest(even, parameters))
 
+    def room(self, others: Sequence["MLP"], outputs: int) -> Room:
+        """The layout of rows in which others of as many blocks, with up to so many outputs, stand side by side."""
+        return roomy(*others, outputs=outputs)
+
     def skips(self) -> "Skipped":
         """The same host with an identity skip around every block, and no parameter more."""
         return Skipped(self)
@@ -122,6 +128,10 @@ class ResidualMLP:
             return replace(self, width=width, hidden=(width,) * len(self.hidden))
 
         return even(smallest(even, parameters))
+
+    def room(self, others: Sequence["ResidualMLP"], outputs: int) -> Room:
+        """The layout of rows in which others of as many blocks, with up to so many outputs, stand side by side."""
+        return roomy(*others, outputs=outputs)
 
     def skips(self) -> None:
         """None: every block has its skip."""
@@ -215,6 +225,24 @@ class Skipped:
             assert isinstance(block, nn.Sequential)
             host.segments[k] = Residual(*block)
         return host
+
+
+def roomy(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
+    """The layout of rows for hosts of one kind and one number of blocks, whose widths are rounded up to multiples of 4.
+
+    It has at least so many outputs.
+
+    The last bit of a product can depend on whether a row's result lies on a multiple of 16 bytes, so on where the row stands
+    in the population. With such widths every row does, and a row is bitwise the same wherever it stands.
+    """
+
+    def up(widths: Iterable[int]) -> int:
+        return -(-max(widths) // 4) * 4
+
+    hidden = tuple(up(inner) for inner in zip(*(host.hidden for host in hosts), strict=True))
+    sizes = {name: up(getattr(host, name) for host in hosts) for name in ("inputs", "width")}
+    layout = replace(hosts[0], **sizes, hidden=hidden, outputs=max(outputs, *(host.outputs for host in hosts)))
+    return Room(layout, (layout.inputs,))
 
 
 def _hidden(of: str, hidden: Any) -> tuple[Any, ...]:

@@ -1,19 +1,19 @@
 """The hosts that Esper's own tasks grow, and those that a saved network can name."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Kind
-from esper.leyline.task import Room
 from esper.tasks.convolutional import CNN as CNN
 from esper.tasks.convolutional import ResidualCNN as ResidualCNN
 from esper.tasks.dense import MLP as MLP
 from esper.tasks.dense import DamagedMLP as DamagedMLP
 from esper.tasks.dense import ResidualMLP as ResidualMLP
+from esper.tasks.dense import roomy as roomy
 from esper.tasks.sizes import check_sizes
 
 VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
@@ -91,20 +91,6 @@ def menu_of(host: SegmentedHost) -> tuple[str, ...]:
     return tuple(
         name for kind, menu in {Kind.VECTOR: VECTOR_MENU, Kind.MAP: MAP_MENU}.items() if kind in kinds for name in menu
     )
-
-
-def roomy(host: VectorHost) -> Room:
-    """The layout of rows for a host whose widths are rounded up to multiples of 4.
-
-    The last bit of a product can depend on whether a row's result lies on a multiple of 16 bytes, so on where the row stands
-    in the population. With such widths every row does, and a row is bitwise the same wherever it stands.
-    """
-
-    def up(width: int) -> int:
-        return -(-width // 4) * 4
-
-    layout = replace(host, inputs=up(host.inputs), width=up(host.width), hidden=tuple(map(up, host.hidden)))
-    return Room(layout, (layout.inputs,))
 
 
 MOST_BLOCKS, WIDEST = 1024, 2**24

@@ -64,10 +64,7 @@ def stack_splits(
     numbers do not depend on the other splits. Without it rows are as long as the longest split. Features are scaled once, here.
     InputError where a split is longer than `length`.
     """
-    distinct = {(id(split.x), id(split.y)): split for split in splits}
-    if len(distinct) < len(splits):
-        place = {name: index for index, name in enumerate(distinct)}
-        row, splits = np.array([place[id(split.x), id(split.y)] for split in splits])[row], list(distinct.values())
+    splits, row = _distinct(splits, row)
     sizes = np.array([len(split.y) for split in splits])
     longest = int(sizes.max())
     if length is not None and longest > length:
@@ -112,6 +109,7 @@ class SharedBatchIterator:
         weights: Sequence[Tensor] | None = None,
     ) -> None:
         """row (E,) names each row's split, instance (E,) the key of its order. InputError where a split is under a batch."""
+        splits, row = _distinct(splits, row)
         self.sizes = np.array([len(split.y) for split in splits])[row]
         if self.sizes.min() < batch_size:
             least = int(self.sizes.min())
@@ -252,6 +250,13 @@ def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Ten
     image = torch.arange(count, device=images.device)[:, None, None] * canvas[0, ..., 0].numel()
     place = image + row[:, :, None] * canvas.shape[2] + column[:, None, :]
     return canvas.view(-1, channels).index_select(0, place.view(-1)).view(images.shape)
+
+
+def _distinct(splits: Sequence[Split], row: Indices) -> tuple[list[Split], Indices]:
+    """Splits without repeats of the same tensors, and row (E,), which names each row's, accordingly."""
+    distinct = {(id(split.x), id(split.y)): split for split in splits}
+    place = {name: index for index, name in enumerate(distinct)}
+    return list(distinct.values()), np.array([place[id(split.x), id(split.y)] for split in splits])[row]
 
 
 def _pool(

@@ -14,7 +14,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network
 from esper.kasmina.gates import judge
 from esper.kasmina.host import check_host
-from esper.kasmina.lifecycle import apply, dormant, edits, exported, legal, tick, transitions
+from esper.kasmina.lifecycle import apply, copied, dormant, edits, exported, legal, tick, transitions
 from esper.leyline.actions import Actions, checked
 from esper.leyline.brief import brief
 from esper.leyline.config import Config
@@ -96,8 +96,13 @@ class VectorizedEngine:
     split of the task is dropped at once.
     """
 
-    def __init__(self, task: AnyTask, config: Config, hub: Hub | None = None) -> None:
-        """Raises InputError where the task, the config and the device do not fit together."""
+    def __init__(
+        self, task: AnyTask, config: Config, hub: Hub | None = None, instance: NDArray[np.int64] | None = None
+    ) -> None:
+        """instance (E,) names the instances of the environments; without it the config does.
+
+        Raises InputError where the task, the config and the device do not fit together.
+        """
         task, config = task.sealed(), with_steps(config, task)
         self.config = config
         self.device = resolve_device(config.device)
@@ -109,7 +114,7 @@ class VectorizedEngine:
         stacked = max(self.rows, 2)
         self._optimizer = StackedOptimizer(config.optimizer)
         check_memory(task, config, stacked, len(self._optimizer.rule.moments), available_memory(self.device))
-        first = instance_keys(task, config)
+        first = instance_keys(task, config) if instance is None else instance
         self._task = task
         self._objective = task.objective
         self._load(self._spread(first))
@@ -166,11 +171,17 @@ class VectorizedEngine:
         name, config = self._task.name, self.config
         return f"VectorizedEngine(task={name!r}, envs={config.envs}, steps={config.steps}, device='{self.device}')"
 
-    def reset(self, instance: NDArray[np.int64] | None = None, episode: int | None = None) -> View:
+    def reset(
+        self,
+        instance: NDArray[np.int64] | None = None,
+        episode: int | None = None,
+        planted: Seeds | None = None,
+    ) -> View:
         """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders.
 
         instance (E,) names the instances of a mixture from now on; without it they stay what they are. `episode` is for
-        playing one again: the same number brings the same hosts and orders; without it the next one begins.
+        playing one again: the same number brings the same hosts and orders; without it the next one begins. `planted` (E, S)
+        are seeds that stand in the slots from the start, their modules freshly drawn; without it the slots are empty.
         """
         state, body = self.state, self.state.body
         if instance is not None and not np.array_equal(self._spread(instance), state.instance):
@@ -192,6 +203,8 @@ class VectorizedEngine:
             body.plant_host(np.flatnonzero(which == index).tolist(), host, example, problem.outputs)
         body.mask_outputs()
         self._survey()
+        if planted is not None:
+            self._plant(planted)
         with self.timer.phase("probe"):
             measured = self._measure(None)
         with self.timer.phase("govern"):
@@ -427,6 +440,14 @@ class VectorizedEngine:
         return grown_network(problem.host, self.state.body, self.state.seeds, env, problem.interface)
 
     # The parts of a step.
+
+    def _plant(self, planted: Seeds) -> None:
+        """Put freshly drawn seeds (E, S) into the empty slots of the environments; every other row stays empty."""
+        state, after = self.state, copied(self.state.seeds)
+        for name in Seeds._fields:
+            getattr(after, name)[: self.config.envs] = getattr(planted, name)
+        state.body.edit(edits(state.seeds, after), after, self._birth_key)
+        state.seeds = after
 
     def _measure(self, trained: Trained | None, *, terminal: bool = False) -> Measured:
         """Probe every row of the population as it is now: the one read of a step."""
