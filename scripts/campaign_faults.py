@@ -5,7 +5,7 @@
     disk       a disk that becomes full, at each kind of write
     nan        NaN in the data, a loss, a gradient or a parameter of one environment, and whether another is touched
     governor   whether the governor is silent where all goes well, and what it costs
-    cost       bytes and seconds of checkpoints, and the throughput of a training with them
+    cost       bytes and seconds of checkpoints, after many rounds too, and the throughput of a training with them
     page       the page of all results that there are
 
     python scripts/campaign_faults.py [PART ...] [--count N] [--jobs N] [--quick] [--out DIR] [--page FILE]
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from benchmark_hot_path import machine
-from faults import corrupt, cost, disk, governor, kill, nan
+from faults import corrupt, cost, disk, governor, kill, nan, rounds
 
 PARTS = ("kill", "corrupt", "disk", "nan", "governor", "cost")
 
@@ -28,7 +28,7 @@ PARTS = ("kill", "corrupt", "disk", "nan", "governor", "cost")
 def page(out: Path, options: str) -> str:
     """All results that there are as Markdown."""
     here = machine("cpu")
-    sections = [part.section(out) for part in (kill, corrupt, disk, nan, governor, cost)]
+    sections = [part.section(out) for part in (kill, corrupt, disk, nan, governor, cost, rounds)]
     return "\n".join(
         [
             "# Faults",
@@ -73,6 +73,7 @@ def main() -> None:
         governor.campaign(out, quick)
     if "cost" in parts:
         cost.campaign(out, quick)
+        rounds.campaign(out, quick)
     text = page(out, " ".join(sys.argv[1:]))
     print(text)
     if arguments.page:

@@ -130,6 +130,9 @@ def test_the_cost_of_checkpoints_is_measured(tmp_path):
     assert sized["bytes"] > sized["json_bytes"] > 0
     assert all(ratio > 0 for clock in (*training["with"], *training["control"]) for ratio in clock)
     assert "| without, once more |" in (tmp_path / "faults.md").read_text()
+    early, *_, late = (json.loads(line) for line in (tmp_path / "faults" / "rounds.jsonl").read_text().splitlines())
+    assert late["rounds"] == 100 * early["rounds"]
+    assert abs(late["bytes"] - early["bytes"]) < 10  # a number of more digits
 
 
 @pytest.mark.slow

@@ -630,6 +630,9 @@ def test_a_training_paid_by_an_object_cannot_be_resumed_from_its_folder(straight
         is_training(read_config(straight[0]))
 
 
+SOME = ("config.yaml", "environment.json", "summary.json", "changes.json", "events-cut-1.jsonl")
+
+
 def test_what_a_kill_left_behind_the_last_checkpoint_is_removed_by_who_goes_on(tmp_path):
     config, folder = config_of(models="all", checkpoint={"every_seconds": 0}), tmp_path / "run"
     with pytest.raises(Left):
@@ -637,6 +640,9 @@ def test_what_a_kill_left_behind_the_last_checkpoint_is_removed_by_who_goes_on(t
     checkpoints = folder / "checkpoints"
     there = sorted(path.name for path in checkpoints.iterdir())
     shutil.copytree(checkpoints / there[-1], checkpoints / ".step-000001.old")
-    (checkpoints / ".latest.tmp").write_text("step-")
+    left = [checkpoints / ".latest.0123456789abcdef.tmp", *(folder / f".{name}.0123456789abcdef.tmp" for name in SOME)]
+    for path in left:
+        path.write_text("step-")
     grow(blobs(), config, client_of("random-valid", config, tmp_path), folder, resume=True)
     assert sorted(path.name for path in checkpoints.iterdir()) == there
+    assert [path for path in left if path.exists()] == []

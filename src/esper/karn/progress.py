@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from rich.console import Console
 
 from esper.karn.console import Bar, Lines, Rounds, live, training
+from esper.karn.streams import steady
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
 from esper.leyline.view import View
@@ -48,9 +49,10 @@ def learning(shown: Any) -> Rounds | Silent:
 
 def telling(shown: Any) -> Callable[[str], None] | None:
     """What prints the lines of an evaluation; None where nothing is shown."""
-    if not wanted(shown, Console(stderr=True)):
+    if not wanted(shown, Console(stderr=True)) or sys.stderr is None:
         return None
-    return lambda line: print(printable(line), file=sys.stderr)
+    stream = steady(sys.stderr)
+    return lambda line: print(printable(line), file=stream)
 
 
 def wanted(shown: Any, console: Console) -> bool:

@@ -140,6 +140,13 @@ def remove_own(folder: Path) -> list[Path]:
     return found.others
 
 
+def sweep(folder: Path) -> None:
+    """Remove the files under temporary names that a kill left in a run folder beside Esper's own."""
+    for path in list_contents(folder).own:
+        if path.parent == folder and unfinished(path) is not None:
+            path.unlink(missing_ok=True)
+
+
 def listed(paths: list[Path]) -> str:
     """The first few of some paths, and how many more there are, in words."""
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""

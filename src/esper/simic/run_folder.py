@@ -9,7 +9,7 @@ from esper.leyline.config import Config, dump_config
 from esper.leyline.disk import Patient, at_once, write_atomic
 from esper.leyline.task import AnyTask
 from esper.nissa.changes import read_trail, record_origin
-from esper.nissa.contents import check_folder, create_folder, make_folder
+from esper.nissa.contents import check_folder, create_folder, make_folder, sweep
 from esper.nissa.events import RunRow
 from esper.nissa.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run, to_json
 from esper.nissa.hub import Hub
@@ -133,15 +133,15 @@ class RunFolder:
             self.patience(path / CHANGES, lambda: record_origin(path, differs.noted, origin, steps))
         if self.resume:
             self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.mark, self.note))
+            sweep(path)
             if self.store is not None:
                 self.store.sweep()  # a run that was killed behind its last checkpoint writes no other, which would
         else:
             if not lock.held:
                 make_folder(path)
                 self.patience(lock.path, lock.take)
-            create_folder(
-                path, self.overwrite, self.note
-            )  # checked once more, as a run may have come and gone before the lock
+            # checked once more, as a run may have come and gone before the lock
+            create_folder(path, self.overwrite, self.note)
             self._write(path / CONFIG, dump_config(self.config))
             self.store = Checkpoints(path, self.config.checkpoint, self.patience)
         if not (path / ENVIRONMENT).exists():  # a kill may have come before it

@@ -1,0 +1,66 @@
+"""What a checkpoint of a training costs after many rounds, in bytes and seconds.
+
+The state is that of a real training of a few rounds, whose history has then gone through as many more rounds of the same figures:
+nothing else of the state of a training could grow with its rounds.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from esper.simic.history import History
+from esper.simic.runner import train, training_configs
+from esper.tasks.catalog import get_task
+from esper.tolaria.checkpoint import Checkpoints, Tree
+from faults.cost import REPEATS, TAKEN, taken, writing
+from faults.records import Record, append, records, table
+
+SHORT: Mapping[str, Any] = {
+    "envs": 4,
+    "steps": 4,
+    "data": {"batches_per_step": 1},
+    "reward": {"group": 2},
+    "ppo": {"rounds": 2, "imitation_rounds": 0, "validate_envs": 2},
+}
+AFTER = (10, 100, 500, 1000)
+"""Rounds after which is looked."""
+FILE = "rounds.jsonl"
+
+
+def campaign(out: Path, quick: bool) -> None:
+    """Every measurement that is not yet kept."""
+    kept = {record["rounds"] for record in records(out / FILE)}
+    if kept >= set(AFTER):
+        return
+    configs = training_configs([get_task("iris")], "quick", SHORT)
+    with tempfile.TemporaryDirectory(dir=out) as scratch:
+        train([get_task("iris")], configs, Path(scratch) / "run")
+        found = Checkpoints(Path(scratch) / "run", configs[0].checkpoint).read(print)
+    assert found is not None
+    for number in AFTER:
+        if number not in kept:
+            record = {"rounds": number, **writing(after(found.state, number), out, 2 if quick else REPEATS)}
+            append(out / FILE, record)
+            print(record, flush=True)
+
+
+def after(state: Tree, rounds: int) -> Tree:
+    """The state of a training after so many rounds."""
+    history, figures = History(), state["school"]["history"]["last"][-1]
+    for _ in range(rounds):
+        history.add(figures)
+    return {**state, "school": {**state["school"], "history": history.state()}}
+
+
+def section(out: Path) -> list[str]:
+    """The results as Markdown."""
+    rows: list[Record] = records(out / FILE)
+    if not rows:
+        return []
+    return [
+        "A checkpoint of a small training (iris, 4 environments) after so many rounds, taken apart as above.",
+        "",
+        *table(["rounds", *TAKEN], [[row["rounds"], *taken(row)] for row in rows]),
+        "",
+    ]
