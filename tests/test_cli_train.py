@@ -72,8 +72,9 @@ def test_train_tells_of_every_round_and_of_how_to_go_on(esper):
     code, out, err = esper("train", "iris", *TINY)
     assert code == 0, err
     assert os.listdir("runs") == ["train-iris-s0"]
-    lines = err.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["imitation, 0 to go", "round 1/2", "round 2/2"]
+    first, estimate, *lines = err.splitlines()
+    assert [line.split("  ")[0] for line in (first, *lines)] == ["imitation, 0 to go", "round 1/2", "round 2/2"]
+    assert estimate.startswith("1 of 3 rounds took ")
     for figure in ("return ", "EPS ", "explained variance ", "entropy ", "seeds kept ", "validation J "):
         assert figure in lines[-1]
     assert "best of 2 rounds: " in out

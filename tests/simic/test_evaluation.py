@@ -23,6 +23,7 @@ from esper.simic.evaluation import (
     named,
     run_evaluation,
     search_schedules,
+    searched_networks,
 )
 from esper.simic.grow import grow
 from esper.simic.runner import _settings
@@ -250,7 +251,7 @@ def test_of_the_candidates_the_better_half_goes_on(slim):
         "5 of 10 schedules on 8 more instances",
         "3 of 10 schedules on 4 more instances",
     ]
-    assert found.episodes == 10 * 8 + 5 * 8 + 3 * 4
+    assert found.episodes == searched_networks(10, 20) == 10 * 8 + 5 * 8 + 3 * 4
 
 
 def test_where_no_seed_may_be_planted_the_best_schedule_plants_nothing(slim):
@@ -277,9 +278,26 @@ def test_candidates_are_single_seeds_pairs_and_all_slots_within_what_may_be_plan
 
 
 @pytest.fixture(scope="module")
-def record(mixture):
+def told():
+    """The lines of the evaluation of `record`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def record(mixture, told):
     settings = [SHORT, FEW]
-    return run_evaluation([PLANNED, HEURISTIC], [mixture], instances=2, seeds=2, settings=settings, searched=2)
+    contenders = [PLANNED, HEURISTIC]
+    return run_evaluation(contenders, [mixture], instances=2, seeds=2, settings=settings, searched=2, watch=told.append)
+
+
+def test_an_evaluation_says_first_how_much_it_grows_and_after_a_population_how_long_that_takes(record, told):
+    searched = record["tasks"][0]["search"]["episodes"]
+    assert (
+        told[0] == f"5 controllers on 1 task: 20 networks to grow, and {searched} in the search for the best schedule"
+    )
+    (line,) = [line for line in told if " networks took " in line]
+    assert f" of {20 + searched} networks took " in line
+    assert line.endswith(" for the others")
 
 
 def test_a_record_is_strict_json_and_has_the_rules_beside_the_controllers(record):

@@ -17,6 +17,7 @@ from rich.text import Text
 from esper.karn.streams import steady
 from esper.karn.tables import print_table
 from esper.leyline.intervals import t_factor
+from esper.leyline.pace import Pace
 from esper.leyline.stages import Stage
 from esper.leyline.text import printable
 from esper.leyline.view import Seeds, View
@@ -92,8 +93,10 @@ class Lines:
 class Rounds:
     """The progress of a controller's training: a line a round, over one another where there is a terminal."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._started = clock()
+        self._pace: Pace | None = None
         self._status = console.status("growing the first round") if console.file.isatty() else None
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
@@ -103,12 +106,16 @@ class Rounds:
             self.note(line)
         if self._status is not None:
             self._status.update(Text(line))
+        if self._pace is None:
+            self._pace = Pace(rounds - number, "rounds", self.note)
+            self._pace.add(1, self._clock() - self._started)
 
     def note(self, text: str) -> None:
         """Print a line."""
         _print(self._console, text)
 
     def __enter__(self) -> Self:
+        self._started = self._clock()
         if self._status is not None:
             self._status.start()
         return self

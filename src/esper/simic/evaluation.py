@@ -23,6 +23,7 @@ from esper.leyline.config import Config, build_config
 from esper.leyline.disk import file_name, write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
+from esper.leyline.pace import Pace
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.reading import read_named
 from esper.leyline.stages import Stage
@@ -173,9 +174,10 @@ def run_evaluation(
         raise InputError(f"the search for a schedule is to end with {searched} instances; give 1 or more")
     if folder is not None:
         _create(folder)
+    pace = _plan(tasks, len(names) + 1, instances * seeds, searched, settings, watch)
     evaluations, searches = [], []
     for task in tasks:
-        found = search_schedules(task.sealed(), settings, instances=searched, watch=watch)
+        found = search_schedules(task.sealed(), settings, instances=searched, watch=watch, pace=pace)
         searches.append(found)
         evaluations.append(
             evaluate(
@@ -188,6 +190,7 @@ def run_evaluation(
                 settings=settings,
                 folder=folder,
                 watch=watch,
+                pace=pace,
             )
         )
     alike = len({evaluation.metric for evaluation in evaluations}) == 1
@@ -218,6 +221,7 @@ def evaluate(
     folder: Path | None = None,
     rows: int = ROWS,
     watch: Say | None = None,
+    pace: Pace | None = None,
 ) -> Evaluation:
     """Grow N instances from R seeds under every contender, and score what would be exported on the test split.
 
@@ -242,7 +246,11 @@ def evaluate(
             for start in range(0, instances, rows):
                 envs = min(rows, instances - start)
                 config = _config(task, contender, settings, seed, part, first + start, envs)
+                begin = time.perf_counter()
                 chunks.append(_kept(task, contender, config, folder, data))
+                if pace is not None:
+                    seconds = time.perf_counter() - begin
+                    pace.add(envs, seconds if seconds > chunks[-1].seconds.sum() / 2 else None)  # else they were kept
                 _tell(watch, f"{task.name}: {contender.name}, seed {seed}, {start + envs} of {instances} instances")
             grown[-1].append(Figures(*map(np.concatenate, zip(*chunks, strict=True))))
     by_contender = [[np.stack(field, 1) for field in zip(*runs, strict=True)] for runs in grown]
@@ -264,6 +272,7 @@ def search_schedules(
     instances: int = SEARCHED,
     part: str = "training",
     watch: Say | None = None,
+    pace: Pace | None = None,
 ) -> Found:
     """The fixed schedule of the highest mean J on training instances, by successive halving.
 
@@ -288,7 +297,10 @@ def search_schedules(
             chosen = [candidates[index].entries for index in group]
             for start in range(done, done + more, ROWS):
                 instance = keys[start : min(start + ROWS, done + more)]
+                started = time.perf_counter()
                 totals[group] += _try(task, chosen, instance, [*settings, own], part).sum(1)
+                if pace is not None:
+                    pace.add(len(group) * len(instance), time.perf_counter() - started)
         episodes += more * len(alive)
         done += more
         alive = alive[np.argsort(-np.nan_to_num(totals[alive], nan=-np.inf), kind="stable")]
@@ -308,6 +320,38 @@ def search_schedules(
         episodes=episodes,
         seconds=time.perf_counter() - begin,
     )
+
+
+def searched_networks(candidates: int, instances: int) -> int:
+    """How many networks `search_schedules` grows for so many candidates and instances."""
+    alive, done, networks = candidates, 0, 0
+    while done < instances:
+        more = min(max(done, FIRST_RUNG), instances - done)
+        networks += more * alive
+        done += more
+        alive = -(-alive // 2)
+    return networks
+
+
+def _plan(
+    tasks: Sequence[AnyTask],
+    contenders: int,
+    runs: int,
+    searched: int,
+    settings: Sequence[Mapping[str, Any]],
+    watch: Say | None,
+) -> Pace | None:
+    """Say how much an evaluation grows; None where nobody is told."""
+    if watch is None:
+        return None
+    search = sum(
+        searched_networks(len(_candidates(task.sealed(), settings)), min(searched, len(task.keys("training"))))
+        for task in tasks
+    )
+    grown = len(tasks) * contenders * runs
+    some = f"{contenders} controllers on {len(tasks)} task{'s' * (len(tasks) > 1)}"
+    watch(f"{some}: {grown:,} networks to grow, and {search:,} in the search for the best schedule")
+    return Pace(search + grown, "networks", watch)
 
 
 class _Candidate(NamedTuple):
