@@ -45,7 +45,7 @@ def test_the_config_names_the_controller_unless_one_is_given():
     ("arguments", "sentence"),
     [
         (("digits",), "make one with esper.get_task"),
-        ((blobs(), [1]), "a config is a mapping"),
+        ((blobs(), [1]), r"^config is \[1\]; give a mapping of keys to values"),
         ((blobs(), SMALL, 3), "no act, store and update"),
         ((blobs(), SMALL, Script), "no act, store and update"),
     ],
