@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from esper.cli import main
 from esper.leyline.errors import InputError, RunWarning
@@ -15,6 +16,8 @@ from esper.simic.origin import fingerprint
 from esper.simic.runner import train, training_configs
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
+from esper.tasks.objectives import Classification
+from esper.tasks.own import OwnObjective
 from populations import blobs, small_config
 
 CONFIG = small_config({"controller": "random-valid"}, {"envs": 1, "steps": 4, "models": "none"})
@@ -78,6 +81,36 @@ def test_another_objective_and_other_classes_are_other_data(change, name):
     task = blobs()
     known, now = fingerprint(task), fingerprint(change(task))
     assert [each for each in now if known.get(each) != now[each]] == [name]
+
+
+class Counting:
+    """A loss that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        return output.square().mean(-1)
+
+
+def test_an_objective_is_the_same_however_often_it_was_called_and_another_with_other_weights():
+    def objective(loss):
+        return replace(blobs(), objective=OwnObjective(Classification(3), loss, None, "accuracy", None, 3))
+
+    counting = Counting()
+    known = fingerprint(objective(counting))
+    counting(torch.ones(2, 3), torch.ones(2))
+    assert fingerprint(objective(counting)) == known
+    ours, theirs = (fingerprint(objective(nn.CrossEntropyLoss(torch.tensor(w)))) for w in ([1.0, 1, 1], [1.0, 1, 2]))
+    assert [name for name in ours if ours[name] != theirs[name]] == ["objective"]
+
+
+def test_what_another_version_did_not_record_is_not_compared(run):
+    path = run / "environment.json"
+    environment = json.loads(path.read_text())
+    del environment["data"]["blobs"]["scaling"]
+    path.write_text(json.dumps(environment))
+    going_on(run, blobs())
 
 
 def test_other_data_go_on_where_that_is_asked_for_and_are_recorded(run):

@@ -3,13 +3,13 @@
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.reading import parse_json, read_kept
@@ -23,7 +23,7 @@ DATA = "data"
 
 _COMPARED = ("esper", "torch", "numpy", "python")
 _SPLITS = ("train", "probe", "validation", "test")
-_NOT_DATA = (*_SPLITS, "name", "summary", "host", "menu", "defaults", "room")
+_BESIDE = ("objective", "pixels", "scaling", "classes", "weights")  # of a task, beside its splits
 _LARGEST = 64 * 2**20  # bytes of environment.json that are read
 
 Fingerprint = dict[str, str]
@@ -52,8 +52,9 @@ def fingerprint(task: AnyTask) -> Fingerprint:
         found = {f"{part} instances": _of_instance(task, keys) for part, keys in sorted(task.ranges.items())}
         return {**found, "objective": _digest(task.objective)}
     splits = {name: split for name in _SPLITS if (split := getattr(task, name)) is not None}
-    others = {field.name: getattr(task, field.name) for field in fields(task) if field.name not in _NOT_DATA}
-    return {name: _digest(value) for name, value in {**splits, **others}.items() if value is not None}
+    return {
+        name: _digest(value) for name, value in {**splits, **{name: getattr(task, name) for name in _BESIDE}}.items()
+    }
 
 
 class Difference(NamedTuple):
@@ -120,9 +121,9 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 
 def _differing(known: Any, now: Fingerprint) -> list[str]:
-    """What of a task is not what it was, in words."""
+    """What of a task is not what it was; a name that one of the two lacks, as of another version, is not compared."""
     before = known if isinstance(known, dict) else {}
-    return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 
 def _warn(text: str) -> None:
@@ -143,7 +144,7 @@ def _digest(value: Any) -> str:
 
 
 def _feed(digest: "hashlib._Hash", value: Any, depth: int) -> None:
-    """Add what a value is to a digest, down to so many levels; of a function its name."""
+    """Add what a value is to a digest, down to so many levels; of functions and of unknown objects the name."""
     match value:
         case Tensor():
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -158,14 +159,12 @@ def _feed(digest: "hashlib._Hash", value: Any, depth: int) -> None:
             digest.update(f"[{len(value)}".encode())
             for item in value if depth else ():
                 _feed(digest, item, depth - 1)
+        case nn.Module():
+            digest.update(f"<{type(value).__qualname__}".encode())
+            _feed(digest, value.state_dict(), depth)
+        case _ if is_dataclass(value) and depth and not isinstance(value, type):
+            digest.update(f"<{type(value).__qualname__}".encode())
+            for part in fields(value):
+                _feed(digest, getattr(value, part.name), depth - 1)
         case _:
-            named = getattr(value, "__qualname__", None)  # of a function or a class
-            digest.update(f"<{named or type(value).__qualname__}".encode())
-            inside = (
-                sorted(vars(value).items())
-                if named is None and depth and isinstance(getattr(value, "__dict__", None), dict)
-                else []
-            )
-            for name, item in inside:
-                digest.update(f"{name}=".encode())
-                _feed(digest, item, depth - 1)
+            digest.update(f"<{getattr(value, '__qualname__', type(value).__qualname__)}".encode())
