@@ -26,6 +26,7 @@ from esper.leyline.errors import (
     RunWarning,
     UserCodeError,
     asked_for,
+    in_user_code,
     is_shortage,
 )
 from esper.leyline.text import printable
@@ -90,9 +91,13 @@ def _run(arguments: Sequence[str] | None) -> None:
     except UserCodeError as error:
         _print_cause(error)
         _fail(error, 1)
-    except (OSError, OutOfMemory, DataFault) as error:
+    except (OutOfMemory, DataFault) as error:
         _fail(error, 1)
-    except (MemoryError, RuntimeError) as error:  # outside a run, which says more
+    except (OSError, MemoryError, RuntimeError) as error:  # outside a run, which says more
+        if in_user_code(error):
+            raise
+        if isinstance(error, OSError):
+            _fail(error, 1)
         if not is_shortage(error):
             raise
         asked = asked_for(error)
@@ -215,8 +220,7 @@ def grow(
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
         print_summary(summary, Console(), str(folder))
-    if summary["status"] == "interrupted":
-        raise typer.Exit(130)
+    _leave_by(summary)
 
 
 @app.command()
@@ -291,8 +295,7 @@ def train(
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
         print_training(summary, Console(), str(folder))
-    if summary["status"] == "interrupted":
-        raise typer.Exit(130)
+    _leave_by(summary)
 
 
 @app.command()
@@ -345,8 +348,7 @@ def resume(
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
         (print_training if is_training(read_config(run)) else print_summary)(summary, Console(), str(run))
-    if summary["status"] == "interrupted":
-        raise typer.Exit(130)
+    _leave_by(summary)
 
 
 @app.command("eval")
@@ -619,3 +621,11 @@ def _say(line: str, err: bool = False) -> None:
 def _fail(error: Exception, code: int) -> None:
     _say(f"error: {' '.join(str(error).split())}", err=True)
     raise SystemExit(code)
+
+
+def _leave_by(summary: Mapping[str, Any]) -> None:
+    """Exit with the code of a run's status: 130 where it was interrupted, and 1, with its error, where it failed."""
+    if summary["status"] == "interrupted":
+        raise typer.Exit(130)
+    if summary["status"] == "failed":
+        _fail(RuntimeError(summary["error"]["message"]), 1)

@@ -5,13 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+import traceback
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, UserCodeError
 from esper.tasks.custom import task_from
 from esper.tasks.dataset import CHUNK, read_dataset
 from esper.tasks.hosts import MLP
@@ -112,11 +113,14 @@ def test_reading_by_workers_draws_nothing_from_the_callers_generator():
     ],
 )
 def test_an_example_that_raises_is_named_with_what_it_raised(workers, event, words):
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(UserCodeError) as raised:
         task_from("t", Numbered(70, event), host=HOST, workers=workers)
     assert str(raised.value) == (
         f"example 70 of the Numbered cannot be read: {words}; mend it, or leave it out with torch.utils.data.Subset"
     )
+    trace = "".join(traceback.format_exception(raised.value.__cause__))
+    assert f"in {event.__name__}" in trace, "the traceback leads to the line of the Dataset"
+    assert words.split(":")[0] in trace
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -148,9 +152,9 @@ def test_a_worker_that_dies_is_one_sentence(event):
 def test_no_worker_is_left_behind_where_one_fails():
     code = (
         "import os, sys, torch\nsys.path.insert(0, 'tests/tasks')\n"
-        "from test_dataset import HOST, InputError, Numbered, raises, task_from\n"
+        "from test_dataset import HOST, Numbered, UserCodeError, raises, task_from\n"
         "try: task_from('t', Numbered(70, raises), host=HOST, workers=2)\n"
-        "except InputError: print(len(torch.multiprocessing.active_children()))\n"
+        "except UserCodeError: print(len(torch.multiprocessing.active_children()))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "0\n"

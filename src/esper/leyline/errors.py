@@ -1,6 +1,9 @@
 """Errors and a warning that are one sentence: what a person gave us, what of it is not used, and memory that ran out."""
 
+import os
 import re
+import sysconfig
+import traceback
 
 from esper.leyline.text import printable
 
@@ -9,6 +12,11 @@ _SHORTAGE = re.compile(
     r"|can't start new thread|could not (?:create|execute) a primitive",  # Python's and oneDNN's, which do not say why
     re.IGNORECASE,
 )
+_LIBRARIES = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")),
+)
+_PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.,]+ (?:bytes|[KMGTPE]iB))", re.IGNORECASE)
 
 
@@ -40,6 +48,17 @@ class UserCodeError(RuntimeError):
 
 class OutOfMemory(RuntimeError):
     """Memory ran out: one sentence with where, how much of it, and what to lower. The command line exits with 1."""
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """Type and message of an error, as summary.json holds them."""
+    return {"type": type(error).__name__, "message": str(error)}
+
+
+def in_user_code(error: BaseException) -> bool:
+    """Whether a frame of an error's traceback is neither Esper's nor that of Python or of an installed package."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(not file.startswith(("<", *_LIBRARIES)) and not _PACKAGES.search(file) for file in files)
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -24,3 +24,4 @@ class Vital(IntEnum):
     RISE = 5  # the loss is far above its own history
     COLLAPSE = 6  # all examples get one output
     FALL = 7  # the metric is far below its best
+    METRIC = 8  # the metric on the probe split is not finite

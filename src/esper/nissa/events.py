@@ -67,6 +67,9 @@ class RunRow(Row, tag="run", kw_only=True):
     changed: Annotated[
         Sequence[str], Meta(description="settings that `esper resume --set` changed at this row, as key=value")
     ] = ()
+    error: Annotated[
+        str | None, Meta(description="type and message of what ended a failed run; null in the others")
+    ] = None
 
 
 class StepRow(Row, tag="step", kw_only=True):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
@@ -17,7 +18,7 @@ from esper.kasmina.static import Absent
 from esper.leyline.actions import Actions, Op, checked
 from esper.leyline.config import Config
 from esper.leyline.disk import Patient
-from esper.leyline.errors import DataFault, InputError, OutOfMemory
+from esper.leyline.errors import InputError, described
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Split
@@ -28,8 +29,9 @@ from esper.nissa.hub import Hub
 from esper.simic.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.simic.environment import describe_environment
 from esper.simic.explanations import Attempts, as_tree, explanations, reasons_of, unfinished
+from esper.simic.failure import Failure, RolledBack, failed_row
 from esper.simic.interrupt import Interrupt
-from esper.simic.resume import Change, fitting, left
+from esper.simic.resume import Change, fitting
 from esper.simic.rewards import objective
 from esper.simic.run_folder import RunFolder
 from esper.simic.stopping import stopping_figures
@@ -128,7 +130,8 @@ def grow(
                 )
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
         keeper = Keeper(run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started)
-        with _closing_row(run.hub, engine, config, folder), engine.timer.memory("between steps"):
+        failure = Failure(run, partial(_run_row, engine, config), partial(_asked, engine, config, episode))
+        with _closing_row(run, engine), failure.recorded(), engine.timer.memory("between steps", users=False):
             played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
                 watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
@@ -146,7 +149,8 @@ def grow(
             if cut_off(static):
                 played = played._replace(status="interrupted")
             summary = {
-                **_asked(engine, config, played),
+                **_asked(engine, config, episode),
+                "status": played.status,
                 **figures,
                 "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
                 **_growth(engine, [topology for _, topology in networks], ended, played.germinated),
@@ -162,21 +166,20 @@ def grow(
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
                 "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
             }
-        run.end(_run_row(engine, config, played.status), summary)
+            if played.status == "failed":
+                summary["error"] = described(RolledBack(engine.governor.record.counts()["rollbacks"]))
+        run.end(failed_row(_run_row(engine, config, played.status), summary), summary)
     return summary
 
 
 @contextmanager
-def _closing_row(hub: Hub, engine: VectorizedEngine, config: Config, folder: Path | None) -> Iterator[None]:
-    """A second SIGINT and a fault leave no summary; that the run is over stands in its events all the same."""
+def _closing_row(run: RunFolder, engine: VectorizedEngine) -> Iterator[None]:
+    """A second SIGINT leaves no summary; that the run is over stands in its events all the same."""
     try:
         yield
     except KeyboardInterrupt:
-        hub.emit(_run_row(engine, config, "interrupted"))
+        run.hub.emit(_run_row(engine, engine.config, "interrupted"))
         raise
-    except (OutOfMemory, DataFault) as error:
-        hub.emit(_run_row(engine, config, "failed"))
-        raise left(error, folder) from None
 
 
 @dataclass
@@ -242,7 +245,7 @@ class Keeper(NamedTuple):
 class Played(NamedTuple):
     """An episode, or as much of it as an interrupt left."""
 
-    status: Literal["finished", "interrupted"]
+    status: Literal["finished", "interrupted", "failed"]  # failed where every environment was rolled back in every step
     steps: int
     germinated: int  # seeds planted, over all environments
     seconds: float  # of stepping alone
@@ -270,7 +273,7 @@ def _play(
         view = episode.view
         decided, reasons = episode.decided, episode.reasons
         if decided is None:
-            decided = client.act(view)
+            decided = _decided(client, view, keeper, watch)
             reasons = reasons_of(client)
         episode.view, outcome = engine.step(decided, reasons)
         client.store(outcome)
@@ -283,8 +286,22 @@ def _play(
         watch.step(episode.view, engine.rows * episode.steps / episode.seconds, rollbacks)
     keeper.at_end()
     client.update()
-    status: Literal["finished", "interrupted"] = "finished" if engine.over else "interrupted"
+    status: Literal["finished", "interrupted", "failed"] = "finished" if engine.over else "interrupted"
+    if episode.steps and (engine.governor.record.rollbacks[: engine.config.envs] == episode.steps).all():
+        status = "failed"
     return Played(status, episode.steps, episode.germinated, episode.seconds)
+
+
+def _decided(client: PolicyClient, view: View, keeper: Keeper, watch: Watch) -> Actions:
+    """The controller's decision. Where it fails, a checkpoint of the steps so far is written before the error is raised."""
+    try:
+        return checked(client.act(view), len(view.host_params))
+    except Exception:
+        try:
+            keeper.at_end()
+        except Exception as error:
+            watch.note(f"no checkpoint could be written behind the failure of the controller: {error}")
+        raise
 
 
 def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str, Any]) -> Episode:
@@ -300,15 +317,15 @@ def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str
     return episode
 
 
-def _asked(engine: VectorizedEngine, config: Config, played: Played) -> Summary:
+def _asked(engine: VectorizedEngine, config: Config, episode: Episode) -> Summary:
     """What was asked for and what of it was done."""
     return {
-        "status": played.status,
+        "status": "failed",
         "task": config.task,
         "controller": config.controller,
         "envs": config.envs,
         "steps": config.steps,
-        "steps_done": played.steps,
+        "steps_done": episode.steps,
         "seed": config.seed,
         "device": str(engine.device),
         "rows": engine.rows,

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from esper.leyline.config import Config, dump_config
 from esper.leyline.disk import Patient, at_once, write_atomic
+from esper.leyline.errors import described
 from esper.leyline.task import AnyTask
 from esper.nissa.changes import read_trail, record_origin
 from esper.nissa.contents import check_folder, create_folder, make_folder, sweep
@@ -122,6 +123,12 @@ class RunFolder:
         self.hub.flush()
         if self.path is not None:
             self._write(self.path / SUMMARY, to_json(summary))
+
+    def fail(self, row: RunRow, summary: Mapping[str, Any], error: Exception) -> None:
+        """Write the last row and the summary of a run that an error ends, both with the error."""
+        found = described(error)
+        row.error = f"{found['type']}: {found['message']}"
+        self.end(row, {**summary, "status": "failed", "error": found}, at_once=True)
 
     def _make(self, path: Path, lock: Lock, environment: Callable[[], Mapping[str, Any]]) -> None:
         steps, differs = 0 if self.found is None else self.found.number, self.differs

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Op
 from esper.leyline.config import Config, RewardConfig, build_config
-from esper.leyline.errors import DataFault, InputError, OutOfMemory
+from esper.leyline.errors import InputError, described
 from esper.leyline.keys import Purpose, key, scalar
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
@@ -24,12 +25,13 @@ from esper.nissa.events import RoundRow, RunRow
 from esper.nissa.hub import Hub
 from esper.simic.client import SimicClient
 from esper.simic.environment import describe_environment
+from esper.simic.failure import Failure, RolledBack, failed_row
 from esper.simic.grow import Summary
 from esper.simic.history import History
 from esper.simic.imitation import Apprentice
 from esper.simic.interrupt import Interrupt
 from esper.simic.ppo import PPO
-from esper.simic.resume import PAID, Change, fitting, left, with_cohorts
+from esper.simic.resume import PAID, Change, fitting, with_cohorts
 from esper.simic.rewards import get_reward, objective
 from esper.simic.rollout import Rollout
 from esper.simic.run_folder import RunFolder
@@ -146,6 +148,10 @@ class Silent:
         """Nothing."""
 
 
+Status = Literal["finished", "interrupted", "failed"]
+"""Of a training that is over."""
+
+
 class Stop(Exception):
     """Someone asked for an end in the middle of a round."""
 
@@ -174,12 +180,12 @@ def train(
     other data than it began with only where `other_data` is set.
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
-    whole = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
+    kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
     with (
         Interrupt() as interrupt,
         RunFolder(
             folder,
-            whole,
+            kept,
             watch.note,
             interrupt,
             overwrite=overwrite,
@@ -202,18 +208,9 @@ def train(
                 )
         run.begin(lambda: _environment(cohorts), _run_row(cohorts[0], "running"))
         keeper = Keeper(run.store, school, run.hub, started - before)
-        status: Literal["finished", "interrupted", "failed"] = "failed"
-        at_once = False
-        try:
-            with cohorts[0].engine.timer.memory("between steps"):
-                status = _rounds(school, config, run, interrupt, watch, keeper)
-        except KeyboardInterrupt:
-            status, at_once = "interrupted", True
-            raise
-        except (OutOfMemory, DataFault) as error:
-            raise left(error, folder) from None
-        finally:
-            summary = {
+
+        def summary(status: Status) -> Summary:
+            return {
                 "status": status,
                 "tasks": [cohort.task.name for cohort in cohorts],
                 "seed": config.seed,
@@ -224,8 +221,19 @@ def train(
                 **school.summary(),
                 "seconds": round(before + time.perf_counter() - started, 3),
             }
-            run.end(_run_row(cohorts[0], status), summary, at_once=at_once)
-    return summary
+
+        failure = Failure(run, partial(_run_row, cohorts[0]), partial(summary, "failed"))
+        try:
+            with failure.recorded(), cohorts[0].engine.timer.memory("between steps", users=False):
+                status = _rounds(school, config, run, interrupt, watch, keeper)
+        except KeyboardInterrupt:
+            run.end(_run_row(cohorts[0], "interrupted"), summary("interrupted"), at_once=True)
+            raise
+        whole = summary(status)
+        if status == "failed":
+            whole["error"] = described(RolledBack(school.summary()["rollbacks"]))
+        run.end(failed_row(_run_row(cohorts[0], status), whole), whole)
+    return whole
 
 
 def _environment(cohorts: Sequence[Cohort]) -> dict[str, Any]:
@@ -264,8 +272,8 @@ def _rounds(
     interrupt: Interrupt,
     watch: Progress,
     keeper: Keeper,
-) -> Literal["finished", "interrupted"]:
-    """Imitation, then learning, until all rounds are done or someone asks for an end."""
+) -> Status:
+    """Imitation, then learning, until all rounds are done or someone asks for an end; failed where nothing was trained."""
     for number in range(school.number, config.ppo.rounds):
         begin = time.perf_counter()
         teach = school.imitate if number < 0 else school.learn
@@ -274,6 +282,8 @@ def _rounds(
         except Stop:
             watch.note("interrupted; the best controller so far is kept")
             return "interrupted"
+        if school.all_rolled_back():
+            return "failed"
         due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
         better = due and number >= -1 and school.validate(number, figures)
         if better and run.path is not None:
@@ -342,6 +352,13 @@ class School:
         if better:
             self.best = worth, number
         return better
+
+    def all_rolled_back(self) -> bool:
+        """Whether every row was rolled back in every step of the rounds so far, none of which is under way."""
+        engines = [cohort.engine for cohort in self.cohorts]
+        rounds = self.steps // sum(engine.config.steps for engine in engines)
+        failed = sum(int(engine.governor.record.found.sum()) for engine in engines)
+        return failed == rounds * sum(engine.config.steps * engine.rows for engine in engines)
 
     def best_policy(self) -> Policy:
         """The policy as it is now, with where it comes from."""

@@ -1,5 +1,6 @@
 """A Dataset of one's own, read once and in full, by this process or by workers."""
 
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -7,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from esper.leyline.arrays import as_tensor
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, UserCodeError
 
 CHUNK = 64
 """Examples that a worker reads before it hands them over."""
@@ -19,7 +20,8 @@ CHUNK = 64
 def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Tensor, Tensor]:
     """All features (N, ...) and labels or targets (N, ...) of a map-style Dataset, read by so many processes, or 0 by this one.
 
-    InputError where it has no length, an example cannot be read or is of another shape, or a worker ends.
+    InputError where it has no length, an example is of another shape, or a worker ends; UserCodeError where reading an example
+    raises, with what it raised as the cause.
     """
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
@@ -67,17 +69,19 @@ def _by_workers(dataset: Dataset[Any], count: int, workers: int) -> Iterator[tup
         for chunk in loader:
             if isinstance(chunk, str):
                 raise InputError(chunk)
+            if isinstance(chunk, _Raised):
+                raise UserCodeError(chunk.sentence) from RuntimeError(f"in the worker:\n{chunk.trace}")
             for features, target in chunk:
                 yield features.unpacked(), target.unpacked()
             done += len(chunk)
-    except InputError:
+    except (InputError, UserCodeError):
         raise
     except Exception as error:  # a worker that ends, or that cannot be started: its first line says which
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"a worker ended while it read the {type(dataset).__name__}, {done} of {count} examples being there: {reason}; "
             "give workers=0 to see which example it is, or fewer workers where memory ran out"
-        ) from None
+        ) from error
 
 
 class _Packed(NamedTuple):
@@ -101,12 +105,23 @@ class _Chunks(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], dtype: torch.dtype) -> None:
         self.dataset, self.dtype = dataset, dtype
 
-    def __getitem__(self, indices: Sequence[int]) -> list[tuple[_Packed, _Packed]] | str:
+    def __getitem__(self, indices: Sequence[int]) -> "list[tuple[_Packed, _Packed]] | str | _Raised":
         try:
             pairs = [_pair(self.dataset, index, self.dtype) for index in indices]
         except InputError as error:
             return str(error)
+        except UserCodeError as error:
+            if get_worker_info() is None:
+                raise
+            return _Raised(str(error), "".join(traceback.format_exception(error.__cause__)))
         return [(_Packed.of(features), _Packed.of(target)) for features, target in pairs]
+
+
+class _Raised(NamedTuple):
+    """What a Dataset raised in a worker, whose exceptions may not be copied to another process."""
+
+    sentence: str
+    trace: str
 
 
 def _as_it_is(chunk: Any) -> Any:
@@ -114,15 +129,15 @@ def _as_it_is(chunk: Any) -> Any:
 
 
 def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Features and target of one example. InputError where the Dataset raises, or gives something else."""
+    """Features and target of one example. UserCodeError where the Dataset raises, InputError where it gives something else."""
     try:
         item = dataset[index]
     except Exception as error:  # whatever a person's Dataset raises, its first line says why
         reason = (str(error).splitlines() or [""])[0]
-        raise InputError(
+        raise UserCodeError(
             f"example {index} of the {type(dataset).__name__} cannot be read: {type(error).__name__}"
             f"{f': {reason}' if reason else ''}; mend it, or leave it out with torch.utils.data.Subset"
-        ) from None
+        ) from error
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise InputError(
             f"example {index} of the Dataset is no pair but a {type(item).__name__}; "

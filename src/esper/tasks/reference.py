@@ -101,7 +101,7 @@ def _run(reference: str, code: Callable[[], Any]) -> Any:
     """Call code of the user's. UserCodeError, whose cause is the original error, where it raises one of its own."""
     try:
         return code()
-    except InputError:
+    except (InputError, UserCodeError):
         raise
     except SystemExit:
         raise InputError(

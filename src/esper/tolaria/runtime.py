@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.errors import InputError, OutOfMemory, asked_for, is_shortage
+from esper.leyline.errors import InputError, OutOfMemory, asked_for, in_user_code, is_shortage
 
 
 def resolve_device(text: str) -> torch.device:
@@ -139,18 +139,21 @@ class PhaseTimer:
         self._cuda: dict[str, CUDATimer] = {}
 
     @contextmanager
-    def memory(self, where: str, lower: str = "envs") -> Iterator[None]:
-        """Raise OutOfMemory, with the place, the numbers and what to lower, where memory runs out in a block."""
+    def memory(self, where: str, lower: str = "envs", *, users: bool = True) -> Iterator[None]:
+        """Raise OutOfMemory, with the place, the numbers and what to lower, where memory runs out in a block.
+
+        Without `users`, what a controller or other code of the user's raises stays what it is.
+        """
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, OutOfMemory) or not is_shortage(error):
+            if isinstance(error, OutOfMemory) or not is_shortage(error) or (not users and in_user_code(error)):
                 raise
             asked, free = asked_for(error), available_memory(self._device) / 2**20
             raise OutOfMemory(
                 f"memory ran out {where}, with {self._population}: {f'{asked} were asked for, ' if asked else ''}"
                 f"{free:,.0f} MiB are available; free some, or lower {lower}"
-            ) from None
+            ) from error
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

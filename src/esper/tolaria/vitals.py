@@ -103,6 +103,7 @@ def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[His
     found = np.full(len(signs.loss), Vital.GOOD, np.int8)
     for at, vital in reversed(list(enumerate(PATIENT))):
         found[strikes[:, at] >= config.patience] = vital
+    found[~np.isfinite(signs.metric)] = Vital.METRIC
     found[~signs.parameter] = Vital.PARAMETER
     found[~signs.gradient] = Vital.GRADIENT
     found[~(np.isfinite(signs.loss) & np.isfinite(signs.train_loss))] = Vital.LOSS
