@@ -453,6 +453,9 @@ def main() -> None:
     lines = [
         "# Where growth pays, through the engine",
         "",
+        "A static network without the damage lies above everything on this page: the hosts of `repair` are damaged on purpose, "
+        "and the oracle is the ceiling of growing schedules on them, not that of static networks. See [the hosts](../hosts.md).",
+        "",
         f"`python scripts/study_headroom.py --instances {instances} --seeds {seeds}`: {instances} held-out instances of "
         f"`repair` by {seeds} seeds, {time.perf_counter() - begin:.0f} s in this call with "
         f"{arguments.jobs} processes of one thread, torch "

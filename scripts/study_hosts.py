@@ -17,7 +17,7 @@ from esper.kasmina.blueprints import count
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.config import build_config
 from esper.leyline.task import Split, Task
-from esper.tasks.catalog import get_task
+from esper.tasks.catalog import TASKS, get_task
 from esper.tasks.hosts import CNN, MLP, ResidualCNN, ResidualMLP
 from esper.tasks.trained import run_static, train_static
 
@@ -36,8 +36,21 @@ def static(task: Task, factory: Factory, starts: int, part: Split) -> Tensor:
         return task.objective.score(output, part.y.expand(starts, *part.y.shape)).mean(1)
 
 
+def opponents(task: Task) -> list[Factory]:
+    """The default host, the network without skips of as many parameters, and the host of the test bench on the same data."""
+    host = task.host
+    parameters = count(host())
+    if isinstance(host, ResidualCNN):
+        plain: Factory = CNN(host.inputs, host.channels, host.outputs).plain(parameters)
+    else:
+        assert isinstance(host, ResidualMLP)
+        plain = MLP(host.inputs, host.width, host.hidden, host.outputs).plain(parameters)
+    bench = [get_task(name).host for name in TASKS if name == f"{task.name}-narrow"]
+    return [host, plain, *bench]
+
+
 def candidates(task: Task) -> list[Factory]:
-    """The default host, residual networks of other sizes, and networks without skips."""
+    """Residual networks of several sizes, and networks without skips."""
     host = task.host
     if isinstance(host, ResidualCNN):
         wide = [ResidualCNN(host.inputs, (w, 2 * w), host.outputs) for w in (4, 8, 16, 24)]
@@ -60,7 +73,7 @@ def main() -> None:
     for name in arguments.tasks:
         task = get_task(name)
         assert isinstance(task, Task)
-        for factory in candidates(task) if arguments.all else [task.host]:
+        for factory in candidates(task) if arguments.all else opponents(task):
             begin = time.perf_counter()
             scores = static(task, factory, arguments.starts, getattr(task, arguments.part))
             error = float(scores.std() / len(scores) ** 0.5)
