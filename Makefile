@@ -1,4 +1,4 @@
-# `make demo` grows eight small networks on real data; `make test` runs the tests. Both make a virtual environment first.
+# `make demo` grows eight small networks that were trained before; `make test` runs the tests. Both make a virtual environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test install install-dev
 
 demo: install
-	$(VENV)/bin/esper grow digits-narrow --envs 8 --controller heuristic --run runs/demo --overwrite
+	$(VENV)/bin/esper grow spirals-trained --envs 8 --controller heuristic --run runs/demo --overwrite
 
 test: install-dev
 	$(VENV)/bin/python -m pytest -n 2

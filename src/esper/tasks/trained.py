@@ -61,7 +61,8 @@ def spirals_trained() -> Task:
     """`spirals` on a host that was trained while it was too small, and that is not to be trained again from scratch.
 
     The host is a residual network of 194 parameters, trained without growth for 24 epochs when it is first drawn. A run has
-    batches for another 9 epochs.
+    batches for another 12 epochs. The heuristic widens every block, and a seed's rent is low: the host is so small that a
+    seed of its own size would cost 7 points of accuracy.
     """
     task = spirals()
     return replace(
@@ -70,7 +71,12 @@ def spirals_trained() -> Task:
         summary=SUMMARY,
         host=Trained(SMALL, task),
         room=roomy(SMALL),
-        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 6}},
+        defaults={
+            "steps": 24,
+            "data": {"batch": 64, "batches_per_step": 8},
+            "reward": {"rent": 0.02},
+            "heuristic": {"plant_below": 1.0, "narrow_from": 0.01, "narrow_blueprints": ("bypass-mlp",)},
+        },
     )
 
 
