@@ -1,4 +1,5 @@
-# `make demo` grows eight small networks that were trained before; `make test` runs the tests. Both make a virtual environment first.
+# `make demo` grows eight small networks that were trained before; `make test` runs the tests.
+# Both make a virtual environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
