@@ -243,3 +243,9 @@ def test_rent_is_explained_where_j_is_shown_and_the_best_network_is_named():
     assert "J = accuracy - 0.1 * ln(1 + added parameters / host parameters): what is left after rent" in text
     assert "(reward.rent)" in text
     assert "best: environment 1, by validation accuracy, 0.9000 (select=metric)" in text
+
+
+def test_seeds_that_were_fossilized_after_the_best_step_are_said_to_be_discarded():
+    seeds = SUMMARY["seeds"] | {"discarded": 2}
+    assert "2 discarded; unfinished seeds" in printed(SUMMARY, seeds=seeds)
+    assert "discarded ones were fossilized after the best step" in printed(SUMMARY, seeds=seeds)

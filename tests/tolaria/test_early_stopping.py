@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_diabetes
 
 import esper
 from esper.leyline.actions import Actions, Op
@@ -252,6 +253,20 @@ def test_an_evaluation_scores_the_best_networks_of_an_own_task():
     summary = esper.grow(task, config | {"early_stopping": {"patience": 2}}, controller="never")
     runs = np.ravel(record["tasks"][0]["runs"]["never"]["metric"])
     np.testing.assert_allclose(runs, summary["test_accuracy"]["grown"], rtol=1e-12)
+
+
+def test_diabetes_at_four_times_the_default_length_is_no_worse_than_at_the_default():
+    x, y = load_diabetes(return_X_y=True)
+    y = (y - y.mean()) / y.std()
+    host = MLP(inputs=10, width=16, hidden=(16, 16), outputs=1)
+    task = esper.task("diabetes", x, y, host=host, standardize=True)
+    assert len(task.train.y) == 265
+    holdout = {}
+    for steps in (24, 96):
+        summary = esper.grow(task, {"envs": 2, "steps": steps, "twin": False}, progress=False)
+        holdout[steps] = np.mean(summary["test_r2"]["grown"])
+    assert holdout[24] > 0.3
+    assert holdout[96] >= holdout[24] - 0.03
 
 
 def overfit():

@@ -290,6 +290,8 @@ def growth(summary: Mapping[str, Any]) -> list[str]:
     names = ("germinated", "fossilized", "pruned", "unfinished", *(("discarded",) if seeds["discarded"] else ()))
     fates = ", ".join(f"{seeds[name]} {name}" for name in names)
     left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
+    if seeds["discarded"]:
+        left_out += "; discarded ones were fossilized after the best step"
     return [
         *lines,
         f"seeds: {fates}{left_out}",
