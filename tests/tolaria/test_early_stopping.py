@@ -11,7 +11,9 @@ from sklearn.datasets import load_diabetes
 import esper
 from esper.leyline.actions import Actions, Op
 from esper.leyline.errors import InputError
+from esper.leyline.objective import selection_score
 from esper.leyline.stages import Stage
+from esper.leyline.view import Scores
 from esper.simic.evaluation import named, run_evaluation
 from esper.tasks.hosts import MLP
 from esper.tolaria.early_stopping import EarlyStopping
@@ -82,6 +84,14 @@ def test_a_row_is_the_same_alone_as_beside_others_with_early_stopping():
     many.finish()
     alone.finish()
     assert same(weights(many, 0), weights(alone, 0))
+
+
+def test_the_best_state_is_that_of_the_metric_or_of_j_as_select_says():
+    scores = Scores(np.array([0.7, 0.8]), np.array([1.0, 2.0]), np.array([0, 100]))
+    host_params = np.array([100, 100])
+    assert selection_score(scores, host_params, small_config()).tolist() == [0.7, 0.8]
+    dear = small_config(select="objective", reward={"rent": 1.0, "rent_size": 0})
+    np.testing.assert_allclose(selection_score(scores, host_params, dear), [0.7, 0.8 - np.log(2)])
 
 
 def test_early_stopping_changes_no_number_of_the_training():

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from esper.leyline.actions import Op
 from esper.leyline.config import RewardConfig
 from esper.leyline.errors import InputError
+from esper.leyline.objective import growth_of
+from esper.leyline.objective import objective as objective
 from esper.leyline.protocols import Reward
 from esper.leyline.stages import IN_BUDGET, LIVE, Stage, among
 from esper.leyline.view import Bools, Floats, Outcome, Scores
@@ -29,26 +31,13 @@ Components = dict[str, Floats]
 """Parts of a worth or of a reward by name, each (E,)."""
 
 
-def objective(
-    metric: ArrayLike, added_params: ArrayLike, host_params: ArrayLike, rent: float, rent_size: int
-) -> NDArray[np.float64]:
-    """J = metric - rent * ln(1 + added_params / max(host_params, rent_size)).
-
-    `metric` is accuracy, R2 or minus the loss; the three arrays broadcast. A network that added nothing pays nothing.
-    Parameters count whole whatever their alpha, as a price by alpha would be evaded by holding at a small one. nan
-    where the metric was not measured.
-    """
-    charged = np.maximum(host_params, rent_size)
-    return np.asarray(metric, np.float64) - rent * np.log1p(_growth(added_params, charged))
-
-
 def worth(scores: Scores, host_params: NDArray[np.int64], config: RewardConfig) -> Components:
     """J less the penalty of a soft cap, in parts: metric - rent * ln(1 + s) - weight * max(r - budget, 0).
 
     r = added / host,   s = added / max(host, rent_size).
     Without a `param_budget` nothing is above it.
     """
-    growth = _growth(scores.added_params, host_params)
+    growth = growth_of(scores.added_params, host_params)
     cap = np.inf if config.param_budget is None else config.param_budget
     return {
         "metric": scores.metric if config.objective == "metric" else -scores.loss,
@@ -284,7 +273,3 @@ def get_reward(config: RewardConfig) -> Reward:
 
 def _rise(before: Components, after: Components) -> Components:
     return {name: after[name] - before[name] for name in before}
-
-
-def _growth(added_params: ArrayLike, host_params: ArrayLike) -> Floats:
-    return np.asarray(np.asarray(added_params, np.float64) / np.asarray(host_params, np.float64))

@@ -21,6 +21,7 @@ from esper.leyline.config import Config
 from esper.leyline.errors import DataFault
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.length import with_steps
+from esper.leyline.objective import selection_score
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
@@ -484,9 +485,9 @@ class VectorizedEngine:
         return measured, found
 
     def _validation_score(self, measured: Measured) -> Floats:
-        """(rows,) what early stopping compares: the metric on the validation split of the networks that would be exported."""
+        """(rows,) what early stopping compares, on the validation split: the metric, or J, of what would be exported."""
         assert measured.validation is not None, "it is asked for wherever early stopping is on"
-        return measured.validation.metric
+        return selection_score(measured.validation, self.state.body.host_params, self.config)
 
     def _blame_data(self, found: Verdicts, rows: Bools) -> Verdicts:
         """The verdicts, of those of some rows, (rows,) bool, that trained on examples that are not finite: that.
