@@ -363,7 +363,9 @@ def _static(
         metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
         params = engine.state.body.host_params[: config.envs].copy()
         twin = Trained(metric, loss, params, seconds=None)
-    return train_baselines(task, config, grown_of(engine), played.steps, twin, interrupt, watch.note)
+    # those of a run that stopped early have the same steps to their own stop
+    steps = config.steps if played.status == "finished" else played.steps
+    return train_baselines(task, config, grown_of(engine), steps, twin, interrupt, watch.note)
 
 
 def _tests(engine: VectorizedEngine, task: AnyTask) -> list[Split]:

@@ -85,7 +85,8 @@ def changed(config: Config, settings: Sequence[str]) -> Config:
     pairs = list(zip(before, after, strict=True))
     names = {name for one, other in pairs for name in _differences(one, other)}
     names |= {"twin"} if any(one.twin != other.twin for one, other in pairs) else set()  # rows of the population
-    fixed = (*FIXED, "steps") if trains else FIXED
+    compared = ("select",) if config.early_stopping.enabled else ()  # by what the best step so far was chosen
+    fixed = (*FIXED, *compared, "steps") if trains else (*FIXED, *compared)
     for key in fixed:
         if any(name == key or name.startswith(f"{key}.") for name in names):
             raise InputError(f"--set {key} would make this another run, which cannot go on from here; start a new one")
