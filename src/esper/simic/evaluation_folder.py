@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,11 +23,13 @@ class EvaluationFolder:
         self, path: Path, note: Callable[[str], None], *, overwrite: bool = False, shared: bool = False
     ) -> None:
         self.path, self.overwrite = path, overwrite
+        self.made: list[Path] = []  # folders, the innermost first
         self.grown = (path.parent if shared else path) / GROWN
         self.lock = Lock(path, note)
 
     def __enter__(self) -> Self:
         """Make and lock the folder. InputError where another process is at it, or it holds a record that would be replaced."""
+        self.made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -43,7 +46,11 @@ class EvaluationFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Release the lock, and remove the folders that were made and hold nothing, as where bad input was refused."""
         self.lock.release()
+        for folder in self.made:
+            with suppress(OSError):  # it holds something, as all others then do
+                folder.rmdir()
 
 
 def default_folder(
