@@ -6,12 +6,14 @@ has no flock, the process that the file names is looked for instead.
 
 import errno
 import fcntl
+import io
 import json
 import os
 import socket
 import stat
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,13 +26,13 @@ LOCK = "lock"
 _LARGEST = 64 * 2**10  # bytes of it that are read
 _COMMAND = 12  # words of a command line that are told
 
-_held: set[int] = set()  # descriptors that hold a lock
+_held: "weakref.WeakSet[io.FileIO]" = weakref.WeakSet()  # files that hold a lock
 
 
 def _forget() -> None:
     """A forked child holds no lock: it may outlive the process that took it."""
-    for descriptor in _held:
-        os.close(descriptor)
+    for file in list(_held):
+        file.close()
     _held.clear()
 
 
@@ -38,12 +40,15 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Lock:
-    """That of one folder, taken or not."""
+    """That of one folder, taken or not.
+
+    A KeyboardInterrupt may come at any line: `release` gives back whatever was taken by then, and may be called again.
+    """
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = folder / LOCK, note
-        self._owner: dict[str, Any] | None = None  # as it was written, while the lock is held
-        self._descriptor: int | None = None  # none where there is no flock
+        self._owner: dict[str, Any] | None = None  # as it is, or is about to be, written, while the lock is held
+        self._file: io.FileIO | None = None  # none where there is no flock
 
     @property
     def held(self) -> bool:
@@ -56,7 +61,28 @@ class Lock:
         What a killed process left behind is told to `note` and taken over.
         """
         try:
-            descriptor = self._locked()
+            left = self._taken()
+        except BaseException:
+            self.release()
+            raise
+        if left:
+            self.note(f"{_who(left)} left its lock behind, as a killed one does; it is taken over")
+
+    def release(self) -> None:
+        """Remove the lock, where this process holds it; another's stays."""
+        if self._owner is not None and self._owner["pid"] != os.getpid():
+            return
+        if self._owner is not None and owner_of(self.path) == self._owner:
+            self.path.unlink(missing_ok=True)  # before the file is closed, or it could be another's by now
+        if self._file is not None:
+            _held.discard(self._file)
+            self._file.close()
+        self._owner = self._file = None
+
+    def _taken(self) -> dict[str, Any] | None:
+        """Who left the lock behind that is taken now; None where nobody did."""
+        try:
+            self._file = file = self._locked()
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -64,56 +90,37 @@ class Lock:
                 raise InputError(
                     f"the run folder cannot be locked at {self.path}: {error.strerror}; see to that, or name another"
                 ) from None
-            left, self._owner = self._claimed()
-        else:
-            left, self._owner = owner_of(self.path), describe_process()
-            try:
-                os.ftruncate(descriptor, 0)
-                _write(descriptor, self._owner)
-            except OSError:
-                self.path.unlink()
-                os.close(descriptor)
-                self._owner = None
-                raise
-            self._descriptor = descriptor
-            _held.add(descriptor)
-        if left:
-            self.note(f"{_who(left)} left its lock behind, as a killed one does; it is taken over")
+            return self._claimed()
+        _held.add(file)
+        left, self._owner = owner_of(self.path), describe_process()
+        try:
+            os.ftruncate(file.fileno(), 0)
+            _write(file.fileno(), self._owner)
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            raise
+        return left
 
-    def release(self) -> None:
-        """Remove the lock, where this process holds it; another's stays."""
-        if self._owner is None or self._owner["pid"] != os.getpid():
-            return
-        if owner_of(self.path) == self._owner:
-            self.path.unlink()  # before the file is closed, or it could be another's by now
-        if self._descriptor is not None:
-            _held.discard(self._descriptor)
-            os.close(self._descriptor)
-        self._owner = self._descriptor = None
-
-    def _locked(self) -> int:
-        """A descriptor that holds the file which the name stands for. OSError where there is no flock."""
+    def _locked(self) -> io.FileIO:
+        """The open file which the name stands for, with its lock held. OSError where there is no flock."""
         while True:
-            descriptor = os.open(
-                self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
-            )
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
+            file = io.FileIO(self.path, "r+", opener=_open)
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InputError(f"{self.path} is no regular file; remove it, or name another run folder")
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _named(self.path, descriptor):
-                    return descriptor
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(descriptor)
+                file.close()
                 raise self._refusal(owner_of(self.path)) from None
-            except OSError:
-                os.close(descriptor)
+            except BaseException:
+                file.close()
                 raise
-            os.close(descriptor)  # its owner removed it just now; the name is free, or another file's
+            if _named(self.path, file.fileno()):
+                return file
+            file.close()  # its owner removed it just now; the name is free, or another file's
 
-    def _claimed(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Without flock: (who left the lock behind, who holds it now). A link takes the name only where it is free."""
+    def _claimed(self) -> dict[str, Any] | None:
+        """Take the lock without flock, and return who left it behind. A link takes the name only where it is free."""
         mine, left = describe_process(), None
         new, old = (self.path.with_name(f".{LOCK}-{os.getpid()}.{part}") for part in ("new", "old"))
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -131,8 +138,10 @@ class Lock:
                             os.link(old, self.path)
                     os.unlink(old)
                 with suppress(FileExistsError):
+                    self._owner = mine  # before the link is there, by which it is held
                     os.link(new, self.path)
-                    return left, mine
+                    return left
+                self._owner = None
         finally:
             os.close(descriptor)
             os.unlink(new)
@@ -192,6 +201,10 @@ def lives(owner: dict[str, Any]) -> bool:
     except OSError as error:
         return error.errno != errno.ESRCH
     return True
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def _named(path: Path, descriptor: int) -> bool:

@@ -75,7 +75,17 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
         """The lock is another's to take when nothing is being written any more; a KeyboardInterrupt waits for nothing."""
-        self.hub.close()
+        try:
+            try:
+                self.hub.close()
+            finally:
+                self._leave(kind)
+        except KeyboardInterrupt:
+            self._leave(KeyboardInterrupt)  # it may have come before the lock was released
+            raise
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        """Release the lock, behind what is being written."""
         if self.lock is None:
             return
         if self.store is None:
