@@ -156,3 +156,11 @@ def test_the_study_of_controllers_goes_on_where_it_was_left(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("*.*")}
     run("study_controller.py", "--out", "study", "--page", "controller.md", cwd=tmp_path)
     assert before == {path: path.stat().st_mtime_ns for path in before}, "kept results were made anew"
+
+
+def test_the_study_of_lengths_sets_runs_with_and_without_early_stopping_beside_scikit_learn(tmp_path):
+    lines = run("study_length.py", cwd=tmp_path).splitlines()
+    assert [line.split("|")[1:3] for line in lines[2:6]] == [
+        [f" {steps} ", f" {enabled} "] for steps in (2, 4) for enabled in ("off", "on")
+    ]
+    assert lines[-1].startswith("scikit-learn's MLP: ")
