@@ -83,7 +83,7 @@ def test_the_closing_table_in_ascii_has_its_columns_where_they_are_elsewhere(tmp
 def test_no_terminal_is_so_narrow_that_a_figure_is_cut(width):
     file = io.StringIO()
     print_summary(SUMMARY, Console(file=file, width=width))
-    for figure in ("0.8000 ± 0.0577", "0.8667 ± 0.0333", "+0.0667 ± 0.0333", "1,333 ± 167", "test objective J"):
+    for figure in ("0.8000 ± 0.0577", "0.8667 ± 0.0333", "+0.067 [-0.077, +0.210]", "1,333 ± 167", "test objective J"):
         assert figure in file.getvalue()
     assert "…" not in file.getvalue()
 
