@@ -20,7 +20,7 @@ from esper.tamiyo.controller import FACTS, load_policy
 SHORT = ["--set", "data.batches_per_step=2", "--set", "reward.group=2", "--set", "ppo.imitation_rounds=1"]
 SHORT += ["--set", "ppo.validate_envs=2", "--set", "ppo.validate_every=1", "--set", "ppo.epochs=1"]
 TINY = ["--envs", "4", "--steps", "4", "--rounds", "2", *SHORT]
-FEW = ["--instances", "2", "--seeds", "1", "--searched", "2"]
+FEW = ["--instances", "2", "--seeds", "1", "--searched", "2", "--baselines", "none"]
 FEW += ["--set", "steps=5", "--set", "data.batches_per_step=2", "--set", "slots=[block0]"]
 
 

@@ -107,7 +107,20 @@ def test_eval_train_and_tasks_take_such_a_task(command):
     place = "mine/own_task.py:clusters"
     settings = ["--set", "steps=3", "--set", "data={batch: 12, batches_per_step: 1}"]
     code, out, _ = command(
-        "eval", "never", "--tasks", place, "--instances", "2", "--seeds", "1", "--searched", "1", *settings, "--json"
+        "eval",
+        "never",
+        "--tasks",
+        place,
+        "--instances",
+        "2",
+        "--seeds",
+        "1",
+        "--searched",
+        "1",
+        *settings,
+        "--json",
+        "--baselines",
+        "none",
     )
     assert (code, json.loads(out)["tasks"][0]["task"]) == (0, place)
     code, out, _ = command(
@@ -216,12 +229,23 @@ def test_a_task_that_is_not_the_runs_is_refused():
 
 
 def test_evaluate_from_python_is_the_record_that_the_command_prints(command):
-    arguments = ["--instances", "2", "--seeds", "1", "--searched", "1", "--set", "data.batches_per_step=1"]
+    arguments = [
+        "--instances",
+        "2",
+        "--seeds",
+        "1",
+        "--searched",
+        "1",
+        "--baselines",
+        "none",
+        "--set",
+        "data.batches_per_step=1",
+    ]
     code, out, _ = command("eval", "--tasks", "iris", *arguments, "--set", "steps=2", "--json")
     assert code == 0
     settings = {"data": {"batches_per_step": 1}, "steps": 2}
     record = esper.evaluate(
-        tasks="iris", instances=2, seeds=1, searched=1, settings=settings, out="out", progress=False
+        tasks="iris", instances=2, seeds=1, searched=1, settings=settings, baselines=(), out="out", progress=False
     )
     printed = json.loads(out)
     runs = [each["tasks"][0]["runs"]["heuristic"]["objective"] for each in (record, printed)]

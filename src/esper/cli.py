@@ -373,6 +373,9 @@ def evaluate(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any key of `esper config`, for all of them.")
     ] = None,
+    baselines: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Static networks beside: same-size, plain, skips, or none.")
+    ] = "same-size,plain,skips",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the record that is in DIR.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and nothing else.")] = False,
 ) -> None:
@@ -395,9 +398,12 @@ def evaluate(
     names = [name.strip() for name in tasks.split(",")]
     numbers = {"instances": instances, "seeds": seeds, "first": first, "searched": searched}
     contenders = [named(controller) for controller in controllers or ()]
+    static = [] if baselines == "none" else [name.strip() for name in baselines.split(",")]
     if out is None:
-        out = default_folder(contenders, names, [parse_setting(setting) for setting in settings or ()], **numbers)
-    record = compare(contenders, names, **numbers, settings=settings or (), out=out, overwrite=overwrite, progress=True)
+        layers: list[Mapping[str, Any]] = [parse_setting(setting) for setting in settings or ()]
+        out = default_folder(contenders, names, [*layers, {"baselines": static}], **numbers)
+    asked = {"settings": settings or (), "baselines": static, "out": out, "overwrite": overwrite}
+    record = compare(contenders, names, **numbers, **asked, progress=True)  # type: ignore[arg-type]
     if json_:
         typer.echo(to_json(record), nl=False)
         return

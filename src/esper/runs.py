@@ -13,7 +13,7 @@ from esper.karn.console import can_print
 from esper.karn.evaluation import draw_evaluation
 from esper.karn.progress import Shown, growing, learning, telling
 from esper.leyline.arguments import check_choice, to_path
-from esper.leyline.config import parse_setting
+from esper.leyline.config import BASELINES, parse_setting
 from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.length import with_steps
@@ -99,6 +99,7 @@ def evaluate(
     first: int = 0,
     searched: int = 64,
     settings: Mapping[str, Any] | Sequence[str] = (),
+    baselines: Sequence[str] = BASELINES[1:],
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
     progress: Shown = "auto",
@@ -106,9 +107,11 @@ def evaluate(
     """Compare controllers with the rules and the best fixed schedule on held-out instances, as `esper eval` does.
 
     `controllers` are names, schedule files or runs of trained ones; `tasks` are names or tasks. `settings` are keys of the
-    config for all of them, as {"steps": 12} or ["steps=12"]. With `out` the record, the figure and what was grown are written
-    to that folder, and a further call goes on from what was grown there; a record in it is replaced with `overwrite` alone.
-    Returns the record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
+    config for all of them, as {"steps": 12} or ["steps=12"]. `baselines` are the static networks beside (docs/baselines.md),
+    sized by what the first controller grew, or the heuristic without one; () leaves them out. With `out` the record, the
+    figure and what was grown are written to that folder, and a further call goes on from what was grown there; a record in it
+    is replaced with `overwrite` alone. Returns the record, the object that `esper eval --json` prints. Raises InputError
+    before anything is grown.
     """
     listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
@@ -124,6 +127,7 @@ def evaluate(
             first=first,
             settings=[parse_setting(setting) for setting in _as_settings(settings)],
             searched=searched,
+            baselines=baselines,
             folder=grown,
             watch=say,
         )

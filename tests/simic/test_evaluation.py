@@ -30,6 +30,7 @@ from esper.simic.runner import _settings
 from esper.tamiyo.baselines import Never
 from esper.tamiyo.controller import Language, Policy, save_policy
 from esper.tamiyo.schedule import Entry, Schedule
+from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair
 from populations import blobs, small_config
 
@@ -42,6 +43,7 @@ SHORT = {
 PLAN = [Entry(at=0, op="germinate", slot="block0", blueprint="bypass-mlp", keep=True)]
 PLANNED = Contender("plan", {}, lambda config: Schedule(PLAN))
 HEURISTIC, NEVER = named("heuristic"), named("never")
+STATIC = ("same-size", "plain", "skips")
 FEW = {"steps": 5, "slots": ["block0"], "blueprints": ["bypass-mlp"]}
 """Little to search among."""
 
@@ -303,11 +305,49 @@ def test_an_evaluation_says_first_how_much_it_grows_and_after_a_population_how_l
 def test_a_record_is_strict_json_and_has_the_rules_beside_the_controllers(record):
     assert json.loads(to_json(record)) == record
     (task,) = record["tasks"]
-    assert [row["name"] for row in task["controllers"]] == [*RULES, BEST, "plan"]
-    assert [row["rule"] for row in task["controllers"]] == [True] * 4 + [False]
+    assert [row["name"] for row in task["controllers"]] == [*RULES, BEST, "plan", *STATIC]
+    assert [row["rule"] for row in task["controllers"]] == [True] * 4 + [False] * 4
+    assert [row["static"] for row in task["controllers"]] == [False] * 5 + [True] * 3
     assert {(row["controller"], row["rule"]) for row in task["comparisons"]} == {
-        (a, b) for a in (*RULES, BEST, "plan") for b in (*RULES, BEST) if a != b
+        (a, b) for a in (*RULES, BEST, "plan", *STATIC) for b in (*RULES, BEST, *STATIC) if a != b
     }
+    assert (record["baselines"], record["sized_by"], task["absent"]) == (list(STATIC), "plan", {})
+
+
+def test_static_networks_are_sized_by_what_a_contender_grew(mixture):
+    settings = [SHORT, {"lifecycle": {"tempos": [0, 1]}}]
+    asked = {"instances": 2, "seeds": 1, "settings": settings}
+    found = evaluate(mixture, [NEVER, PLANNED], static=STATIC, sized_by="plan", **asked)
+    added, kept = (dict(zip(found.contenders, figure[..., 0].tolist(), strict=True)) for figure in found.figures[2:4])
+    assert min(kept["plan"]) > 0, "or this shows nothing"
+    assert (added["same-size"], kept["same-size"]) == (added["plan"], kept["plan"])
+    assert all(plain >= grown for plain, grown in zip(added["plain"], added["plan"], strict=True))
+    assert added["skips"] == added["never"] == [0.0, 0.0]
+    assert found.figures.objective[-1].tolist() == found.figures.metric[-1].tolist(), "without more parameters no rent"
+    assert (found.static, found.absent, found.sized_by) == (STATIC, {}, "plan")
+
+
+def test_a_static_network_of_an_evaluation_is_that_of_a_run(record, mixture):
+    settings = build_config(mixture.defaults, SHORT, FEW, {"envs": 2, "instances": "heldout", "models": "none"})
+    beside = grow(mixture, settings, Schedule(PLAN))["baselines"]
+    runs = record["tasks"][0]["runs"]
+    for name in STATIC:
+        assert [row[0] for row in runs[name]["metric"]] == beside[name].get("test_accuracy"), beside[name]
+
+
+def test_what_is_kept_of_static_networks_is_not_trained_again(mixture, tmp_path):
+    asked = {"instances": 2, "seeds": 1, "static": ["plain"], "sized_by": "plan", "folder": tmp_path}
+    first, second = (evaluate(mixture, [PLANNED], settings=[SHORT, FEW], **asked) for _ in range(2))
+    assert first.contenders == second.contenders == ("plan", "plain")
+    np.testing.assert_array_equal(first.figures.seconds, second.figures.seconds)
+
+
+def test_a_static_network_that_a_host_does_not_have_is_absent_with_its_reason():
+    task = get_task("iris")
+    asked = {"instances": 2, "seeds": 1, "static": STATIC, "sized_by": "never"}
+    found = evaluate(task, [NEVER], settings=[{"steps": 1, "data": {"batches_per_step": 1}}], **asked)
+    assert found.contenders == ("never", "same-size", "plain")
+    assert "has a path around its weights already" in found.absent["skips"]
 
 
 def test_a_record_holds_every_run_that_its_estimates_are_of(record):
@@ -323,7 +363,7 @@ def test_a_record_holds_every_run_that_its_estimates_are_of(record):
 
 def test_several_tasks_are_summed_up_where_their_metric_is_one(slim, mixture):
     settings = [SHORT, FEW]
-    record = run_evaluation([], [slim, mixture], instances=2, seeds=1, settings=settings, searched=1)
+    record = run_evaluation([], [slim, mixture], instances=2, seeds=1, settings=settings, searched=1, baselines=())
     never = [task["controllers"][0]["metric"]["value"] for task in record["tasks"]]
     assert record["together"]["controllers"][0]["metric"]["value"] == pytest.approx(np.mean(never))
 
@@ -335,6 +375,7 @@ def test_several_tasks_are_summed_up_where_their_metric_is_one(slim, mixture):
         ([PLANNED, PLANNED], "give each a name of its own"),
         ([PLANNED._replace(name=BEST)], "give each a name of its own"),
         ([PLANNED._replace(name="heuristic")], "give each a name of its own"),
+        ([PLANNED._replace(name="plain")], "give each a name of its own"),
     ],
 )
 def test_bad_controllers_are_refused_before_anything_is_grown(slim, controllers, sentence):
@@ -380,7 +421,7 @@ def test_what_was_trained_is_who_a_contender_is_and_not_what_else_its_run_holds(
 def test_a_metric_that_is_not_finite_is_null_in_the_record(slim):
     diverging = {"optimizer": {"lr": 1e30}, "governor": {"enabled": False}}
     settings = [SHORT, FEW, diverging, {"reward": {"objective": "log_loss"}}]
-    record = run_evaluation([], [slim], instances=2, seeds=1, settings=settings, searched=1)
+    record = run_evaluation([], [slim], instances=2, seeds=1, settings=settings, searched=1, baselines=())
     never = record["tasks"][0]["controllers"][0]
     assert never["objective"] == never["objective_iqm"] == {"value": None, "low": None, "high": None}
     to_json(record)

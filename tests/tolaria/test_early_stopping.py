@@ -253,6 +253,7 @@ def test_an_evaluation_scores_the_best_networks_of_an_own_task():
         instances=2,
         seeds=1,
         searched=1,
+        baselines=(),
         settings=[{"steps": 20, "data": {"batch": 12, "batches_per_step": 2}, "early_stopping": {"patience": 2}}],
     )
     config = {

@@ -27,6 +27,8 @@ def print_evaluation(record: Record, console: Console) -> None:
     for task in record["tasks"]:
         _print(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
         _print_estimates(console, task, task["metric"], record["rules"])
+        for line in static_lines(record, task):
+            _print(console, line)
         for line in search_lines(task["search"]):
             _print(console, line)
     if record["together"] is not None:
@@ -66,8 +68,19 @@ def comparisons_table(estimates: Record, rules: Sequence[str]) -> Table:
 def compared(estimates: Record, rules: Sequence[str]) -> list[Record]:
     """The comparisons that are shown: of the controllers that are no rules, or, where there are none, of rules with never."""
     rows = estimates["comparisons"]
-    learned = [row for row in rows if row["controller"] not in rules]
-    return learned or [row for row in rows if row["rule"] == rules[0]]
+    static = [row["name"] for row in estimates["controllers"] if row.get("static")]
+    grown = [row for row in rows if row["controller"] not in static]
+    learned = [row for row in grown if row["controller"] not in rules]
+    return learned or [row for row in grown if row["rule"] in (rules[0], *static)]
+
+
+def static_lines(record: Record, task: Record) -> list[str]:
+    """What the static networks are sized by, and which the hosts of a task do not have, and why."""
+    lines = []
+    if record.get("baselines"):
+        names = ", ".join(record["baselines"])
+        lines.append(f"{names}: static networks, sized by what {record['sized_by']} grew; never is the twin of all")
+    return lines + [f"{name}: absent: {reason}" for name, reason in task.get("absent", {}).items()]
 
 
 def search_lines(search: Record) -> list[str]:

@@ -12,14 +12,16 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from esper.kasmina.static import Absent
 from esper.leyline.actions import Actions, Op
 from esper.leyline.brought import check_brought
-from esper.leyline.config import Config, build_config
+from esper.leyline.config import BASELINES, Config, baseline_names, build_config
 from esper.leyline.disk import file_name, write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
@@ -29,9 +31,11 @@ from esper.leyline.reading import read_named
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.view import Floats, Outcome, View, take
+from esper.simic.baselines import grown_of
 from esper.simic.environment import describe_environment
 from esper.simic.origin import fingerprint
 from esper.simic.rewards import objective
+from esper.simic.static_contenders import Arrays, grown_as_arrays, grown_from, static_figures
 from esper.simic.statistics import (
     CONFIDENCE,
     DRAWS,
@@ -67,7 +71,7 @@ SEARCH_START = 2
 """The decision from which schedules of a search plant [steps]."""
 PERMISSIVE = {"gates": {"permissive": True}}
 
-ASKED = ("task", "tasks", "controller", "envs", "twin", "instances", "first_instance", "models")
+ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances", "first_instance", "models")
 """What an evaluation sets by itself, so that its settings may not."""
 
 Say = Callable[[str], None]
@@ -103,6 +107,9 @@ class Evaluation(NamedTuple):
     seeds: tuple[int, ...]  # (R,)
     sampled: bool  # instances are problems drawn from a mixture; else they are starts on one data set
     figures: Figures  # (C, N, R)
+    static: tuple[str, ...] = ()  # the contenders that are static networks
+    absent: Mapping[str, str] = MappingProxyType({})  # static networks that the task's hosts do not have, and why
+    sized_by: str | None = None  # the contender whose grown networks the static ones are sized by
 
     def problems(self, figure: Floats) -> Floats:
         """(N, R) of one contender as `statistics` wants it: problems by runs. Every start on one data set is a run of it."""
@@ -151,20 +158,28 @@ def run_evaluation(
     first: int = 0,
     settings: Sequence[Mapping[str, Any]] = (),
     searched: int = SEARCHED,
+    baselines: Sequence[str] = BASELINES,
     folder: Path | None = None,
     watch: Say | None = None,
 ) -> Record:
     """Controllers beside never, random-valid, heuristic and the best fixed schedule, on every task: a strict JSON object.
 
-    `settings` are layers of config over the tasks' own, the same for all. What was grown is kept in `folder`, where one is
-    named, and not grown again. `watch` is told in a line what is done. Raises InputError before anything is grown.
+    `baselines` are the static networks beside them (docs/baselines.md), of which never growing is the twin; they are sized by
+    what the first of the controllers grew, or the heuristic without one. `settings` are layers of config over the tasks' own,
+    the same for all. What was grown is kept in `folder`, where one is named, and not grown again. `watch` is told in a line
+    what is done. Raises InputError before anything is grown.
     """
     rules = [named(name) for name in RULES]
     again = [(rule.name, rule.settings) for rule in rules]
     ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
     names = [contender.name for contender in (*rules, *ours)]
-    if len(set(names)) < len(names) or BEST in names:
-        raise InputError(f"the controllers are {', '.join(names)}; give each a name of its own, other than {BEST!r}")
+    if len(set(names)) < len(names) or {BEST, *BASELINES} & set(names):
+        reserved = ", ".join(map(repr, (BEST, *BASELINES)))
+        raise InputError(f"the controllers are {', '.join(names)}; give each a name of its own, and none of {reserved}")
+    try:
+        static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
+    except ValueError as error:
+        raise InputError(f"baselines is {', '.join(map(str, baselines))!r}; {error}") from None
     if len({task.name for task in tasks}) < len(tasks) or not tasks:
         given = ", ".join(task.name for task in tasks) or "none"
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
@@ -174,7 +189,7 @@ def run_evaluation(
         raise InputError(f"the search for a schedule is to end with {searched} instances; give 1 or more")
     if folder is not None:
         _create(folder)
-    pace = _plan(tasks, len(names) + 1, instances * seeds, searched, settings, watch)
+    pace = _plan(tasks, len(names) + 1 + len(static), instances * seeds, searched, settings, watch)
     evaluations, searches = [], []
     for task in tasks:
         found = search_schedules(task.sealed(), settings, instances=searched, watch=watch, pace=pace)
@@ -188,6 +203,8 @@ def run_evaluation(
                 part=part,
                 first=first,
                 settings=settings,
+                static=static,
+                sized_by=ours[0].name if ours else RULES[2],
                 folder=folder,
                 watch=watch,
                 pace=pace,
@@ -204,6 +221,8 @@ def run_evaluation(
         "confidence": CONFIDENCE,
         "draws": DRAWS,
         "rules": [*RULES, BEST],
+        "baselines": static,
+        "sized_by": evaluations[0].sized_by,
         "tasks": [_task_record(evaluation, found) for evaluation, found in zip(evaluations, searches, strict=True)],
         "together": _estimates(evaluations) if alike and len(tasks) > 1 else None,
     }
@@ -218,6 +237,8 @@ def evaluate(
     part: str = "heldout",
     first: int = 0,
     settings: Sequence[Mapping[str, Any]] = (),
+    static: Sequence[str] = (),
+    sized_by: str | None = None,
     folder: Path | None = None,
     rows: int = ROWS,
     watch: Say | None = None,
@@ -228,7 +249,9 @@ def evaluate(
     Instance n of seed r has one host, one data order and one set of births, whatever the contender. Seeds count up from that
     of the config. At most `rows` environments are grown at once; what becomes of one does not depend on the others, but a
     controller that draws by row, as random-valid does, draws alike in every population. With a `folder` each population's
-    figures are kept there, and those that are there already are not grown again. Raises InputError before anything is grown.
+    figures are kept there, and those that are there already are not grown again. `static` names networks that do not grow,
+    which stand as further contenders behind the others: each instance has those of what the contender `sized_by` grew there.
+    Raises InputError before anything is grown.
     """
     assert contenders
     for contender in contenders:
@@ -238,31 +261,68 @@ def evaluate(
     data = fingerprint(task) if folder is not None else {}
     base = build_config(task.defaults, *settings).seed
     chosen = tuple(range(base, base + seeds))
-    grown: list[list[Figures]] = []
+    kept = Kept(folder, data)
+    runs: dict[str, list[list[Arrays]]] = {}  # by contender, seed and population
+    absent: dict[str, str] = {}
     for contender in contenders:
-        grown.append([])
-        for seed in chosen:
-            chunks = []
-            for start in range(0, instances, rows):
-                envs = min(rows, instances - start)
-                config = _config(task, contender, settings, seed, part, first + start, envs)
-                begin = time.perf_counter()
-                chunks.append(_kept(task, contender, config, folder, data))
-                if pace is not None:
-                    seconds = time.perf_counter() - begin
-                    pace.add(envs, seconds if seconds > chunks[-1].seconds.sum() / 2 else None)  # else they were kept
-                _tell(watch, f"{task.name}: {contender.name}, seed {seed}, {start + envs} of {instances} instances")
-            grown[-1].append(Figures(*map(np.concatenate, zip(*chunks, strict=True))))
-    by_contender = [[np.stack(field, 1) for field in zip(*runs, strict=True)] for runs in grown]
+        runs[contender.name] = [[] for _ in chosen]
+        for at, start, config in _populations(task, contender, settings, chosen, part, first, instances, rows):
+            begin = time.perf_counter()
+            runs[contender.name][at].append(kept.grow(task, contender, config))
+            if pace is not None:
+                seconds = time.perf_counter() - begin
+                fresh = seconds > runs[contender.name][at][-1]["seconds"].sum() / 2  # else they were kept
+                pace.add(config.envs, seconds if fresh else None)
+            done = f"{start + config.envs} of {instances} instances"
+            _tell(watch, f"{task.name}: {contender.name}, seed {config.seed}, {done}")
+    for name in static:
+        sizer = next(contender for contender in contenders if contender.name == sized_by)
+        beside: list[list[Arrays]] = [[] for _ in chosen]
+        for at, start, config in _populations(task, sizer, settings, chosen, part, first, instances, rows):
+            trained = kept.train(name, task, sizer, config, runs[sizer.name][at][start // rows])
+            if isinstance(trained, Absent):
+                absent[name] = trained.reason
+                _tell(watch, f"{task.name}: {name} is absent: {trained.reason}")
+                break
+            beside[at].append(trained)
+            done = f"{start + config.envs} of {instances} instances"
+            _tell(watch, f"{task.name}: {name}, seed {config.seed}, {done}")
+        else:
+            runs[name] = beside
     return Evaluation(
         task=task.name,
         metric=task.objective.metric,
-        contenders=tuple(contender.name for contender in contenders),
+        contenders=tuple(runs),
         instances=instance_keys(task, _config(task, contenders[0], settings, base, part, first, instances)),
         seeds=chosen,
         sampled=isinstance(task, Mixture),
-        figures=Figures(*map(np.stack, zip(*by_contender, strict=True))),
+        figures=Figures(*(_stacked(runs, name) for name in Figures._fields)),
+        static=tuple(name for name in static if name not in absent),
+        absent=absent,
+        sized_by=sized_by,
     )
+
+
+def _populations(
+    task: AnyTask,
+    contender: Contender,
+    settings: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
+    part: str,
+    first: int,
+    instances: int,
+    rows: int,
+) -> Iterator[tuple[int, int, Config]]:
+    """Every population of a contender: the index of its seed, its first instance, and its config."""
+    for (at, seed), start in itertools.product(enumerate(seeds), range(0, instances, rows)):
+        envs = min(rows, instances - start)
+        yield at, start, _config(task, contender, settings, seed, part, first + start, envs)
+
+
+def _stacked(runs: Mapping[str, Sequence[Sequence[Arrays]]], name: str) -> Floats:
+    """(C, N, R) one figure of all contenders, seeds and populations."""
+    seeds = [[np.concatenate([chunk[name] for chunk in chunks]) for chunks in each] for each in runs.values()]
+    return np.stack([np.stack(each, 1) for each in seeds])
 
 
 def search_schedules(
@@ -397,7 +457,7 @@ def _try(
 
 def _candidates(task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> list[_Candidate]:
     """The schedules that are tried, each with its gates; planting nothing is the first."""
-    config = build_config(task.defaults, *settings, {"envs": 1, "twin": False})
+    config = build_config(task.defaults, *settings, {"envs": 1, "baselines": []})
     space = VectorizedEngine(task, config).space
     at, places = SEARCH_START, range(len(space.slots))
     sizes = {1, 2, len(places)} & set(range(1, config.lifecycle.max_seeds + 1))
@@ -444,20 +504,21 @@ def _probe_objective(outcome: Outcome, config: Config) -> Floats:
     return objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size)
 
 
-def _figures(task: AnyTask, contender: Contender, config: Config) -> Figures:
-    """(E,) figures of one population. The only reader of test data here."""
+def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
+    """(E,) figures of one population, and what it grew. The only reader of test data here."""
     engine, outcome, seconds = _play(task.sealed(), contender, config)
     tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
     metric, loss = engine.evaluate(tests)
     value = metric if config.reward.objective == "metric" else -loss
     added = engine.exported_params() - outcome.host_params
-    return Figures(
+    figures = Figures(
         objective=objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size),
         metric=metric,
         added_params=added.astype(np.float64),
         kept=(outcome.seeds.stage == Stage.FOSSILIZED).sum(1).astype(np.float64),
         seconds=np.full(config.envs, seconds / config.envs),
     )
+    return {**figures._asdict(), **grown_as_arrays(grown_of(engine))}
 
 
 def _config(
@@ -473,7 +534,7 @@ def _config(
     ours = {
         "task": task.name,
         "seed": seed,
-        "twin": False,
+        "baselines": [],
         "envs": envs,
         "instances": part,
         "first_instance": first,
@@ -508,29 +569,52 @@ def _check(
     contender.make(config).act(VectorizedEngine(task.sealed(), config).reset())
 
 
-def _kept(task: AnyTask, contender: Contender, config: Config, folder: Path | None, data: Mapping[str, str]) -> Figures:
-    """The figures of a population on `data`, from the folder where they are there."""
-    if folder is None:
-        return _figures(task, contender, config)
-    asked = json.dumps([contender.name, contender.content, config.model_dump(mode="json"), data], sort_keys=True)
-    tag = hashlib.sha256(asked.encode()).hexdigest()[:16]
-    who = f"{file_name(config.task)}-{file_name(contender.name)[-40:]}"
-    path = folder / f"{who}-s{config.seed}-{config.first_instance}-{tag}.npz"
-    if not path.exists():
-        figures = _figures(task, contender, config)
-        content = io.BytesIO()
-        np.savez_compressed(content, **figures._asdict())
-        write_atomic(path, content.getvalue())
-        return figures
-    try:
-        with zipfile.ZipFile(path) as parts:
-            if sum(part.file_size for part in parts.infolist()) > 2**30:
-                raise ValueError("more than any figures")
-        with np.load(path, allow_pickle=False) as arrays:
-            figures = Figures(*(arrays[name] for name in Figures._fields))
-    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error):
-        raise InputError(f"{path} cannot be read as kept figures; remove it, and they are grown again") from None
-    return figures
+class Kept:
+    """Figures of populations on `data`, from a folder where they are there, and else worked out and left there."""
+
+    def __init__(self, folder: Path | None, data: Mapping[str, str]) -> None:
+        self.folder, self.data = folder, data
+
+    def grow(self, task: AnyTask, contender: Contender, config: Config) -> Arrays:
+        """(E,) figures of a contender's population, and what it grew."""
+        found = self._find([contender.name, contender.content], config, lambda: _figures(task, contender, config))
+        assert not isinstance(found, Absent)
+        return found
+
+    def train(self, name: str, task: AnyTask, sizer: Contender, config: Config, grown: Arrays) -> Arrays | Absent:
+        """(E,) figures of the static networks beside a population of `sizer`, whose figures and growth are `grown`."""
+        host_params = grown["params"] - grown["added_params"].astype(np.int64)
+        return self._find(
+            [name, sizer.name, sizer.content],
+            config,
+            lambda: static_figures(name, task, config, grown_from(grown), host_params),
+        )
+
+    def _find(self, who: Sequence[str], config: Config, make: Callable[[], Arrays | Absent]) -> Arrays | Absent:
+        if self.folder is None:
+            return make()
+        asked = json.dumps([*who, config.model_dump(mode="json"), self.data], sort_keys=True)
+        tag = hashlib.sha256(asked.encode()).hexdigest()[:16]
+        name = f"{file_name(config.task)}-{file_name(who[0])[-40:]}-s{config.seed}-{config.first_instance}-{tag}.npz"
+        path = self.folder / name
+        if not path.exists():
+            made = make()
+            if not isinstance(made, Absent):
+                content = io.BytesIO()
+                np.savez_compressed(content, allow_pickle=False, **made)
+                write_atomic(path, content.getvalue())
+            return made
+        try:
+            with zipfile.ZipFile(path) as parts:
+                if sum(part.file_size for part in parts.infolist()) > 2**30:
+                    raise ValueError("more than any figures")
+            with np.load(path, allow_pickle=False) as arrays:
+                found = dict(arrays)
+            if set(Figures._fields) - set(found):
+                raise KeyError("some figures")
+        except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error):
+            raise InputError(f"{path} cannot be read as kept figures; remove it, and they are grown again") from None
+        return found
 
 
 def _create(folder: Path) -> None:
@@ -558,6 +642,7 @@ def _task_record(evaluation: Evaluation, found: Found) -> Record:
             "episodes": found.episodes,
             "seconds": round(found.seconds, 3),
         },
+        "absent": dict(evaluation.absent),
         **_estimates([evaluation]),
         "instance_keys": evaluation.instances.tolist(),
         "runs": {
@@ -577,21 +662,26 @@ def _line(entry: Entry) -> Record:
 
 def _estimates(evaluations: Sequence[Evaluation]) -> Record:
     """Every contender, and every contender against every rule, over one task or several."""
+    contenders = [name for name in evaluations[0].contenders if all(name in each.contenders for each in evaluations)]
+    rules = (*RULES, BEST)
 
-    def tasks(name: str, contender: int) -> Tasks:
-        return [evaluation.problems(getattr(evaluation.figures, name)[contender]) for evaluation in evaluations]
+    def tasks(figure: str, contender: int) -> Tasks:
+        return [
+            each.problems(getattr(each.figures, figure)[each.contenders.index(contenders[contender])])
+            for each in evaluations
+        ]
 
-    contenders, rules = evaluations[0].contenders, (*RULES, BEST)
     controllers = [
         {
             "name": contender,
             "rule": contender in rules,
+            "static": contender in evaluations[0].static,
             "objective": _interval(interval(mean, tasks("objective", index))),
             "objective_iqm": _interval(interval(interquartile_mean, tasks("objective", index))),
             "metric": _interval(interval(mean, tasks("metric", index))),
             "added_params": _interval(interval(mean, tasks("added_params", index))),
             "kept": _interval(interval(mean, tasks("kept", index))),
-            "seconds": round(float(sum(evaluation.figures.seconds[index].sum() for evaluation in evaluations)), 3),
+            "seconds": round(float(sum(seconds.sum() for seconds in tasks("seconds", index))), 3),
         }
         for index, contender in enumerate(contenders)
     ]
@@ -604,7 +694,7 @@ def _estimates(evaluations: Sequence[Evaluation]) -> Record:
                 interval(probability_of_improvement, tasks("objective", index), tasks("objective", rule))
             ),
         }
-        for index, contender, rule in _pairs(contenders, rules)
+        for index, contender, rule in _pairs(contenders, (*rules, *evaluations[0].static))
     ]
     return {"controllers": controllers, "comparisons": comparisons}
 
