@@ -200,13 +200,6 @@ def test_telemetry_never_changes_the_run(task, tmp_path, level):
     assert (tmp_path / "run" / "events.jsonl").exists() == (level == "run")
 
 
-def test_the_best_network_is_that_of_the_highest_validation_objective(task, tmp_path):
-    summary = run(task, config_of(models="best"), tmp_path / "run")
-    scores = summary["validation_objective"]["grown"]
-    assert summary["exported"] == [scores.index(max(scores))]
-    assert [path.name for path in (tmp_path / "run" / "models").iterdir()] == [f"env-{summary['exported'][0]:03d}"]
-
-
 def test_without_models_none_are_exported(task, tmp_path):
     assert run(task, config_of(), tmp_path / "run")["exported"] == []
     assert not (tmp_path / "run" / "models").exists()

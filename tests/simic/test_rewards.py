@@ -191,7 +191,7 @@ def test_without_a_budget_the_parts_of_a_worth_sum_to_the_objective(metric, adde
     config = RewardConfig(rent=rent)
     parts = worth(scores([metric], [added]), np.array([host]), config)
     assert set(parts) == {"metric", "rent", "budget"}
-    np.testing.assert_allclose(total(parts), objective(metric, added, host, rent, 0), atol=1e-15)
+    np.testing.assert_allclose(total(parts), objective(metric, added, host, rent, config.rent_size), atol=1e-15)
 
 
 def test_a_reward_names_its_components():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from esper.kasmina.host import SegmentedHost
+from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
 from esper.leyline.task import Task
@@ -285,3 +286,9 @@ ONE_HOST = mlp()()
 def test_what_cannot_be_used_is_refused_in_a_sentence(build: Callable[[], Task], sentence: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
         build()
+
+
+def test_a_tiny_host_of_ones_own_pays_rent_as_a_host_of_a_thousand_parameters_does():
+    task = task_from("two", torch.randn(40, 2), torch.arange(40) % 2, host=MLP(2, 4, (2,), 2))
+    assert build_config(task.defaults).reward.rent_size == 1000
+    assert build_config(task.defaults, {"reward": {"rent_size": 0}}).reward.rent_size == 0

@@ -452,7 +452,8 @@ def test_the_parts_are_those_of_the_mixture() -> None:
 def test_the_defaults_are_those_under_which_there_is_something_to_decide() -> None:
     config = build_config(repair().defaults)
     assert (config.steps, config.data.batch, config.data.batches_per_step) == (24, 32, 16)
-    assert (config.lifecycle.max_seeds, config.lifecycle.max_training, config.reward.rent) == (2, 2, 0.1)
+    assert (config.lifecycle.max_seeds, config.lifecycle.max_training) == (2, 2)
+    assert (config.reward.rent, config.reward.rent_size) == (0.1, 0)  # by which the figures of its pages are made
 
 
 def test_the_heuristic_runs_by_the_settings_that_were_tuned_on_training_instances() -> None:

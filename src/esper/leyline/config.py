@@ -160,7 +160,7 @@ class RewardConfig(_Section):
     )
     rent: float = Field(0.1, ge=0, description="price of parameters: doubling the network costs rent * ln 2")
     rent_size: int = Field(
-        0, ge=0, description="a host that is smaller pays rent as if it had so many parameters [parameters]"
+        0, ge=0, description="a smaller host pays rent as if it had so many; 1000 for tasks of one's own [parameters]"
     )
     baseline: Literal["none", "twin", "group"] = Field(
         "none", description="subtracted: nothing, the twin's rise step by step, or the group's mean from the advantage"

@@ -339,7 +339,7 @@ def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary
     validation = _evaluate(engine, config, name, engine.validation_splits())
     figures: Summary = {
         "metric": name,
-        "objective_formula": _formula(name, config),
+        "objective_formula": _formula(name, config, int(engine.state.body.host_params[: config.envs].min())),
         "host_params": _one_or_all(engine.state.body.host_params[: config.envs].tolist()),
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
@@ -464,11 +464,11 @@ def _best(figures: Summary, config: Config) -> Summary:
     return {"env": env, "select": config.select, "validation": values[env]}
 
 
-def _formula(name: str, config: Config) -> str:
-    """What J is, in a line."""
+def _formula(name: str, config: Config, smallest: int) -> str:
+    """What J is, in a line, for hosts of at least `smallest` parameters."""
     reward = config.reward
     value = name if reward.objective == "metric" else "- loss"
-    host = f"max(host parameters, {reward.rent_size:,})" if reward.rent_size else "host parameters"
+    host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"
     return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host})"
 
 

@@ -24,7 +24,7 @@ from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
 """Of the examples in train, probe, validation and test."""
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType({"early_stopping": {"enabled": True}})
+DEFAULTS: Mapping[str, Any] = MappingProxyType({"early_stopping": {"enabled": True}, "reward": {"rent_size": 1000}})
 """Config of a task of one's own, under the `defaults` that it is given."""
 
 
@@ -82,8 +82,8 @@ def task_from(
     standardize: the host reads features less their mean over the train split, over their standard deviation. The splits hold
     the features as they came, and a grown network takes them so: mean and deviation are part of it.
     defaults: nested config, under what the user of the task sets, and over that of every task of one's own, which sets
-    early_stopping.enabled (docs/runs.md). With data.nonfinite 'skip' examples that are not finite
-    are left out here, with a `DataWarning`.
+    early_stopping.enabled (docs/runs.md) and reward.rent_size (docs/training.md). With data.nonfinite 'skip' examples
+    that are not finite are left out here, with a `DataWarning`.
     workers: processes that read a Dataset, by torch's DataLoader; 0 reads it in this one. The task is the same bit for bit
     where the Dataset draws nothing at random.
 
