@@ -23,8 +23,8 @@ from esper.tasks.hosts import MLP
 touched = open("touched", "a").write("x")
 
 def clusters():
-    y = torch.arange(160) % 3
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))[y] + 0.5 * torch.randn(160, 6)
+    y, drawn = torch.arange(160) % 3, torch.Generator().manual_seed(0)
+    x = torch.randn(3, 6, generator=drawn)[y] + 0.5 * torch.randn(160, 6, generator=drawn)
     return esper.task("clusters", x, y, host=MLP(inputs=6, width=8, hidden=(3, 5), outputs=3))
 
 def broken():
