@@ -16,6 +16,7 @@ from esper.cli import main
 from esper.karn.console import print_summary
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.kasmina.export import MODEL, TOPOLOGY
+from esper.kasmina.sums import SUMS, sums_of
 from esper.leyline.config import build_config, dump_config, load_config_file, parse_setting
 from esper.leyline.errors import InputError
 from esper.leyline.reading import parse_yaml
@@ -225,6 +226,8 @@ def test_a_topology_of_others_steers_no_terminal(run, network, tmp_path, capsys)
     facts = json.loads((network / TOPOLOGY).read_text())
     seed = {"slot": CLEAR, "after": 1, "blueprint": CLEAR, "blend": "add", "alpha": 1.0, "reads": 16, "writes": 16}
     (network / TOPOLOGY).write_text(json.dumps(facts | {"seeds": [seed]}))
+    named = [path for path in network.iterdir() if path.name != SUMS]
+    (network / SUMS).write_bytes(sums_of({path.name: path.read_bytes() for path in named}))
     esper("export", run, "--out", tmp_path / "out")
     said = capsys.readouterr()
     assert CLEARED in said.out + said.err
