@@ -22,6 +22,7 @@ from esper.simic.grow import Silent, grow
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tasks.custom import task_from
+from esper.tasks.hosts import MLP
 from esper.tolaria.data import SharedBatchIterator
 from esper.tolaria.engine import VectorizedEngine
 from populations import GROW, Script, blobs, small_config
@@ -156,6 +157,13 @@ def test_a_task_brings_a_plain_network_of_its_own(task, population):
     )
     small = replace(task, plain=lambda parameters: task.host)
     assert "fewer than the grown network has" in train_baseline("plain", small, config, grown, steps=1).reason
+
+
+def test_a_task_of_ones_own_takes_a_plain_network():
+    factory = MLP(inputs=3, width=4, hidden=(2,), outputs=2)
+    mine = task_from("mine", torch.randn(90, 3), torch.arange(90) % 2, host=lambda: factory(), plain=factory.plain)
+    record = run(mine, config_of(envs=1, steps=1, controller="never", baselines=["plain"]))["baselines"]["plain"]
+    assert record["params"] == [count(factory.plain(count(factory()))())]
 
 
 def test_skips_is_a_task_of_that_host_that_never_grows(task, finished):

@@ -48,6 +48,7 @@ def task_from(
     summary: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     workers: int = 0,
+    plain: Callable[[int], Callable[[], SegmentedHost]] | None = None,
 ) -> Task:
     """A task from examples and a host factory.
 
@@ -84,6 +85,8 @@ def task_from(
     defaults: nested config, under what the user of the task sets, and over that of every task of one's own, which sets
     early_stopping.enabled (docs/runs.md) and reward.rent_size (docs/training.md). With data.nonfinite 'skip' examples
     that are not finite are left out here, with a `DataWarning`.
+    plain: the static network of the baseline `plain`, where it cannot be derived from the host or should be another one:
+    plain(parameters) returns a host factory of at least so many parameters (docs/baselines.md).
     workers: processes that read a Dataset, by torch's DataLoader; 0 reads it in this one. The task is the same bit for bit
     where the Dataset draws nothing at random.
 
@@ -133,6 +136,7 @@ def task_from(
         classes=target.classes,
         weights=train_weights(brought, parts[0].numpy()),
         columns=brought.columns,
+        plain=plain,
     )
 
 
