@@ -197,7 +197,7 @@ def test_what_is_tagged_a_number_and_is_none_is_refused(text):
 
 @pytest.mark.parametrize("name", ["0o17", "1e5", "1:30", "010", "1_000", ".inf", "0x1F", "yes", "null", "12"])
 def test_a_text_that_reads_like_a_number_is_a_text_again_behind_a_file(tmp_path, name):
-    config = build_config({"task": name, "heuristic": {"start": 3}, "optimizer": {"lr": 1e-05}})
+    config = build_config({"task": name, "ppo": {"rounds": 3}, "optimizer": {"lr": 1e-05}})
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert build_config(load_config_file(str(tmp_path / "config.yaml"))) == config
 

@@ -146,6 +146,7 @@ def test_a_run_may_be_lengthened_under_any_rule(tmp_path, controller):
 
 
 VALUES = {
+    "early_stopping.enabled": "true",
     "governor.enabled": "false",
     "governor.history": "8",
     "task": "iris",
@@ -236,9 +237,10 @@ SHORT = {
 
 
 def lengthened(tasks, folder, *settings):
+    # the objective may be another one than that under which Ctrl-C was pressed
     before = read_config(folder)
     config = changed(before, settings)
-    return train(tasks, cohort_configs(config), folder, resume=True, change=Change(before, settings))
+    return train(tasks, cohort_configs(config), folder, resume=True, change=Change(before, settings), other_data=True)
 
 
 @pytest.fixture
