@@ -259,7 +259,8 @@ def test_a_controller_that_does_not_know_the_menu_is_refused_with_what_it_knows(
 
 def test_a_training_whose_hosts_diverge_in_every_step_says_how_often_they_were_put_back(esper):
     code, out, err = esper("train", "iris", *TINY, "--set", "optimizer.lr=1e30", "--run", "r", "--json")
-    assert code == 0
+    assert code == 1
+    assert "every environment was rolled back in every step" in err
     rounds = [json.loads(line) for line in Path("r/events.jsonl").read_text().splitlines() if '"round"' in line]
     counted = sum(row["figures"]["rollbacks"] for row in rounds if row["kind"] == "round")
     assert json.loads(out)["rollbacks"] == {"loss": counted}

@@ -282,10 +282,9 @@ def _rounds(
         except Stop:
             watch.note("interrupted; the best controller so far is kept")
             return "interrupted"
-        if school.all_rolled_back():
-            return "failed"
+        failed = school.all_rolled_back()
         due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
-        better = due and number >= -1 and school.validate(number, figures)
+        better = due and not failed and number >= -1 and school.validate(number, figures)
         if better and run.path is not None:
             save_policy(school.best_policy(), run.path / FOLDER, run.patience)
         seconds = time.perf_counter() - begin
@@ -293,6 +292,8 @@ def _rounds(
         run.hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
         watch.round(number, config.ppo.rounds, figures)
         keeper.now(best=better)
+        if failed:
+            return "failed"
     return "finished"
 
 
