@@ -18,8 +18,8 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-RUN_ELSEWHERE = ["gym.md"]
-"""Pages whose own test runs their python: it needs an extra."""
+RUN_ELSEWHERE = ["README.md", "gym.md"]
+"""Pages whose own test runs their python: it compares what they print, or needs an extra."""
 
 
 @pytest.mark.parametrize(

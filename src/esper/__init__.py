@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from esper.leyline.task import Mixture, Split, Task
     from esper.leyline.verdicts import Refusal
     from esper.leyline.view import Outcome, Space, View
-    from esper.runs import evaluate, resume
+    from esper.runs import evaluate, resume, show
     from esper.simic.ppo import LearningError
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
@@ -76,6 +76,7 @@ _HOME = {
     "load": "api",
     "mlp": "tasks.hosts",
     "resume": "runs",
+    "show": "runs",
     "task": "tasks.custom",
     "train": "api",
 }
@@ -120,6 +121,7 @@ __all__ = [  # written out, as type checkers run nothing
     "load",
     "mlp",
     "resume",
+    "show",
     "task",
     "train",
 ]

@@ -9,8 +9,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from esper.karn.console import can_print
-from esper.karn.evaluation import draw_evaluation
+from rich.console import Console
+
+from esper.karn.console import can_print, print_summary, print_training
+from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.progress import Shown, growing, learning, telling
 from esper.leyline.arguments import check_choice, to_path
 from esper.leyline.config import BASELINES, parse_setting
@@ -32,6 +34,20 @@ from esper.tasks.reference import is_reference
 
 OnInterrupt = Literal["raise", "return"]
 """What a call does when Ctrl-C came and the run folder is in order: raise KeyboardInterrupt, or return the summary."""
+
+
+def show(summary: Mapping[str, Any]) -> None:
+    """Print what the commands print at their end: the closing table of a summary of `grow`, `train` or `resume`, or of the
+    record of `evaluate`. Raises InputError where it is none of these.
+    """
+    keys = {"grown_params": print_summary, "rounds_done": print_training, "together": print_evaluation}
+    kind = next((key for key in keys if isinstance(summary, Mapping) and key in summary), None)
+    if kind is None:
+        raise InputError(
+            f"show was given a {type(summary).__name__} that is no summary; give what esper.grow, esper.train, esper.resume or "
+            "esper.evaluate returned"
+        )
+    keys[kind](summary, Console())
 
 
 def resume(

@@ -149,7 +149,7 @@ def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
     return "  ".join([place, *parts])
 
 
-def print_training(summary: Mapping[str, Any], console: Console, folder: str) -> None:
+def print_training(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """What a training came to."""
     best, last = summary["best_validation_objective"], summary["last_rounds"]
     if best is None:
@@ -164,7 +164,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str) ->
         _print(console, "last rounds: " + ", ".join(f"{name.replace('_', ' ')} {v:.3g}" for name, v in figures.items()))
     if summary["controller_share"] is not None:
         _print(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
-    if best is not None:
+    if best is not None and folder is not None:
         _print(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
 
 
