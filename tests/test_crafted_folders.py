@@ -147,6 +147,18 @@ def test_a_sparse_model_is_refused_by_its_size(network, capsys):
         load(network)
 
 
+def test_a_sparse_model_on_an_own_host_is_not_exported(ran, tmp_path, capsys):
+    run = tmp_path / "r"
+    shutil.copytree(ran, run)
+    (network,) = (run / "models").iterdir()
+    topology = json.loads((network / TOPOLOGY).read_text())
+    (network / TOPOLOGY).write_text(json.dumps(topology | {"host": None, "parameters": 2**39}))
+    (network / SUMS).unlink()
+    os.truncate(network / MODEL, 2**40)
+    assert "holds 1,099,511,627,776 bytes, and without its host" in sentence(capsys, "export", run, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_config_with_a_number_to_the_base_60_is_refused(stopped, capsys):
     text = (stopped / "config.yaml").read_text()
     for size, words in ((50_000, "seed is '1:1:1"), (450_000, "has more than 131,072 bytes")):

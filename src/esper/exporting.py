@@ -18,6 +18,7 @@ from esper.leyline.task import AnyTask, Task
 from esper.nissa.files import MODELS, check_links, is_run
 
 Topology = dict[str, Any]
+_LARGEST_COPIED = 2**32  # bytes of weights whose host is not known
 _LARGEST_INPUT = 2**26  # numbers of an example that a program is traced with
 
 
@@ -75,10 +76,21 @@ def export_networks(
     return topologies
 
 
+def _check_copied(path: Path) -> None:
+    """InputError where a file of weights is too large to be one of a network that is copied without its host."""
+    size = path.stat().st_size
+    if size > _LARGEST_COPIED:
+        raise InputError(
+            f"{path} holds {size:,} bytes, and without its host a network of at most {_LARGEST_COPIED:,} is exported; give the "
+            "task that was grown with --task"
+        )
+
+
 def _write(source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None) -> str | None:
     """Write one network; returns why it has no program, where it has none."""
     if topology["host"] is None and host is None:
         check_size(source, topology["parameters"])
+        _check_copied(source / MODEL)
         check_sum(source / MODEL)
         files = {name: (source / name).read_bytes() for name in (MODEL, TOPOLOGY)}
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -295,7 +295,7 @@ class HeuristicConfig(_Section):
     def _removed(cls, data: Any) -> Any:
         for name in REMOVED if isinstance(data, Mapping) else ():
             if name in data:
-                raise ValueError(f"heuristic.{name} is no key any more; {REMOVED[name]}")
+                raise ValueError(f"{name} is no key any more; {REMOVED[name]}")
         return data
 
 

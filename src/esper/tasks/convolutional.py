@@ -73,9 +73,6 @@ class CNN:
 
         return scaled(smallest(scaled, parameters))
 
-    def skips(self) -> None:
-        """None: a block halves the resolution, so that no identity fits around it."""
-
 
 @dataclass(frozen=True)
 class ResidualCNN:
@@ -133,9 +130,6 @@ class ResidualCNN:
             return replace(self, channels=scaled_to(self.channels, width))
 
         return scaled(smallest(scaled, parameters))
-
-    def skips(self) -> None:
-        """None: every block has its skip."""
 
 
 def scaled_to(channels: Sequence[int], widest: int) -> tuple[int, ...]:

@@ -73,10 +73,6 @@ class MLP:
         """The layout of rows in which others of as many blocks, with up to so many outputs, stand side by side."""
         return roomy(*others, outputs=outputs)
 
-    def skips(self) -> "Skipped":
-        """The same host with an identity skip around every block, and no parameter more."""
-        return Skipped(self)
-
 
 @dataclass(frozen=True)
 class ResidualMLP:
@@ -132,9 +128,6 @@ class ResidualMLP:
     def room(self, others: Sequence["ResidualMLP"], outputs: int) -> Room:
         """The layout of rows in which others of as many blocks, with up to so many outputs, stand side by side."""
         return roomy(*others, outputs=outputs)
-
-    def skips(self) -> None:
-        """None: every block has its skip."""
 
 
 class Floor(nn.Module):
@@ -203,28 +196,8 @@ class DamagedMLP:
         """The undamaged network of as many blocks, none narrow, of the smallest width with at least so many parameters."""
         return self._undamaged().plain(parameters)
 
-    def skips(self) -> "Skipped":
-        """The same host with an identity skip around every block, and no parameter more."""
-        return Skipped(self)
-
     def _undamaged(self) -> MLP:
         return MLP(self.inputs, self.width, self.hidden, self.outputs)
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A factory of the hosts of another, of the same draws, with an identity skip around every block."""
-
-    host: MLP | DamagedMLP
-
-    def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
-        host = self.host()
-        for k in range(1, len(host.segments) - 1):
-            block = host.segments[k]
-            assert isinstance(block, nn.Sequential)
-            host.segments[k] = Residual(*block)
-        return host
 
 
 def roomy(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:

@@ -47,9 +47,6 @@ class Trained:
         """An untrained network of at least so many parameters without a narrow block."""
         return self.architecture.plain(parameters)
 
-    def skips(self) -> None:
-        """None: skips would change what a trained host computes."""
-
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         data = build_config(self._task.defaults).data
