@@ -156,7 +156,7 @@ def test_the_page_on_training_lists_every_figure_of_a_round(trained):
 def test_the_summary_is_strict_json_and_what_is_returned(trained):
     folder, summary, _ = trained
     assert strict(folder / "summary.json") == summary
-    assert (summary["status"], summary["tasks"], summary["rounds_done"]) == ("finished", ["digits", "iris"], 2)
+    assert (summary["status"], summary["tasks"], summary["rounds_done"]) == ("finished", ["digits-narrow", "iris"], 2)
 
 
 def test_the_config_reads_back_and_the_environment_has_that_of_every_cohort(pair, trained):
@@ -164,7 +164,7 @@ def test_the_config_reads_back_and_the_environment_has_that_of_every_cohort(pair
     assert cohort_configs(build_config(yaml.safe_load((folder / "config.yaml").read_text()))) == asked
     cohorts = strict(folder / "environment.json")["cohorts"]
     assert {name: build_config(config) for name, config in cohorts.items()} == dict(
-        zip(("digits", "iris"), asked, strict=True)
+        zip(("digits-narrow", "iris"), asked, strict=True)
     )
 
 
@@ -175,7 +175,7 @@ def test_the_controller_is_that_of_the_best_round(trained):
     assert (summary["best_round"], summary["best_validation_objective"]) == (best, scores[best])
     origin = load_policy(folder / "controller").origin
     assert (origin["round"], origin["validation_objective"]) == (best, scores[best])
-    assert origin["tasks"] == ["digits", "iris"]
+    assert origin["tasks"] == ["digits-narrow", "iris"]
 
 
 def test_the_score_of_the_best_controller_is_what_it_grows_on_the_validation_instances(pair, trained):
