@@ -155,7 +155,9 @@ def test_a_sparse_model_on_an_own_host_is_not_exported(ran, tmp_path, capsys):
     (network / TOPOLOGY).write_text(json.dumps(topology | {"host": None, "parameters": 2**39}))
     (network / SUMS).unlink()
     os.truncate(network / MODEL, 2**40)
-    assert "holds 1,099,511,627,776 bytes, and without its host" in sentence(capsys, "export", run, "--out", tmp_path / "out")
+    assert "holds 1,099,511,627,776 bytes, and without its host" in sentence(
+        capsys, "export", run, "--out", tmp_path / "out"
+    )
     assert not (tmp_path / "out").exists()
 
 

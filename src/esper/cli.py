@@ -478,7 +478,11 @@ def export(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; RUN-networks in this folder.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace networks that are in DIR.")] = False,
     task: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The task whose host was grown, where no file can name the host.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The task that was grown, by name or path.py:function; a host of your own gets model.pt2 only with it.",
+        ),
     ] = None,
 ) -> None:
     """Write the grown networks of a run elsewhere, each with a program made anew from its verified weights."""

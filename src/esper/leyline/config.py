@@ -266,24 +266,28 @@ class HeuristicConfig(_Section):
 
     plant_below: float = Field(
         0.94,
-        description="plant while the metric covers less of the way from the best constant prediction to a perfect one",
+        description="plant while (metric - that of the best constant prediction) / (perfect metric - the same) is below it",
     )
     weak_below: float = Field(
-        0.7, description="the same limit for a host without a narrow segment, which gets one seed"
+        0.7, description="the same limit for a host without a narrow segment, which gets one seed at a time"
     )
     narrow_from: float = Field(
         0.5,
         gt=0,
-        description="a segment is narrow where participation_inner, the share of inner units in use, is so high",
+        description="a segment is narrow where participation_inner, the share of its inner units in use, is at least this",
     )
     tie: float = Field(
-        1.5, ge=1, description="without inner features, up to this many times the lowest participation counts as lowest"
+        1.5,
+        ge=1,
+        description="where inner features are not measured, slots up to this many times the lowest participation tie",
     )
     narrow_blueprints: tuple[str, ...] = Field(
-        ("bypass-linear", "bypass-conv-1x1"), description="what to plant behind a narrow segment, the first that fits"
+        ("bypass-linear", "bypass-conv-1x1"),
+        description="what to plant behind a narrow segment: the first of these that fits",
     )
     weak_blueprints: tuple[str, ...] = Field(
-        ("bypass-mlp", "bypass-conv-3x3"), description="what to plant behind any other segment, the first that fits"
+        ("bypass-mlp", "bypass-conv-3x3"),
+        description="what to plant behind any other segment, and where inner features are not measured: the first that fits",
     )
     slack: int = Field(0, ge=0, description="time left beyond the shortest life of a seed when it is planted [steps]")
     keep: float = Field(0.5, description="keep a seed whose contribution exceeds this share of the rent for it")
@@ -452,7 +456,7 @@ def merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 def baseline_names(value: Any) -> tuple[str, ...]:
     """Baselines from a list of names, a text of names with commas between them, or 'none'; in the order of `BASELINES`."""
-    given = [] if value is None or value == "none" else value
+    given = [] if value is None or value in ("none", ["none"], ("none",)) else value
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
     if not isinstance(names, list | tuple) or any(name not in BASELINES for name in names):
         raise ValueError(f"give names out of {', '.join(BASELINES)}, or none")

@@ -65,7 +65,9 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
     except OSError as error:
         raise InputError(f"the run folder {folder} cannot be read: {error.strerror}; name another") from None
     if is_run(folder) and not overwrite:
-        raise InputError(f"{folder} already holds a run; name another with --run, or replace it with --overwrite")
+        raise InputError(
+            f"{folder} already holds a run; name another (--run, run=), or replace it (--overwrite, overwrite=True)"
+        )
     if content and not is_run(folder):
         raise InputError(f"{folder} holds other files and no run; name a new or an empty folder with --run")
     if content:
