@@ -168,8 +168,8 @@ def grow(
 ) -> None:
     """Grow a population on a task, compare it with static networks (docs/baselines.md), and export the networks.
 
-    The task's own settings give way to those of a trained controller, these to FILE, that to --set, and that to the other
-    options.
+    Settings are taken from the task, a trained controller, FILE, --set and the other options; a later one of these overrides
+    an earlier one.
     """
     import torch
 
@@ -249,8 +249,8 @@ def train(
 ) -> None:
     """Train a controller by growing populations of hosts; `esper grow TASK --controller DIR` then uses it.
 
-    A task's own settings give way to those of training and of the preset, these to FILE, that to --set, and that to the
-    other options.
+    Settings are taken from the task, the defaults of training, the preset, FILE, --set and the other options; a later one of
+    these overrides an earlier one.
     """
     import torch
     from rich.console import Console
@@ -381,8 +381,8 @@ def evaluate(
 ) -> None:
     """Compare controllers with the rules and the best fixed schedule, on the same held-out instances with the same keys.
 
-    J is on the test split. What was grown is kept, and a call that needs it again goes on from there. Without DIR the same
-    arguments have the same folder, and others another one.
+    J is on the test split. Networks that an earlier call with the same settings has grown are not grown again. Without DIR,
+    every set of arguments has a folder of its own.
     """
     import torch
     from rich.console import Console
@@ -485,7 +485,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the grown networks of a run elsewhere, each with a program made anew from its verified weights."""
+    """Write the grown networks of a run elsewhere, each with a new model.pt2 made from its verified weights."""
     from esper.exporting import export_networks, networks_of
     from esper.tasks.catalog import get_task
 

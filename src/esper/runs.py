@@ -3,7 +3,7 @@
 import json
 import shlex
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -40,7 +40,11 @@ def show(summary: Mapping[str, Any]) -> None:
     """Print what the commands print at their end: the closing table of a summary of `grow`, `train` or `resume`, or of the
     record of `evaluate`. Raises InputError where it is none of these.
     """
-    keys = {"grown_params": print_summary, "rounds_done": print_training, "together": print_evaluation}
+    keys: dict[str, Callable[[Mapping[str, Any], Console], None]] = {
+        "grown_params": print_summary,
+        "rounds_done": print_training,
+        "together": print_evaluation,
+    }
     kind = next((key for key in keys if isinstance(summary, Mapping) and key in summary), None)
     if kind is None:
         raise InputError(

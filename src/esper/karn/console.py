@@ -260,7 +260,9 @@ def beside(summary: Mapping[str, Any]) -> list[str]:
     else:
         lines.append("no static network stands beside the grown ones; --baselines names some")
     if "twin" in summary.get("baselines", {}):
-        lines.append("the twins are further rows of the population that grows, so their seconds are part of its")
+        lines.append(
+            "the twins train in the same population as the grown networks; the seconds of `grown` are those of both"
+        )
     for name, static in summary.get("baselines", {}).items():
         lines += [
             f"{name}: {'absent: ' * ('absent' in static)}{static[key]}" for key in ("absent", "note") if key in static

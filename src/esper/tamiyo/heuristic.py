@@ -206,7 +206,10 @@ class Heuristic(Rule):
 
     def _reason(self, trials: _Trials, env: int, op: Op, slot: int) -> str | None:
         worth, error, price = (field[env, slot] for field in (trials.worth, trials.error, trials.price))
-        figures = f"its contribution {worth:+.4f} ± {error:.4f}", f"{self.config.keep:g} of its rent, {price:.4f}"
+        figures = (
+            f"its contribution {worth:+.4f} ± {error:.4f}",
+            f"{price:.4f}, which is {self.config.keep:g} of its rent",
+        )
         if op == Op.FOSSILIZE:
             return f"{figures[0]} is above {figures[1]} (heuristic.keep)"
         if op != Op.PRUNE:
