@@ -50,7 +50,9 @@ def main() -> None:
         if straight != resumed:
             odd.append(f"{run.name}: the resumed run differs in {', '.join(differing(straight, resumed))}")
         if arguments.command == "check" and straight != known["hashes"].get(run.name):
-            odd.append(f"{run.name}: {', '.join(differing(straight, known['hashes'].get(run.name, {})))} not as recorded")
+            odd.append(
+                f"{run.name}: {', '.join(differing(straight, known['hashes'].get(run.name, {})))} not as recorded"
+            )
         print(f"{run.name:32} {'differs' if odd and odd[-1].startswith(run.name + ':') else 'equal'}", flush=True)
     if arguments.command == "record" and not odd:
         RECORDED.write_text(json.dumps({"machine": machine(), "hashes": known["hashes"] | found}, indent=2) + "\n")
@@ -62,7 +64,11 @@ def main() -> None:
 
 def machine() -> dict[str, str]:
     """What the last bits of a number depend on."""
-    return {"torch": torch.__version__, "processor": platform.machine(), "kernels": torch.backends.cpu.get_cpu_capability()}
+    return {
+        "torch": torch.__version__,
+        "processor": platform.machine(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def play(run: Golden) -> tuple[dict[str, str], dict[str, str]]:

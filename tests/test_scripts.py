@@ -58,7 +58,7 @@ def test_the_benchmark_says_what_a_population_takes_and_where_it_ran(benchmark):
 def test_the_benchmark_of_images_sets_the_engine_beside_a_bare_loop(tmp_path):
     run("benchmark_images.py", "--json", "figures.json", cwd=tmp_path)
     results = json.loads((tmp_path / "figures.json").read_text())["results"]
-    assert [result["task"] for result in results] == ["digits-image", "photographs"]
+    assert [result["task"] for result in results] == ["digits-image-narrow", "photographs"]
     for result in results:
         for clock in ("wall", "processor"):
             assert set(result[clock]) == {"bare loop", "engine"}

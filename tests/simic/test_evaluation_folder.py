@@ -56,7 +56,7 @@ def test_what_was_grown_on_other_data_is_not_reused():
 def test_a_folder_that_another_process_is_at_is_left_alone():
     Path("e").mkdir()
     code = "import sys\nfrom pathlib import Path\nfrom esper.nissa.lock import Lock\n"
-    code += "Lock(Path('e'), print).take()\nprint('taken', flush=True)\nsys.stdin.read()"
+    code += "lock = Lock(Path('e'), print)\nlock.take()\nprint('taken', flush=True)\nsys.stdin.read()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "taken\n"
@@ -72,8 +72,10 @@ def test_the_lock_is_released_whatever_ends_an_evaluation():
             assert Path("e/lock").exists()
             raise KeyboardInterrupt
 
+    Path("e").mkdir()
     with pytest.raises(KeyboardInterrupt):
         leave()
+    assert not Path("e/lock").exists()
     Lock(Path("e"), pytest.fail).take()
 
 

@@ -409,7 +409,7 @@ def _plan(
         for task in tasks
     )
     grown = len(tasks) * contenders * runs
-    some = f"{contenders} controllers on {len(tasks)} task{'s' * (len(tasks) > 1)}"
+    some = f"{contenders} contenders, static networks included, on {len(tasks)} task{'s' * (len(tasks) > 1)}"
     watch(f"{some}: {grown:,} networks to grow, and {search:,} in the search for the best schedule")
     return Pace(search + grown, "networks", watch)
 
