@@ -294,12 +294,10 @@ def record(mixture, told):
 
 def test_an_evaluation_says_first_how_much_it_grows_and_after_a_population_how_long_that_takes(record, told):
     searched = record["tasks"][0]["search"]["episodes"]
-    assert (
-        told[0]
-        == f"8 contenders, static networks included, on 1 task: 32 networks to grow, and {searched} in the search for the best schedule"
-    )
+    counts = f"32 networks to grow, and {searched} in the search for the best schedule"
+    assert told[0] == f"8 contenders, static networks included, on 1 task: {counts}"
     (line,) = [line for line in told if " networks took " in line]
-    assert f" of {20 + searched} networks took " in line
+    assert f" of {32 + searched} networks took " in line
     assert line.endswith(" for the others")
 
 
