@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import esper
-from esper.kasmina.blueprints import get_blueprint
+from esper.kasmina.blueprints import count, get_blueprint
 from esper.kasmina.body import Seed
 from esper.kasmina.network import Graft, GrownNetwork
-from esper.kasmina.regrow import as_host, lost_slots, scaling_of
+from esper.kasmina.regrow import RegrownHost, as_host, lost_slots, scaling_of
 from esper.leyline.actions import Blend, Op
 from esper.leyline.slots import Tap
 from esper.leyline.task import Interface, Scaling
@@ -114,6 +114,78 @@ def test_a_grown_network_is_grown_further_saved_and_loaded(tmp_path, monkeypatch
     assert float(right) == pytest.approx(second["test_accuracy"]["grown"][0])
     program = torch.export.load(Path("second/models/env-000/model.pt2")).module()
     torch.testing.assert_close(program(task.test.x), network(task.test.x))
+
+
+# The static network `plain` beside a regrown host.
+
+
+def own_host():
+    """A host of one's own: 6 -> 8, a bottleneck of 8 -> 2 -> 8, and 8 -> 3 features."""
+    segments = [nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8)), nn.Linear(8, 3)]
+    slots = [esper.SlotSpec("first", after=0, width=8), esper.SlotSpec("middle", after=1, width=8)]
+    return esper.SegmentedHost(segments, slots)
+
+
+def network_on(host, after, name, original=None):
+    """A grown network of a host with one seed, all weights drawn."""
+    entry = get_blueprint(name)
+    seed = Seed(entry.build(6 if entry.tap == Tap.INPUT else 8, 8), 8)
+    del seed.gate
+    graft = Graft(after, entry.tap, Blend.ADD, 1.0)
+    return trained(GrownNetwork(host, [seed], [graft], Interface((6,)), original)).eval()
+
+
+def test_plain_beside_a_regrown_named_host_is_the_plain_network_of_that_host(tmp_path):
+    first = blobs_on(MLP(inputs=6, width=8, hidden=(3, 5), outputs=3))
+    settings = {**PERMISSIVE, "baselines": ["plain"]}
+    esper.grow(first, settings, controller=Script(GROW), run=tmp_path / "first")
+    once = tmp_path / "first/models/env-000"
+    assert esper.load(once).original == first.host
+    again = blobs_on(lambda: esper.load(once))
+    second = esper.grow(again, settings, controller=Script(GROW), run=tmp_path / "second")
+    twice = esper.load(tmp_path / "second/models/env-000", host=lambda: esper.load(once))
+    assert twice.original == first.host
+    plain = count(first.host.plain(second["grown_params"][0])())
+    assert second["baselines"]["plain"]["params"] == [plain]
+    assert plain >= second["grown_params"][0] > second["host_params"]
+
+
+@pytest.mark.parametrize("name", ["bypass-mlp", "skip-mlp"])
+def test_plain_beside_a_regrown_host_of_ones_own_is_the_first_host_without_seeds_widened(name):
+    network = network_on(own_host(), 1, name)
+    once = as_host(network)
+    host = network_on(once, once.slots[-1].after, "mlp-small")
+    regrown = RegrownHost(host)
+    bare = regrown.ungrown()
+    assert [type(segment) for segment in bare.segments] == [nn.Linear, nn.Sequential, nn.Linear]
+    torch.testing.assert_close(bare.segments[1](X @ torch.eye(6, 8)), network.segments[1](X @ torch.eye(6, 8)))
+    assert all(slot.after < 2 for slot in bare.slots)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the slots that are gone
+        task = blobs_on(lambda: host)
+    summary = esper.grow(task, {**PERMISSIVE, "steps": 1, "baselines": ["plain"]}, controller="never")
+    assert summary["host_params"] == count(host) > count(bare)
+    assert summary["baselines"]["plain"]["params"][0] >= count(host)
+
+
+def test_a_regrown_host_that_cannot_be_widened_names_the_users_segment_and_the_mend():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return x * self.by
+
+    def host():
+        return esper.SegmentedHost(
+            [nn.Linear(6, 8), Scaled(), nn.Linear(8, 3)], [esper.SlotSpec("a", after=1, width=8)]
+        )
+
+    task = blobs_on(lambda: network_on(host(), 1, "bypass-mlp"))
+    summary = esper.grow(task, {**PERMISSIVE, "steps": 1, "baselines": ["plain"]}, controller="never")
+    absent = summary["baselines"]["plain"]["absent"]
+    assert absent.startswith("segment 1 of the host is a Scaled, whose width cannot be scaled; pass esper.task(")
 
 
 def blobs_on(host):

@@ -21,7 +21,7 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.body import Body, Seed
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network import Graft, GrownNetwork
-from esper.kasmina.regrow import as_host
+from esper.kasmina.regrow import RegrownHost, as_host
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
 from esper.leyline.disk import Patient, at_once, standing, write_folder
@@ -117,14 +117,10 @@ def grown_network(
                 "writes": int(body.taps[env, s, 0]),
             }
         )
-    network = GrownNetwork(host, modules, grafts, interface).to("cpu").eval()
-    made = getattr(factory, "architecture", factory)  # of a factory that fills another's hosts with weights
-    named, name = None, getattr(type(made), "name", None)
-    if dataclasses.is_dataclass(made) and not isinstance(made, type) and isinstance(name, str):
-        named = {"name": name, "arguments": dataclasses.asdict(made)}  # a host that a file can name
+    network = GrownNetwork(host, modules, grafts, interface, _original(factory)).to("cpu").eval()
     topology = {
         "format": FORMAT,
-        "host": named,
+        "host": _saved_host(factory),
         "dtype": str(body.dtype).removeprefix("torch."),
         "input": list(interface.inputs),
         "standardize": None if interface.scaling is None else list(interface.scaling.mean.shape),
@@ -137,6 +133,24 @@ def grown_network(
         "unfinished": unfinished,
     }
     return network, topology
+
+
+def _named(factory: object) -> Any:
+    """The dataclass by which a file can name the hosts of a factory; None where there is none."""
+    made = getattr(factory, "architecture", factory)  # of a factory that fills another's hosts with weights
+    known = dataclasses.is_dataclass(made) and not isinstance(made, type)
+    return made if known and isinstance(getattr(type(made), "name", None), str) else None
+
+
+def _saved_host(factory: object) -> dict[str, Any] | None:
+    named = _named(factory)
+    return None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)}
+
+
+def _original(factory: object) -> Callable[[], nn.Module] | None:
+    """The named factory of the host that was grown first, without any seed; None where a file cannot name it."""
+    found: Callable[[], nn.Module] | None = factory.original if isinstance(factory, RegrownHost) else _named(factory)
+    return found
 
 
 def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
@@ -214,6 +228,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     topology = read_topology(folder)
     with drawn_with(0):
         base = host()
+    original = base.original if isinstance(base, GrownNetwork) else _named(host)
     if isinstance(base, GrownNetwork):
         base = as_host(base)
     if not isinstance(base, SegmentedHost):
@@ -235,7 +250,8 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         check_size(folder, parameters)
         modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
         grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"]))
-    network = GrownNetwork(base, modules, grafts, _interface(folder, topology)).to(getattr(torch, topology["dtype"]))
+    network = GrownNetwork(base, modules, grafts, _interface(folder, topology), original)
+    network = network.to(getattr(torch, topology["dtype"]))
     try:
         _check_tensors(folder / MODEL, network)
         check_sum(folder / MODEL)

@@ -1,6 +1,6 @@
 """A grown network as one plain module: features as they came in, labels as they were given out. B examples, C outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,7 @@ class GrownNetwork(nn.Module):
     classes: the labels as the task was given them, in the order of the outputs; None where the outputs are values.
     target: shape of one example's y.
     columns: the names of the features, where the task was given a frame; None otherwise.
+    original: the factory of the host without any seed, where a file can name it; None otherwise.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class GrownNetwork(nn.Module):
         seeds: Sequence[nn.Module],
         grafts: Sequence[Graft],
         interface: Interface,
+        original: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.standardize = None if interface.scaling is None else Standardize(interface.scaling)
@@ -74,6 +76,7 @@ class GrownNetwork(nn.Module):
         self.classes = interface.classes
         self.target = interface.target
         self.columns = interface.columns
+        self.original = original
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) -> (B, C): the logit of every class, or the value of every target."""

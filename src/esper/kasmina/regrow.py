@@ -1,9 +1,10 @@
 """A grown network as a host again: its seeds are part of the host, and its slots are free. B examples."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor, nn
 
 from esper.kasmina.host import SegmentedHost
@@ -34,10 +35,39 @@ class RegrownHost:
 
     def __init__(self, network: GrownNetwork) -> None:
         self._host = as_host(network)
+        self.original = network.original
+        self._ungrown = Ungrown(network)
 
     def __call__(self) -> SegmentedHost:
         """A host with weights of its own, equal to those of the network."""
         return copy.deepcopy(self._host)
+
+    @property
+    def ungrown(self) -> Callable[[], nn.Module]:
+        """A factory of the host that was grown first, without any seed: the named one, or one of the segments."""
+        return self.original or self._ungrown
+
+
+class Ungrown:
+    """A factory of copies of the host that a network grew from, without any seed of this run or of earlier ones."""
+
+    def __init__(self, network: GrownNetwork) -> None:
+        parts = [_flat(segment) for segment in network.segments]
+        last = np.cumsum([len(part) for part in parts]) - 1  # index of the last segment of each part
+        slots = [replace(slot, after=int(last[slot.after])) for slot in network.slots]
+        self._host = SegmentedHost([segment for part in parts for segment in part], slots)
+        self._host.stacks, self._host.draws = network.stacks, network.draws
+
+    def __call__(self) -> SegmentedHost:
+        """A host with weights of its own, equal to those that the host came to beside its seeds."""
+        return copy.deepcopy(self._host)
+
+
+def _flat(segment: nn.Module) -> list[nn.Module]:
+    """The segments of the first host in a segment of a regrown one, in order."""
+    if isinstance(segment, GraftedSegments):
+        return [part for inner in segment.segments for part in _flat(inner)]
+    return [segment]
 
 
 def as_host(network: GrownNetwork) -> SegmentedHost:

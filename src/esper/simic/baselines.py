@@ -20,6 +20,7 @@ from torch import Tensor
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.lifecycle import dormant
+from esper.kasmina.regrow import RegrownHost
 from esper.kasmina.static import Absent, Factory, Scales, Skipped, skip_places, widened
 from esper.leyline.actions import Actions
 from esper.leyline.config import Config
@@ -244,9 +245,10 @@ def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory |
                 f"plain({parameters:,}) of the task makes {size:,} parameters, fewer than the grown network has"
             )
         return made
-    if isinstance(instance.host, Scales):
-        return instance.host.plain(parameters)
-    derived = widened(instance.host, instance.read(instance.train.x[:EXAMPLES]), parameters)
+    host = instance.host.ungrown if isinstance(instance.host, RegrownHost) else instance.host
+    if isinstance(host, Scales):
+        return host.plain(parameters)
+    derived = widened(host, instance.read(instance.train.x[:EXAMPLES]), parameters)
     return Absent(f"{derived.reason}; {OWN}") if isinstance(derived, Absent) else derived
 
 
