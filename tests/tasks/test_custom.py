@@ -292,3 +292,10 @@ def test_a_tiny_host_of_ones_own_pays_rent_as_a_host_of_a_thousand_parameters_do
     task = task_from("two", torch.randn(40, 2), torch.arange(40) % 2, host=MLP(2, 4, (2,), 2))
     assert build_config(task.defaults).reward.rent_size == 1000
     assert build_config(task.defaults, {"reward": {"rent_size": 0}}).reward.rent_size == 0
+
+
+def test_behind_a_narrow_segment_a_task_of_ones_own_plants_a_hidden_layer_unless_told_otherwise():
+    task = task_from("two", torch.randn(40, 2), torch.arange(40) % 2, host=MLP(2, 4, (2,), 2))
+    assert build_config(task.defaults).heuristic.narrow_blueprints == ("bypass-mlp", "bypass-conv-3x3")
+    linear = {"heuristic": {"narrow_blueprints": ["bypass-linear"]}}
+    assert build_config(task.defaults, linear).heuristic.narrow_blueprints == ("bypass-linear",)

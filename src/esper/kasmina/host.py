@@ -1,6 +1,7 @@
 """The contract of a host: segments with named slots between them."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,8 @@ class SegmentedHost(nn.Module):
     it with parameters that carry a leading row axis, (E, *shape), and inputs (E, B, ...), which costs what hand-written
     batched arithmetic costs. Any other module is run by vmap or by a loop, with the same numbers. One that draws nothing at
     random in training mode may set `draws = False`: a loop then need not seed a generator for every call.
+
+    A slot that does not say which modules make the inner features of its segment gets the answer of `inner_of`.
     """
 
     stacks = False
@@ -30,13 +33,43 @@ class SegmentedHost(nn.Module):
         """InputError where a segment is no module or a slot no SlotSpec."""
         super().__init__()
         self.segments = nn.ModuleList(_checked(segments, nn.Module, "segments", "[nn.Linear(4, 8), nn.Linear(8, 2)]"))
-        self.slots = tuple(_checked(slots, SlotSpec, "slots", "[esper.SlotSpec('middle', after=0, width=8)]"))
+        checked = _checked(slots, SlotSpec, "slots", "[esper.SlotSpec('middle', after=0, width=8)]")
+        self.slots = tuple(self._completed(slot) for slot in checked)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) -> (B, C), without any seed."""
         for segment in self.segments:
             x = segment(x)
         return x
+
+    def _completed(self, slot: SlotSpec) -> SlotSpec:
+        if slot.inner is not None or slot.after >= len(self.segments):
+            return slot
+        return replace(slot, inner=inner_of(self.segments[slot.after]))
+
+
+_BESIDE_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
+"""Modules with parameters that keep the number of features."""
+
+
+def inner_of(segment: nn.Module) -> int | None:
+    """How many modules of a segment make its inner features, where there is one answer; None elsewhere.
+
+    There is one for an nn.Sequential with two layers of one kind, nn.Linear or convolutions, beside activations,
+    normalisations and other modules without parameters. The inner features are what the second layer reads.
+    """
+    if not isinstance(segment, nn.Sequential) or type(segment).forward is not nn.Sequential.forward:
+        return None
+    layers = [
+        (place, module)
+        for place, module in enumerate(segment)
+        if any(True for _ in module.parameters()) and not isinstance(module, _BESIDE_LAYERS)
+    ]
+    if len(layers) != 2:
+        return None
+    (_, first), (place, second) = layers
+    same = any(isinstance(first, kind) and isinstance(second, kind) for kind in (nn.Linear, nn.modules.conv._ConvNd))
+    return place if same else None
 
 
 def _checked(values: Iterable[_Part], kind: type[_Part], name: str, example: str) -> list[_Part]:
@@ -84,6 +117,7 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
         raise InputError(
             f"the host reads images, but an example of the task has shape {tuple(x.shape[1:])}; give x as (N, C, H, W)"
         )
+    _check_inner(host)
     training, first = host.training, x
     host.eval()
     slots = {slot.after: slot for slot in host.slots}
@@ -113,6 +147,19 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
         raise InputError("the host's forward is not its segments one after the other; put everything into segments")
     if x.dim() != 2 or x.shape[1] != outputs:
         raise InputError(f"the host returns {tuple(x.shape[1:])} per example, but the task has {outputs} outputs")
+
+
+def _check_inner(host: SegmentedHost) -> None:
+    """InputError where a slot names inner features that its segment does not have."""
+    for slot in host.slots:
+        segment = host.segments[slot.after]
+        modules = len(segment) if isinstance(segment, nn.Sequential) else 0
+        if slot.inner is not None and slot.inner > modules:
+            what = f"has {modules} modules" if modules else f"is a {type(segment).__name__}"
+            raise InputError(
+                f"inner of slot {slot.name!r} is {slot.inner}, but segment {slot.after} of the host {what}; give how many "
+                "modules of an nn.Sequential make its inner features, or leave inner out"
+            )
 
 
 def _check_initialised(host: nn.Module) -> None:

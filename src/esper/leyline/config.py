@@ -283,7 +283,8 @@ class HeuristicConfig(_Section):
     )
     narrow_blueprints: tuple[str, ...] = Field(
         ("bypass-linear", "bypass-conv-1x1"),
-        description="what to plant behind a narrow segment: the first of these that fits",
+        description="what to plant behind a narrow segment: the first of these that fits; tasks of one's own have "
+        "bypass-mlp and bypass-conv-3x3",
     )
     weak_blueprints: tuple[str, ...] = Field(
         ("bypass-mlp", "bypass-conv-3x3"),

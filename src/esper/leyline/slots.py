@@ -31,7 +31,7 @@ class SlotSpec:
     after: int  # index of the segment whose output the slot changes
     width: int  # features of the stream at the slot; channels of a map
     kind: Kind = Kind.VECTOR
-    inner: int | None = None  # how many modules of that nn.Sequential make its inner features, for sensors; None: none
+    inner: int | None = None  # how many modules of that nn.Sequential make its inner features; None: found by the host
 
     if TYPE_CHECKING:  # a type checker takes the kind by its name, too
 

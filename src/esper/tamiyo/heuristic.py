@@ -86,6 +86,7 @@ class Heuristic(Rule):
         self._obstacle: NDArray[np.int8] | None = None  # (E,) the last one, LATE only where there was no other
         self._share: Floats | None = None  # (E,) how far the metric had come then
         self._steps = 0
+        self._blind = False  # whether it chose among slots none of which has inner features
 
     def act(self, view: View) -> Actions:
         """One decision per environment, from its own row of the view alone."""
@@ -122,7 +123,10 @@ class Heuristic(Rule):
         return self._why
 
     def explain(self) -> list[str]:
-        """Which of its conditions kept it from planting anything, a sentence each with the number of environments."""
+        """Which of its conditions kept it from planting anything, a sentence each with the number of environments.
+
+        A further sentence says where it could not recognise narrow segments.
+        """
         if self._planted is None or self._obstacle is None or self._share is None:
             return []
         sentences = []
@@ -131,16 +135,28 @@ class Heuristic(Rule):
             if where.any():
                 count = f"{int(where.sum())} of {len(where)} environment{'s' * (len(where) > 1)}"
                 sentences.append(f"nothing was planted in {count}: {self._sentence(obstacle, self._share[where])}")
+        if self._blind:
+            sentences.append(
+                "no segment of the host has inner features that can be measured (SlotSpec.inner), so the heuristic did not "
+                "recognise narrow segments and chose slots by the stream alone"
+            )
         return sentences
 
     def state(self) -> dict[str, Any]:
         """What kept it from planting so far."""
-        return {"planted": self._planted, "obstacle": self._obstacle, "share": self._share, "steps": self._steps}
+        return {
+            "planted": self._planted,
+            "obstacle": self._obstacle,
+            "share": self._share,
+            "steps": self._steps,
+            "blind": self._blind,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave. A state without these figures is of a rule that kept none, and begins anew."""
         self._planted, self._obstacle = state.get("planted"), state.get("obstacle")
         self._share, self._steps = state.get("share"), state.get("steps", 0)
+        self._blind = bool(state.get("blind", False))
 
     def _judge(self, view: View) -> _Trials:
         """Hold what every seed brings in against its rent."""
@@ -163,6 +179,8 @@ class Heuristic(Rule):
         share = reached(measured.metric, space.floor, space.ceiling)[:, None]
         inner = _sensor(view, "participation_inner")
         blind = np.isnan(inner).all(1, keepdims=True)
+        if may.any() and not np.isnan(_sensor(view, "participation")).all():
+            self._blind = bool(blind.all())
         narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
         none = ~narrow.any(1, keepdims=True)
         # A seed planted now trains from the next step on, and its FOSSILIZE takes a decision of its own.

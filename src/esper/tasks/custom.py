@@ -24,7 +24,14 @@ from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
 """Of the examples in train, probe, validation and test."""
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType({"early_stopping": {"enabled": True}, "reward": {"rent_size": 1000}})
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "early_stopping": {"enabled": True},
+        "reward": {"rent_size": 1000},
+        # The narrow segment may hold the only nonlinearity of the host, which a linear bypass around it would not replace.
+        "heuristic": {"narrow_blueprints": ("bypass-mlp", "bypass-conv-3x3")},
+    }
+)
 """Config of a task of one's own, under the `defaults` that it is given."""
 
 
@@ -83,8 +90,8 @@ def task_from(
     standardize: the host reads features less their mean over the train split, over their standard deviation. The splits hold
     the features as they came, and a grown network takes them so: mean and deviation are part of it.
     defaults: nested config, under what the user of the task sets, and over that of every task of one's own, which sets
-    early_stopping.enabled (docs/runs.md) and reward.rent_size (docs/training.md). With data.nonfinite 'skip' examples
-    that are not finite are left out here, with a `DataWarning`.
+    early_stopping.enabled (docs/runs.md), reward.rent_size (docs/training.md) and heuristic.narrow_blueprints
+    (docs/tasks.md). With data.nonfinite 'skip' examples that are not finite are left out here, with a `DataWarning`.
     plain: the static network of the baseline `plain`, where it cannot be derived from the host or should be another one:
     plain(parameters) returns a host factory of at least so many parameters (docs/baselines.md).
     workers: processes that read a Dataset, by torch's DataLoader; 0 reads it in this one. The task is the same bit for bit
