@@ -35,7 +35,7 @@ def own_task(middle):
 def test_a_segment_of_a_users_host_that_mixes_rows_is_named():
     found = esper.check_rows(own_task(Centred))
     assert list(found) == ["segments.1"]
-    assert "rows differ without the others" in found["segments.1"]
+    assert "differs from the same rows in one of 5" in found["segments.1"]
 
 
 def test_nothing_is_named_where_every_row_stands_alone():

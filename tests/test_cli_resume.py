@@ -231,7 +231,7 @@ def test_a_finished_run_whose_events_are_damaged_says_so_beside_its_summary(espe
     for content, words in (
         (None, "is missing"),
         (b"", "its end is missing"),
-        (b"".join([lines[0], b"\n", *lines[2:]]), "missing rows: 1; 1 of its lines are no rows"),
+        (b"".join([lines[0], b"\n", *lines[2:]]), "missing rows: 1; 1 line without a row"),
     ):
         path.unlink()
         if content is not None:

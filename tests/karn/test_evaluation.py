@@ -111,7 +111,7 @@ def test_of_one_data_set_the_starts_are_counted():
 
 def test_several_tasks_have_a_table_together():
     text = printed(record(RULES) | {"together": estimates(RULES)})
-    assert "all 1 tasks" in text
+    assert "all 1 task together" in text
     assert text.count("J, interquartile mean") == 2
 
 

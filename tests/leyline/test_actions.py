@@ -21,7 +21,7 @@ def test_whole_numbers_of_any_kind_are_taken_as_int64(kind):
 
 BAD = {
     "nan": (np.array([0, np.nan, 0]), "op as float64, not finite in environment 1"),
-    "float": (np.zeros(ENVS), "op as float64; give one whole number for each of the 3 environments"),
+    "float": (np.zeros(ENVS), "op as float64; give one whole number for each environment, int64 of shape \\(3,\\)"),
     "bool": (np.zeros(ENVS, bool), "op as bool"),
     "text": (["wait"] * ENVS, "op as <U4"),
     "none": ([None] * ENVS, "op as object"),

@@ -266,7 +266,7 @@ def test_a_finished_training_goes_on_for_more_rounds_and_every_cohort_hears_of_i
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("ppo.rounds=1", "2 rounds are done"),
+        ("ppo.rounds=1", "the training has done 2 rounds"),
         ("steps=5", "--set steps would make this another run"),
         ("optimizer.name=sgd", "does not fit"),
     ],

@@ -381,7 +381,7 @@ def alone(**options: Any) -> Task:
         ),
         (
             lambda: alone(splits=PAIRS | {"test": (X[:5], Y[:4])}),
-            "the test split has 5 examples and 4 labels or targets",
+            "the test split has 5 examples, but 4 labels or targets; give one for each",
         ),
         (
             lambda: classified(NAMES, splits=dict(zip(INDICES, np.split(Y.argsort(), [50, 70, 80]), strict=True))),

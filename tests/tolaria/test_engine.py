@@ -357,7 +357,7 @@ def test_a_decision_of_another_number_of_environments_is_refused():
     engine = VectorizedEngine(blobs(), small_config())
     engine.reset()
     with pytest.raises(
-        InputError, match=r"returned op of shape \(2,\); give one whole number for each of the 3 environments"
+        InputError, match=r"returned op of shape \(2,\); give one whole number for each environment, int64 of shape"
     ):
         engine.step(Actions.wait(2))
 

@@ -19,7 +19,7 @@ from esper.karn.tables import print_table
 from esper.leyline.intervals import t_factor
 from esper.leyline.pace import Pace
 from esper.leyline.stages import Stage
-from esper.leyline.text import printable
+from esper.leyline.text import counted, printable
 from esper.leyline.view import Seeds, View
 
 _WIDE = 11
@@ -153,10 +153,10 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
     """What a training came to."""
     best, last = summary["best_validation_objective"], summary["last_rounds"]
     if best is None:
-        _print(console, f"{summary['rounds_done']} rounds; no controller was validated, so none was kept")
+        _print(console, f"{counted(summary['rounds_done'], 'round')}; no controller was validated, so none was kept")
     else:
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
-        _print(console, f"best of {summary['rounds_done']} rounds: {place}, validation J {best:.4f}")
+        _print(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
     for line in told(summary):
         _print(console, line)
     figures = {name: value for name, value in last.items() if value is not None}
@@ -183,7 +183,7 @@ def figures(view: View, eps: float, metric: str, rollbacks: int = 0) -> str:
     """Speed, mean metric on the probe split, seeds by stage, and rollbacks where there were any, in one line."""
     mean = float(np.mean(view.measurements.metric))
     seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
-    broken = f"  {rollbacks} rollback{'s' * (rollbacks > 1)}" if rollbacks else ""
+    broken = f"  {counted(rollbacks, 'rollback')}" if rollbacks else ""
     return f"{eps:,.0f} EPS  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from esper.karn.tables import print_table
 from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
-from esper.leyline.text import printable
+from esper.leyline.text import counted, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ def print_evaluation(record: Record, console: Console) -> None:
         for line in search_lines(task["search"]):
             _print(console, line)
     if record["together"] is not None:
-        _print(console, f"all {len(record['tasks'])} tasks, each with the same weight")
+        _print(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
         _print_estimates(console, record["together"], record["tasks"][0]["metric"], record["rules"])
     _print(console, f"[low, high]: {record['confidence']:.0%} stratified bootstrap of {record['draws']:,} draws")
     _print(console, "interquartile mean: of the middle half of the runs; P(better): of two runs on one problem")
@@ -161,10 +161,9 @@ def _points(
 
 def _sample(record: Record, task: Record) -> str:
     """How much was grown under each controller."""
-    seeds = len(record["seeds"])
     if task["sampled"]:
-        return f"{task['problems']} {record['part']} problems by {seeds} seed{'s' * (seeds > 1)}"
-    return f"{task['runs_of_each']} starts"
+        return f"{counted(task['problems'], record['part'] + ' problem')} by {counted(len(record['seeds']), 'seed')}"
+    return counted(task["runs_of_each"], "start")
 
 
 def _yaml(value: Any) -> str:

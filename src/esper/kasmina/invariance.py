@@ -16,6 +16,7 @@ from esper.kasmina.body import Seed
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack import Stack
 from esper.leyline.actions import Blend
+from esper.leyline.text import counted
 
 ROWS = 5
 BATCHES = (3, 7, 32)
@@ -75,9 +76,8 @@ def _vary(modules: Sequence[nn.Module], x: Tensor, parts: Sequence[str]) -> dict
                 for rows in (slice(0, count), slice(ROWS - count, ROWS)):
                     got = _run(_stacked(modules[rows]), h[rows], part, rows.start)
                     if not all(_same(a, b[rows]) for a, b in zip(got, (y, *expected), strict=True)):
-                        found.setdefault(
-                            part, f"{count} of {ROWS} rows differ without the others, at batches of {batch}"
-                        )
+                        sizes = f"a stack of {counted(count, 'row')} differs from the same rows in one of {ROWS}"
+                        found.setdefault(part, f"{sizes}, at batches of {batch}")
             h = y
     return found
 

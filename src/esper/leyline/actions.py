@@ -80,7 +80,7 @@ def checked(actions: Any, envs: int) -> Actions:
 
 
 def _whole(name: str, value: Any, envs: int) -> Ints:
-    mend = f"give one whole number for each of the {envs} environments, int64 of shape ({envs},)"
+    mend = f"give one whole number for each environment, int64 of shape ({envs},)"
     try:
         array = np.asarray(value)
     except (TypeError, ValueError):  # a ragged list, or a tensor of another device

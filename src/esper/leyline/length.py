@@ -5,6 +5,7 @@ import math
 from esper.leyline.config import LARGE, Config
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask, Mixture
+from esper.leyline.text import counted
 
 
 def with_steps(config: Config, task: AnyTask) -> Config:
@@ -27,11 +28,11 @@ def with_steps(config: Config, task: AnyTask) -> Config:
     )  # 0.1 epochs of 10,240 examples are 1 step of 1,024
     if steps > LARGE:
         raise InputError(
-            f"epochs is {config.epochs:g}, which is {steps:,} steps; give a number that comes to {LARGE:,} or less"
+            f"epochs is {config.epochs:g}, which is {counted(steps, 'step')}; give a number that comes to {LARGE:,} or less"
         )
     if "steps" in config.model_fields_set and config.steps != steps:
         raise InputError(
-            f"steps is {config.steps} and epochs is {config.epochs:g}, which is {steps} steps of {seen:,} examples; give one of "
-            "the two"
+            f"steps is {config.steps} and epochs is {config.epochs:g}, which is {counted(steps, 'step')} of "
+            f"{counted(seen, 'example')}; give one of the two"
         )
     return config.model_copy(update={"steps": steps})

@@ -50,7 +50,7 @@ def finite(split: Split, name: str, action: Literal["stop", "skip"]) -> Split:
             "--set data.nonfinite=skip"
         )
     if bad.all():
-        raise InputError(f"{name} holds NaN or infinite values in all of its {len(bad)} examples; bring other data")
+        raise InputError(f"{name} holds NaN or infinite values in every example; bring other data")
     warnings.warn(f"{name} holds NaN or infinite values, left out with {which(bad)}", DataWarning, stacklevel=2)
     return Split(split.x[~bad], split.y[~bad])
 

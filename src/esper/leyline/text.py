@@ -17,6 +17,11 @@ def printable(text: object) -> str:
     return _UNPRINTABLE.sub(_escape, str(text))
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: `1 row`, `1,200 rows`. `plural` is the noun's own where an s is not enough."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def _escape(found: re.Match[str]) -> str:
     character = found[0]
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")

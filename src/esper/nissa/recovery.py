@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from esper.leyline.disk import write_atomic
+from esper.leyline.text import counted
 from esper.nissa.files import EVENTS
 
 Mark = dict[str, Any]
@@ -62,7 +63,8 @@ def take_up_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[s
     if whole and len(kept) == rows:
         if mark is not None:
             note(
-                f"{path} holds other bytes than were written, by their sha256, though each of its {rows} rows can be read"
+                f"{path} holds other bytes than were written, by their sha256, though every row can be read: "
+                f"{counted(rows, 'row')}"
             )
         _cut(folder, sum(map(len, kept)), data, note)
         return
@@ -74,12 +76,12 @@ def take_up_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[s
         write_atomic(path, b"".join(kept))
         where = f" and the file as it was is {side}"
     lost = (
-        f"row{'s' * (rows - len(kept) != 1)} {missing} of {rows} cannot be read"
+        f"{'row' if rows - len(kept) == 1 else 'rows'} {missing} of {rows} cannot be read"
         if missing
         else "lines of it are no rows"
     )
     note(
-        f"{path} {'is damaged' if data else 'is missing or empty'}: {lost}; {len(kept)} rows are kept"
+        f"{path} {'is damaged' if data else 'is missing or empty'}: {lost}; {counted(len(kept), 'whole row')} kept"
         f"{where}; the run goes on from its checkpoint"
     )
 
@@ -96,7 +98,7 @@ def look_at_events(folder: Path) -> str | None:
     missing = words(gaps(found.rows, count))
     wrong = [
         *([f"missing rows: {missing}"] if missing else []),
-        *([f"{found.spoilt} of its lines are no rows"] if found.spoilt else []),
+        *([f"{counted(found.spoilt, 'line')} without a row"] if found.spoilt else []),
         *([] if count and _ends(found.rows[count - 1]) else ["its end is missing"]),
     ]
     return f"{path} is damaged: {'; '.join(wrong)}" if wrong else None

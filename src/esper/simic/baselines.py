@@ -27,6 +27,7 @@ from esper.leyline.config import Config
 from esper.leyline.errors import InputError, OutOfMemory, is_shortage
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Instance, Mixture, Room, Task
+from esper.leyline.text import counted
 from esper.leyline.view import Floats, Seeds, take
 from esper.simic.interrupt import Interrupt
 from esper.tolaria.engine import VectorizedEngine
@@ -115,7 +116,7 @@ def train_baselines(
             found[name] = INTERRUPTED
         else:
             try:
-                note(f"training the baseline {name} for {steps} steps")
+                note(f"training the baseline {name} for {counted(steps, 'step')}")
                 found[name] = train_baseline(
                     name, task, config, grown, steps, twin=twin, stop=lambda: interrupt.asked and not before
                 )
@@ -179,7 +180,8 @@ def train_baseline(
             raise
         return Absent("memory ran out while it was trained")
     alike = len(grown.instance) - sum(len(population.envs) for population in populations)
-    note = f"{_ALIKE[name].format(f'{alike} of {len(grown.instance)} environments')}; there it is the twin"
+    where = f"{alike} of {counted(len(grown.instance), 'environment')}"
+    note = f"{_ALIKE[name].format(where)}; there it is the twin"
     return result._replace(seconds=time.perf_counter() - begin, note=note if alike else None)
 
 

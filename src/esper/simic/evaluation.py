@@ -30,6 +30,7 @@ from esper.leyline.protocols import PolicyClient
 from esper.leyline.reading import read_named
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Mixture
+from esper.leyline.text import counted
 from esper.leyline.view import Floats, Outcome, View, take
 from esper.simic.baselines import grown_of
 from esper.simic.environment import describe_environment
@@ -186,7 +187,7 @@ def run_evaluation(
     for task, contender in itertools.product(tasks, (*rules, *ours)):
         _check(task, contender, instances, seeds, part, first, settings)
     if searched < 1:
-        raise InputError(f"the search for a schedule is to end with {searched} instances; give 1 or more")
+        raise InputError(f"the search for a schedule is to end with {counted(searched, 'instance')}; give 1 or more")
     if folder is not None:
         _create(folder)
     pace = _plan(tasks, len(names) + 1 + len(static), instances * seeds, searched, settings, watch)
@@ -273,7 +274,7 @@ def evaluate(
                 seconds = time.perf_counter() - begin
                 fresh = seconds > runs[contender.name][at][-1]["seconds"].sum() / 2  # else they were kept
                 pace.add(config.envs, seconds if fresh else None)
-            done = f"{start + config.envs} of {instances} instances"
+            done = f"{start + config.envs} of {counted(instances, 'instance')}"
             _tell(watch, f"{task.name}: {contender.name}, seed {config.seed}, {done}")
     for name in static:
         sizer = next(contender for contender in contenders if contender.name == sized_by)
@@ -285,7 +286,7 @@ def evaluate(
                 _tell(watch, f"{task.name}: {name} is absent: {trained.reason}")
                 break
             beside[at].append(trained)
-            done = f"{start + config.envs} of {instances} instances"
+            done = f"{start + config.envs} of {counted(instances, 'instance')}"
             _tell(watch, f"{task.name}: {name}, seed {config.seed}, {done}")
         else:
             runs[name] = beside
@@ -346,7 +347,7 @@ def search_schedules(
     candidates = _candidates(task, settings)
     count = min(instances, len(task.keys(part)))
     if count < 1:
-        raise InputError(f"the search for a schedule was given {instances} instances; give 1 or more")
+        raise InputError(f"the search for a schedule was given {counted(instances, 'instance')}; give 1 or more")
     totals, keys = np.zeros(len(candidates)), np.array(task.keys(part)[:count])
     alive, done, episodes, begin = np.arange(len(candidates)), 0, 0, time.perf_counter()
     while done < count:
@@ -409,8 +410,8 @@ def _plan(
         for task in tasks
     )
     grown = len(tasks) * contenders * runs
-    some = f"{contenders} contenders, static networks included, on {len(tasks)} task{'s' * (len(tasks) > 1)}"
-    watch(f"{some}: {grown:,} networks to grow, and {search:,} in the search for the best schedule")
+    some = f"{counted(contenders, 'contender')}, static networks included, on {counted(len(tasks), 'task')}"
+    watch(f"{some}: {counted(grown, 'network')} to grow, and {search:,} in the search for the best schedule")
     return Pace(search + grown, "networks", watch)
 
 

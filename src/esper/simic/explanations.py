@@ -12,6 +12,7 @@ from esper.leyline.actions import Op
 from esper.leyline.config import GatesConfig
 from esper.leyline.protocols import Explains, PolicyClient
 from esper.leyline.stages import Stage, among
+from esper.leyline.text import counted
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Outcome, Space, View
 
@@ -106,7 +107,8 @@ def unfinished(view: View, config: GatesConfig) -> list[str]:
 
 
 def _left(count: int, why: str) -> str:
-    return f"{count} seed{'s were' if count > 1 else ' was'} not kept at the end: {'they' if count > 1 else 'it'} {why}"
+    were, they = ("was", "it") if count == 1 else ("were", "they")
+    return f"{counted(count, 'seed')} {were} not kept at the end: {they} {why}"
 
 
 def _fixed(space: Space) -> str | None:
@@ -135,7 +137,7 @@ def _own(client: PolicyClient) -> Sequence[str]:
 
 
 def _sentence(count: int, envs: int, why: str) -> str:
-    return f"nothing was planted in {count} of {envs} environment{'s' * (envs > 1)}: {why}"
+    return f"nothing was planted in {count} of {counted(envs, 'environment')}: {why}"
 
 
 def as_tree(attempts: Attempts) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from esper.leyline.errors import InputError, described
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Split
+from esper.leyline.text import counted
 from esper.leyline.view import Floats, Seeds, View
 from esper.nissa.events import RunRow
 from esper.nissa.files import MODELS
@@ -134,7 +135,9 @@ def grow(
         with _closing_row(run, engine), failure.recorded(), engine.timer.memory("between steps", users=False):
             played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
-                watch.note(f"interrupted after {played.steps} of {config.steps} steps; evaluating what is done so far")
+                watch.note(
+                    f"interrupted after {played.steps} of {counted(config.steps, 'step')}; evaluating what is done so far"
+                )
                 if set(config.baselines) - {"twin"}:
                     watch.note("another Ctrl-C ends the baselines, which train for as many steps")
             ended = engine.view().seeds
@@ -408,7 +411,7 @@ def _write_networks(
     """Export the networks that the config asks for into the run folder."""
     written = Written(_exported(config, figures["best"]["env"]), [])
     if written.exported:
-        watch.note(f"exporting {len(written.exported)} network{'s' * (len(written.exported) > 1)}")
+        watch.note(f"exporting {counted(len(written.exported), 'network')}")
     reasons: dict[str, str] = {}  # why torch.export cannot trace a network, by what grew where on which host
     for env in written.exported:
         problem = task.instance(int(engine.space.instance[env]))
@@ -420,9 +423,10 @@ def _write_networks(
             reasons[kind] = failure
             written.untraced.append(env)
     if written.untraced:
-        some = f"{len(written.untraced)} of {len(written.exported)} networks have"
+        some = f"{len(written.untraced)} of {counted(len(written.exported), 'network')}"
+        have, them = ("has", "it") if len(written.untraced) == 1 else ("have", "them")
         why = "; or ".join(dict.fromkeys(reasons.values()))
-        watch.note(f"{some} no {PROGRAM}, as torch.export cannot trace them: {why}")
+        watch.note(f"{some} {have} no {PROGRAM}, as torch.export cannot trace {them}: {why}")
     return written
 
 

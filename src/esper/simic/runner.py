@@ -20,6 +20,7 @@ from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask
+from esper.leyline.text import counted
 from esper.leyline.view import View
 from esper.nissa.events import RoundRow, RunRow
 from esper.nissa.hub import Hub
@@ -204,7 +205,8 @@ def train(
                 before = run.found.state["seconds"]
             if school.number > config.ppo.rounds:
                 raise InputError(
-                    f"ppo.rounds is {config.ppo.rounds}, but {school.number} rounds are done; give as many or more"
+                    f"ppo.rounds is {config.ppo.rounds}, but the training has done {counted(school.number, 'round')}; give as "
+                    "many or more"
                 )
         run.begin(lambda: _environment(cohorts), _run_row(cohorts[0], "running"))
         keeper = Keeper(run.store, school, run.hub, started - before)
@@ -506,9 +508,7 @@ def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], N
 def _cohort(task: AnyTask, config: Config) -> Cohort:
     reward = config.reward
     if config.envs % reward.group:  # whatever the baseline: instances are drawn by the group
-        raise InputError(
-            f"reward.group is {reward.group}, which does not divide the {config.envs} environments; choose a divisor"
-        )
+        raise InputError(f"reward.group is {reward.group}, which does not divide envs, {config.envs}; choose a divisor")
     if reward.baseline == "twin" and not config.twin:
         raise InputError("reward.baseline is twin, but no twins are trained; give --twin, or another baseline")
     if config.early_stopping.enabled:

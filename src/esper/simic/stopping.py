@@ -3,6 +3,7 @@
 from typing import Any
 
 from esper.leyline.config import Config
+from esper.leyline.text import counted
 from esper.tolaria.engine import VectorizedEngine
 
 
@@ -19,7 +20,7 @@ def stopping_figures(engine: VectorizedEngine, config: Config, steps: int) -> di
     early = stopping.over and steps < config.steps
     patience = config.early_stopping.patience
     why = (
-        f"no validation score rose and no seed was fossilized for {patience} steps (early_stopping.patience)"
+        f"no validation score rose and no seed was fossilized for {counted(patience, 'step')} (early_stopping.patience)"
         if early
         else None
     )

@@ -20,6 +20,7 @@ from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.errors import InputError
 from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_named
 from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.text import counted
 from esper.leyline.view import Bools, Masks, Outcome, Space, View
 from esper.tamiyo.baselines import Rule, choices, complete, defaults
 
@@ -179,7 +180,7 @@ class Schedule(Rule):
                 where = self._pending[:, row] & (self._hindered[:, row] == cause)
                 if where.any():
                     done = f"{entry.op.name} of entry {number} of {self.source} was not carried out"
-                    envs = f"{int(where.sum())} of {len(where)} environment{'s' * (len(where) > 1)}"
+                    envs = f"{int(where.sum())} of {counted(len(where), 'environment')}"
                     sentences.append(f"{done} in {envs}: {self._cause(cause, entry)}")
         return sentences
 
@@ -198,7 +199,7 @@ class Schedule(Rule):
         gate = "gates.gain_z or gates.min_training" if entry.op is Op.ADVANCE else "gates.min_contribution or gates.z"
         return {
             Hindrance.NONE: "it became due after the last decision; raise steps",
-            Hindrance.EARLY: f"`at` is {entry.at}, and the last decision of {self._steps} steps is {self._steps - 1}; "
+            Hindrance.EARLY: f"`at` is {entry.at}, and the last decision of {counted(self._steps, 'step')} is {self._steps - 1}; "
             "lower `at`, or raise steps",
             Hindrance.BUSY: f"slot {slot} held a seed, or rested after one; name another slot, or lower lifecycle.embargo",
             Hindrance.FULL: "lifecycle.max_seeds seeds were in place already; raise it",

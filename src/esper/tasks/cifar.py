@@ -18,6 +18,7 @@ from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.leyline.reading import read_named
 from esper.leyline.task import Split
+from esper.leyline.text import counted
 
 VARIABLE = "ESPER_DATA"
 """The environment variable that names the folder of data sets; without it, `data` in the current folder."""
@@ -112,7 +113,7 @@ def _read_parquet(folder: Path) -> tuple[Split, Split]:
         declared = {name.group(1) for path in paths if (name := re.search(r"-of-([0-9]+)\.parquet$", path.name))}
         if declared and {int(count) for count in declared} != {len(paths)}:
             raise InputError(
-                f"{folder} holds {len(paths)} files of the {part} part of CIFAR-10, whose names say that there are "
+                f"{folder} holds {counted(len(paths), 'file')} of the {part} part of CIFAR-10, whose names say that there are "
                 f"{' or '.join(sorted(declared))}; copy the whole data set once, and nothing else, there"
             )
     try:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from esper.leyline.arrays import array, as_tensor, by_name, columns_of, numbers
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split, finite, nonfinite
+from esper.leyline.text import counted
 from esper.tasks.dataset import read_dataset
 from esper.tasks.labels import as_read, joined
 from esper.tasks.splits import Splits
@@ -135,9 +136,8 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
         )
     features, values = _read(by_name(given[0], columns, f"the {name} split"), given[1], workers)
     if not features.dim() or len(features) != len(values):
-        raise InputError(
-            f"the {name} split has {len(features) if features.dim() else 1} examples and {len(values)} labels or targets"
-        )
+        examples = counted(len(features) if features.dim() else 1, "example")
+        raise InputError(f"the {name} split has {examples}, but {len(values):,} labels or targets; give one for each")
     return features, values
 
 

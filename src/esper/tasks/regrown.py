@@ -23,10 +23,9 @@ def host_factory(factory: Callable[[], SegmentedHost]) -> tuple[Callable[[], Seg
     if not isinstance(network, GrownNetwork):
         return factory, None
     if lost := lost_slots(network):
-        plural = "s" * (len(lost) > 1)
         warnings.warn(
-            f"the slot{plural} {', '.join(lost)} of the grown network cannot be used again, as a seed further on reads the "
-            "input; the segments up to there are one",
+            f"the {'slot' if len(lost) == 1 else 'slots'} {', '.join(lost)} of the grown network cannot be used again, because "
+            "a seed behind it reads the input of the host; the segments up to that seed are one segment now",
             stacklevel=3,
         )
     return RegrownHost(network), scaling_of(network)

@@ -11,6 +11,7 @@ from torch import Tensor
 from esper.leyline import keys
 from esper.leyline.errors import InputError
 from esper.leyline.task import Scaling, Split, nonfinite, which
+from esper.leyline.text import counted
 
 _CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def check_examples(x: Tensor, y: Tensor, classes: int | None) -> None:
     if x.dim() == 0 or y.dim() == 0:
         raise InputError("x or y is a single number; give one row of features and one label or target per example")
     if len(x) != len(y):
-        raise InputError(f"x holds {len(x)} examples and y {len(y)}; give one label or target per example")
+        raise InputError(f"x holds {counted(len(x), 'example')} and y {len(y):,}; give one label or target per example")
     if len(x) == 0:
         raise InputError("x and y hold no examples; give at least a few dozen")
     if x.dim() == 1 or x[0].numel() == 0:
@@ -98,8 +99,8 @@ def cut(x: Tensor, y: Tensor, parts: Sequence[Tensor]) -> Splits:
     for name, part in zip(Splits._fields, parts, strict=True):
         if len(part) < 2:
             raise InputError(
-                f"the {name} split would hold {len(part)} of {len(x)} examples; give more examples or raise its fraction, so "
-                "that it holds at least 2"
+                f"the {name} split would hold {len(part)} of {counted(len(x), 'example')}; give more examples or raise its "
+                "fraction, so that it holds at least 2"
             )
     return Splits(*(Split(x[part], y[part]) for part in parts))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, mix, permutations
 from esper.leyline.task import Pixels, Scaling, Split, nonfinite
+from esper.leyline.text import counted
 
 Indices = NDArray[np.int64]
 
@@ -114,7 +115,7 @@ class SharedBatchIterator:
         if self.sizes.min() < batch_size:
             least = int(self.sizes.min())
             raise InputError(
-                f"the train split has {least} examples, fewer than data.batch ({batch_size}); "
+                f"the train split has {counted(least, 'example')}, fewer than data.batch ({batch_size}); "
                 f"set data.batch to {least} or less, or bring more data"
             )
         pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits), scaling)

@@ -25,6 +25,7 @@ from esper.leyline.objective import selection_score
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
+from esper.leyline.text import counted
 from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import (
     BlueprintInfo,
@@ -111,7 +112,7 @@ class VectorizedEngine:
             use_deterministic_kernels(self.device)
         self.hub = hub or Hub()
         self.rows = config.envs * (2 if config.twin else 1)
-        self.timer = PhaseTimer(self.device, f"{self.rows:,} networks at data.batch {config.data.batch}")
+        self.timer = PhaseTimer(self.device, f"{counted(self.rows, 'network')} at data.batch {config.data.batch}")
         stacked = max(self.rows, 2)
         self._optimizer = StackedOptimizer(config.optimizer)
         check_memory(task, config, stacked, len(self._optimizer.rule.moments), available_memory(self.device))
@@ -499,7 +500,7 @@ class VectorizedEngine:
             row, examples = tainted[0]
             raise DataFault(
                 f"the train split of instance {self.state.instance[row]} of {self._task.name} was finite when it was loaded and "
-                f"holds NaN or infinite values now, in example{'s' * (len(examples) > 1)} "
+                f"holds NaN or infinite values now, in {'example' if len(examples) == 1 else 'examples'} "
                 f"{', '.join(map(str, examples[:5].tolist()))} of what environment {row % self.config.envs} trained on in step "
                 f"{self.state.step - 1}; look for what writes into it, or go on without such steps by --set data.nonfinite=skip"
             )

@@ -12,6 +12,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask
+from esper.leyline.text import counted
 
 
 def check_memory(task: AnyTask, config: Config, rows: int, moments: int, available: int) -> None:
@@ -28,7 +29,7 @@ def check_memory(task: AnyTask, config: Config, rows: int, moments: int, availab
     needed = rows * (host * copies + inputs)
     if needed > available:
         raise InputError(
-            f"envs is {config.envs:,}, whose {rows:,} networks take at least {needed / 2**30:,.1f} GiB, but "
+            f"envs is {config.envs:,}, whose {counted(rows, 'network')} take at least {needed / 2**30:,.1f} GiB, but "
             f"{available / 2**30:,.1f} GiB of memory are available; lower envs"
         )
 
@@ -39,8 +40,8 @@ def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:
     first, last = config.first_instance, config.first_instance + config.envs - 1
     if last >= len(keys):
         raise InputError(
-            f"first_instance {first} with {config.envs} environments asks for instance {last} of the {config.instances} "
-            f"instances of {task.name}, which has {len(keys)}; lower one of them"
+            f"first_instance {first} with {counted(config.envs, 'environment')} asks for instance {last} of the "
+            f"{config.instances} instances of {task.name}, which has {len(keys)}; lower one of them"
         )
     return keys.start + first + np.arange(config.envs)
 

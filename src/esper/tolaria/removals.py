@@ -14,6 +14,7 @@ from esper.kasmina.gates import judge
 from esper.leyline.actions import Op
 from esper.leyline.config import GatesConfig
 from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.text import counted
 from esper.leyline.verdicts import Vital
 from esper.leyline.view import Bools, Measurements, Seeds, Space, Transitions
 from esper.nissa.events import Basis
@@ -60,8 +61,7 @@ class Removals:
                 "gain_mean": _number(gain.mean[env, at]),
                 "gain_se": _number(gain.se[env, at]),
             }
-            steps = int(seeds.age[env, at])
-            since = f"after {steps} step{'s' * (steps != 1)} of {stage.name}"
+            since = f"after {counted(int(seeds.age[env, at]), 'step')} of {stage.name}"
             parts = [own or f"the controller chose {Op(int(op[env])).name}", since, *_measured(figures, own)]
             if gate is not None and op[env] == Op.PRUNE:
                 parts.append(f"gate to {GATES[stage].upper()}: {gate}")
