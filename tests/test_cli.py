@@ -286,7 +286,9 @@ def test_export_of_a_host_of_ones_own_goes_without_a_program_unless_its_task_is_
         (path / "SHA256SUMS").unlink()
     code, _, err = esper("export", "own", "--out", "nets")
     assert code == 0
-    assert err.count("has no model.pt2: its host is a factory of your own, which no file can name") == 2
+    assert (
+        err.count("has no model.pt2: its host is code of your own, which a run folder may not start; give --task ") == 2
+    )
     assert sorted(path.name for path in Path("nets/env-000").iterdir()) == [
         "SHA256SUMS",
         "model.safetensors",

@@ -104,7 +104,7 @@ def test_a_run_that_has_only_its_config_begins_again(esper):
         ("a: [", "not valid YAML"),
         ("envs: -1", "envs"),
         ("task: nowhere", "nowhere"),
-        ("controller: Script", "one that was an object from Python"),
+        ("controller: Script", "no command can resume the run: in Python give one like it"),
         ("{tasks: [iris], controller: 'ppo, paid by mine'}", "object from Python, which cannot be resumed"),
     ],
 )

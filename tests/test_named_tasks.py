@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ def clusters():
     y, drawn = torch.arange(160) % 3, torch.Generator().manual_seed(0)
     x = torch.randn(3, 6, generator=drawn)[y] + 0.5 * torch.randn(160, 6, generator=drawn)
     return esper.task("clusters", x, y, host=MLP(inputs=6, width=8, hidden=(3, 5), outputs=3))
+
+def written():
+    x, host = torch.rand(160, 6, generator=torch.Generator().manual_seed(0)), MLP(6, 8, (3, 5), 3)
+    return esper.task("written", x, torch.arange(160) % 3, host=lambda: host())
 
 def broken():
     return [][1]
@@ -190,6 +195,34 @@ def test_a_run_on_an_object_goes_on_from_python_with_the_object():
     summary = esper.resume("r", task=task, settings={"steps": 5}, progress=False)
     assert summary["validation_accuracy"] == straight["validation_accuracy"]
     assert esper.resume("r", task=task) == summary
+
+
+def test_a_run_on_an_object_goes_on_from_the_command_line_with_the_place_of_its_task(command):
+    task = get_task("mine/own_task.py:clusters")
+    esper.grow(replace(task, name="clusters"), SMALL, controller="never", run="r", progress=False)
+    code, _, err = command("resume", "r", "--set", "steps=4")
+    assert code == 2
+    assert "'clusters', which was made in Python" in err
+    assert (
+        "as esper.resume('r', task=...) in Python, or as esper resume r --task path.py:function, where the function"
+        in err
+    )
+    code, out, _ = command("resume", "r", "--set", "steps=4", "--task", "mine/own_task.py:clusters", "--json")
+    assert (code, json.loads(out)["steps_done"], json.loads(out)["task"]) == (0, 4, "clusters")
+    code, _, err = command("resume", "r", "--set", "steps=5", "--task", "iris")
+    assert code == 2
+    assert "a run on the task 'clusters', not on 'iris', which was made in Python" in err
+
+
+def test_export_names_the_place_of_the_task_that_was_grown(command):
+    code, _, _ = command("grow", "mine/own_task.py:written", *QUICK[:-2], "--run", "r", "--controller", "never")
+    assert code == 0
+    code, _, err = command("export", "r", "--env", "0", "--out", "plain")
+    assert code == 0
+    place = "if you trust it, give esper export r --task mine/own_task.py:written"
+    assert f"its host is code of your own, which a run folder may not start; {place}, or read" in err
+    code, _, err = command("export", "r", "--env", "0", "--out", "whole", "--task", "mine/own_task.py:written")
+    assert (code, err, Path("whole/model.pt2").is_file()) == (0, "", True)
 
 
 class Counting(Script):

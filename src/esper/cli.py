@@ -304,7 +304,9 @@ def resume(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            "--task", metavar="PLACE", help="The run's task again, where it is path.py:function or module:function."
+            "--task",
+            metavar="PLACE",
+            help="path.py:function or module:function that makes the run's task, if it is your own.",
         ),
     ] = None,
     settings: Annotated[
@@ -320,9 +322,9 @@ def resume(
     """Go on with a run that was interrupted or killed, to the very numbers it would have had (docs/checkpoints.md).
 
     It goes on at its last checkpoint, or begins again from its config.yaml where it has none; of a finished run the summary
-    is printed. With --set, as steps=48 or ppo.rounds=200, a finished run goes on too. A run whose task is path.py:function needs
-    it again as --task, since nothing that a folder names is imported. Of a run whose task or controller was an object from
-    Python, esper.resume takes the object again.
+    is printed. With --set, as steps=48 or ppo.rounds=200, a finished run goes on too. A run on a task of your own needs --task,
+    since no code that a run folder names is started without your word. A controller that was an object made in Python is given
+    again in Python: esper.resume(RUN, controller=...).
     """
     import torch
     from rich.console import Console
@@ -486,13 +488,13 @@ def export(
     ] = None,
 ) -> None:
     """Write the grown networks of a run elsewhere, each with a new model.pt2 made from its verified weights."""
-    from esper.exporting import export_networks, networks_of
+    from esper.exporting import export_networks, how_to_name, networks_of
     from esper.tasks.catalog import get_task
 
     sources = networks_of(run, env)
     target = out or Path(f"{run.resolve().name}-networks")
     host = None if task is None else get_task(task)
-    topologies = export_networks(sources, target, overwrite, host, lambda line: typer.echo(line, err=True))
+    topologies = export_networks(sources, target, overwrite, host, lambda line: _say(line, err=True), how_to_name(run))
     for name, topology in topologies.items():
         grew = ", ".join(f"{seed['blueprint']} at {seed['slot']}" for seed in topology["seeds"]) or "nothing grew"
         _say(f"{target / name}: {topology['parameters']:,} parameters, {grew}")

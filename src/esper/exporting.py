@@ -1,5 +1,6 @@
 """`esper export`: the networks of a run folder written elsewhere, from files that are verified and never executed."""
 
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,8 +17,15 @@ from esper.leyline.disk import standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask, Task
 from esper.nissa.files import MODELS, check_links, is_run
+from esper.simic.resume import read_config
+from esper.tasks.reference import is_reference
 
 Topology = dict[str, Any]
+HOW_TO_NAME = (
+    "give --task path.py:function, whose function returns the task that was grown, or read the network with "
+    "esper.load(folder, host=...)"
+)
+"""What to do where a network has no program because its host is unknown."""
 _LARGEST_COPIED = 2**32  # bytes of weights whose host is not known
 _LARGEST_INPUT = 2**26  # numbers of an example that a program is traced with
 
@@ -43,13 +51,31 @@ def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
     return {Path(): sources[Path(f"env-{env:03d}")]}
 
 
+def how_to_name(run: Path) -> str:
+    """How to give the host of a run's networks, which is code of the user's: the command with the place that the run records."""
+    try:
+        name = read_config(run).task
+    except InputError:  # the networks are exported all the same
+        return HOW_TO_NAME
+    if not is_reference(name):
+        return HOW_TO_NAME
+    command = f"esper export {shlex.quote(str(run))} --task {shlex.quote(name)}"
+    return f"if you trust it, give {command}, or read the network with esper.load(folder, host=...)"
+
+
 def export_networks(
-    sources: Mapping[Path, Path], target: Path, overwrite: bool, task: AnyTask | None, note: Callable[[str], None]
+    sources: Mapping[Path, Path],
+    target: Path,
+    overwrite: bool,
+    task: AnyTask | None,
+    note: Callable[[str], None],
+    mend: str = HOW_TO_NAME,
 ) -> dict[Path, Topology]:
     """Write networks into `target`, under the names given: all of them, or `target` stays as it was. Returns topologies.
 
     The program of each is made anew. A network whose host no file can name takes the host of `task`, and without one it gets
-    no program; `note` is told so in a sentence. InputError where a file is damaged or `target` holds anything else.
+    no program; `note` is told so in a sentence that ends in `mend`. InputError where a file is damaged or `target` holds
+    anything else.
     """
     _check_target(target, overwrite)
     if task is not None and not isinstance(task, Task):
@@ -60,7 +86,7 @@ def export_networks(
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
             new, old = Path(scratch) / "new", Path(scratch) / "old"
             for name, path in sources.items():
-                reason = _write(path, new / name, topologies[name], None if task is None else task.host)
+                reason = _write(path, new / name, topologies[name], None if task is None else task.host, mend)
                 if reason is not None:
                     note(f"{target / name} has no {PROGRAM}: {reason}")
             if target.exists():
@@ -86,7 +112,9 @@ def _check_copied(path: Path) -> None:
         )
 
 
-def _write(source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None) -> str | None:
+def _write(
+    source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None, mend: str
+) -> str | None:
     """Write one network; returns why it has no program, where it has none."""
     if topology["host"] is None and host is None:
         check_size(source, topology["parameters"])
@@ -95,10 +123,7 @@ def _write(source: Path, folder: Path, topology: Topology, host: Callable[[], nn
         files = {name: (source / name).read_bytes() for name in (MODEL, TOPOLOGY)}
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_folder(folder, {**files, SUMS: sums_of(files)})
-        return (
-            "its host is a factory of your own, which no file can name; give the task that was grown with --task, or read the "
-            "network with esper.load(folder, host=...)"
-        )
+        return f"its host is code of your own, which a run folder may not start; {mend}"
     network = load(source, host if topology["host"] is None else None)
     topology["parameters"] = count(network)
     shape = tuple(topology["input"])

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -17,7 +16,7 @@ from esper.karn.progress import Shown, growing, learning, telling
 from esper.leyline.arguments import check_choice, to_path
 from esper.leyline.config import BASELINES, parse_setting
 from esper.leyline.disk import write_atomic
-from esper.leyline.errors import InputError, RunWarning
+from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.task import AnyTask, Mixture, Task
@@ -66,8 +65,9 @@ def resume(
 ) -> dict[str, Any]:
     """Go on with a run of `grow` or `train` to the numbers it would have had, as `esper resume` does; returns its summary.
 
-    `task` is needed where the run's was given as an object, or by the place of a function: nothing that a run folder names is
-    imported unless it is named here too. Of a training on several tasks it is a list of those. `controller` is needed where it
+    `task` is needed where the run's was given as an object, or by the place of a function, as "path.py:function": nothing that
+    a run folder names is imported unless it is named here too. A place may stand for an object: the function then makes the
+    same task. Of a training on several tasks it is a list of those. `controller` is needed where it
     was an object, which must have `state` and `load_state`. `settings` changes keys of the config, on record, as
     {"steps": 48} or ["steps=48"]; a finished run then goes on too, and without them its summary is returned. Other versions of
     Esper, torch, numpy or Python than the run had are warned of (`RunWarning`); other data are refused unless `other_data` is
@@ -83,7 +83,7 @@ def resume(
     if known is not None and can_print(known, is_training(config)):  # else it is damaged, and worked out again
         wrong = look_at_events(folder) if config.telemetry.level != "off" else None
         if wrong is not None:
-            warnings.warn(wrong, RunWarning, stacklevel=2)
+            warn(wrong, RunWarning)
         return known
     given = [] if task is None else [task] if isinstance(task, Task | Mixture | str) else list(task)
     if is_training(config):
@@ -101,8 +101,10 @@ def resume(
         try:
             client = get_controller(controller if isinstance(controller, str) else config.controller, config)
         except InputError as error:
-            mend = "give one that was an object from Python to esper.resume(run, controller=...)"
-            raise InputError(f"{error}; {mend}") from None
+            mend = f"in Python give one like it, as esper.resume({str(folder)!r}, controller=...)"
+            raise InputError(
+                f"{error}; where it was an object made in Python, no command can resume the run: {mend}"
+            ) from None
     if "steps" not in config.model_fields_set:  # epochs were given in place of the steps of the run
         config = with_steps(config, chosen)
     with growing(progress, config.steps, chosen.objective.metric) as sight:
@@ -169,14 +171,15 @@ def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str])
     """
     own = [get_task(each) if isinstance(each, str) else each for each in given]
     brought = {task.name: task for task in own}
+    others = [name for name in brought if name not in names]
     chosen: list[AnyTask] = []
     for name in names:
         if name in brought:
             chosen.append(brought.pop(name))
         elif is_reference(name) or name not in TASKS:
-            if len(brought) != 1 or not is_reference(name):
+            if len(others) != 1 or not (is_reference(name) or is_reference(others[0])):
                 raise InputError(_how_to_resume(folder, name, list(brought)))
-            chosen.append(replace(brought.popitem()[1], name=name))  # the same function, found by another way
+            chosen.append(replace(brought.pop(others.pop()), name=name))  # the same task, made by another way
         else:
             chosen.append(get_task(name))
     if brought:
@@ -192,7 +195,11 @@ def _how_to_resume(folder: Path, name: str, given: Sequence[str]) -> str:
     if is_reference(name):
         command = f"esper resume {shlex.quote(str(folder))} --task {shlex.quote(name)}"
         return f"{said}, whose code a run folder may not start; if you trust it, give {command}"
-    return f"{said}, which was an object from Python; give it again, as esper.resume({str(folder)!r}, task=...)"
+    command = f"esper resume {shlex.quote(str(folder))} --task path.py:function"
+    return (
+        f"{said}, which was made in Python and is not in the folder; give the same task again, as "
+        f"esper.resume({str(folder)!r}, task=...) in Python, or as {command}, where the function returns it"
+    )
 
 
 def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:

@@ -83,8 +83,10 @@ def test_a_seed_that_reads_the_input_makes_one_segment_of_those_before_it_and_sa
     assert [(slot.name, slot.after) for slot in host.slots] == [(network.slots[1].name, 0)]
     assert lost_slots(network) == [network.slots[0].name]
     x, y = torch.randn(60, 6), torch.arange(60) % 3
-    with pytest.warns(UserWarning, match=f"the slot {network.slots[0].name} of the grown network cannot be used again"):
+    words = f"the slot {network.slots[0].name} of the grown network cannot be used again"
+    with pytest.warns(UserWarning, match=words) as told:
         esper.task("again", x, y, host=lambda: grown((2, "skip-mlp", Blend.ADD)))
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def test_a_stack_of_regrown_hosts_computes_what_each_of_them_does():

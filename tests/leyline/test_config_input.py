@@ -2,7 +2,8 @@
 
 import pytest
 
-from esper.leyline.config import Config, build_config
+from esper.leyline.config import Config, build_config, reference
+from esper.leyline.config_input import SYNONYMS
 from esper.leyline.errors import InputError
 
 
@@ -83,12 +84,27 @@ def test_a_bad_value_is_one_sentence_with_its_key_itself_and_what_is_accepted(se
         ({"optimizer.lrr": 0.1}, "unknown config key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
         ({"optimiser": {"lr": 1}}, "unknown config key 'optimiser'; did you mean 'optimizer'?"),
         ({"lr": 0.1}, "unknown config key 'lr'; did you mean 'optimizer.lr' or 'ppo.lr'?"),
+        (
+            {"optimizer.learning_rate": 0.1},
+            "unknown config key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?",
+        ),
+        ({"ppo": {"learning-rate": 0.1}}, "unknown config key 'ppo.learning-rate'; did you mean 'ppo.lr'?"),
+        ({"learning_rate": 1}, "unknown config key 'learning_rate'; did you mean 'optimizer.lr' or 'ppo.lr'?"),
+        ({"batch_size": 1}, "unknown config key 'batch_size'; did you mean 'data.batch'?"),
+        ({"n_epochs": 1}, "unknown config key 'n_epochs'; did you mean 'epochs' or 'ppo.epochs'?"),
+        ({"random_state": 1}, "unknown config key 'random_state'; did you mean 'seed'?"),
         ({"zzz": 1}, "unknown config key 'zzz'; `esper config` lists the keys"),
         ({"\x1b[2J": 1}, r"unknown config key '\x1b[2J'; `esper config` lists the keys"),
     ],
 )
 def test_a_misspelt_key_is_named_with_the_nearest_one(settings, words):
     assert sentence(settings) == words
+
+
+def test_every_synonym_stands_for_a_key_that_there_is_and_is_none_itself():
+    parts = {key.rpartition(".")[2] for key, *_ in reference()}
+    assert set(SYNONYMS.values()) <= parts
+    assert not set(SYNONYMS) & parts
 
 
 @pytest.mark.parametrize("value", [object(), {"x": object()}, [object()]], ids=["object", "mapping", "list"])

@@ -13,7 +13,7 @@ from esper.leyline.actions import Actions
 from esper.leyline.errors import OutOfMemory
 from esper.nissa.events import RunRow, decode
 from esper.nissa.lock import Lock
-from esper.simic.grow import grow
+from esper.simic.grow import Silent, grow
 from esper.simic.rewards import get_reward
 from esper.simic.runner import train, training_configs
 from esper.tamiyo.baselines import Never
@@ -121,6 +121,32 @@ def test_a_run_whose_controller_failed_goes_on_behind_its_last_whole_step(tmp_pa
     assert (summary["status"], resumed.decided) == ("finished", whole.decided)
     assert summary["test_accuracy"] == straight["test_accuracy"]
     assert last_row(tmp_path / "run").error is None
+
+
+@pytest.mark.parametrize(
+    ("where", "every", "place"),
+    [
+        ("act", 2, "goes on after step 3,"),
+        ("store", 2, "goes on after step 2,"),
+        ("store", 0, "starts again with the first step,"),
+    ],
+)
+def test_a_failure_says_after_which_step_the_resumed_run_goes_on(tmp_path, where, every, place):
+    config, told = config_of(checkpoint={"every_steps": every}), []
+    with pytest.raises(Broken) as raised:
+        grow(blobs(), config, Raising(Broken("no"), where=where), tmp_path / "run")
+    assert f"`esper resume {tmp_path / 'run'}` {place}" in raised.value.__notes__[-1]
+
+    class Told(Silent):
+        def note(self, text):
+            told.append(text)
+
+    grow(blobs(), config, Raising(), tmp_path / "run", Told(), resume=True)
+    went_on = next(text for text in told if text.startswith(("going on", "no complete checkpoint")))
+    assert (
+        went_on
+        == {2: "going on after step " + place[-2], 0: "no complete checkpoint: starting again from config.yaml"}[every]
+    )
 
 
 @pytest.mark.parametrize(("name", "at"), [("loss", 12), ("score", 3)])

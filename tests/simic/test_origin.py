@@ -127,8 +127,9 @@ def test_other_versions_are_warned_of_once_and_recorded(run):
     path = run / "environment.json"
     environment = json.loads(path.read_text())
     path.write_text(json.dumps({**environment, "torch": "1.13.0", "numpy": "1.0"}))
-    with pytest.warns(RunWarning, match=r"torch 1\.13\.0 -> .*, numpy 1\.0 -> "):
+    with pytest.warns(RunWarning, match=r"torch 1\.13\.0 -> .*, numpy 1\.0 -> ") as told:
         going_on(run, blobs())
+    assert [warning.filename for warning in told] == [__file__]
     (entry,) = json.loads((run / "changes.json").read_text())
     assert entry["noted"] == [
         f"{name} {old} -> {environment[name]}" for name, old in (("torch", "1.13.0"), ("numpy", "1.0"))

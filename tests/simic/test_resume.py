@@ -258,6 +258,11 @@ def test_rows_from_behind_the_checkpoint_are_cut_into_a_file_beside(tmp_path):
     assert before.endswith(side)
     assert side
     assert "going on after step 4" in watch.notes
+    (told,) = [note for note in watch.notes if "events-cut-1.jsonl" in note]
+    assert told.startswith(
+        "the run had written events after the checkpoint from which it goes on; it writes them again"
+    )
+    assert told.endswith("(nothing is lost)")
     with open(folder / "events.jsonl", "ab") as file:
         file.write(b'{"kind": "ste')  # as a full disk or a kill leaves a row
     grow(blobs(), config, client(), folder, resume=True)

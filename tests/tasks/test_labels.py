@@ -1,6 +1,8 @@
 """What y may hold: text, categories, truth values and numbers, and what is asked about."""
 
+import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +127,27 @@ def test_an_example_without_a_label_is_skipped_where_the_defaults_say_so() -> No
     with pytest.warns(DataWarning, match="left out with examples 3, 8"):
         task = made(y, defaults={"data": {"nonfinite": "skip"}})
     assert (task.classes, len(labels_of(task))) == (("ant", "cat", "dog"), 88)
+
+
+def test_a_missing_value_among_whole_floating_point_labels_is_named_before_their_kind_is_asked_for() -> None:
+    y = INDEX.astype(float)
+    y[7] = np.nan
+    with pytest.raises(
+        InputError, match=r"^y is NaN in example 7 \(1 of 90\); label or drop .* give kind='classification'"
+    ):
+        made(y)
+    with pytest.raises(InputError, match=r"^y holds no label for example 7 "):
+        made(y, kind="classification")
+
+
+def test_a_warning_about_examples_points_at_the_line_that_made_the_task() -> None:
+    y = NAMES.astype(object)
+    y[3] = None
+    with pytest.warns(DataWarning) as told:
+        made(y, defaults={"data": {"nonfinite": "skip"}})
+    assert [
+        (warning.filename, Path(warning.filename).read_text().splitlines()[warning.lineno - 1]) for warning in told
+    ] == [(__file__, inspect.getsource(made).splitlines()[-1])]
 
 
 ONE_HOT = np.eye(3)[INDEX]

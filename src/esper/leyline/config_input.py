@@ -16,6 +16,17 @@ from pydantic.fields import FieldInfo
 
 from esper.leyline.errors import InputError
 
+SYNONYMS: Mapping[str, str] = {
+    **dict.fromkeys(("learning_rate", "learningrate", "step_size"), "lr"),
+    **dict.fromkeys(("batch_size", "batchsize", "minibatch"), "batch"),
+    **dict.fromkeys(("epoch", "num_epochs", "n_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("num_steps", "n_steps", "max_steps", "iterations"), "steps"),
+    **dict.fromkeys(("num_envs", "n_envs", "environments", "population"), "envs"),
+    **dict.fromkeys(("random_state", "random_seed"), "seed"),
+    **dict.fromkeys(("l2", "decay"), "weight_decay"),
+}
+"""The last part of keys as other libraries call it, and as Esper does."""
+
 SHOWN = 60
 """Characters of a value that a sentence shows."""
 
@@ -135,10 +146,15 @@ def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
 
 
 def _near(path: str, model: type[BaseModel]) -> str:
-    """The keys that may have been meant: of the same name elsewhere, or else the most alike."""
-    keys = list(_keys(model))
-    same = [key for key in keys if key.rpartition(".")[2] == path.rpartition(".")[2]]
-    near = same or difflib.get_close_matches(path, keys, n=1, cutoff=0.7)
+    """The keys that may have been meant: of the same or an equivalent name, in the section given if it is there; else the most
+    alike.
+    """
+    keys, section = list(_keys(model)), path.rpartition(".")[0]
+    last = path.rpartition(".")[2]
+    named = SYNONYMS.get(last.lower().replace("-", "_"), last)
+    same = [key for key in keys if key.rpartition(".")[2] == named]
+    here = [key for key in same if section and key.rpartition(".")[0] == section]
+    near = here or same or difflib.get_close_matches(path, keys, n=1, cutoff=0.7)
     return _or([repr(key) for key in near])
 
 

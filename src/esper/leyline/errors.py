@@ -2,8 +2,10 @@
 
 import os
 import re
+import sys
 import sysconfig
 import traceback
+import warnings
 
 from esper.leyline.text import printable
 
@@ -50,6 +52,18 @@ class OutOfMemory(RuntimeError):
     """Memory ran out: one sentence with where, how much of it, and what to lower. The command line exits with 1."""
 
 
+def warn(sentence: str, category: type[Warning]) -> None:
+    """Warn of something at the line of the user's code from which Esper was called, however deep within Esper this is.
+
+    Where there is no such line, as on the command line, the outermost frame takes its place.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    place, known = frame.f_globals.get("__name__", "<unknown>"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(sentence, category, frame.f_code.co_filename, frame.f_lineno, place, known)
+
+
 def described(error: BaseException) -> dict[str, str]:
     """Type and message of an error, as summary.json holds them."""
     return {"type": type(error).__name__, "message": str(error)}
@@ -58,7 +72,12 @@ def described(error: BaseException) -> dict[str, str]:
 def in_user_code(error: BaseException) -> bool:
     """Whether a frame of an error's traceback is neither Esper's nor that of Python or of an installed package."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return any(not file.startswith(("<", *_LIBRARIES)) and not _PACKAGES.search(file) for file in files)
+    return not all(file.startswith("<") or _is_library(file) for file in files)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a source file is Esper's, Python's or that of an installed package."""
+    return file.startswith(("<frozen", *_LIBRARIES)) or bool(_PACKAGES.search(file))
 
 
 def is_shortage(error: BaseException) -> bool:

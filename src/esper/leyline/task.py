@@ -1,6 +1,5 @@
 """A task: data in four splits, a host to grow, and what counts as good. E rows, B examples, C outputs."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.brief import brief
-from esper.leyline.errors import DataWarning, InputError
+from esper.leyline.errors import DataWarning, InputError, warn
 
 _LISTED = 5  # examples that a sentence names
 
@@ -51,7 +50,7 @@ def finite(split: Split, name: str, action: Literal["stop", "skip"]) -> Split:
         )
     if bad.all():
         raise InputError(f"{name} holds NaN or infinite values in every example; bring other data")
-    warnings.warn(f"{name} holds NaN or infinite values, left out with {which(bad)}", DataWarning, stacklevel=2)
+    warn(f"{name} holds NaN or infinite values, left out with {which(bad)}", DataWarning)
     return Split(split.x[~bad], split.y[~bad])
 
 

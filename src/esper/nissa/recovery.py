@@ -173,7 +173,10 @@ def _cut(folder: Path, length: int, data: bytes, note: Callable[[str], None]) ->
     side = beside(folder, "cut")
     write_atomic(side, data[length:])
     os.truncate(folder / EVENTS, length)
-    note(f"events from behind the checkpoint were moved to {side}")
+    note(
+        f"the run had written events after the checkpoint from which it goes on; it writes them again, and the old ones are in "
+        f"{side} (nothing is lost)"
+    )
 
 
 def beside(folder: Path, why: str) -> Path:

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
 from esper.nissa.events import RunRow
-from esper.simic.resume import left
 from esper.simic.run_folder import RunFolder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -44,17 +43,27 @@ class Failure(NamedTuple):
             yield
         except (OutOfMemory, DataFault) as error:
             self.run.fail(self.row("failed"), self.asked(), error)
-            raise left(error, self.run.path) from error.__cause__
+            if self.run.path is None:
+                raise
+            raise type(error)(f"{error}; esper resume {self.run.path} {self._place()}") from error.__cause__
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise
             self.run.fail(self.row("failed"), self.asked(), error)
             if self.run.path is not None and not isinstance(error, InputError):
                 error.add_note(
-                    f"The run in {self.run.path} has the status failed. Mend this, and `esper resume {self.run.path}` goes on "
-                    "behind its last checkpoint; with objects from Python esper.resume does, given the same ones."
+                    f"The run in {self.run.path} has the status failed. Mend this; then `esper resume {self.run.path}` "
+                    f"{self._place()}. If the task or the controller is an object made in Python, give it again: "
+                    f"esper.resume({str(self.run.path)!r}, task=..., controller=...)."
                 )
             raise
+
+    def _place(self) -> str:
+        """From which step a resumed run goes on."""
+        number = None if self.run.store is None else self.run.store.latest()
+        if number is None:
+            return "starts again with the first step, as there is no checkpoint yet"
+        return f"goes on after step {number:,}, that of the last checkpoint"
 
 
 def failed_row(row: RunRow, summary: Mapping[str, Any]) -> RunRow:

@@ -1,7 +1,6 @@
 """What a run began with beside its config: the versions it ran under, and the data it read."""
 
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper.leyline.errors import InputError, RunWarning
+from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.reading import parse_json, read_kept
 from esper.leyline.task import AnyTask, Mixture
 from esper.nissa.changes import read_trail
@@ -71,22 +70,24 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> Difference | 
     """
     known = _recorded(folder)
     if known is None:
-        _warn(f"{folder} does not say with which versions and data the run began; they are not compared")
+        warn(f"{folder} does not say with which versions and data the run began; they are not compared", RunWarning)
         return Difference((), now)
     versions, data = known
     found = [
         f"{name} {versions[name]} -> {new}" for name, new in now.versions.items() if versions.get(name, new) != new
     ]
     if found:
-        _warn(
+        warn(
             f"the run in {folder} goes on under other versions ({', '.join(found)}); its numbers may differ from those it would "
-            "have had"
+            "have had",
+            RunWarning,
         )
     unknown = sorted(now.data.keys() - data.keys())
     if unknown:
-        _warn(
+        warn(
             f"{folder} holds no fingerprint of the data of {', '.join(unknown)}, as runs of earlier versions do; whether they "
-            "are the same is not checked"
+            "are the same is not checked",
+            RunWarning,
         )
     differ = {name: _differing(data[name], of) for name, of in now.data.items() if name in data}
     words = [f"{', '.join(parts)} of task {name}" for name, parts in differ.items() if parts]
@@ -124,10 +125,6 @@ def _differing(known: Any, now: Fingerprint) -> list[str]:
     """What of a task is not what it was; a name that one of the two lacks, as of another version, is not compared."""
     before = known if isinstance(known, dict) else {}
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, RunWarning, stacklevel=3)
 
 
 def _of_instance(task: Mixture, keys: range) -> str:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from esper.leyline.config import Config, build_config, dump_config, parse_setting
 from esper.leyline.disk import Patient, write_atomic
-from esper.leyline.errors import DataFault, InputError, OutOfMemory
+from esper.leyline.errors import InputError
 from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_kept
 from esper.nissa.changes import record_change
 from esper.nissa.files import CONFIG, SUMMARY, check_links, is_run
@@ -142,13 +142,6 @@ def fitting(found: Checkpoint) -> Iterator[None]:
             f"the checkpoint of step {found.number} does not fit the task and the controller as they are now ({error}); put "
             "back what was there, or start a new run"
         ) from None
-
-
-def left(error: OutOfMemory | DataFault, folder: Path | None) -> OutOfMemory | DataFault:
-    """The error that a run was left by, with how to go on where there is a folder to go on from."""
-    if folder is None:
-        return error
-    return type(error)(f"{error}; the run is as its last checkpoint has it: esper resume {folder} goes on there")
 
 
 def change_config(folder: Path, config: Config, change: Change, steps: int) -> None:

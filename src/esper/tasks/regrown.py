@@ -1,6 +1,5 @@
 """A host factory that returns grown networks, made one that returns hosts."""
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network import GrownNetwork
 from esper.kasmina.regrow import RegrownHost, lost_slots, scaling_of
+from esper.leyline.errors import warn
 from esper.leyline.task import Scaling
 
 
@@ -23,9 +23,9 @@ def host_factory(factory: Callable[[], SegmentedHost]) -> tuple[Callable[[], Seg
     if not isinstance(network, GrownNetwork):
         return factory, None
     if lost := lost_slots(network):
-        warnings.warn(
+        warn(
             f"the {'slot' if len(lost) == 1 else 'slots'} {', '.join(lost)} of the grown network cannot be used again, because "
             "a seed behind it reads the input of the host; the segments up to that seed are one segment now",
-            stacklevel=3,
+            UserWarning,
         )
     return RegrownHost(network), scaling_of(network)

@@ -177,6 +177,17 @@ class Checkpoints:
         if self._writing is not None:
             wait([self._writing.running])
 
+    def latest(self) -> int | None:
+        """Steps that had been taken at the checkpoint from which the run goes on; None where `latest` names none.
+
+        Waits for one that is being written.
+        """
+        self.close()
+        try:
+            return int(_named(self.folder / LATEST)[0].removeprefix("step-"))
+        except Damaged:
+            return None
+
     def leave(self, after: Callable[[], None]) -> None:
         """Wait for nothing: what is being written may be done or be cut off, which leaves the checkpoint before it.
 
