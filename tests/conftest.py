@@ -1,11 +1,17 @@
 """Shared pieces: one thread, small populations, and seeds put into a body by hand."""
 
+import signal
+
 import pytest
 import torch
 
 from disks import full, tmpfs  # noqa: F401  fixtures for all
 
 torch.set_num_threads(1)
+
+# Under nohup, or as the background job of a shell, these are ignored, and processes would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

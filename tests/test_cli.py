@@ -18,6 +18,7 @@ from esper.kasmina.blueprints.vector import zero_linear
 from esper.leyline.config import Config, build_config, reference
 from esper.leyline.slots import Kind, Tap
 from pictures import write_cifar
+from processes import begun
 
 QUICK = ["--envs", "2", "--steps", "3", "--set", "data.batches_per_step=2", "--models", "none"]
 QUICK += ["--set", "baselines=twin"]
@@ -356,8 +357,7 @@ def test_ctrl_c_ends_the_run_with_what_is_done(tmp_path):
         "none",
     ]
     command = [sys.executable, "-m", "esper", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    with begun(command) as process:
         assert process.stderr.readline().startswith("step 1/")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)

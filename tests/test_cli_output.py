@@ -13,6 +13,7 @@ import pytest
 from esper.cli import main
 from esper.simic.resume import read_config
 from esper.tolaria.checkpoint import Checkpoints
+from processes import begun
 
 GROW = ["grow", "iris", "--envs", "2", "--models", "none", "--set", "data.batches_per_step=1"]
 ESPER = f"{sys.executable} -m esper"
@@ -52,7 +53,7 @@ def test_a_run_without_stderr_in_a_narrow_ascii_terminal_prints_its_figures():
 
 def test_the_end_of_its_terminal_ends_a_run_as_sigterm_does():
     command = [sys.executable, "-m", "esper", *GROW, "--steps", "1000000", "--run", "r"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with begun(command) as process:
         assert process.stderr.readline().startswith("step 1/")
         process.stdout.close()
         process.stderr.close()

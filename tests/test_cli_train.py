@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from esper.cli import main
 from esper.leyline.config import build_config
 from esper.simic.runner import TRAINING
 from esper.tamiyo.controller import FACTS, load_policy
+from processes import begun
 
 SHORT = ["--set", "data.batches_per_step=2", "--set", "reward.group=2", "--set", "ppo.imitation_rounds=1"]
 SHORT += ["--set", "ppo.validate_envs=2", "--set", "ppo.validate_every=1", "--set", "ppo.epochs=1"]
@@ -279,8 +279,7 @@ def test_a_training_whose_hosts_diverge_without_a_governor_says_so_with_exit_cod
 def test_ctrl_c_ends_a_training_with_the_best_controller_so_far(tmp_path):
     arguments = ["train", "iris", *TINY, "--rounds", "1000000", "--run", "r", "--json"]
     command = [sys.executable, "-m", "esper", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    with begun(command) as process:
         assert process.stderr.readline().startswith("imitation")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)

@@ -77,7 +77,7 @@ def test_a_run_that_memory_ran_out_for_says_so_and_is_resumed_to_the_same_number
     sentence = err.splitlines()[-1]
     assert (code, out) == (1, ""), err
     assert "Traceback" not in err
-    assert sentence.startswith("error: memory ran out in the phase ")
+    assert sentence.startswith(("error: memory ran out in the phase ", "error: memory ran out between steps, "))
     assert "96 networks at data.batch 1024: " in sentence
     assert " MiB were asked for, " in sentence
     assert re.search(r"; esper resume r goes on after step \d+, that of the last checkpoint$", sentence)

@@ -1,7 +1,6 @@
 """The second signal, while the disk keeps whoever writes a checkpoint."""
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from esper.leyline.config import CheckpointConfig
 from esper.tolaria.checkpoint import Checkpoints
+from processes import begun
 
 STUCK = """
 import os, sys, threading, time
@@ -39,7 +39,7 @@ TRAIN += ["--set", "reward.group=2"]
 def test_a_second_signal_leaves_at_once_though_a_checkpoint_is_being_written(tmp_path, monkeypatch, command, number):
     monkeypatch.chdir(tmp_path)
     code = STUCK.replace("{arguments}", repr(command))
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+    with begun([sys.executable, "-c", code]) as process:
         while not Path("stuck").exists():
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
