@@ -135,6 +135,22 @@ def test_the_cost_of_checkpoints_is_measured(tmp_path):
     assert abs(late["bytes"] - early["bytes"]) < 10  # a number of more digits
 
 
+def test_golden_runs_name_what_differs(tmp_path):
+    def golden(command, *names):
+        line = [sys.executable, str(SCRIPTS / "golden_runs.py"), command, *names, "--file", "golden.json"]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    run = "grow-iris-schedule"
+    assert golden("check", run).returncode == 2
+    assert golden("record", run).returncode == 0
+    recorded = json.loads((tmp_path / "golden.json").read_text())
+    (machine,) = recorded
+    recorded[machine][run]["summary.json: test_accuracy"] = "another"
+    (tmp_path / "golden.json").write_text(json.dumps(recorded))
+    checked = golden("check", run)
+    assert (checked.returncode, checked.stdout.split(": ", 1)[1].strip()) == (1, "summary.json: test_accuracy")
+
+
 @pytest.mark.slow
 def test_the_studies_write_their_pages(tmp_path):
     run("study_negative_controls.py", "--page", "controls.md", cwd=tmp_path)
