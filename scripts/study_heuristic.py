@@ -110,7 +110,7 @@ def tiny_tasks() -> dict[str, Task]:
     from sklearn.datasets import load_diabetes, load_iris, load_wine
 
     def task(name: str, x: Any, y: Any, host: Callable[[], esper.SegmentedHost], **more: Any) -> Task:
-        return esper.task(name, x, y, host=host, standardize=True, **more)
+        return esper.task(name, x, y, host=host, standardize="features", **more)
 
     iris, wine, diabetes = load_iris(), load_wine(), load_diabetes()
     target = (diabetes.target - diabetes.target.mean()) / diabetes.target.std()

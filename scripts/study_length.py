@@ -46,7 +46,7 @@ def diabetes(seed: int) -> Task:
     """The data, with the target standardized, dealt into splits by a seed."""
     x, y = load_diabetes(return_X_y=True)
     host = MLP(inputs=10, width=16, hidden=(16, 16), outputs=1)
-    return esper.task("diabetes", x, (y - y.mean()) / y.std(), host=host, standardize=True, seed=seed)
+    return esper.task("diabetes", x, (y - y.mean()) / y.std(), host=host, standardize="features", seed=seed)
 
 
 def grown(task: Task, steps: int, *, enabled: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import esper
 from esper.kasmina.blueprints import count, get_blueprint
 from esper.kasmina.body import Seed
 from esper.kasmina.network import Graft, GrownNetwork
-from esper.kasmina.regrow import RegrownHost, as_host, lost_slots, scaling_of
+from esper.kasmina.regrow import RegrownHost, as_host, lost_slots
 from esper.leyline.actions import Blend, Op
 from esper.leyline.slots import Tap
 from esper.leyline.task import Interface, Scaling
@@ -234,4 +234,4 @@ def test_maps_are_grown_further_too(tmp_path):
     network = esper.load(tmp_path / "r/models/env-000")
     host = as_host(network)
     x = task.test.x[:4]
-    torch.testing.assert_close(host(scaling_of(network).read(x)), network(x))
+    torch.testing.assert_close(host(RegrownHost(network).scaling.read(x)), network(x))

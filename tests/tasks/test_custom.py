@@ -216,7 +216,10 @@ ONE_HOST = mlp()()
         ),
         (lambda: task_from("t", X, Y, seed="x", host=mlp()), "seed is 'x'; give a whole number from 0 on"),
         (lambda: task_from("t", X, Y, seed=1.5, host=mlp()), "seed is 1.5; give a whole number from 0 on"),
-        (lambda: task_from("t", X, Y, standardize="yes", host=mlp()), "standardize is 'yes'; give True or False"),
+        (
+            lambda: task_from("t", X, Y, standardize="yes", host=mlp()),
+            "standardize is 'yes'; give True, False, or 'features'",
+        ),
         (lambda: task_from("t", X, Y, menu=5, host=mlp()), "menu is 5; give a list of blueprint names"),
         (
             lambda: task_from("t", X, Y, menu=["affine", "affine"], host=mlp()),

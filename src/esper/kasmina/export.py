@@ -75,6 +75,9 @@ class _SavedTopology(_Saved):
     classes: Annotated[list[str | int | float | bool], AfterValidator(_names)] | None  # in the order of the outputs
     target: list[PositiveInt]  # shape of one example's y
     columns: list[str] | None  # names of the features
+    restore: list[PositiveInt] | None = (
+        None  # shape of the mean and the deviation of targets, which are among the weights
+    )
     example: Literal["uint8", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"]  # dtype of x
     parameters: int
     host_parameters: int
@@ -127,6 +130,7 @@ def grown_network(
         "classes": None if interface.classes is None else list(interface.classes),
         "target": list(interface.target),
         "columns": None if interface.columns is None else list(interface.columns),
+        "restore": None if interface.target_scaling is None else list(interface.target_scaling.mean.shape),
         "parameters": count(network),
         "host_parameters": int(body.host_params[env]),
         "seeds": grown,
@@ -236,7 +240,8 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
             f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost, or a grown network"
         )
     modules, grafts, kinds = [], [], {slot.after: slot.kind for slot in base.slots}
-    parameters = count(base) + 2 * math.prod(topology["standardize"] or [0])
+    scaled = [shape for name in ("standardize", "restore") if (shape := topology.get(name)) is not None]
+    parameters = count(base) + sum(2 * math.prod(shape) for shape in scaled)
     check_size(folder, parameters)
     for seed in topology["seeds"]:
         if seed["after"] not in kinds:
@@ -269,7 +274,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
 
 
 def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
-    """What a saved network takes and returns; its mean and deviation are still to be read. InputError where they do not fit."""
+    """What a saved network takes and returns; means and deviations are still to be read. InputError where they do not fit."""
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
     if shape is not None and (
         len(shape) != len(inputs) or any(own not in (1, whole) for own, whole in zip(shape, inputs, strict=True))
@@ -277,9 +282,16 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
         raise InputError(
             f"{folder / TOPOLOGY} has a mean of shape {shape} for inputs of shape {inputs}; export the network again"
         )
-    scaling = None if shape is None else Scaling(torch.zeros(shape), torch.ones(shape))
+    restored, target = topology.get("restore"), topology["target"]
+    if restored is not None and restored != target:
+        raise InputError(
+            f"{folder / TOPOLOGY} has a mean of shape {restored} for targets of shape {target}; export the network again"
+        )
+    scaling, target_scaling = (
+        None if size is None else Scaling(torch.zeros(size), torch.ones(size)) for size in (shape, restored)
+    )
     classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
-    return Interface(tuple(inputs), scaling, classes, tuple(topology["target"]), columns)
+    return Interface(tuple(inputs), scaling, classes, tuple(target), columns, target_scaling)
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:

@@ -30,8 +30,8 @@ class Graft(NamedTuple):
     alpha: float
 
 
-class Standardize(nn.Module):
-    """(x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
+class _Scaled(nn.Module):
+    """A mean and a standard deviation as buffers."""
 
     mean: Tensor
     deviation: Tensor
@@ -41,15 +41,33 @@ class Standardize(nn.Module):
         self.register_buffer("mean", scaling.mean.detach().clone())
         self.register_buffer("deviation", scaling.deviation.detach().clone())
 
+    @property
+    def scaling(self) -> Scaling:
+        """Both, on the device that they are on."""
+        return Scaling(self.mean, self.deviation)
+
+
+class Standardize(_Scaled):
+    """(x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
+
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) -> (B, ...)."""
-        return Scaling(self.mean, self.deviation).read(x)
+        return self.scaling.read(x)
+
+
+class Restore(_Scaled):
+    """z * deviation + mean of outputs z (B, C), whose mean and deviation have shape () or (C,)."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(B, C) -> (B, C)."""
+        return self.scaling.restore(z)
 
 
 class GrownNetwork(nn.Module):
     """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, C).
 
-    It takes features as the task was given them: where the task standardizes them, so does `standardize`, the first module.
+    It takes features as the task was given them: where the task standardizes them, so does `standardize`, the first module. It
+    returns targets as the task was given them: where hosts return them standardized, `restore`, the last module, undoes that.
 
     inputs: shape of one example.
     classes: the labels as the task was given them, in the order of the outputs; None where the outputs are values.
@@ -72,6 +90,7 @@ class GrownNetwork(nn.Module):
         self.slots, self.stacks, self.draws = host.slots, host.stacks, host.draws  # for whoever grows it further
         self.seeds = nn.ModuleList(seeds)
         self.grafts = tuple(grafts)
+        self.restore = None if interface.target_scaling is None else Restore(interface.target_scaling)
         self.inputs = interface.inputs
         self.classes = interface.classes
         self.target = interface.target
@@ -82,7 +101,8 @@ class GrownNetwork(nn.Module):
         """(B, ...) -> (B, C): the logit of every class, or the value of every target."""
         if self.standardize is not None:
             x = self.standardize(x)
-        return run_segments(x, self.segments, self.seeds, self.grafts)
+        y = run_segments(x, self.segments, self.seeds, self.grafts)
+        return y if self.restore is None else self.restore(y)
 
     def predict(self, x: Any) -> NDArray[Any]:
         """The label (B,) of each example, as the task's y had it; of a regression the targets, (B,) or (B, C).

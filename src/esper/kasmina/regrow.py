@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.network import Graft, GrownNetwork, run_segments
+from esper.kasmina.network import Graft, GrownNetwork, Restore, Standardize, run_segments
 from esper.leyline.slots import SlotSpec, Tap
 from esper.leyline.task import Scaling
 
@@ -37,6 +37,10 @@ class RegrownHost:
         self._host = as_host(network)
         self.original = network.original
         self._ungrown = Ungrown(network)
+        self.scaling = _scaling(
+            network.standardize
+        )  # of the features that the host reads, None where it takes them raw
+        self.target_scaling = _scaling(network.restore)  # of the targets that the host returns, likewise
 
     def __call__(self) -> SegmentedHost:
         """A host with weights of its own, equal to those of the network."""
@@ -71,7 +75,7 @@ def _flat(segment: nn.Module) -> list[nn.Module]:
 
 
 def as_host(network: GrownNetwork) -> SegmentedHost:
-    """The network as a host with its slots free again, without its standardization.
+    """The network as a host with its slots free again, which reads and returns standardized values where the network does.
 
     A seed acts in the segment that it was grafted behind. One that reads the input makes one segment of all segments up to
     there, since it reads what enters them; the slots inside are gone (`lost_slots`).
@@ -97,10 +101,8 @@ def as_host(network: GrownNetwork) -> SegmentedHost:
     return host
 
 
-def scaling_of(network: GrownNetwork) -> Scaling | None:
-    """The mean and the deviation by which the network standardizes its features; None where it does not."""
-    own = network.standardize
-    return None if own is None else Scaling(own.mean.clone(), own.deviation.clone())
+def _scaling(module: Standardize | Restore | None) -> Scaling | None:
+    return None if module is None else Scaling(*(values.clone() for values in module.scaling))
 
 
 def lost_slots(network: GrownNetwork) -> list[str]:

@@ -93,7 +93,7 @@ def _row_of(pixels: Pixels, width: int, device: torch.device, dtype: torch.dtype
 
 @brief
 class Scaling(NamedTuple):
-    """The mean and the standard deviation of features, by which a network reads them.
+    """The mean and the standard deviation of features, by which a network reads them, or of targets, by which it returns them.
 
     (x - mean) / deviation
     """
@@ -104,6 +104,10 @@ class Scaling(NamedTuple):
     def read(self, x: Tensor) -> Tensor:
         """x (N, ...) of any dtype -> the same in the dtype of the mean."""
         return (x.to(self.mean.dtype) - self.mean) / self.deviation
+
+    def restore(self, z: Tensor) -> Tensor:
+        """z (N, ...), as `read` returns it -> z * deviation + mean, in the units of x."""
+        return z * self.deviation + self.mean
 
 
 Label = str | int | float | bool
@@ -118,6 +122,7 @@ class Interface(NamedTuple):
     classes: tuple[Label, ...] | None = None  # what each output is the class of; None where outputs are values
     target: tuple[int, ...] = ()  # shape of one example's y
     columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
+    target_scaling: Scaling | None = None  # undone by the network itself, so that it returns targets as they came
 
 
 class Objective(Protocol):
@@ -149,6 +154,7 @@ class Instance(NamedTuple):
     classes: tuple[Label, ...] | None = None  # what the outputs are classes of; None numbers them from 0
     weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
     columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
+    target_scaling: Scaling | None = None  # of targets that a host returns standardized
 
     def read(self, x: Tensor) -> Tensor:
         """Examples of a split as a host reads them: (N, ...) floating point."""
@@ -165,7 +171,8 @@ class Instance(NamedTuple):
             )
             scaling = Scaling(mean, deviation)
         classes = None if y.is_floating_point() else self.classes or tuple(range(self.outputs))
-        return Interface(tuple(self.train.x.shape[1:]), scaling, classes, tuple(y.shape[1:]), self.columns)
+        inputs, target = tuple(self.train.x.shape[1:]), tuple(y.shape[1:])
+        return Interface(inputs, scaling, classes, target, self.columns, self.target_scaling)
 
 
 class Lengths(NamedTuple):
@@ -208,6 +215,9 @@ class Task:
     weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
     columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
     plain: Callable[[int], Callable[[], nn.Module]] | None = None  # from parameters to a plain host of at least so many
+    target_scaling: Scaling | None = (
+        None  # of targets that hosts return standardized; the splits hold them as they came
+    )
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -240,6 +250,7 @@ class Task:
             self.classes,
             self.weights,
             self.columns,
+            self.target_scaling,
         )
 
     def read(self, x: Tensor) -> Tensor:

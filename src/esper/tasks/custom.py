@@ -10,19 +10,25 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
+from esper.kasmina.regrow import RegrownHost
 from esper.leyline.config import build_config, merge_settings
-from esper.leyline.errors import InputError
-from esper.leyline.task import Label, Objective, Scaling, Task
+from esper.leyline.errors import DataWarning, InputError, warn
+from esper.leyline.task import Label, Scaling, Task
 from esper.tasks.examples import Brought, check_classes_train, complete, read_examples, train_weights
 from esper.tasks.hosts import menu_of
 from esper.tasks.labels import Kind, Target, check_labels, read_target
 from esper.tasks.objectives import Classification, Regression
-from esper.tasks.own import check_objective, own_objective, weights_of_classes
+from esper.tasks.own import OfStandardized, OwnObjective, check_objective, own_objective, weights_of_classes
 from esper.tasks.regrown import host_factory
 from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt, scaling_of, sizes_of
 
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
 """Of the examples in train, probe, validation and test."""
+
+FAR = 3.0
+"""Deviations from 0 that the mean of targets may have before a warning says so."""
+USUAL = (0.1, 10.0)
+"""Deviations of targets without a warning [units of y]."""
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -51,7 +57,7 @@ def task_from(
     splits: Mapping[str, Any] | None = None,
     fractions: Sequence[float] = FRACTIONS,
     seed: int = 0,
-    standardize: bool = False,
+    standardize: bool | Literal["features"] = False,
     summary: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     workers: int = 0,
@@ -66,7 +72,7 @@ def task_from(
 
     host: returns a freshly drawn `SegmentedHost` of any modules each time it is called, or a grown network, as
     `lambda: esper.load(folder)`: every environment then starts from its weights, its seeds are part of the host, and features
-    are standardized as the network does it.
+    and targets are standardized as the network does it.
     kind: 'classification' or 'regression'. None takes text, truth values and whole numbers for classes and floating-point
     numbers for targets, and asks where y may be either: floating-point numbers that are few and whole, one-hot rows, and
     whole numbers that hardly repeat. A classification takes one-hot rows too, one class a column.
@@ -87,8 +93,10 @@ def task_from(
     splits: four of your own, a mapping with the keys train, probe, validation and test: pairs (x, y), in place of x and y, with
     sample_weights of the train split; or indices of examples of x and y, of which some may be in no split.
     fractions: of the examples in train, probe, validation and test, dealt class by class, the same for the same seed.
-    standardize: the host reads features less their mean over the train split, over their standard deviation. The splits hold
-    the features as they came, and a grown network takes them so: mean and deviation are part of it.
+    standardize: the host reads features less their mean over the train split, over their standard deviation, and returns the
+    targets of a regression likewise; 'features' leaves the targets as they are. The splits hold both as they came, and a grown
+    network takes and returns them so: means and deviations are part of it. A loss or a metric that the task brings takes outputs
+    and targets in the units of y. A grown network as the host keeps its own means and deviations.
     defaults: nested config, under what the user of the task sets, and over that of every task of one's own, which sets
     early_stopping.enabled (docs/runs.md), reward.rent_size (docs/training.md) and heuristic.narrow_blueprints
     (docs/tasks.md). With data.nonfinite 'skip' examples that are not finite are left out here, with a `DataWarning`.
@@ -103,20 +111,7 @@ def task_from(
 
     Raises InputError, in one sentence, for examples, labels, splits, a host or defaults that cannot be used.
     """
-    if not isinstance(name, str) or not name:
-        raise InputError(
-            f"the task's name is {name!r}; give it one in quotes, as in task('wine', ...)"
-            if name
-            else "the task has no name; give one, as in task('wine', ...)"
-        )
-    if not isinstance(standardize, bool):
-        raise InputError(f"standardize is {standardize!r}; give True or False")
-    if menu is not None:
-        _check_menu(menu)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed is {seed!r}; give a whole number from 0 on, by which examples are dealt into splits")
-    if splits is not None and tuple(fractions) != FRACTIONS:
-        raise InputError(f"splits and fractions {tuple(fractions)} were given; leave one of them out")
+    _check_settings(name, menu, splits, fractions, seed, standardize)
     brought = read_examples(x, y, splits, sample_weights, workers)
     target = read_target(brought.y, kind, classes)
     skips = build_config(defaults or {}).data.nonfinite == "skip"
@@ -125,18 +120,18 @@ def task_from(
     four = cut(brought.x, values, parts)
     if target.classes is not None and splits is not None:
         check_classes_train(four, target.classes)
-    host, grown_with = _taken_up(host)
-    scaling = grown_with or (scaling_of(four.train.x) if standardize else None)
-    objective = _objective(four, target, loss, metric, class_weights)
-    example = four.train.x[: 4 if objective.outputs == 5 else 5]  # so that shapes of losses tell examples from outputs
-    outputs = _check_factory(host, example if scaling is None else scaling.read(example), objective.outputs)
-    check_objective(objective, outputs, four.train.y[: len(outputs)])
+    base = _objective(four, target, loss, metric, class_weights)
+    host = _taken_up(host)
+    scaling, target_scaling = _scalings(four, host, standardize)
+    _check_host(host, four, base, scaling, target_scaling)
+    if target.classes is None and loss is None and standardize is False and not isinstance(host, RegrownHost):
+        _warn_of_targets(four.train.y)
     return Task(
         name=name,
-        summary=summary or f"{len(values):,} examples of your own, {objective.outputs} outputs, {objective.metric}",
+        summary=summary or f"{len(values):,} examples of your own, {base.outputs} outputs, {base.metric}",
         host=host,
         **four._asdict(),
-        objective=objective,
+        objective=base if target_scaling is None else _of_standardized(base, target_scaling),
         menu=tuple(menu) if menu is not None else _default_menu(host),
         defaults=merge_settings(DEFAULTS, defaults or {}),
         scaling=scaling,
@@ -144,7 +139,30 @@ def task_from(
         weights=train_weights(brought, parts[0].numpy()),
         columns=brought.columns,
         plain=plain,
+        target_scaling=target_scaling,
     )
+
+
+def _check_settings(
+    name: Any, menu: Any, splits: Mapping[str, Any] | None, fractions: Sequence[float], seed: Any, standardize: Any
+) -> None:
+    """InputError where an argument that needs no example to be judged cannot be used."""
+    if not isinstance(name, str) or not name:
+        raise InputError(
+            f"the task's name is {name!r}; give it one in quotes, as in task('wine', ...)"
+            if name
+            else "the task has no name; give one, as in task('wine', ...)"
+        )
+    if not isinstance(standardize, bool) and standardize != "features":
+        raise InputError(
+            f"standardize is {standardize!r}; give True, False, or 'features' to leave targets as they are"
+        )
+    if menu is not None:
+        _check_menu(menu)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}; give a whole number from 0 on, by which examples are dealt into splits")
+    if splits is not None and tuple(fractions) != FRACTIONS:
+        raise InputError(f"splits and fractions {tuple(fractions)} were given; leave one of them out")
 
 
 def _checked(brought: Brought, values: Tensor, names: tuple[Label, ...] | None) -> tuple[Brought, Tensor]:
@@ -166,7 +184,9 @@ def _parts(brought: Brought, y: Tensor, fractions: Sequence[float], seed: int) -
     return dealt(y, sizes_of(fractions, len(y)), seed)
 
 
-def _objective(four: Splits, target: Target, loss: Any, metric: Any, class_weights: Any) -> Objective:
+def _objective(
+    four: Splits, target: Target, loss: Any, metric: Any, class_weights: Any
+) -> Classification | Regression | OwnObjective:
     """What the task minimises and reports."""
     y, names, weights = four.train.y, target.classes, None
     if names is None and class_weights is not None:
@@ -178,6 +198,50 @@ def _objective(four: Splits, target: Target, loss: Any, metric: Any, class_weigh
     if objective.metric == "r2":
         check_targets(four)
     return objective
+
+
+def _scalings(
+    four: Splits, host: Callable[[], SegmentedHost], standardize: bool | Literal["features"]
+) -> tuple[Scaling | None, Scaling | None]:
+    """Of features and of targets: those of a grown network as the host, or the mean and deviation of the train split."""
+    if isinstance(host, RegrownHost):
+        return host.scaling, host.target_scaling
+    targets = standardize is True and four.train.y.is_floating_point()
+    return scaling_of(four.train.x) if standardize else None, scaling_of(four.train.y) if targets else None
+
+
+def _of_standardized(base: Classification | Regression | OwnObjective, scaling: Scaling) -> OfStandardized:
+    assert not isinstance(base, Classification), "classes have no units"
+    mean, deviation = (tuple(values.reshape(-1).tolist()) for values in scaling)
+    return OfStandardized(base, mean, deviation)
+
+
+def _check_host(
+    host: Callable[[], SegmentedHost],
+    four: Splits,
+    base: Classification | Regression | OwnObjective,
+    scaling: Scaling | None,
+    target_scaling: Scaling | None,
+) -> None:
+    """InputError where the host, or a loss or metric of the task's own on its outputs, cannot be used."""
+    few = 4 if base.outputs == 5 else 5  # so that shapes of losses tell examples from outputs
+    x, y = four.train.x[:few], four.train.y[:few]
+    outputs = _check_factory(host, x if scaling is None else scaling.read(x), base.outputs)
+    check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), y)
+
+
+def _warn_of_targets(y: Tensor) -> None:
+    """A DataWarning where targets y (N,) or (N, C) are far from what a host returns at first, numbers of about 0 to 1."""
+    mean, deviation = (values.reshape(-1) for values in scaling_of(y))
+    far = (mean.abs() > FAR * deviation) | (deviation < USUAL[0]) | (deviation > USUAL[1])
+    if far.any():
+        first = int(far.nonzero()[0])
+        which = f"target {first} has" if len(mean) > 1 else "the targets have"
+        warn(
+            f"{which} mean {mean[first]:.3g} and standard deviation {deviation[first]:.3g} in the train split, but a host starts "
+            "with outputs near 0 and learns slowly to return such numbers; give standardize=True, or 'features' to leave them so",
+            DataWarning,
+        )
 
 
 def _check_menu(menu: Sequence[str]) -> None:
@@ -216,8 +280,8 @@ def _check_arguments(host: Callable[[], nn.Module]) -> None:
         )
 
 
-def _taken_up(host: Callable[[], SegmentedHost]) -> tuple[Callable[[], SegmentedHost], Scaling | None]:
-    """`host_factory` of a person's factory. InputError where it cannot be called, or raises."""
+def _taken_up(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
+    """What `host_factory` makes of a person's factory. InputError where it cannot be called, or raises."""
     _check_arguments(host)
     try:
         return host_factory(host)

@@ -4,7 +4,7 @@ import copy
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.leyline.errors import InputError
-from esper.leyline.task import Label, Objective
+from esper.leyline.task import Label, Objective, Scaling
 from esper.tasks.objectives import Classification, Regression
 
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -50,6 +50,48 @@ class OwnObjective(Objective):
         if self.metric in METRICS and self.own_score is METRICS[self.metric].score:
             return self.own_score(output, target)
         return _each(self.own_score, output, target)
+
+
+@dataclass(frozen=True, eq=False)
+class OfStandardized(Objective):
+    """The objective of a regression whose networks return standardized targets, (y - mean) / deviation.
+
+    The squared error and R2 are those of standardized targets, of which R2 is the same. A loss or a metric that the task brings
+    takes outputs and targets in the units of y.
+    """
+
+    base: Regression | OwnObjective
+    mean: tuple[float, ...]  # (C,) [units of y]
+    deviation: tuple[float, ...]  # (C,) [units of y]
+    metric: str = field(init=False)
+    outputs: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metric", self.base.metric)
+        object.__setattr__(self, "outputs", self.base.outputs)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """output (E, B, C) standardized, target (E, B) or (E, B, C) in the units of y -> (E, B)."""
+        brought = isinstance(self.base, OwnObjective) and self.base.own_loss is not None
+        return self.base.loss(*self._in_units(output, target, brought))
+
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """output (E, B, C) standardized, target (E, B) or (E, B, C) in the units of y, a whole split -> (E, B)."""
+        brought = isinstance(self.base, OwnObjective) and self.base.own_score is not None
+        return self.base.score(*self._in_units(output, target, brought))
+
+    def _in_units(self, output: Tensor, target: Tensor, of_y: bool) -> tuple[Tensor, Tensor]:
+        """Both in the units of y, or both standardized."""
+        scaling = _scaling_on(self.mean, self.deviation, output.device, output.dtype)
+        return (scaling.restore(output), target) if of_y else (output, scaling.read(target.reshape(output.shape)))
+
+
+@lru_cache
+def _scaling_on(
+    mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> Scaling:
+    """Mean and deviation (C,), brought to the device once."""
+    return Scaling(*(torch.tensor(values, dtype=dtype).to(device) for values in (mean, deviation)))
 
 
 def _each(function: Function, output: Tensor, target: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline.task import Objective, Split
+from esper.leyline.task import Objective, Scaling, Split
 
 CERTAIN = 30.0
 """Logit of the right class over the others: a probability of 1 in float32."""
@@ -18,14 +18,17 @@ class Bounds(NamedTuple):
     ceiling: float  # of the prediction that is always right
 
 
-def bounds(objective: Objective, split: Split) -> Bounds:
+def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -> Bounds:
     """What a network that learns nothing reaches on a split, and what no network exceeds, by the task's own metric.
 
-    Accuracy has the share of the most frequent class and 1, R2 has 0 and 1.
+    Accuracy has the share of the most frequent class and 1, R2 has 0 and 1. `scaling` is that of targets that hosts return
+    standardized.
     """
     y = split.y.cpu()
     if y.is_floating_point():
         target = y.reshape(len(y), -1)
+        if scaling is not None:
+            target = scaling.read(target)
         constant, right = target.mean(0).expand_as(target), target
     else:
         labels = y.long()

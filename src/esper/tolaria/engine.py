@@ -571,7 +571,8 @@ class VectorizedEngine:
         )
         sampled = [Split(train.x[:SENSED], train.y[:SENSED]) for train in trains]
         probes, lengths = [problem.probe for problem in self._problems], self._task.lengths
-        self._bounds = np.array([bounds(self._objective, probe) for probe in probes])[row]  # (rows, 2) floor, ceiling
+        between = [bounds(self._objective, each.probe, each.target_scaling) for each in self._problems]
+        self._bounds = np.array(between)[row]  # (rows, 2) floor, ceiling
         sensed, probed = (SENSED, lengths.probe) if lengths is not None else (None, None)
         self._fit = stack_splits(sampled, row, inputs, self.device, pixels, sensed, scaling)
         self._probe = stack_splits(probes, row, inputs, self.device, pixels, probed, scaling)
