@@ -75,7 +75,14 @@ def test_train_tells_of_every_round_and_of_how_to_go_on(esper):
     first, estimate, *lines = err.splitlines()
     assert [line.split("  ")[0] for line in (first, *lines)] == ["imitation, 0 to go", "round 1/2", "round 2/2"]
     assert estimate.startswith("1 of 3 rounds took ")
-    for figure in ("return ", "EPS ", "explained variance ", "entropy ", "seeds kept ", "validation J "):
+    for figure in (
+        "return ",
+        "environment steps per second ",
+        "explained variance ",
+        "entropy ",
+        "seeds kept ",
+        "validation J ",
+    ):
         assert figure in lines[-1]
     assert "best of 2 rounds: " in out
     assert "round 0" not in out

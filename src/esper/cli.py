@@ -363,10 +363,16 @@ def evaluate(
     ] = None,
     tasks: Annotated[str, typer.Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")] = "repair",
     instances: Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")] = 200,
-    seeds: Annotated[int, typer.Option(metavar="N", help="Seeds, from that of the config on.")] = 3,
-    first: Annotated[int, typer.Option(metavar="N", help="The first instance.")] = 0,
+    seeds: Annotated[
+        int,
+        typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config."),
+    ] = 3,
+    first: Annotated[int, typer.Option(metavar="N", help="Number of the first held-out instance.")] = 0,
     searched: Annotated[
-        int, typer.Option(metavar="N", help="Training instances that the search for the best schedule ends with.")
+        int,
+        typer.Option(
+            metavar="N", help="Training instances on which the best fixed schedule is searched for; fewer is faster."
+        ),
     ] = 64,
     out: Annotated[
         Path | None,

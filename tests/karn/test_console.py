@@ -16,6 +16,7 @@ SUMMARY = {
     "envs": 3,
     "steps": 24,
     "steps_done": 24,
+    "epochs_done": 12.5,
     "seed": 0,
     "device": "cpu",
     "rows": 6,
@@ -105,9 +106,9 @@ def test_the_table_fits_into_80_columns():
 
 
 def test_without_baselines_the_grown_networks_stand_alone_and_that_is_said():
-    text = printed(SUMMARY, baselines={}, test_objective={"host": None, "grown": [0.86, 0.76, 0.9]})
+    text = printed(SUMMARY, rows=3, baselines={}, test_objective={"host": None, "grown": [0.86, 0.76, 0.9]})
     assert "no static network stands beside the grown ones" in text
-    assert "test objective J: grown 0.8400 ± 0.0416\n" in text
+    assert "J on the test split: grown 0.8400 ± 0.0416\n" in text
     assert "twin" not in text
 
 
@@ -126,10 +127,49 @@ def test_one_environment_has_neither_standard_error_nor_interval():
     assert cells(text, "twin").split() == ["twin", "0.5000", "+0.250", "1,000"]
 
 
-def test_the_seconds_of_the_baselines_are_said_apart():
-    assert "took: 1.2 seconds, 1,234 environment steps per second (6 rows), and 2.5 for the other baselines" in printed(
-        SUMMARY
-    )
+def test_the_rate_is_over_the_seconds_beside_it_and_those_of_the_baselines_are_said_apart():
+    slow = printed(SUMMARY, env_steps_per_second=180.0)
+    assert "took: 1.2 seconds, 0.8 of them for 24 steps of 6 networks, twins included (180 environment steps" in slow
+    assert pytest.approx(0.8) == 24 * 6 / 180.0
+    assert "per second); the other static networks took 2.5 seconds more\n" in slow
+    alone = printed(SUMMARY, env_steps_per_second=180.0, rows=3, baselines={})
+    assert "0.4 of them for 24 steps of 3 networks (180 environment steps per second)\n" in alone
+
+
+def test_the_length_is_said_in_steps_and_in_epochs_where_the_task_has_a_train_split_of_one_size():
+    assert "3 environments, 24 of 24 steps (12.5 epochs), seed 0" in printed(SUMMARY)
+    assert "24 of 24 steps (1 epoch), seed 0" in printed(SUMMARY, epochs_done=1.0)
+    assert "24 of 24 steps, seed 0" in printed(SUMMARY, epochs_done=None)
+
+
+@pytest.mark.parametrize(
+    ("envs", "said"),
+    [
+        (1, "one environment gives no interval; --envs 16 gives one"),
+        (2, "intervals over 2 environments are wide; --envs 16 narrows them"),
+        (3, "intervals over 3 environments are wide; --envs 16 narrows them"),
+        (4, None),
+    ],
+)
+def test_few_environments_are_said_to_give_wide_intervals(envs, said):
+    text = printed(SUMMARY, envs=envs)
+    assert text.count("--envs 16") == (said is not None)
+    assert said is None or said in text
+
+
+def test_what_stands_behind_a_figure_and_the_short_name_of_a_metric_are_said():
+    text = printed(SUMMARY)
+    assert "figures: mean ± standard error of the mean, over environments" in text
+    assert "paired over environments: the mean, and its 95 % t interval" in text
+    assert "r2" not in text
+    figures = {"test_r2": SUMMARY["test_accuracy"], "baselines": {}}
+    assert "r2: the share of the variance that is explained" in printed(SUMMARY, metric="r2", **figures)
+
+
+def test_j_is_explained_before_its_first_figure():
+    text = printed(SUMMARY)
+    assert text.index("J = accuracy") < text.index("J on the test split: grown")
+    assert text.index("J = accuracy") == text.index("J ")
 
 
 def test_what_grew_where_is_counted_and_names_are_printed_as_they_are():
@@ -143,7 +183,8 @@ def test_nothing_grown_is_said():
 
 def test_seconds_speed_and_folder_are_printed():
     text = printed(SUMMARY)
-    assert "1.2 seconds, 1,234 environment steps per second (6 rows)" in text
+    assert "took: 1.2 seconds, 0.1 of them" in text
+    assert "(1,234 environment steps per second)" in text
     assert "runs/x" in text
 
 
@@ -168,7 +209,7 @@ def test_seeds_are_counted_by_stage_over_the_population():
 
 
 def test_a_line_has_speed_metric_and_seeds():
-    assert figures(GROWING, 1234.5, "accuracy") == "1,234 EPS  accuracy 0.6250  seeds: 2 training, 1 holding"
+    assert figures(GROWING, 1234.5, "accuracy") == "1,234 env steps/s  accuracy 0.6250  seeds: 2 training, 1 holding"
 
 
 def test_a_line_counts_rollbacks_where_there_were_any():
@@ -232,6 +273,14 @@ def test_the_closing_lines_give_the_first_removals_with_their_reasons_and_say_wh
     assert text.count("pruned: mlp at a of environment") == 10
     assert "step 7: no [use]" in text
     assert "2 more, listed under `prunes` in the summary" in text
+
+
+def test_the_closing_lines_give_the_first_seeds_that_were_kept_with_their_reasons():
+    keeps = [{"env": env, "slot": "a", "blueprint": "mlp", "step": 9, "reason": "it [pays]"} for env in range(1004)]
+    text = printed(SUMMARY | {"keeps": keeps})
+    assert text.count("kept: mlp at a of environment") == 3
+    assert "kept: mlp at a of environment 0, step 9: it [pays]\n" in text
+    assert "      and 1,001 more, listed under `keeps` in the summary\n" in text
 
 
 def test_the_closing_lines_say_why_nothing_was_planted():

@@ -102,11 +102,20 @@ def test_rules_alone_are_compared_with_never():
 def test_what_was_grown_and_what_the_search_cost_are_printed():
     text = printed(record(RULES))
     assert "repair: 200 heldout problems by 3 seeds" in text
-    assert "1,216 episodes, 12.3 seconds, 61 schedules; J 0.700" in text
+    assert "best of 61 schedules in 1,216 episodes on training instances (12.3 seconds)" in text
+    assert "its J there, on the probe split: 0.700" in text
+
+
+def test_j_is_explained_first_and_the_static_networks_are_told_from_never():
+    text = printed(record(RULES) | {"baselines": ["same-size"], "sized_by": "heuristic"})
+    assert text.startswith("J: the metric of a task, less rent")
+    assert "same-size: static networks, trained beside at the size that heuristic grew to; `never` is the host" in text
 
 
 def test_of_one_data_set_the_starts_are_counted():
-    assert "repair: 600 starts" in printed(record(RULES, sampled=False, problems=1, runs_of_each=600))
+    assert "repair: 600 runs, each from starting weights of its own" in printed(
+        record(RULES, sampled=False, problems=1, runs_of_each=600)
+    )
 
 
 def test_several_tasks_have_a_table_together():
@@ -122,7 +131,7 @@ def test_the_schedule_that_was_found_is_printed_as_a_schedule_file_has_it():
     head, *entries, cost = search_lines(search)
     assert head == "best schedule, with permissive gates:"
     assert yaml.safe_load("\n".join(entries)) == search["entries"]
-    assert cost.startswith("its search on training instances: 1,216 episodes")
+    assert cost.startswith("best of 61 schedules in 1,216 episodes on training instances")
 
 
 def test_that_nothing_is_best_planted_is_said():

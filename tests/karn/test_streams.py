@@ -1,5 +1,6 @@
 """Output that cannot be written: a run does not notice."""
 
+import errno
 import io
 import os
 
@@ -28,9 +29,10 @@ def broken_pipe():
 
 def test_a_pipe_whose_reader_is_gone_takes_everything():
     with broken_pipe() as pipe:
-        stream = steady(pipe)
+        stream = Steady(pipe)
         assert stream.write("a\n") == 2
         stream.flush()
+        assert stream.lost.errno == errno.EPIPE
 
 
 def test_a_device_without_room_takes_everything_and_the_reason_is_known(full_device):
@@ -46,8 +48,9 @@ def test_a_stream_that_was_closed_takes_everything(tmp_path):
         inside, outside = Steady(memory), Steady(file)
     memory.close()
     for stream in (inside, outside):
-        stream.write("a\n")
+        assert stream.write("a\n") == 2
         stream.flush()
+        assert stream.lost.errno == errno.EBADF
 
 
 def test_what_is_written_arrives_in_order_with_what_was_written_before(tmp_path):
@@ -83,7 +86,13 @@ def test_the_closing_table_in_ascii_has_its_columns_where_they_are_elsewhere(tmp
 def test_no_terminal_is_so_narrow_that_a_figure_is_cut(width):
     file = io.StringIO()
     print_summary(SUMMARY, Console(file=file, width=width))
-    for figure in ("0.8000 ± 0.0577", "0.8667 ± 0.0333", "+0.067 [-0.077, +0.210]", "1,333 ± 167", "test objective J"):
+    for figure in (
+        "0.8000 ± 0.0577",
+        "0.8667 ± 0.0333",
+        "+0.067 [-0.077, +0.210]",
+        "1,333 ± 167",
+        "J on the test split",
+    ):
         assert figure in file.getvalue()
     assert "…" not in file.getvalue()
 
@@ -93,6 +102,7 @@ def test_progress_goes_on_where_its_output_is_gone():
         assert isinstance(lines, Lines)
         lines.step(GROWING._replace(step=1), 10.0, 0)
         lines.note("exporting")
+        assert lines._console.file.lost.errno == errno.EPIPE
 
 
 def test_a_log_on_the_full_disk_does_not_shorten_the_waiting_for_room(tmp_path, full_device, monkeypatch):

@@ -74,7 +74,7 @@ def test_fossilize_asks_for_a_lower_bound_above_min_contribution(mean, passes):
 def test_advance_asks_for_finite_gradients():
     gate = judged(finite=False).advance
     assert not gate.passed()[0, 0]
-    assert gate.reason(0, 0) == "failed finite gradients: -1"
+    assert gate.reason(0, 0) == "failed: a gradient of the seed is not finite"
 
 
 def test_advance_does_not_read_the_contribution_nor_fossilize_the_gain():
@@ -102,7 +102,7 @@ def test_a_contribution_that_was_not_measured_fails_and_says_so(permissive):
 def test_the_gradients_of_a_seed_that_has_not_trained_were_not_measured():
     gate = judged(age=0, finite=False, config=GatesConfig(min_training=0)).advance
     assert not gate.passed()[0, 0]
-    assert gate.reason(0, 0) == "failed finite gradients: not measured"
+    assert gate.reason(0, 0) == "failed: finite gradients not measured"
 
 
 def test_permissive_gates_ask_only_for_the_dwell_and_that_the_number_was_measured():
@@ -114,8 +114,15 @@ def test_permissive_gates_ask_only_for_the_dwell_and_that_the_number_was_measure
     assert not judged(stage=Stage.HOLDING, age=2, **harmful).fossilize.passed()[0, 0]
 
 
-def test_a_reason_names_every_check_that_fails_with_its_margin():
-    assert judged(age=0, gain=(0.1, 0.1)).advance.reason(0, 0) == "failed min_training: -1, incubation gain: -0.05"
+def test_a_reason_says_of_every_check_that_fails_what_was_measured_what_it_has_to_exceed_and_the_key():
+    assert judged(age=0, gain=(0.1, 0.1)).advance.reason(0, 0) == (
+        "failed: it has been there for 0 of 2 steps (gates.min_training) and incubation gain less 1.5 standard errors is "
+        "-0.05, not above 0 (gates.gain_z)"
+    )
+    config = CONFIG.model_copy(update={"z": 1.0, "min_contribution": 0.0})
+    assert judged(stage=Stage.HOLDING, contribution=(0.0, 0.0), config=config).fossilize.reason(0, 0) == (
+        "failed: contribution less its standard error is +0, not above 0 (gates.z and gates.min_contribution)"
+    )
 
 
 def test_a_gate_that_passes_says_so():
@@ -125,12 +132,12 @@ def test_a_gate_that_passes_says_so():
 def test_a_gate_passes_where_its_reason_is_that_it_passed():
     random = np.random.default_rng(0)
     grid = random.choice([-1.0, -0.0, 0.0, 1e-300, 1.0, np.nan], size=(3, 20, 4))
-    gate = Gate(Stage.HOLDING, tuple(Check(f"check {i}", margin) for i, margin in enumerate(grid)))
+    gate = Gate(Stage.HOLDING, tuple(Check(f"check {i}", margin, margin, "no") for i, margin in enumerate(grid)))
     said = [[gate.reason(env, slot) == "passed" for slot in range(4)] for env in range(20)]
     assert gate.passed().tolist() == said
     assert np.array_equal(gate.passed(), (grid > 0).all(0))
 
 
 def test_a_margin_of_exactly_0_does_not_pass():
-    gate = Gate(Stage.TRAINING, (Check("even", np.zeros((1, 1))),))
+    gate = Gate(Stage.TRAINING, (Check("even", np.zeros((1, 1)), np.zeros((1, 1)), "{value}"),))
     assert not gate.passed()[0, 0]

@@ -158,7 +158,10 @@ def test_a_contender_that_plays_another_game_is_refused(mixture, settings, sente
 
 
 def test_a_contender_may_bring_all_that_a_trained_controller_brings(mixture):
-    run(mixture, [NEVER._replace(settings=_settings(small_config()))], instances=1, seeds=1)
+    trained = NEVER._replace(name="trained", settings=_settings(small_config()))
+    found = run(mixture, [NEVER, trained], instances=2, seeds=1)
+    assert found.contenders == ("never", "trained")
+    assert_equal(Figures(*(field[0] for field in found.figures)), Figures(*(field[1] for field in found.figures)))
 
 
 def test_a_contender_may_bring_gates_of_its_own(mixture):
@@ -248,10 +251,10 @@ def test_the_schedule_that_was_found_pays_on_starts_that_were_not_searched_on(sl
 def test_of_the_candidates_the_better_half_goes_on(slim):
     lines = []
     found = search_schedules(slim, [SHORT, {"steps": 4}], instances=20, watch=lines.append)
-    assert [line.split("searching, ")[1] for line in lines] == [
-        "10 of 10 schedules on 8 more instances",
-        "5 of 10 schedules on 8 more instances",
-        "3 of 10 schedules on 4 more instances",
+    assert [line.split("search for the best fixed schedule, ")[1] for line in lines] == [
+        "10 schedules on 8 training instances",
+        "the better 5 on 8 more training instances",
+        "the better 3 on 4 more training instances",
     ]
     assert found.episodes == searched_networks(10, 20) == 10 * 8 + 5 * 8 + 3 * 4
 

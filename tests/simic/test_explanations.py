@@ -125,6 +125,22 @@ def test_a_schedule_that_was_carried_out_needs_no_explanation():
     assert explained(plan(planting("block0", keep=True)), steps=10) == []
 
 
+def test_a_gate_that_opens_behind_the_last_decision_is_explained_alike_by_the_schedule_and_the_run():
+    gates = {"gates": {"permissive": True, "min_training": 1, "min_holding": 1}}
+    lengths = range(4, 10)
+    told = {steps: explained(plan(planting("block0", keep=True)), gates, steps=steps) for steps in lengths}
+    late = [sentences for sentences in told.values() if any("after the last decision" in each for each in sentences)]
+    assert late, told
+    for entry, seeds in late:
+        assert "FOSSILIZE of entry 1 of plan was not carried out in 3 of 3 environments: its gate had not let" in entry
+        assert "pass by the last decision" in entry
+        assert seeds == (
+            "3 seeds were not kept at the end: they passed the gate to FOSSILIZE in the last step, after the last decision; "
+            "raise steps"
+        )
+    assert not any("which the controller did not choose" in each for sentences in told.values() for each in sentences)
+
+
 class Keeping(Script):
     """Plants at the first slot, advances as soon as it may, and never prunes."""
 
@@ -192,6 +208,26 @@ def test_a_slow_removal_is_listed_once_and_a_seed_that_is_kept_has_a_reason_too(
     assert kept.contribution_mean is not None
 
 
+def test_every_seed_that_was_planted_or_kept_is_listed_with_its_reason(tmp_path):
+    summary = grown(plan(planting("block0", keep=True), planting("block1", 2)), steps=12, folder=tmp_path / "run")
+    rows = [row for row in read_events(tmp_path / "run" / "events.jsonl") if isinstance(row, LifecycleRow)]
+    for name, stage in (("plantings", "GERMINATED"), ("keeps", "FOSSILIZED")):
+        changes = [(row.env, row.slot, row.blueprint, row.step) for row in rows if row.to_stage == stage]
+        assert [tuple(entry[key] for key in ("env", "slot", "blueprint", "step")) for entry in summary[name]] == changes
+        assert len(changes) >= 3
+    assert {entry["reason"] for entry in summary["plantings"]} == {"entry 1 of plan", "entry 2 of plan"}
+    assert all(entry["reason"].startswith("entry 1 of plan; after ") for entry in summary["keeps"])
+    assert [row.why for row in rows if row.to_stage == "FOSSILIZED"] == [entry["reason"] for entry in summary["keeps"]]
+    assert len(summary["keeps"]) == summary["seeds"]["fossilized"]
+    assert len(summary["plantings"]) == summary["seeds"]["germinated"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["keeps"] == summary["keeps"]
+
+
+def test_a_controller_that_says_nothing_has_planted_by_its_choice():
+    plantings = grown(Script(GROW))["plantings"]
+    assert {entry["reason"] for entry in plantings} == {"the controller chose GERMINATE"}
+
+
 def test_the_heuristic_gives_its_own_reason():
     reasons = [prune["reason"] for prune in grown("heuristic", heuristic={"keep": 99.0}, steps=16)["prunes"]]
     assert reasons
@@ -208,7 +244,9 @@ def test_a_seed_that_a_rollback_takes_is_listed_with_that_reason():
 
 def test_telemetry_does_not_change_what_is_listed():
     on, off = (grown("random-valid", steps=12, telemetry={"level": level}) for level in ("step", "off"))
-    assert on["prunes"] == off["prunes"] != []
+    for name in ("plantings", "keeps", "prunes"):
+        assert on[name] == off[name]
+    assert on["prunes"] != []
 
 
 @pytest.mark.parametrize("name", ["heuristic", "schedule"])

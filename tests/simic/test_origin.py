@@ -110,7 +110,10 @@ def test_what_another_version_did_not_record_is_not_compared(run):
     environment = json.loads(path.read_text())
     del environment["data"]["blobs"]["scaling"]
     path.write_text(json.dumps(environment))
-    going_on(run, blobs())
+    assert going_on(run, blobs())["status"] == "finished"
+    assert not (run / "changes.json").exists()  # which would name other data
+    with pytest.raises(InputError, match="train of task blobs"):  # what was recorded is compared all the same
+        going_on(run, other(blobs(), "train"))
 
 
 def test_other_data_go_on_where_that_is_asked_for_and_are_recorded(run):

@@ -312,6 +312,30 @@ def test_growth_sensors_are_shares_held_out_shares_of_the_gradients_energy_or_lo
         np.testing.assert_allclose(found.slot[..., at], expected, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38])
+def test_figures_that_overflowed_count_as_not_measured_and_warn_of_nothing(measured, value):
+    view, usual = measured(), measured()
+    view.measurements.sensors[0] = value
+    view.measurements.contribution_loss.mean[0] = value
+    view.measurements.gradient_norm[0] = abs(value)
+    inputs, found = (
+        normalise(
+            observe(each, History.empty(3).measured(each.measurements)), Normaliser.prior(NAMES), slot_features(NAMES)
+        )
+        for each in (view, usual)
+    )
+    assert np.isfinite(inputs.env).all()
+    assert np.isfinite(inputs.slot).all()
+    _, names = input_names(NAMES)
+    known = inputs.slot[0][:, [names.index("contribution_loss?")]]
+    assert (known == np.isfinite(value)).all()
+    np.testing.assert_array_equal(inputs.slot[1:], found.slot[1:])
+    heldout = [names.index(f"{name}?") for name in NAMES if name.startswith("heldout_")]
+    assert heldout
+    assert (inputs.slot[0][:, heldout] == np.isfinite(value)).all()
+
+
 def test_a_cost_is_the_logarithm_of_what_a_blueprint_adds_to_the_host(measured):
     view = measured()
     assert seen(view).cost.shape == (3, 4, 3)

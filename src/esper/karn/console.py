@@ -135,7 +135,7 @@ def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
     """Return, speed, health of the learner and seeds kept, in one line."""
     shown = [
         ("return", "return", ".3f"),
-        ("env_steps_per_second", "EPS", ",.0f"),
+        ("env_steps_per_second", "environment steps per second", ",.0f"),
         ("explained_variance", "explained variance", ".2f"),
         ("entropy", "entropy", ".2f"),
         ("log_likelihood", "log-likelihood", ".2f"),
@@ -157,6 +157,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
     else:
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
         _print(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
+        _print(console, "J: the metric of the task, less rent for the parameters that were added (reward.rent)")
     for line in told(summary):
         _print(console, line)
     figures = {name: value for name, value in last.items() if value is not None}
@@ -184,7 +185,7 @@ def figures(view: View, eps: float, metric: str, rollbacks: int = 0) -> str:
     mean = float(np.mean(view.measurements.metric))
     seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
     broken = f"  {counted(rollbacks, 'rollback')}" if rollbacks else ""
-    return f"{eps:,.0f} EPS  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
+    return f"{eps:,.0f} env steps/s  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
 
 
 def by_stage(seeds: Seeds) -> dict[str, int]:
@@ -195,12 +196,22 @@ def by_stage(seeds: Seeds) -> dict[str, int]:
 
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """The closing table of a run, from its summary: grown networks beside static ones, and what grew where."""
-    head = f"{summary['task']}, {summary['controller']}: {summary['envs']} environments, "
-    head += f"{summary['steps_done']} of {summary['steps']} steps, seed {summary['seed']}, {summary['device']}"
-    _print(console, head if summary["status"] == "finished" else f"{head}, {summary['status']}")
+    _print(console, heading(summary))
     print_table(console, comparison(summary))
     for line in (*beside(summary), *terms(summary), *growth(summary), *_closing(summary, folder)):
         _print(console, line)
+
+
+def heading(summary: Mapping[str, Any]) -> str:
+    """What was grown, how, and how far it came, in a line."""
+    length = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
+    epochs = summary.get("epochs_done")
+    if epochs is not None:
+        shown = f"{epochs:,.1f}".removesuffix(".0") if epochs >= 1 else f"{epochs:.2g}"
+        length += f" ({shown} {'epoch' if epochs == 1 else 'epochs'})"
+    names = f"{summary['task']}, {summary['controller']}: {counted(summary['envs'], 'environment')}"
+    status = "" if summary["status"] == "finished" else f", {summary['status']}"
+    return f"{names}, {length}, seed {summary['seed']}, {summary['device']}{status}"
 
 
 def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
@@ -242,6 +253,10 @@ def _add(table: Table, name: str, metric: str, paired: str, params: Sequence[int
     table.add_row(*map(Text, (printable(name), metric, paired, size, time)))
 
 
+FEW = 4
+"""Environments below which the intervals of the closing table are called wide."""
+
+
 def _growing(summary: Mapping[str, Any]) -> float | None:
     """Seconds of stepping the population that grows, twins included."""
     eps = summary["env_steps_per_second"]
@@ -249,16 +264,25 @@ def _growing(summary: Mapping[str, Any]) -> float | None:
 
 
 def beside(summary: Mapping[str, Any]) -> list[str]:
-    """What the table does not say: J, what a difference is, which baselines are absent, and why; one line each."""
-    lines = [f"test objective J: grown {_estimate(summary['test_objective']['grown'], '.4f')}"]
-    host = summary["test_objective"]["host"]
-    if host is not None:
-        paired = [_minus(g, h) for g, h in zip(summary["test_objective"]["grown"], host, strict=True)]
-        lines[0] += f", twin {_estimate(host, '.4f')}, difference {_estimate(paired, '+.4f')}"
+    """What the table does not say: what its figures are, which baselines are absent, and why; one line each."""
+    lines = []
+    if summary["envs"] > 1:
+        lines.append("figures: mean ± standard error of the mean, over environments")
     if summary.get("baselines"):
-        lines.append("difference: grown less the static network of the row, paired over environments")
+        interval = ", and its 95 % t interval" if summary["envs"] > 1 else ""
+        lines.append(
+            f"difference: grown less the static network of the row, paired over environments: the mean{interval}"
+        )
     else:
         lines.append("no static network stands beside the grown ones; --baselines names some")
+    if summary["metric"] == "r2":
+        lines.append(
+            "r2: the share of the variance that is explained; 1 is perfect, 0 is as good as predicting the mean"
+        )
+    if summary["envs"] == 1:
+        lines.append("one environment gives no interval; --envs 16 gives one")
+    elif summary["envs"] < FEW:
+        lines.append(f"intervals over {summary['envs']} environments are wide; --envs 16 narrows them")
     if "twin" in summary.get("baselines", {}):
         lines.append(
             "the twins train in the same population as the grown networks; the seconds of `grown` are those of both"
@@ -271,12 +295,17 @@ def beside(summary: Mapping[str, Any]) -> list[str]:
 
 
 def terms(summary: Mapping[str, Any]) -> list[str]:
-    """What J is, and which network is best by which figure."""
-    best = summary["best"]
+    """What J is and comes to, and which network is best by which figure."""
+    best, objective = summary["best"], summary["test_objective"]
+    worth = f"J on the test split: grown {_estimate(objective['grown'], '.4f')}"
+    if objective["host"] is not None:
+        paired = [_minus(g, h) for g, h in zip(objective["grown"], objective["host"], strict=True)]
+        worth += f", twin {_estimate(objective['host'], '.4f')}, difference {_estimate(paired, '+.4f')}"
     name = summary["metric"] if best["select"] == "metric" else "J"
     value = "" if best["validation"] is None else f", {best['validation']:.4f}"
     return [
         f"J = {summary['objective_formula']}: what is left after rent for the parameters that were added (reward.rent)",
+        worth,
         f"best: environment {best['env']}, by validation {name}{value} (select={best['select']})",
     ]
 
@@ -299,7 +328,8 @@ def growth(summary: Mapping[str, Any]) -> list[str]:
         f"seeds: {fates}{left_out}",
         *told(summary),
         *chosen_steps(summary),
-        *removals(summary),
+        *listed(summary, "keeps", "kept"),
+        *listed(summary, "prunes", "pruned"),
         *why(summary),
     ]
 
@@ -315,19 +345,20 @@ def chosen_steps(summary: Mapping[str, Any]) -> list[str]:
     return [*lines, f"stopped early: {summary['stopped_because']}"] if summary["stopped_early"] else lines
 
 
-SHOWN_PRUNES = 10
-"""Removals that the closing lines give; summary.json has all of them."""
+SHOWN_FATES = {"keeps": 3, "prunes": 10}
+"""Seeds of each list whose reason the closing lines give; summary.json has all of them."""
 
 
-def removals(summary: Mapping[str, Any]) -> list[str]:
-    """What was pruned where and when, with the reason, a line each; of many the first few."""
-    prunes = summary.get("prunes", [])
+def listed(summary: Mapping[str, Any], name: str, label: str) -> list[str]:
+    """What was kept or pruned where and when, with the reason, a line each; of many the first few."""
+    seeds = summary.get(name, [])
     lines = [
-        f"pruned: {prune['blueprint']} at {prune['slot']} of environment {prune['env']}, step {prune['step']}: {prune['reason']}"
-        for prune in prunes[:SHOWN_PRUNES]
+        f"{label}: {seed['blueprint']} at {seed['slot']} of environment {seed['env']}, step {seed['step']}: {seed['reason']}"
+        for seed in seeds[: SHOWN_FATES[name]]
     ]
-    more = len(prunes) - len(lines)
-    return [*lines, f"        and {more} more, listed under `prunes` in the summary"] if more else lines
+    more = len(seeds) - len(lines)
+    indent = " " * (len(label) + 2)
+    return [*lines, f"{indent}and {more:,} more, listed under `{name}` in the summary"] if more else lines
 
 
 def why(summary: Mapping[str, Any]) -> list[str]:
@@ -373,11 +404,14 @@ def _minus(grown: float | None, host: float | None) -> float | None:
 
 
 def _closing(summary: Mapping[str, Any], folder: str | None) -> list[str]:
-    eps = summary["env_steps_per_second"]
-    speed = "" if eps is None else f", {eps:,.0f} environment steps per second ({summary['rows']} rows)"
+    eps, growing = summary["env_steps_per_second"], _growing(summary)
     static = sum(static.get("seconds") or 0.0 for static in summary.get("baselines", {}).values())
-    apart = f", and {static:.1f} for the other baselines" if static else ""
-    lines = [f"took: {summary['seconds']:.1f} seconds{speed}{apart}"]
+    took = f"took: {summary['seconds']:.1f} seconds"
+    if growing is not None:
+        twins = ", twins included" if summary["rows"] > summary["envs"] else ""
+        took += f", {growing:.1f} of them for {counted(summary['steps_done'], 'step')} of {counted(summary['rows'], 'network')}"
+        took += f"{twins} ({eps:,.0f} environment steps per second)"
+    lines = [took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")]
     return lines if folder is None else [*lines, f"run folder: {folder}"]
 
 

@@ -24,6 +24,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 def print_evaluation(record: Record, console: Console) -> None:
     """For every task, and for all together: controllers, comparisons with the rules, and what the search cost."""
+    _print(console, "J: the metric of a task, less rent for the parameters that were added (reward.rent)")
     for task in record["tasks"]:
         _print(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
         _print_estimates(console, task, task["metric"], record["rules"])
@@ -34,8 +35,15 @@ def print_evaluation(record: Record, console: Console) -> None:
     if record["together"] is not None:
         _print(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
         _print_estimates(console, record["together"], record["tasks"][0]["metric"], record["rules"])
-    _print(console, f"[low, high]: {record['confidence']:.0%} stratified bootstrap of {record['draws']:,} draws")
-    _print(console, "interquartile mean: of the middle half of the runs; P(better): of two runs on one problem")
+    _print(
+        console,
+        f"[low, high]: {record['confidence']:.0%} interval, by a stratified bootstrap of {record['draws']:,} draws",
+    )
+    _print(console, "interquartile mean: the mean over the middle half of the runs")
+    _print(
+        console,
+        "P(better): of one run of each on the same problem, how probably the controller's has the higher J",
+    )
 
 
 def objectives_table(estimates: Record) -> Table:
@@ -79,21 +87,25 @@ def static_lines(record: Record, task: Record) -> list[str]:
     lines = []
     if record.get("baselines"):
         names = ", ".join(record["baselines"])
-        lines.append(f"{names}: static networks, sized by what {record['sized_by']} grew; never is the twin of all")
+        lines.append(
+            f"{names}: static networks, trained beside at the size that {record['sized_by']} grew to; `never` is the host "
+            "itself, trained without growth"
+        )
     return lines + [f"{name}: absent: {reason}" for name, reason in task.get("absent", {}).items()]
 
 
 def search_lines(search: Record) -> list[str]:
     """The schedule that a search found, as lines of a schedule file, and what it cost."""
     gates = ", with permissive gates" if search["permissive_gates"] else ""
-    cost = f"{search['episodes']:,} episodes, {search['seconds']:,.1f} seconds, {search['candidates']} schedules"
+    cost = f"{counted(search['candidates'], 'schedule')} in {counted(search['episodes'], 'episode')}"
     entries = [
         f"  - {{{', '.join(f'{key}: {_yaml(value)}' for key, value in entry.items())}}}" for entry in search["entries"]
     ]
     return [
         f"best schedule{gates}:{'' if entries else ' plant nothing'}",
         *entries,
-        f"its search on training instances: {cost}; J {_number(search['probe_objective'], '.3f')} on their probe splits",
+        f"best of {cost} on training instances ({search['seconds']:,.1f} seconds); its J there, on the probe split: "
+        f"{_number(search['probe_objective'], '.3f')}",
     ]
 
 
@@ -163,7 +175,7 @@ def _sample(record: Record, task: Record) -> str:
     """How much was grown under each controller."""
     if task["sampled"]:
         return f"{counted(task['problems'], record['part'] + ' problem')} by {counted(len(record['seeds']), 'seed')}"
-    return counted(task["runs_of_each"], "start")
+    return f"{counted(task['runs_of_each'], 'run')}, each from starting weights of its own"
 
 
 def _yaml(value: Any) -> str:

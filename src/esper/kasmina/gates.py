@@ -14,6 +14,8 @@ class Check(NamedTuple):
 
     name: str
     margin: Floats  # (E, S) positive passes; nan where what it asks for was not measured, which fails
+    value: Floats  # (E, S) what was measured
+    failure: str  # what a value that does not pass is, what it has to be, and by which key; {value} stands for it
 
 
 class Gate(NamedTuple):
@@ -29,9 +31,14 @@ class Gate(NamedTuple):
 
     def reason(self, env: int, slot: int) -> str:
         """Why one slot passes or fails, for a person."""
-        margins = [(check.name, float(check.margin[env, slot])) for check in self.checks]
-        failed = [f"{name}: not measured" if np.isnan(m) else f"{name}: {m:+.4g}" for name, m in margins if not m > 0]
-        return "failed " + ", ".join(failed) if failed else "passed"
+        failed = [
+            f"{check.name} not measured"
+            if np.isnan(check.margin[env, slot])
+            else check.failure.format(value=float(check.value[env, slot]))
+            for check in self.checks
+            if not check.margin[env, slot] > 0
+        ]
+        return f"failed: {' and '.join(failed)}" if failed else "passed"
 
 
 class Gates(NamedTuple):
@@ -46,37 +53,46 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
     gain, contribution = measurements.gain, measurements.contribution
     untrained = np.where(seeds.age == 0, np.nan, -1.0)  # in TRAINING, the first batch comes after age 0
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)
+    trained = _dwell("min_training", seeds, config.min_training)
+    held = _dwell("min_holding", seeds, config.min_holding)
     if config.permissive:
-        seen = (
-            Check("incubation gain measured", _measured(gain.mean)),
-            Check("contribution measured", _measured(contribution.mean)),
-        )
         return Gates(
-            Gate(Stage.TRAINING, (_dwell("min_training", seeds, config.min_training), seen[0])),
-            Gate(Stage.HOLDING, (_dwell("min_holding", seeds, config.min_holding), seen[1])),
+            Gate(Stage.TRAINING, (trained, _measured("incubation gain", gain.mean))),
+            Gate(Stage.HOLDING, (held, _measured("contribution", contribution.mean))),
         )
+    gained = gain.mean - config.gain_z * gain.se
+    brought = contribution.mean - config.z * contribution.se
     return Gates(
         Gate(
             Stage.TRAINING,
             (
-                _dwell("min_training", seeds, config.min_training),
-                Check("finite gradients", finite),
-                Check("incubation gain", gain.mean - config.gain_z * gain.se),
+                trained,
+                Check("finite gradients", finite, finite, "a gradient of the seed is not finite"),
+                _bound("incubation gain", gained, config.gain_z, 0.0, "gates.gain_z"),
             ),
         ),
         Gate(
             Stage.HOLDING,
             (
-                _dwell("min_holding", seeds, config.min_holding),
-                Check("contribution", contribution.mean - config.z * contribution.se - config.min_contribution),
+                held,
+                _bound(
+                    "contribution", brought, config.z, config.min_contribution, "gates.z and gates.min_contribution"
+                ),
             ),
         ),
     )
 
 
 def _dwell(name: str, seeds: Seeds, steps: int) -> Check:
-    return Check(name, seeds.age.astype(np.float64) - steps + 1)
+    age = seeds.age.astype(np.float64)
+    return Check(name, age - steps + 1, age, f"it has been there for {{value:.0f}} of {steps} steps (gates.{name})")
 
 
-def _measured(mean: Floats) -> Floats:
-    return np.where(np.isnan(mean), np.nan, 1.0)
+def _bound(name: str, bound: Floats, z: float, least: float, keys: str) -> Check:
+    """Whether what was measured, less z standard errors, exceeds `least`."""
+    errors = "its standard error" if z == 1 else f"{z:g} standard errors"
+    return Check(name, bound - least, bound, f"{name} less {errors} is {{value:+.4g}}, not above {least:g} ({keys})")
+
+
+def _measured(name: str, mean: Floats) -> Check:
+    return Check(f"{name} measured", np.where(np.isnan(mean), np.nan, 1.0), mean, f"{name} is {{value:+.4g}}")

@@ -8,6 +8,13 @@ from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.text import counted
 
 
+def epochs_of(steps: int, config: Config, task: AnyTask) -> float | None:
+    """The passes over the train split that so many steps are; None of a mixture, whose train splits have several sizes."""
+    if isinstance(task, Mixture):
+        return None
+    return round(steps * config.data.batch * config.data.batches_per_step / len(task.train.y), 4)
+
+
 def with_steps(config: Config, task: AnyTask) -> Config:
     """The config with `steps` from its `epochs`, where it has any.
 

@@ -54,7 +54,9 @@ class Explains(Protocol):
     """A controller that says why it did what it did, and why not."""
 
     def reasons(self) -> Sequence[str | None]:
-        """For each environment, why the last `act` decided to PRUNE or FOSSILIZE, in one clause; None where it did not."""
+        """For each environment, why the last `act` decided to GERMINATE, PRUNE or FOSSILIZE, in one clause; None where it did
+        not, or does not say.
+        """
         ...
 
     def explain(self) -> Sequence[str]:

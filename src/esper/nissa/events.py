@@ -189,14 +189,14 @@ def step_row(view: View, outcome: Outcome, *, twin_metrics: Numbers | None = Non
 
 
 class Basis(NamedTuple):
-    """What a decision to prune or to fossilize a seed was based on; null is what was not measured."""
+    """What a decision to plant, to keep or to remove a seed was based on; null is what was not measured."""
 
     why: str
-    contribution_mean: float | None
-    contribution_se: float | None
-    gain_mean: float | None
-    gain_se: float | None
-    gate_checks: str | None
+    contribution_mean: float | None = None
+    contribution_se: float | None = None
+    gain_mean: float | None = None
+    gain_se: float | None = None
+    gate_checks: str | None = None
 
 
 def lifecycle_rows(

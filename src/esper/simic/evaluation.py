@@ -352,7 +352,9 @@ def search_schedules(
     alive, done, episodes, begin = np.arange(len(candidates)), 0, 0, time.perf_counter()
     while done < count:
         more = min(max(done, FIRST_RUNG), count - done)
-        _tell(watch, f"{task.name}: searching, {len(alive)} of {len(candidates)} schedules on {more} more instances")
+        some = counted(len(alive), "schedule") if len(alive) == len(candidates) else f"the better {len(alive)}"
+        where = counted(more, "more training instance" if done else "training instance")
+        _tell(watch, f"{task.name}: search for the best fixed schedule, {some} on {where}")
         for own in ({}, PERMISSIVE):
             group = [index for index in alive if candidates[index].settings == own]
             chosen = [candidates[index].entries for index in group]

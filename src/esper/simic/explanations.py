@@ -14,7 +14,7 @@ from esper.leyline.protocols import Explains, PolicyClient
 from esper.leyline.stages import Stage, among
 from esper.leyline.text import counted
 from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Outcome, Space, View
+from esper.leyline.view import Bools, Outcome, Space, View
 
 REFUSED: Mapping[Refusal, str] = {
     Refusal.MASKED: "the masks forbade it; choose among what view.masks allows",
@@ -33,6 +33,7 @@ class Attempts:
     allowed: NDArray[np.int64]  # (E,) decisions at which GERMINATE was allowed
     planted: NDArray[np.int64]  # (E,) seeds
     refused: NDArray[np.int64]  # (E, refusals) of GERMINATE
+    allowed_last: Bools | None = None  # (E, ops, S) what could be chosen at the last decision; None before the first
 
     @classmethod
     def none(cls, envs: int) -> "Attempts":
@@ -43,6 +44,7 @@ class Attempts:
     def count(self, view: View, outcome: Outcome) -> None:
         """Take a decision into account: what it was based on, and what became of it."""
         self.decisions += 1
+        self.allowed_last = view.masks.slot.copy()
         self.allowed += view.masks.op[:, Op.GERMINATE]
         tried = outcome.actions.op == Op.GERMINATE
         self.planted += tried & outcome.accepted
@@ -79,10 +81,17 @@ def explanations(attempts: Attempts, space: Space, client: PolicyClient, control
     return [*sentences, *own]
 
 
-def unfinished(view: View, config: GatesConfig) -> list[str]:
-    """Why seeds were not kept at the end of an episode, a sentence for each cause, with the keys that change it."""
+def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> list[str]:
+    """Why seeds were not kept at the end of an episode, a sentence for each cause, with the keys that change it.
+
+    `allowed_last` (E, ops, S) are the slots at which each operation could be chosen at the last decision.
+    """
     stage, gates = view.seeds.stage, judge(view.seeds, view.measurements, config)
     sentences = []
+    removed = view.seeds.doomed & among(stage, frozenset({Stage.BLENDING, Stage.HOLDING}))
+    if removed.any():
+        sentences.append(_left(int(removed.sum()), "had been pruned, with a ramp that was not over"))
+    stage = np.where(removed, Stage.DORMANT, stage)
     moving = among(stage, frozenset({Stage.GERMINATED, Stage.BLENDING}))
     if moving.any():
         sentences.append(_left(int(moving.sum()), "had not been blended in; raise steps, or plant earlier"))
@@ -92,8 +101,13 @@ def unfinished(view: View, config: GatesConfig) -> list[str]:
     ):
         here = stage == gate.stage
         passed = here & gate.passed()
-        if passed.any():
-            sentences.append(_left(int(passed.sum()), f"could {op.name}, which the controller did not choose"))
+        could = passed if allowed_last is None else passed & allowed_last[:, op]
+        if could.any():
+            sentences.append(_left(int(could.sum()), f"could {op.name}, which the controller did not choose"))
+        late = passed & ~could
+        if late.any():
+            why = f"passed the gate to {op.name} in the last step, after the last decision; raise steps"
+            sentences.append(_left(int(late.sum()), why))
         stopped = here & ~passed
         if stopped.any():
             failed = [

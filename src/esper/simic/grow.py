@@ -19,6 +19,7 @@ from esper.leyline.actions import Actions, Op, checked
 from esper.leyline.config import Config
 from esper.leyline.disk import Patient
 from esper.leyline.errors import InputError, described
+from esper.leyline.length import epochs_of
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Split
@@ -131,7 +132,7 @@ def grow(
                 )
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
         keeper = Keeper(run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started)
-        failure = Failure(run, partial(_run_row, engine, config), partial(_asked, engine, config, episode))
+        failure = Failure(run, partial(_run_row, engine, config), partial(_asked, engine, task, config, episode))
         with _closing_row(run, engine), failure.recorded(), engine.timer.memory("between steps", users=False):
             played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
@@ -152,7 +153,7 @@ def grow(
             if cut_off(static):
                 played = played._replace(status="interrupted")
             summary = {
-                **_asked(engine, config, episode),
+                **_asked(engine, task, config, episode),
                 "status": played.status,
                 **figures,
                 "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
@@ -160,10 +161,10 @@ def grow(
                 **stopping_figures(engine, config, played.steps),
                 **written._asdict(),
                 **engine.governor.record.counts(),
-                "prunes": engine.removals.listed,
+                **engine.fates.lists(),
                 "explanations": [
                     *explanations(episode.attempts, engine.space, client, config.controller),
-                    *unfinished(episode.view, config.gates),
+                    *unfinished(episode.view, config.gates, episode.attempts.allowed_last),
                 ],
                 "seconds": round(seconds, 3),
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
@@ -320,7 +321,7 @@ def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str
     return episode
 
 
-def _asked(engine: VectorizedEngine, config: Config, episode: Episode) -> Summary:
+def _asked(engine: VectorizedEngine, task: AnyTask, config: Config, episode: Episode) -> Summary:
     """What was asked for and what of it was done."""
     return {
         "status": "failed",
@@ -329,6 +330,7 @@ def _asked(engine: VectorizedEngine, config: Config, episode: Episode) -> Summar
         "envs": config.envs,
         "steps": config.steps,
         "steps_done": episode.steps,
+        "epochs_done": epochs_of(episode.steps, config, task),
         "seed": config.seed,
         "device": str(engine.device),
         "rows": engine.rows,

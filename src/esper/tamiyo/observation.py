@@ -153,9 +153,9 @@ def observe(view: View, history: History) -> Observation:
     relative = raw - np.where(known, raw, 0).sum(1, keepdims=True) / count
     host = view.host_params[:, None, None]
     return Observation(
-        env=_globals(view, history).astype(np.float32),
+        env=_single(_globals(view, history)),
         env_flags=_global_flags(view, history).astype(np.float32),
-        slot=np.concatenate([raw, relative], 2).astype(np.float32),
+        slot=_single(np.concatenate([raw, relative], 2)),
         slot_flags=_slot_flags(view).astype(np.float32),
         blueprint=view.seeds.blueprint.astype(np.int64),
         cost=np.log1p(view.space.cost / host).astype(np.float32),
@@ -372,7 +372,7 @@ def _sensors(space: Space, measured: Measurements) -> Floats:
     """Growth sensors as features: shares as they are, held-out energies as shares of the gradient's, the rest as logarithms."""
     if not space.sensors:
         return np.zeros((*measured.participation.shape, 0))
-    sensors = measured.sensors
+    sensors = np.where(np.isfinite(measured.sensors), measured.sensors, np.nan)  # one that overflowed tells nothing
     energy = sensors[..., space.sensors.index("gradient_rms")] ** 2 if "gradient_rms" in space.sensors else None
     columns: list[Any] = []
     for index, name in enumerate(space.sensors):
@@ -384,6 +384,11 @@ def _sensors(space: Space, measured: Measurements) -> Floats:
         else:
             columns.append(np.log(np.maximum(value, 1e-8)))
     return np.stack(columns, -1)
+
+
+def _single(values: Floats) -> Features:
+    """As float32; what exceeds its range counts as not measured, nan."""
+    return np.where(np.abs(values) <= np.finfo(np.float32).max, values, np.nan).astype(np.float32)
 
 
 def _ln(values: Floats) -> Floats:

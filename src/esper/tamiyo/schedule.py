@@ -161,11 +161,11 @@ class Schedule(Rule):
         self._hindered = np.where(self._refused, np.int8(Hindrance.REFUSED), self._hindered)
 
     def reasons(self) -> Sequence[str | None]:
-        """For each environment, the entry that the last decision carried out by PRUNE or FOSSILIZE; None for others."""
+        """For each environment, the entry that planted, kept or removed a seed at the last decision; None for others."""
         if self._turn is None or self._plan is None:
             return []
         said = [
-            f"entry {number} of {self.source}" if entry.op in (Op.PRUNE, Op.FOSSILIZE) else None
+            f"entry {number} of {self.source}" if entry.op in (Op.GERMINATE, Op.PRUNE, Op.FOSSILIZE) else None
             for number, entry in _expanded(self.entries)
         ]
         return [[*said, None][row] for row in self._turn[0].tolist()]  # the closing WAIT is behind them
@@ -196,7 +196,11 @@ class Schedule(Rule):
 
     def _cause(self, cause: Hindrance, entry: Entry) -> str:
         slot = entry.slot
-        gate = "gates.gain_z or gates.min_training" if entry.op is Op.ADVANCE else "gates.min_contribution or gates.z"
+        gate = (
+            "gates.gain_z or gates.min_training"
+            if entry.op is Op.ADVANCE
+            else "gates.min_holding, gates.min_contribution or gates.z"
+        )
         return {
             Hindrance.NONE: "it became due after the last decision; raise steps",
             Hindrance.EARLY: f"`at` is {entry.at}, and the last decision of {counted(self._steps, 'step')} is {self._steps - 1}; "
@@ -205,7 +209,8 @@ class Schedule(Rule):
             Hindrance.FULL: "lifecycle.max_seeds seeds were in place already; raise it",
             Hindrance.INCUBATING: "lifecycle.max_training seeds were incubating; raise it, or steps",
             Hindrance.NO_SEED: f"slot {slot} held no seed at the stage that it needs; plant one earlier, or raise steps",
-            Hindrance.GATE: f"its gate did not let the seed at {slot} pass; lower {gate}, set gates.permissive, or raise steps",
+            Hindrance.GATE: f"its gate had not let the seed at {slot} pass by the last decision; lower {gate}, set "
+            "gates.permissive, or raise steps",
             Hindrance.CHOICE: "the masks did not allow the choices that it names; leave them out",
             Hindrance.TURN: "other entries came first, one at a decision; raise steps",
             Hindrance.REFUSED: "the engine refused it; `refused` in the summary says why",

@@ -37,7 +37,7 @@ from esper.tolaria.background import Background
 Tree = dict[str, Any]
 """Nested dicts (with names as keys) and lists of arrays, tensors, numbers, texts, booleans and None."""
 
-FORMAT = 3
+FORMAT = 4
 """Of the files of a checkpoint; no other is read."""
 LATEST, BEST, FACTS, TENSORS = "latest", "best", "state.json", "state.safetensors"
 _LARGEST_POINTER, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**30  # bytes that are read

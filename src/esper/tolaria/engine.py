@@ -48,12 +48,12 @@ from esper.tolaria.bounds import bounds
 from esper.tolaria.coalitions import Sampling, coalitions
 from esper.tolaria.data import SharedBatchIterator, stack_splits
 from esper.tolaria.early_stopping import UNDER_WAY, EarlyStopping
+from esper.tolaria.fates import Fates
 from esper.tolaria.fitting import check_memory, instance_keys, menu_of, selected
 from esper.tolaria.governor import Governor, Verdicts, barred, preflight
 from esper.tolaria.measuring import Asked, Measured, measure, unmeasured, without
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.probe import probe
-from esper.tolaria.removals import Removals
 from esper.tolaria.runtime import (
     PhaseTimer,
     available_memory,
@@ -167,7 +167,7 @@ class VectorizedEngine:
         )
         self.governor = Governor(body, seeds, self.rows, config)
         self.stopping = EarlyStopping(body, seeds, self.rows, config) if config.early_stopping.enabled else None
-        self.removals = Removals()
+        self.fates = Fates()
 
     def __repr__(self) -> str:
         name, config = self._task.name, self.config
@@ -191,7 +191,7 @@ class VectorizedEngine:
             self._load(state.instance)
         state.episode = state.episode + 1 if episode is None else episode
         state.step, state.coalitions = 0, None
-        self.removals = Removals()
+        self.fates = Fates()
         body.clear()
         state.seeds = dormant(*state.seeds.stage.shape)
         state.measurements = unmeasured(*state.seeds.stage.shape)
@@ -231,7 +231,7 @@ class VectorizedEngine:
             "body": state.body.state(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
-            "removals": self.removals.state(),
+            "fates": self.fates.state(),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
@@ -257,7 +257,7 @@ class VectorizedEngine:
         self.governor.load_state(tree["governor"], state.body, seeds)
         if self.stopping is not None:
             self.stopping.load_state(tree["early_stopping"], state.body, seeds)
-        self.removals.load_state(tree["removals"])
+        self.fates.load_state(tree["fates"])
         return self.view()
 
     def decide(self, actions: Actions) -> Verdicts:
@@ -282,7 +282,7 @@ class VectorizedEngine:
     def step(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> tuple[View, Outcome]:
         """apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
 
-        `reasons` (E,) say why a decision is PRUNE or FOSSILIZE, for the events and the list of removals. Returns what the
+        `reasons` (E,) say why a decision was made, for the events and the lists of the summary. Returns what the
         next decision may be based on, and the outcome of this one, measured after it acted. InputError where a field of the
         decision is no array of E whole numbers.
         """
@@ -294,7 +294,7 @@ class VectorizedEngine:
         measured_before = state.measurements
         refused = self.decide(actions)
         accepted = refused == Refusal.NONE
-        self.removals.note(actions.op, actions.slot, accepted, decided, measured_before, config.gates, reasons)
+        self.fates.note(actions.op, actions.slot, accepted, decided, measured_before, config.gates, reasons)
         applied = state.seeds
         with self.timer.phase("train"):
             trained = train(
@@ -622,9 +622,9 @@ class VectorizedEngine:
         envs = slice(0, self.config.envs)
         for before, after in itertools.pairwise(path):
             changes = transitions(take(before, envs), take(after, envs))
-            bases = self.removals.transit(changes, before, self.space, outcome.step)
+            bases = self.fates.transit(changes, before, after, self.space, outcome.step)
             self.hub.extend(lifecycle_rows(outcome.episode, outcome.step, self.space, changes, before, after, bases))
-        self.removals.roll_back(found[envs], path[-1], self.state.seeds, self.space, outcome.step)
+        self.fates.roll_back(found[envs], path[-1], self.state.seeds, self.space, outcome.step)
         self.hub.extend(
             rollback_rows(outcome, self.space, found[: self.rows], measured.scores, path[-1], self.state.seeds)
         )

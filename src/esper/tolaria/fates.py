@@ -1,7 +1,7 @@
-"""Why seeds were removed and kept. E environments, S slots.
+"""What became of seeds, and why: those that were planted, kept and removed. E environments, S slots.
 
-A decision is justified when it is made and takes effect later, as a slow PRUNE does: what it was based on is noted at
-once, and listed when the seed is gone.
+A decision is justified when it is made and may take effect later, as a slow PRUNE does: what it was based on is noted at
+once, and listed when it takes effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,14 @@ GATES = {Stage.TRAINING: "advance", Stage.HOLDING: "fossilize"}
 """The gate in front of a seed, by its stage."""
 
 
-class Removals:
-    """What was removed in an episode, in order, and what the decisions under way were based on."""
+class Fates:
+    """What was planted, kept and removed in an episode, in order, and what the decisions under way were based on."""
 
     def __init__(self) -> None:
-        self.listed: list[dict[str, Any]] = []  # env, slot, blueprint, step, reason
+        # each entry: env, slot, blueprint, step, reason
+        self.plantings: list[dict[str, Any]] = []
+        self.keeps: list[dict[str, Any]] = []
+        self.prunes: list[dict[str, Any]] = []
         self.bases: dict[
             tuple[int, int], Basis
         ] = {}  # by environment and slot, of decisions that have not taken effect
@@ -42,7 +45,10 @@ class Removals:
         config: GatesConfig,
         reasons: Sequence[str | None] | None,
     ) -> None:
-        """Note what accepted decisions to PRUNE or FOSSILIZE were based on; op, slot, accepted (E,), seeds before them."""
+        """Note what accepted decisions to plant, keep or remove were based on; op, slot, accepted (E,), seeds before them."""
+        for env in np.flatnonzero(accepted & (op == Op.GERMINATE)).tolist():
+            own = reasons[env] if reasons is not None else None
+            self.bases[env, int(slot[env])] = Basis(why=own or _chose(Op.GERMINATE))
         chosen = np.flatnonzero(accepted & ((op == Op.PRUNE) | (op == Op.FOSSILIZE)))
         if not len(chosen):
             return
@@ -62,20 +68,23 @@ class Removals:
                 "gain_se": _number(gain.se[env, at]),
             }
             since = f"after {counted(int(seeds.age[env, at]), 'step')} of {stage.name}"
-            parts = [own or f"the controller chose {Op(int(op[env])).name}", since, *_measured(figures, own)]
+            parts = [own or _chose(op[env]), since, *_measured(figures, own)]
             if gate is not None and op[env] == Op.PRUNE:
                 parts.append(f"gate to {GATES[stage].upper()}: {gate}")
             self.bases[env, at] = Basis(why="; ".join(parts), gate_checks=gate, **figures)
 
-    def transit(self, changes: Transitions, before: Seeds, space: Space, step: int) -> dict[tuple[int, int], Basis]:
-        """List the seeds that went, and return what those were based on that went or were kept now."""
+    def transit(
+        self, changes: Transitions, before: Seeds, after: Seeds, space: Space, step: int
+    ) -> dict[tuple[int, int], Basis]:
+        """List the seeds that were planted, kept or removed between two states, and return what that was based on."""
+        lists = {Stage.GERMINATED: self.plantings, Stage.FOSSILIZED: self.keeps, Stage.PRUNED: self.prunes}
         found = {}
         for env, slot, _, target in np.stack(changes, 1).tolist():
-            if target not in (Stage.PRUNED, Stage.FOSSILIZED) or (env, slot) not in self.bases:
+            if target not in lists or (env, slot) not in self.bases:
                 continue
             basis = found[env, slot] = self.bases.pop((env, slot))
-            if target == Stage.PRUNED:
-                self._list(env, slot, before, space, step, basis.why)
+            seeds = after if target == Stage.GERMINATED else before
+            lists[Stage(target)].append(_entry(env, slot, seeds, space, step, basis.why))
         return found
 
     def roll_back(self, found: NDArray[np.int8], before: Seeds, after: Seeds, space: Space, step: int) -> None:
@@ -85,30 +94,34 @@ class Removals:
             name = Vital(int(found[env])).name.lower()
             for slot in np.flatnonzero(gone).tolist():
                 why = f"rolled back by the governor ({name}): a seed that was not kept yet does not survive that"
-                self._list(env, slot, before, space, step, why)
+                self.prunes.append(_entry(env, slot, before, space, step, why))
             for key in [key for key in self.bases if key[0] == env]:
                 del self.bases[key]
 
-    def _list(self, env: int, slot: int, before: Seeds, space: Space, step: int, reason: str) -> None:
-        index = int(before.blueprint[env, slot])
-        self.listed.append(
-            {
-                "env": env,
-                "slot": space.slots[slot],
-                "blueprint": space.blueprints[index].name,
-                "step": step,
-                "reason": reason,
-            }
-        )
+    def lists(self) -> dict[str, list[dict[str, Any]]]:
+        """What was planted, kept and removed, as the summary has it."""
+        return {"plantings": self.plantings, "keeps": self.keeps, "prunes": self.prunes}
 
     def state(self) -> dict[str, Any]:
         """All of it, as plain values."""
-        return {"listed": self.listed, "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()]}
+        return {**self.lists(), "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
-        self.listed = [dict(removal) for removal in state["listed"]]
+        self.plantings, self.keeps, self.prunes = (
+            [dict(entry) for entry in state[name]] for name in ("plantings", "keeps", "prunes")
+        )
         self.bases = {(int(env), int(slot)): Basis(**basis) for env, slot, basis in state["bases"]}
+
+
+def _entry(env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> dict[str, Any]:
+    """What happened to a seed at a step, and why; `seeds` hold it."""
+    blueprint = space.blueprints[int(seeds.blueprint[env, slot])].name
+    return {"env": env, "slot": space.slots[slot], "blueprint": blueprint, "step": step, "reason": reason}
+
+
+def _chose(op: int) -> str:
+    return f"the controller chose {Op(int(op)).name}"
 
 
 def _number(value: float) -> float | None:
