@@ -179,11 +179,15 @@ def test_why_seeds_were_not_kept_at_the_end_is_said(ops, settings, said):
     assert any(said in sentence for sentence in sentences), sentences
 
 
+def rows_of(folder):
+    return [row for row in read_events(folder / "events.jsonl") if isinstance(row, LifecycleRow)]
+
+
 def test_every_removal_is_listed_with_its_reason_and_stands_in_the_events(tmp_path):
     summary = grown("random-valid", envs=6, steps=16, folder=tmp_path / "run")
     prunes = summary["prunes"]
     assert len(prunes) == summary["seeds"]["pruned"] > 0
-    rows = [row for row in read_events(tmp_path / "run" / "events.jsonl") if isinstance(row, LifecycleRow)]
+    rows = rows_of(tmp_path / "run")
     removed = [row for row in rows if row.to_stage == "PRUNED"]
     assert [(row.env, row.slot, row.blueprint, row.step, row.why) for row in removed] == [
         (prune["env"], prune["slot"], prune["blueprint"], prune["step"], prune["reason"]) for prune in prunes
@@ -193,7 +197,7 @@ def test_every_removal_is_listed_with_its_reason_and_stands_in_the_events(tmp_pa
     for row in held:
         assert f"{row.contribution_mean:+.4f} ± {row.contribution_se:.4f}" in row.why
         assert row.gate_checks in row.why
-    assert {row.why for row in rows if row.to_stage not in ("PRUNED", "FOSSILIZED")} == {None}
+    assert {row.why for row in rows if row.to_stage not in ("GERMINATED", "PRUNED", "FOSSILIZED")} == {None}
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["prunes"] == prunes
 
 
@@ -202,7 +206,7 @@ def test_a_slow_removal_is_listed_once_and_a_seed_that_is_kept_has_a_reason_too(
     (prune,) = [prune for prune in summary["prunes"] if prune["env"] == 2]
     assert (prune["slot"], prune["blueprint"]) == ("block1", "mlp-small")
     assert "the controller chose PRUNE" in prune["reason"]
-    rows = [row for row in read_events(tmp_path / "run" / "events.jsonl") if isinstance(row, LifecycleRow)]
+    rows = rows_of(tmp_path / "run")
     (kept,) = [row for row in rows if row.to_stage == "FOSSILIZED"]
     assert "the controller chose FOSSILIZE" in kept.why
     assert kept.contribution_mean is not None
@@ -210,14 +214,14 @@ def test_a_slow_removal_is_listed_once_and_a_seed_that_is_kept_has_a_reason_too(
 
 def test_every_seed_that_was_planted_or_kept_is_listed_with_its_reason(tmp_path):
     summary = grown(plan(planting("block0", keep=True), planting("block1", 2)), steps=12, folder=tmp_path / "run")
-    rows = [row for row in read_events(tmp_path / "run" / "events.jsonl") if isinstance(row, LifecycleRow)]
+    rows = rows_of(tmp_path / "run")
     for name, stage in (("plantings", "GERMINATED"), ("keeps", "FOSSILIZED")):
         changes = [(row.env, row.slot, row.blueprint, row.step) for row in rows if row.to_stage == stage]
         assert [tuple(entry[key] for key in ("env", "slot", "blueprint", "step")) for entry in summary[name]] == changes
+        assert [row.why for row in rows if row.to_stage == stage] == [entry["reason"] for entry in summary[name]]
         assert len(changes) >= 3
     assert {entry["reason"] for entry in summary["plantings"]} == {"entry 1 of plan", "entry 2 of plan"}
     assert all(entry["reason"].startswith("entry 1 of plan; after ") for entry in summary["keeps"])
-    assert [row.why for row in rows if row.to_stage == "FOSSILIZED"] == [entry["reason"] for entry in summary["keeps"]]
     assert len(summary["keeps"]) == summary["seeds"]["fossilized"]
     assert len(summary["plantings"]) == summary["seeds"]["germinated"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["keeps"] == summary["keeps"]
@@ -232,6 +236,16 @@ def test_the_heuristic_gives_its_own_reason():
     reasons = [prune["reason"] for prune in grown("heuristic", heuristic={"keep": 99.0}, steps=16)["prunes"]]
     assert reasons
     assert all("heuristic.keep" in reason for reason in reasons)
+
+
+def test_the_reason_of_every_seed_that_the_heuristic_plants_stands_in_the_events(tmp_path):
+    summary = grown("heuristic", heuristic={"plant_below": 1.1, "weak_below": 1.1}, folder=tmp_path / "run")
+    planted = [row for row in rows_of(tmp_path / "run") if row.to_stage == "GERMINATED"]
+    assert len(planted) == summary["seeds"]["germinated"] > 0
+    for row in planted:
+        assert f"{row.blueprint} is the first of heuristic." in row.why
+        assert row.slot in row.why
+        assert row.contribution_mean is None
 
 
 def test_a_seed_that_a_rollback_takes_is_listed_with_that_reason():

@@ -314,8 +314,48 @@ def test_the_reason_of_a_prune_names_the_contribution_the_rent_and_the_key(view)
     assert "heuristic.keep" in reason
 
 
-def test_a_decision_that_removes_and_keeps_nothing_has_no_reason(view):
-    assert explained(view(may=PLANTABLE)).reasons() == [None]
+def test_a_decision_that_plants_removes_and_keeps_nothing_has_no_reason(view):
+    assert explained(view(may={})).reasons() == [None]
+
+
+def planted(seen, **config):
+    (reason,) = explained(seen, **config).reasons()
+    return reason
+
+
+def test_the_reason_of_a_planting_behind_a_narrow_segment_names_the_slot_the_share_and_both_keys(view):
+    reason = planted(view(may=PLANTABLE, inner=[[0.2, 0.61, 0.3]]))
+    assert "in front of s1 is narrow: 61% of its inner units are in use, at least 50% (heuristic.narrow_from)" in reason
+    assert "bypass-linear is the first of heuristic.narrow_blueprints that fits" in reason
+
+
+def test_the_reason_of_a_planting_behind_dead_units_says_so(view):
+    reason = planted(view(may=PLANTABLE, inner=[[0.3, 0.3, 0.0]]))
+    assert "0% of its inner units are in use, under 2%" in reason
+    assert "narrow_from" not in reason
+
+
+def test_the_reason_of_a_planting_in_a_weak_host_names_the_limit_of_the_metric(view):
+    reason = planted(view(may=PLANTABLE, inner=EVEN, metric=0.43))
+    assert "no segment is narrow (heuristic.narrow_from)" in reason
+    assert "covered 43% of the way to a perfect one, under 70% (heuristic.weak_below)" in reason
+    assert "bypass-mlp is the first of heuristic.weak_blueprints that fits" in reason
+
+
+def test_the_reason_of_a_planting_without_inner_features_names_the_limits_that_hold_then(view):
+    reason = planted(view(may=PLANTABLE, metric=0.8))
+    assert "inner features are not measured" in reason
+    assert "heuristic.tie" in reason
+    assert "under 90% (heuristic.plant_below)" in reason
+
+
+def test_the_reason_of_a_planting_is_silent_on_a_metric_whose_range_is_not_known(view):
+    assert "the metric" not in planted(view(may=PLANTABLE, inner=EVEN, metric=9.0, floor=np.full(1, np.nan)))
+
+
+def test_the_reason_of_a_planting_says_that_no_named_blueprint_fits(view):
+    reason = planted(view(may=PLANTABLE, inner=EVEN, fits=np.array([[False, False, True]] * 3)))
+    assert "fits, and none of heuristic.weak_blueprints does" in reason
 
 
 # Properties.

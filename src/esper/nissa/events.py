@@ -35,7 +35,7 @@ else:  # what a reader of the file finds
     Flags = list[bool]
 
 
-_DECIDED = (Stage.PRUNED, Stage.FOSSILIZED)
+_DECIDED = (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
 
 SCHEMA = 2
 """Version of the rows, in every `run` row. Rows of version 1 have no such field; docs/events.md lists what changed."""
@@ -108,7 +108,8 @@ class LifecycleRow(Row, tag="lifecycle", kw_only=True, rename={"from_stage": "fr
     blueprint: Annotated[str | None, Meta(description="blueprint of the seed; null where the slot held none")]
     alpha: Annotated[float, Meta(description="dose after the change")]
     why: Annotated[
-        str | None, Meta(description="why the seed was pruned or fossilized; null at other changes and rollbacks")
+        str | None,
+        Meta(description="why the seed was planted, pruned or fossilized; null at other changes and rollbacks"),
     ] = None
     contribution_mean: Annotated[
         float | None, Meta(description="contribution to the metric at that decision; null where not measured")
@@ -210,8 +211,8 @@ def lifecycle_rows(
 ) -> Iterator[LifecycleRow]:
     """One row per change of stage between two states of the seeds, in the order of `changes`.
 
-    A seed that has just been removed is named by what it was, as its slot no longer holds it. `bases` are what the removals
-    and the fossilizations among them were based on, by environment and slot.
+    A seed that has just been removed is named by what it was, as its slot no longer holds it. `bases` are what the plantings,
+    the removals and the fossilizations among them were based on, by environment and slot.
     """
     planted = np.where(after.blueprint >= 0, after.blueprint, before.blueprint)
     for env, slot, source, target in np.stack(changes, axis=1).tolist():

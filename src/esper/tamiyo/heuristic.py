@@ -50,6 +50,9 @@ class _Plans(NamedTuple):
     blueprint: Ints  # (E, S)
     obstacle: NDArray[np.int8]  # (E,) an Obstacle; NONE where something is planted, or the masks forbid it
     share: Floats  # (E,) how far the metric has come from the best constant prediction to a perfect one
+    narrow: Bools  # (E, S) narrow segments
+    inner: Floats  # (E, S) participation_inner
+    blind: Bools  # (E,) no segment shows its inner features
 
 
 class Heuristic(Rule):
@@ -109,8 +112,12 @@ class Heuristic(Rule):
             op = np.where(any_candidate, choice, op)
             slot = np.where(any_candidate, _best(candidates, score), slot)
         self._remember(view, plans)
-        decided = zip(op.tolist(), slot.tolist(), strict=True)
-        self._why = [self._reason(trials, env, Op(choice), at) for env, (choice, at) in enumerate(decided)]
+        self._why = [
+            self._why_planted(plans, view, env, at)
+            if choice == Op.GERMINATE
+            else self._why_judged(trials, env, Op(choice), at)
+            for env, (choice, at) in enumerate(zip(op.tolist(), slot.tolist(), strict=True))
+        ]
         return complete(view.masks, op, slot, {**usual, Head.BLUEPRINT: plans.blueprint[np.arange(envs), slot]})
 
     def store(self, outcome: Outcome) -> None:
@@ -119,7 +126,7 @@ class Heuristic(Rule):
         self._planted = self._planted | (outcome.accepted & (outcome.actions.op == Op.GERMINATE))
 
     def reasons(self) -> Sequence[str | None]:
-        """For each environment, why the last decision was PRUNE or FOSSILIZE; None where it was neither."""
+        """For each environment, why the last decision was GERMINATE, PRUNE or FOSSILIZE; None where it was another."""
         return self._why
 
     def explain(self) -> list[str]:
@@ -178,7 +185,7 @@ class Heuristic(Rule):
         may: Bools = np.asarray(view.masks.blueprint.any(2))
         share = reached(measured.metric, space.floor, space.ceiling)[:, None]
         inner = _sensor(view, "participation_inner")
-        blind = np.isnan(inner).all(1, keepdims=True)
+        blind: Bools = np.asarray(np.isnan(inner).all(1, keepdims=True))
         if may.any() and not np.isnan(_sensor(view, "participation")).all():
             self._blind = bool(blind.all())
         narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
@@ -208,7 +215,7 @@ class Heuristic(Rule):
         if not timely:
             obstacle[:] = Obstacle.LATE
         obstacle[where.any(1) | ~may.any(1)] = Obstacle.NONE
-        return _Plans(where, score, blueprint, obstacle, share)
+        return _Plans(where, score, blueprint, obstacle, share, narrow, inner, blind[:, 0])
 
     def _remember(self, view: View, plans: _Plans) -> None:
         """Take what stands against planting into account."""
@@ -222,7 +229,29 @@ class Heuristic(Rule):
         self._share = np.where(news, plans.share, self._share)
         self._steps = view.steps
 
-    def _reason(self, trials: _Trials, env: int, op: Op, slot: int) -> str | None:
+    def _why_planted(self, plans: _Plans, view: View, env: int, slot: int) -> str:
+        config, name = self.config, view.space.slots[slot]
+        blueprint = view.space.blueprints[int(plans.blueprint[env, slot])].name
+        inner, narrow = plans.inner[env, slot], bool(plans.narrow[env, slot])
+        if narrow:
+            bound = (
+                f"under {DEAD:.0%}" if inner < DEAD else f"at least {config.narrow_from:.0%} (heuristic.narrow_from)"
+            )
+            place = f"the segment in front of {name} is narrow: {inner:.0%} of its inner units are in use, {bound}"
+        elif plans.blind[env]:
+            place = f"inner features are not measured, and the stream is about the thinnest at {name} (heuristic.tie)"
+        else:
+            place = f"no segment is narrow (heuristic.narrow_from), and the stream is the thinnest at {name}"
+        if not narrow and np.isfinite(plans.share[env]):
+            limit = "plant_below" if plans.blind[env] else "weak_below"
+            bound = f"under {getattr(config, limit):.0%} (heuristic.{limit})"
+            place += f"; the metric has covered {plans.share[env]:.0%} of the way to a perfect one, {bound}"
+        key = "narrow_blueprints" if narrow else "weak_blueprints"
+        first = blueprint in getattr(config, key)
+        kind = f"is the first of heuristic.{key} that fits" if first else f"fits, and none of heuristic.{key} does"
+        return f"{place}; {blueprint} {kind}"
+
+    def _why_judged(self, trials: _Trials, env: int, op: Op, slot: int) -> str | None:
         worth, error, price = (field[env, slot] for field in (trials.worth, trials.error, trials.price))
         figures = (
             f"its contribution {worth:+.4f} ± {error:.4f}",
