@@ -430,13 +430,6 @@ def test_a_topology_that_lacks_a_field_is_refused(folder, missing):
     assert f"{folder / TOPOLOGY} is damaged" in refusal(folder)
 
 
-def test_a_topology_of_before_targets_were_standardized_is_read(folder):
-    x, host = torch.randn(4, INPUTS), factory(len(ALL))
-    expected = load_network(folder, host)(x)
-    edit(folder, lambda topology: topology.pop("restore"))
-    assert torch.equal(load_network(folder, host)(x), expected)
-
-
 @pytest.mark.parametrize("missing", ["after", "blueprint", "blend", "alpha", "reads", "writes"])
 def test_a_seed_that_lacks_a_field_is_refused(folder, missing):
     edit(folder, lambda topology: topology["seeds"][0].pop(missing))

@@ -75,9 +75,7 @@ class _SavedTopology(_Saved):
     classes: Annotated[list[str | int | float | bool], AfterValidator(_names)] | None  # in the order of the outputs
     target: list[PositiveInt]  # shape of one example's y
     columns: list[str] | None  # names of the features
-    restore: list[PositiveInt] | None = (
-        None  # shape of the mean and the deviation of targets, which are among the weights
-    )
+    restore: list[PositiveInt] | None = None  # likewise of targets that hosts return standardized; absent for others
     example: Literal["uint8", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"]  # dtype of x
     parameters: int
     host_parameters: int
@@ -130,12 +128,13 @@ def grown_network(
         "classes": None if interface.classes is None else list(interface.classes),
         "target": list(interface.target),
         "columns": None if interface.columns is None else list(interface.columns),
-        "restore": None if interface.target_scaling is None else list(interface.target_scaling.mean.shape),
         "parameters": count(network),
         "host_parameters": int(body.host_params[env]),
         "seeds": grown,
         "unfinished": unfinished,
     }
+    if interface.target_scaling is not None:
+        topology["restore"] = list(interface.target_scaling.mean.shape)
     return network, topology
 
 
