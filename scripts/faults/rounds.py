@@ -13,16 +13,10 @@ from esper.simic.history import History
 from esper.simic.runner import train, training_configs
 from esper.tasks.catalog import get_task
 from esper.tolaria.checkpoint import Checkpoints, Tree
-from faults.cost import REPEATS, TAKEN, taken, writing
+from faults.cost import QUICK, REPEATS, TAKEN, taken, writing
 from faults.records import Record, append, records, table
 
-SHORT: Mapping[str, Any] = {
-    "envs": 4,
-    "steps": 4,
-    "data": {"batches_per_step": 1},
-    "reward": {"group": 2},
-    "ppo": {"rounds": 2, "imitation_rounds": 0, "validate_envs": 2},
-}
+SHORT: Mapping[str, Any] = {**QUICK, "ppo": {**QUICK["ppo"], "imitation_rounds": 0}}
 AFTER = (10, 100, 500, 1000)
 """Rounds after which is looked."""
 FILE = "rounds.jsonl"

@@ -57,13 +57,7 @@ class CNN:
             if self.hidden:
                 layers.append(conv(width, writes, 1, variance=1 / width))
             blocks.append(nn.Sequential(*layers))
-        head = nn.Sequential(PositionMean(), linear(self.channels[-1], self.outputs, variance=1 / self.channels[-1]))
-        slots = [
-            SlotSpec(f"block{k}", after=k, width=width, kind=Kind.MAP, inner=3) for k, width in enumerate(self.channels)
-        ]
-        host = SegmentedHost([*blocks, head], slots)
-        host.draws = False
-        return host
+        return _host(blocks, self.channels, self.outputs)
 
     def plain(self, parameters: int) -> "CNN":
         """The network without narrow blocks, its channels scaled by the smallest factor with at least so many parameters."""
@@ -115,13 +109,7 @@ class ResidualCNN:
             blocks.append(
                 Residual(*branch, shortcut=nn.Sequential(nn.AvgPool2d(2), conv(reads, writes, 1, variance=1 / reads)))
             )
-        head = nn.Sequential(PositionMean(), linear(self.channels[-1], self.outputs, variance=1 / self.channels[-1]))
-        slots = [
-            SlotSpec(f"block{k}", after=k, width=width, kind=Kind.MAP, inner=3) for k, width in enumerate(self.channels)
-        ]
-        host = SegmentedHost([*blocks, head], slots)
-        host.draws = False
-        return host
+        return _host(blocks, self.channels, self.outputs)
 
     def plain(self, parameters: int) -> "ResidualCNN":
         """The residual network of as many blocks, its channels scaled by the smallest factor with so many parameters."""
@@ -130,6 +118,15 @@ class ResidualCNN:
             return replace(self, channels=scaled_to(self.channels, width))
 
         return scaled(smallest(scaled, parameters))
+
+
+def _host(blocks: Sequence[nn.Module], channels: Sequence[int], outputs: int) -> SegmentedHost:
+    """A host of blocks with a slot behind each, and a freshly drawn last segment: mean over positions, and a linear layer."""
+    head = nn.Sequential(PositionMean(), linear(channels[-1], outputs, variance=1 / channels[-1]))
+    slots = [SlotSpec(f"block{k}", after=k, width=width, kind=Kind.MAP, inner=3) for k, width in enumerate(channels)]
+    host = SegmentedHost([*blocks, head], slots)
+    host.draws = False
+    return host
 
 
 def scaled_to(channels: Sequence[int], widest: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,54 @@ SCALE = 0.5
 
 
 @dataclass(frozen=True)
-class MLP:
+class _Dense:
+    """What hosts for vectors share: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
+
+    name: ClassVar[str]
+    called: ClassVar[str]  # in messages
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", _hidden(self.called, self.hidden))
+        sizes: dict[str, Any] = {"inputs": self.inputs, "width": self.width, "outputs": self.outputs}
+        check_sizes(self.called, sizes | {f"hidden[{k}]": size for k, size in enumerate(self.hidden)})
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        blocks = [self._block(inner) for inner in self.hidden]
+        embed = linear(self.inputs, self.width, variance=1 / self.inputs)
+        head = linear(self.width, self.outputs, variance=1 / self.width)
+        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width, inner=2) for k in range(len(blocks))]
+        host = SegmentedHost([embed, *blocks, head], slots)
+        host.stacks = True
+        return host
+
+    def plain(self, parameters: int) -> Self:
+        """The network of as many blocks, none of them narrow, of the smallest width with at least so many parameters."""
+        return self._even(smallest(self._even, parameters))
+
+    def room(self, others: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
+        """The layout of rows in which others of as many blocks, with up to so many outputs, stand side by side."""
+        return roomy(*others, outputs=outputs)
+
+    def _even(self, width: int) -> Self:
+        return replace(self, width=width, hidden=(width,) * len(self.hidden))
+
+    def _block(self, inner: int) -> nn.Module:
+        raise NotImplementedError
+
+    def _layers(self, inner: int, last: float) -> tuple[nn.Module, ...]:
+        """The layers of a block whose last one is drawn with a variance of `last`."""
+        first = linear(self.width, inner, variance=2 / self.width)
+        return first, nn.ReLU(), linear(inner, self.width, variance=last)
+
+
+@dataclass(frozen=True)
+class MLP(_Dense):
     """A factory of multilayer perceptrons (B, inputs) -> (B, outputs) on a stream of `width` features.
 
         segment 0:      Linear(inputs -> width)
@@ -34,48 +81,14 @@ class MLP:
     """
 
     name: ClassVar[str] = "mlp"
+    called: ClassVar[str] = "an MLP host"
 
-    inputs: int
-    width: int
-    hidden: tuple[int, ...]  # inner width of each block
-    outputs: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "hidden", _hidden("an MLP host", self.hidden))
-        _check(self, "an MLP host")
-
-    def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
-        blocks = [
-            nn.Sequential(
-                linear(self.width, inner, variance=2 / self.width),
-                nn.ReLU(),
-                linear(inner, self.width, variance=1 / inner),
-            )
-            for inner in self.hidden
-        ]
-        embed = linear(self.inputs, self.width, variance=1 / self.inputs)
-        head = linear(self.width, self.outputs, variance=1 / self.width)
-        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width, inner=2) for k in range(len(blocks))]
-        host = SegmentedHost([embed, *blocks, head], slots)
-        host.stacks = True
-        return host
-
-    def plain(self, parameters: int) -> "MLP":
-        """The network of as many blocks, none of them narrow, of the smallest width with at least so many parameters."""
-
-        def even(width: int) -> MLP:
-            return replace(self, width=width, hidden=(width,) * len(self.hidden))
-
-        return even(smallest(even, parameters))
-
-    def room(self, others: Sequence["MLP"], outputs: int) -> Room:
-        """The layout of rows in which others of as many blocks, with up to so many outputs, stand side by side."""
-        return roomy(*others, outputs=outputs)
+    def _block(self, inner: int) -> nn.Module:
+        return nn.Sequential(*self._layers(inner, 1 / inner))
 
 
 @dataclass(frozen=True)
-class ResidualMLP:
+class ResidualMLP(_Dense):
     """A factory of residual networks (B, inputs) -> (B, outputs) on a stream of `width` features.
 
         segment 0:      Linear(inputs -> width)
@@ -90,44 +103,10 @@ class ResidualMLP:
     """
 
     name: ClassVar[str] = "residual-mlp"
+    called: ClassVar[str] = "a residual MLP host"
 
-    inputs: int
-    width: int
-    hidden: tuple[int, ...]  # inner width of each block
-    outputs: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "hidden", _hidden("a residual MLP host", self.hidden))
-        _check(self, "a residual MLP host")
-
-    def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
-        blocks = [
-            Residual(
-                linear(self.width, inner, variance=2 / self.width),
-                nn.ReLU(),
-                linear(inner, self.width, variance=SCALE**2 / (inner * len(self.hidden))),
-            )
-            for inner in self.hidden
-        ]
-        embed = linear(self.inputs, self.width, variance=1 / self.inputs)
-        head = linear(self.width, self.outputs, variance=1 / self.width)
-        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width, inner=2) for k in range(len(blocks))]
-        host = SegmentedHost([embed, *blocks, head], slots)
-        host.stacks = True
-        return host
-
-    def plain(self, parameters: int) -> "ResidualMLP":
-        """The residual network of as many blocks, of the smallest width with at least so many parameters."""
-
-        def even(width: int) -> ResidualMLP:
-            return replace(self, width=width, hidden=(width,) * len(self.hidden))
-
-        return even(smallest(even, parameters))
-
-    def room(self, others: Sequence["ResidualMLP"], outputs: int) -> Room:
-        """The layout of rows in which others of as many blocks, with up to so many outputs, stand side by side."""
-        return roomy(*others, outputs=outputs)
+    def _block(self, inner: int) -> nn.Module:
+        return Residual(*self._layers(inner, SCALE**2 / (inner * len(self.hidden))))
 
 
 class Floor(nn.Module):
@@ -222,8 +201,3 @@ def _hidden(of: str, hidden: Any) -> tuple[Any, ...]:
     if not isinstance(hidden, list | tuple) or not hidden:
         raise InputError(f"hidden of {of} is {hidden!r}; give the inner widths of its blocks, as (4, 12)")
     return tuple(hidden)  # JSON has no tuples
-
-
-def _check(host: MLP | ResidualMLP, of: str) -> None:
-    sizes: dict[str, Any] = {"inputs": host.inputs, "width": host.width, "outputs": host.outputs}
-    check_sizes(of, sizes | {f"hidden[{k}]": size for k, size in enumerate(host.hidden)})
