@@ -173,24 +173,15 @@ def run_evaluation(
     rules = [named(name) for name in RULES]
     again = [(rule.name, rule.settings) for rule in rules]
     ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
-    names = [contender.name for contender in (*rules, *ours)]
-    if len(set(names)) < len(names) or {BEST, *BASELINES} & set(names):
-        reserved = ", ".join(map(repr, (BEST, *BASELINES)))
-        raise InputError(f"the controllers are {', '.join(names)}; give each a name of its own, and none of {reserved}")
-    try:
-        static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
-    except ValueError as error:
-        raise InputError(f"baselines is {', '.join(map(str, baselines))!r}; {error}") from None
-    if len({task.name for task in tasks}) < len(tasks) or not tasks:
-        given = ", ".join(task.name for task in tasks) or "none"
-        raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
+    _check_names([contender.name for contender in (*rules, *ours)], tasks, baselines)
+    static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     for task, contender in itertools.product(tasks, (*rules, *ours)):
         _check(task, contender, instances, seeds, part, first, settings)
     if searched < 1:
         raise InputError(f"the search for a schedule is to end with {counted(searched, 'instance')}; give 1 or more")
     if folder is not None:
         _create(folder)
-    pace = _plan(tasks, len(names) + 1 + len(static), instances * seeds, searched, settings, watch)
+    pace = _plan(tasks, len(rules) + len(ours) + 1 + len(static), instances * seeds, searched, settings, watch)
     evaluations, searches = [], []
     for task in tasks:
         found = search_schedules(task.sealed(), settings, instances=searched, watch=watch, pace=pace)
@@ -211,21 +202,15 @@ def run_evaluation(
                 pace=pace,
             )
         )
-    alike = len({evaluation.metric for evaluation in evaluations}) == 1
+    where = resolve_device(build_config(tasks[0].defaults, *settings).device)
     return {
         "instances": instances,
         "seeds": list(evaluations[0].seeds),
         "part": part,
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
-        "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
-        "confidence": CONFIDENCE,
-        "draws": DRAWS,
-        "rules": [*RULES, BEST],
-        "baselines": static,
-        "sized_by": evaluations[0].sized_by,
-        "tasks": [_task_record(evaluation, found) for evaluation, found in zip(evaluations, searches, strict=True)],
-        "together": _estimates(evaluations) if alike and len(tasks) > 1 else None,
+        "environment": describe_environment(where),
+        **_findings(evaluations, searches, static),
     }
 
 
@@ -572,6 +557,22 @@ def _check(
     contender.make(config).act(VectorizedEngine(task.sealed(), config).reset())
 
 
+def _check_names(contenders: Sequence[str], tasks: Sequence[AnyTask], baselines: Sequence[str]) -> None:
+    """InputError where contenders, tasks or static networks do not have names of their own, or ones that nothing has."""
+    if len(set(contenders)) < len(contenders) or {BEST, *BASELINES} & set(contenders):
+        reserved = ", ".join(map(repr, (BEST, *BASELINES)))
+        raise InputError(
+            f"the controllers are {', '.join(contenders)}; give each a name of its own, and none of {reserved}"
+        )
+    try:
+        baseline_names(list(baselines))
+    except ValueError as error:
+        raise InputError(f"baselines is {', '.join(map(str, baselines))!r}; {error}") from None
+    if len({task.name for task in tasks}) < len(tasks) or not tasks:
+        given = ", ".join(task.name for task in tasks) or "none"
+        raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
+
+
 class Kept:
     """Figures of populations on `data`, from a folder where they are there, and else worked out and left there."""
 
@@ -625,6 +626,20 @@ def _create(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None
+
+
+def _findings(evaluations: Sequence[Evaluation], searches: Sequence[Found], static: Sequence[str]) -> Record:
+    """What came out on every task and, where all have one metric, together; and what it is compared with."""
+    alike = len({evaluation.metric for evaluation in evaluations}) == 1
+    return {
+        "confidence": CONFIDENCE,
+        "draws": DRAWS,
+        "rules": [*RULES, BEST],
+        "baselines": list(static),
+        "sized_by": evaluations[0].sized_by,
+        "tasks": [_task_record(evaluation, found) for evaluation, found in zip(evaluations, searches, strict=True)],
+        "together": _estimates(evaluations) if alike and len(evaluations) > 1 else None,
+    }
 
 
 def _task_record(evaluation: Evaluation, found: Found) -> Record:
