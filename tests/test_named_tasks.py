@@ -219,10 +219,11 @@ def test_export_names_the_place_of_the_task_that_was_grown(command):
     assert code == 0
     code, _, err = command("export", "r", "--env", "0", "--out", "plain")
     assert code == 0
-    place = "if you trust it, give esper export r --task mine/own_task.py:written"
+    mend = "esper export r --env 0 --out plain --overwrite --task mine/own_task.py:written"
+    place = f"if you trust it, give {mend}"
     assert f"its host is code of your own, which a run folder may not start; {place}, or read" in err
-    code, _, err = command("export", "r", "--env", "0", "--out", "whole", "--task", "mine/own_task.py:written")
-    assert (code, err, Path("whole/model.pt2").is_file()) == (0, "", True)
+    code, _, err = command(*mend.split()[1:])
+    assert (code, err, Path("plain/model.pt2").is_file()) == (0, "", True)
 
 
 class Counting(Script):

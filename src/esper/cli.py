@@ -387,10 +387,10 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the record that is in DIR.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and nothing else.")] = False,
 ) -> None:
-    """Compare controllers with the rules and the best fixed schedule, on the same held-out instances with the same keys.
+    """Compare controllers with the rules and the best fixed schedule, on the same held-out instances with the same seeds.
 
-    J is on the test split. Networks that an earlier call with the same settings has grown are not grown again. Without DIR,
-    every set of arguments has a folder of its own.
+    They are compared by J on the test split: the metric, less rent for added parameters. Networks that an earlier call with
+    the same settings has grown are not grown again. Without DIR, every set of arguments has a folder of its own.
     """
     import torch
     from rich.console import Console
@@ -500,7 +500,9 @@ def export(
     sources = networks_of(run, env)
     target = out or Path(f"{run.resolve().name}-networks")
     host = None if task is None else get_task(task)
-    topologies = export_networks(sources, target, overwrite, host, lambda line: _say(line, err=True), how_to_name(run))
+    topologies = export_networks(
+        sources, target, overwrite, host, lambda line: _say(line, err=True), how_to_name(run, target, env)
+    )
     for name, topology in topologies.items():
         grew = ", ".join(f"{seed['blueprint']} at {seed['slot']}" for seed in topology["seeds"]) or "nothing grew"
         _say(f"{target / name}: {topology['parameters']:,} parameters, {grew}")

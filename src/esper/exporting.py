@@ -51,15 +51,16 @@ def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
     return {Path(): sources[Path(f"env-{env:03d}")]}
 
 
-def how_to_name(run: Path) -> str:
-    """How to give the host of a run's networks, which is code of the user's: the command with the place that the run records."""
+def how_to_name(run: Path, target: Path, env: int | None) -> str:
+    """How to give the host of networks that are code of the user's: the same export with the place that the run records."""
     try:
         name = read_config(run).task
     except InputError:  # the networks are exported all the same
         return HOW_TO_NAME
     if not is_reference(name):
         return HOW_TO_NAME
-    command = f"esper export {shlex.quote(str(run))} --task {shlex.quote(name)}"
+    one = [] if env is None else ["--env", str(env)]
+    command = shlex.join(["esper", "export", str(run), *one, "--out", str(target), "--overwrite", "--task", name])
     return f"if you trust it, give {command}, or read the network with esper.load(folder, host=...)"
 
 

@@ -53,8 +53,8 @@ class Failure(NamedTuple):
             if self.run.path is not None and not isinstance(error, InputError):
                 error.add_note(
                     f"The run in {self.run.path} has the status failed. Mend this; then `esper resume {self.run.path}` "
-                    f"{self._place()}. If the task or the controller is an object made in Python, give it again: "
-                    f"esper.resume({str(self.run.path)!r}, task=..., controller=...)."
+                    f"{self._place()}. If the task or the controller was made in Python, call "
+                    f"esper.resume({str(self.run.path)!r}, task=..., controller=...) instead."
                 )
             raise
 

@@ -76,7 +76,11 @@ def decide(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
     if 2 <= len(distinct) <= FEW and (distinct == distinct.round()).all():
         shown = " and ".join(f"{value:g}" for value in distinct) if len(distinct) == 2 else f"{len(distinct)} different"
         lost = torch.from_numpy(np.isnan(values))
-        missing = f"y is NaN in {which(lost)}; label or drop what is missing there. Without it, " if lost.any() else ""
+        missing = (
+            f"y is NaN in {which(lost)}; label or drop {'it' if lost.sum() == 1 else 'them'}. Apart from that, "
+            if lost.any()
+            else ""
+        )
         raise InputError(
             f"{missing}y holds floating-point numbers, and only {shown}{' whole ones' if len(distinct) > 2 else ''}, which may "
             "be classes or values; give kind='classification' or kind='regression'"
