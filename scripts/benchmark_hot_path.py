@@ -161,7 +161,7 @@ def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
     return {
         "title": case.title(),
         "case": asdict(case),
-        "host_params": int(first.state.body.host_params.max()),
+        "host_params": int(first.population.body.host_params.max()),
         "slots": len(first.space.slots),
         "table": table,
         "phases": {name: shares(engine) for name, engine in engines.items()},
@@ -221,7 +221,7 @@ def reads_of(engine: VectorizedEngine, actions: Actions) -> dict[str, Any]:
 
 def population_mib(engine: VectorizedEngine) -> float:
     """Tensors of all hosts and seeds: values, gradients, moments and buffers [MiB]."""
-    body = engine.state.body
+    body = engine.population.body
     stacks = [body.host, *body.stacks.values()]
     return sum(column.nbytes for stack in stacks for column in stack.columns.values()) / 2**20
 

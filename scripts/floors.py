@@ -78,7 +78,8 @@ class BareStack:
     def __init__(self, task: AnyTask, engine: VectorizedEngine, loss: Loss) -> None:
         self.loss = loss
         state, config = engine.state, engine.config
-        body, host, rows = state.body, state.body.host, len(state.instance)
+        body = engine.population.body
+        host, rows = body.host, len(state.instance)
         self.batch, self.batches = config.data.batch, config.data.batches_per_step
         params: list[Tensor] = []
 

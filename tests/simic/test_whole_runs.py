@@ -124,7 +124,9 @@ def test_an_incubating_seed_leaves_the_buffers_of_its_host_and_of_its_neighbours
     def buffers(decisions):
         engine = esper.VectorizedEngine(task, small_config(mapping=mapping, steps=4))
         engine.run(Script(decisions))
-        return {name: column.clone() for name, column in engine.state.body.host.columns.items() if "buffer" in name}
+        return {
+            name: column.clone() for name, column in engine.population.body.host.columns.items() if "buffer" in name
+        }
 
     alone = buffers({})
     assert len(alone) == 3
@@ -148,8 +150,8 @@ def test_dropout_in_hosts_and_seeds_is_keyed_and_differs_from_segment_to_segment
         return engine
 
     first, again = final(), final()
-    assert torch.equal(first.state.body.host.columns["value"], again.state.body.host.columns["value"])
-    body = first.state.body
+    assert torch.equal(first.population.body.host.columns["value"], again.population.body.host.columns["value"])
+    body = first.population.body
     body.train(True)
     keys = np.arange(3)
     from esper.kasmina.body import _of
@@ -191,11 +193,11 @@ def test_a_host_that_is_frozen_whole_can_bear_seeds():
     task = user_task(segments, [esper.SlotSpec("a", 1, 2)], menu=["bypass-linear"])
     engine = esper.VectorizedEngine(task, small_config(steps=5))
     engine.reset()
-    before = engine.state.body.host.columns["value"].clone()
+    before = engine.population.body.host.columns["value"].clone()
     engine.run(Script({(1, 0): (esper.Op.GERMINATE, 0, 0, 0, 2, 3), (3, 0): (esper.Op.ADVANCE, 0)}))
-    value = engine.state.body.host.columns["value"]
+    value = engine.population.body.host.columns["value"]
     assert before.shape == value.shape
-    assert engine.state.body.seed_module(engine.state.seeds, 0, 0).delta.out.weight.count_nonzero()
+    assert engine.population.body.seed_module(engine.state.seeds, 0, 0).delta.out.weight.count_nonzero()
 
 
 def test_what_vmap_cannot_map_runs_in_a_loop():

@@ -54,7 +54,7 @@ def grown(task: Task, **settings: Any) -> VectorizedEngine:
 
 
 def trained(task: Task, **settings: Any) -> Tensor:
-    return grown(task, **settings).state.body.host.columns["value"].clone()
+    return grown(task, **settings).population.body.host.columns["value"].clone()
 
 
 # Losses.
@@ -167,8 +167,8 @@ def test_a_function_is_a_metric_under_its_own_name_and_may_return_truth_values()
         return (output.topk(2).indices == target[:, None]).any(1)
 
     engine = grown(classified(metric=in_top_2), envs=2, steps=2)
-    assert engine._task.objective.metric == "in_top_2"
-    metric, _ = engine.evaluate(engine._task.validation)
+    assert engine.population.task.objective.metric == "in_top_2"
+    metric, _ = engine.evaluate(engine.population.task.validation)
     assert ((metric > 0) & (metric <= 1)).all()
     assert classified(metric=lambda o, t: o.argmax(1) == t).objective.metric == "score"
 

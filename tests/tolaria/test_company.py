@@ -51,16 +51,16 @@ def grown(keys, **top):
             here = slice(env, env + 1)
             record = view.measurements, view.seeds, view.masks, outcome.after, view.added_params, outcome.accepted
             found += [leaf for part in record for leaf in leaves(take(part, here))]
-            for name, column in engine.state.body.host.columns.items():
+            for name, column in engine.population.body.host.columns.items():
                 if name not in (
                     "gradient",
                     "fixed",
                 ):  # what is left over from a step, and there only where some row needs it
                     found.append(column[env].numpy().copy())
             for slot in np.flatnonzero(among(view.seeds.stage[env], IN_BUDGET)).tolist():
-                module = engine.state.body.seed_module(view.seeds, env, slot)
+                module = engine.population.body.seed_module(view.seeds, env, slot)
                 found += [parameter.detach().numpy().copy() for parameter in module.parameters()]
-    for split in (engine.validation_splits(), [held_back(key) for key in keys]):
+    for split in (engine.population.validation_splits(), [held_back(key) for key in keys]):
         for figures in engine.evaluate(split):
             for env, found in enumerate(seen):
                 found.append(figures[env : env + 1])

@@ -56,7 +56,7 @@ def test_the_exported_network_is_bit_for_bit_that_of_the_best_step():
     engine.finish()
     for env, best in enumerate(engine.stopping.best_step[:3].tolist()):
         assert same(weights(engine, env), kept[best][env])
-    score = engine.evaluate(engine.validation_splits())[0]
+    score = engine.evaluate(engine.population.validation_splits())[0]
     np.testing.assert_array_equal(score, engine.stopping.score[:3])
 
 
@@ -65,7 +65,7 @@ def test_a_best_step_before_a_seed_was_kept_exports_the_topology_of_that_step():
     play(engine, Script(GROW), 9)
     assert engine.state.seeds.stage[0, 0] == Stage.FOSSILIZED
     engine.reset()
-    engine.stopping.begin(engine.state.body, engine.state.seeds, np.full(3, 2.0))  # nothing is better
+    engine.stopping.begin(engine.state.seeds, np.full(3, 2.0))  # nothing is better
     play(engine, Script(GROW), 9)
     engine.finish()
     assert engine.stopping.best_step.tolist() == [0, 0, 0]
@@ -101,7 +101,7 @@ def test_early_stopping_changes_no_number_of_the_training():
     )
     for engine in (plain, watched):
         play(engine, Script(GROW), 8)
-    assert torch.equal(plain.state.body.host.columns["value"], watched.state.body.host.columns["value"])
+    assert torch.equal(plain.population.body.host.columns["value"], watched.population.body.host.columns["value"])
     np.testing.assert_array_equal(plain.state.scores.metric, watched.state.scores.metric)
 
 
@@ -119,9 +119,9 @@ class Curve:
     def __init__(self, patience):
         engine = VectorizedEngine(blobs().sealed(), stopping(patience=patience, steps=50))
         engine.reset()
-        self.body, self.seeds = engine.state.body, engine.state.seeds
+        self.seeds = engine.state.seeds
         self.stopping: EarlyStopping = engine.stopping
-        self.stopping.begin(self.body, self.seeds, np.zeros(3))
+        self.stopping.begin(self.seeds, np.zeros(3))
         self.step = 0
 
     def observe(self, scores, stage=Stage.DORMANT, healthy=(True, True, True)):
@@ -129,7 +129,7 @@ class Curve:
         seeds = self.seeds._replace(stage=np.full_like(self.seeds.stage, stage))
         if stage != Stage.DORMANT:  # a state of the seeds without modules: snapshots are not looked at
             seeds = seeds._replace(blueprint=np.zeros_like(seeds.blueprint))
-        self.stopping.observe(self.body, seeds, np.array(scores, float), np.array(healthy), self.step)
+        self.stopping.observe(seeds, np.array(scores, float), np.array(healthy), self.step)
 
 
 def test_a_row_stops_after_patience_steps_without_a_better_score_and_is_then_left_alone():
@@ -192,7 +192,7 @@ def test_the_twin_has_its_own_best_step():
     engine = VectorizedEngine(blobs().sealed(), stopping(twin=True, steps=10))
     play(engine, Script(GROW), 10)
     engine.finish()
-    score = engine.evaluate(engine.validation_splits() * 2)[0]
+    score = engine.evaluate(engine.population.validation_splits() * 2)[0]
     np.testing.assert_array_equal(score, engine.stopping.score[:6])
 
 

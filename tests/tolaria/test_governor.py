@@ -80,12 +80,12 @@ def test_the_twin_of_an_environment_is_put_back_likewise():
 
 
 def host_of(engine, row):
-    stack = engine.state.body.host
+    stack = engine.population.body.host
     return {name: column[row].clone() for name, column in stack.columns.items()} | {"steps": stack.steps[row].copy()}
 
 
 def fossil_of(engine, row, slot):
-    body = engine.state.body
+    body = engine.population.body
     for (at, form), envs in body.envs.items():
         found = np.flatnonzero(envs == row)
         if at == slot and len(found):
@@ -156,7 +156,7 @@ def test_the_same_batches_are_not_served_again():
     engine, _, _, _ = broken_at(3)
     whole = an_engine()[0]
     played(whole, Script(GROW), 4)
-    assert engine._feed.batch == whole._feed.batch == 4 * 3
+    assert engine.population.feed.batch == whole.population.feed.batch == 4 * 3
 
 
 def test_what_is_seen_next_is_measured_of_the_network_that_was_restored():
@@ -239,20 +239,22 @@ def test_a_row_whose_training_blows_up_is_put_back_after_the_patience():
     engine, client = an_engine(steps=20, governor={"patience": 2})[0], Script({})
     played(engine, client, 10)
     before = client.outcomes[-1].after.loss[BAD]
-    engine.state.body.host.rates[BAD] = 2000.0
+    engine.population.body.host.rates[BAD] = 2000.0
     played(engine, client, 16)
     found = [int(outcome.found[BAD]) for outcome in client.outcomes]
     first = next(step for step, vital in enumerate(found) if vital)
     assert found[first] == Vital.RISE
     assert first == 11
-    assert engine.state.body.host.rates[BAD] == 1.0  # that of the snapshot
+    assert engine.population.body.host.rates[BAD] == 1.0  # that of the snapshot
     assert client.outcomes[first].after.loss[BAD] == pytest.approx(before)
 
 
 def test_a_network_that_gives_all_examples_one_output_is_put_back():
     engine, client = an_engine(steps=20)[0], Script({})
     played(engine, client, 10)
-    engine.state.body.host.columns["value"][BAD] = 0.0  # no unit is active, so nothing learns again but the last bias
+    engine.population.body.host.columns["value"][BAD] = (
+        0.0  # no unit is active, so nothing learns again but the last bias
+    )
     played(engine, client, 14)
     found = [int(outcome.found[BAD]) for outcome in client.outcomes]
     assert [vital for vital in found if vital] == [Vital.COLLAPSE]
@@ -263,7 +265,7 @@ def test_a_metric_that_falls_far_below_its_best_is_put_back():
     settings = {"envs": 2, "steps": 12, "twin": False, "governor": {"loss_rise": 1e9, "collapse": 0.0, "patience": 2}}
     engine, client = VectorizedEngine(digits, build_config(digits.defaults, settings)), Script({})
     played(engine, client, 6)
-    host = engine.state.body.host
+    host = engine.population.body.host
     host.columns["value"][1] += torch.randn_like(host.columns["value"][1])
     host.rates[1] = 1e-6  # it does not learn it again in time
     played(engine, client, 9)
@@ -291,7 +293,7 @@ def test_a_row_that_was_not_well_at_a_checkpoint_is_put_back_as_it_would_have_be
     def sickly():
         engine, client = an_engine(**settings)[0], Script(GROW)
         played(engine, client, 10)
-        engine.state.body.host.rates[BAD] = 3000.0
+        engine.population.body.host.rates[BAD] = 3000.0
         return engine, client
 
     straight, client = sickly()
@@ -322,7 +324,7 @@ def test_parameters_that_never_train_are_fixed_in_a_row_that_is_put_back_behind_
     again.restore(engine.snapshot())
     with poisoned(again, BAD, "gradient"):
         played(again, Script({}), 3)
-    fixed = again.state.body.host.columns["fixed"]
+    fixed = again.population.body.host.columns["fixed"]
     assert fixed[BAD].any()
     assert torch.equal(fixed[BAD], fixed[0])
 
@@ -364,7 +366,7 @@ def test_what_the_masks_forbid_is_refused_for_that():
 def test_a_seed_above_the_parameter_budget_is_refused_before_anything_is_built():
     engine, _ = an_engine()
     engine.reset()
-    price = engine.space.cost[0, :, 1] / engine.state.body.host_params[0]
+    price = engine.space.cost[0, :, 1] / engine.population.body.host_params[0]
     budget = float(price[0] + 0.5 * price[1])  # room for one of the two
     engine, _ = an_engine(governor={"param_budget": budget})
     engine.reset()
@@ -385,13 +387,13 @@ def test_seeds_that_would_not_fit_into_memory_are_refused():
     engine, _ = an_engine(governor={"memory_share": 1e-12})
     engine.reset()
     assert engine.step(planting(3))[1].refused.tolist() == [Refusal.MEMORY] * 3
-    assert not engine.state.body.stacks
+    assert not engine.population.body.stacks
 
 
 def test_room_is_weighed_only_where_stacks_grow():
     engine, _ = an_engine()
     engine.reset()
-    body = engine.state.body
+    body = engine.population.body
     slot, blueprint = np.zeros(3, np.int64), np.zeros(3, np.int64)
     assert body.growth(slot, blueprint) == 3 * 4 * 4 * sum(p.numel() for p in body.forms[0, 0].parameters())
     engine.step(planting(3))
@@ -408,10 +410,10 @@ def tainted(nonfinite):
     settings = {"envs": 3, "steps": 6, "twin": False, "data": {"nonfinite": nonfinite}, "instances": "training"}
     engine = VectorizedEngine(task.sealed(), build_config(task.defaults, settings))
     engine.reset()
-    first, second = (engine._feed._set[row] for row in (0, BAD))
+    first, second = (engine.population.feed._set[row] for row in (0, BAD))
     assert first != second
-    length = len(engine._feed.x) // engine._feed._sets
-    engine._feed.x[second * length + 4] = torch.nan
+    length = len(engine.population.feed.x) // engine.population.feed._sets
+    engine.population.feed.x[second * length + 4] = torch.nan
     return engine
 
 
@@ -443,7 +445,7 @@ def test_an_entry_of_a_schedule_that_was_refused_is_tried_again(tmp_path):
     )
     engine, _ = an_engine()
     engine.reset()
-    price = engine.space.cost[0, :, 1] / engine.state.body.host_params[0]
+    price = engine.space.cost[0, :, 1] / engine.population.body.host_params[0]
     engine, _ = an_engine(governor={"param_budget": float(price.sum() - 1e-9)})
     schedule, view, refused = load_schedule(path), engine.reset(), []
     for _ in range(6):

@@ -182,7 +182,7 @@ def test_an_environment_is_bitwise_the_same_in_any_company(twin, incubation):
     for envs in (1, 2, 3):
         part, others = run(envs, None, lifecycle, twin=twin)
         for name in ("value", "first_moment"):
-            found, expected = part.state.body.host.columns[name], whole.state.body.host.columns[name]
+            found, expected = part.population.body.host.columns[name], whole.population.body.host.columns[name]
             assert torch.equal(found[:envs], expected[:envs])
         for one, other in zip(others, outcomes, strict=True):
             assert np.array_equal(one.after.loss, other.after.loss[:envs])
@@ -217,7 +217,7 @@ def test_the_mappings_agree_over_whole_episodes():
     task, found = floats(torch.float64), []
     for mapping in ("loop", "vmap"):
         engine, outcomes = run(3, task, mapping=mapping)
-        found.append((engine.state.body.host.columns["value"], [outcome.after.loss for outcome in outcomes]))
+        found.append((engine.population.body.host.columns["value"], [outcome.after.loss for outcome in outcomes]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-8, atol=1e-10)
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-9)
 

@@ -107,7 +107,7 @@ def test_a_padded_row_is_the_same_network_alone_through_a_whole_episode(incubati
 
 def test_what_is_padded_stays_exactly_zero():
     engine, _, _ = grown(mixture(), small_config(envs=4, optimizer={"weight_decay": 0.02}), DECISIONS)
-    body = engine.state.body
+    body = engine.population.body
     for env, host in enumerate(HOSTS):
         module = host().double()
         for name, parameter in module.named_parameters():
@@ -121,12 +121,12 @@ def test_a_frozen_segment_never_moves_and_a_free_one_does():
     config = small_config(envs=4, optimizer={"weight_decay": 0.02})
     engine = VectorizedEngine(mixture(), config)
     engine.reset()
-    value = engine.state.body.host.columns["value"]
+    value = engine.population.body.host.columns["value"]
     before = value.clone()
     client, view = Script({}), engine.view()
     for _ in range(3):
         view, _ = engine.step(client.act(view))
-    fixed = engine.state.body.host.columns["fixed"]
+    fixed = engine.population.body.host.columns["fixed"]
     assert fixed[2:].any(1).all()
     assert not fixed[:2].any()
     assert torch.equal(value[fixed], before[fixed])
@@ -151,7 +151,7 @@ def test_instances_that_share_features_keep_their_own_hosts_and_labels():
     engine = VectorizedEngine(replace(mixture(), sample=sample), small_config(envs=2))
     view = engine.reset()
     assert view.host_params.tolist() == [sum(p.numel() for p in host().parameters()) for host in hosts]
-    assert torch.equal(engine._probe.y[1], (engine._probe.y[0] + 1) % 4)
+    assert torch.equal(engine.population._probe.y[1], (engine.population._probe.y[0] + 1) % 4)
 
 
 def test_the_instances_of_an_episode_can_be_chosen():
@@ -169,7 +169,9 @@ def test_an_instance_out_of_range_is_refused():
 
 def test_the_exported_network_of_a_padded_row_has_its_true_widths():
     engine, _, _ = grown(mixture(), small_config(envs=4), DECISIONS)
-    network, topology = grown_network(problem(1).host, engine.state.body, engine.state.seeds, 1, problem(1).interface)
+    network, topology = grown_network(
+        problem(1).host, engine.population.body, engine.state.seeds, 1, problem(1).interface
+    )
     assert engine.state.seeds.stage[1].tolist().count(Stage.FOSSILIZED) == len(topology["seeds"]) == 1
     assert topology["seeds"][0]["writes"] == 5
     assert network(problem(1).probe.x).shape == (25, 2)

@@ -92,7 +92,7 @@ def test_examples_that_rows_share_are_still_held_once_when_some_are_left_out():
     with pytest.warns(DataWarning) as told:
         engine = VectorizedEngine(replace(task, train=damaged(task.train, 2)).sealed(), asked("skip", envs=5))
     assert len(told) == 1
-    assert engine._feed.x.shape[0] == len(task.train.y) - 1
+    assert engine.population.feed.x.shape[0] == len(task.train.y) - 1
 
 
 def mixture():
@@ -122,7 +122,7 @@ def test_of_a_mixture_the_instance_is_named_and_loses_its_example_alone():
         VectorizedEngine(mixture(), asked())
     with pytest.warns(DataWarning, match=r"^the train split of instance 2 of three holds"):
         engine = VectorizedEngine(mixture(), asked("skip"))
-    assert engine._feed.sizes.tolist() == [40, 40, 39]
+    assert engine.population.feed.sizes.tolist() == [40, 40, 39]
 
 
 def test_a_task_of_ones_own_leaves_them_out_where_its_defaults_say_so():

@@ -4,6 +4,7 @@ Kept are the host and the seeds that are part of it for good, with everything an
 else a slot held is not put back (semantics, governor).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -61,14 +62,15 @@ class Snapshot:
 
     def __init__(self, body: Body, seeds: Seeds) -> None:
         """Nothing is taken yet."""
+        self._body = body
         self.seeds = seeds
         self.step = np.full(len(seeds.stage), -1, np.int64)  # (E,) steps that had been taken in the episode
         self._host = Rows(body.host, len(self.step))
         self._fossils: dict[tuple[int, int], Rows] = {}
 
-    def take(self, body: Body, seeds: Seeds, rows: Bools, step: int) -> None:
+    def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
         """Keep some rows, (E,) bool, as they are after `step` steps."""
-        envs = np.flatnonzero(rows)
+        body, envs = self._body, np.flatnonzero(rows)
         if not len(envs):
             return
         self._host.save(body.host, envs, envs)
@@ -79,11 +81,12 @@ class Snapshot:
         self.seeds = choose(rows, seeds, self.seeds)
         self.step[rows] = step
 
-    def put_back(self, body: Body, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
+    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
         """Make some rows, (E,) bool, what they were, bit for bit; returns the state of all, of those rows that of `kept`.
 
         `kept` (E, S) is `self.seeds` without the seeds that are not to come back.
         """
+        body = self._body
         empty = seeds._replace(stage=np.where(rows[:, None], np.int8(Stage.DORMANT), seeds.stage))
         after: Seeds = choose(rows, kept, seeds)
         body.edit(edits(seeds, empty), empty, _unborn)
@@ -109,15 +112,15 @@ class Snapshot:
             ],
         }
 
-    def load_state(self, state: dict[str, Any], body: Body, seeds: Seeds) -> None:
+    def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         """Go on from what `state` gave, with a body that is as it was then. ValueError where it was another."""
-        stale = state["stale"]
+        body, stale = self._body, state["stale"]
         self.step, self.seeds = state["step"], Seeds(**state["seeds"])
         self._fossils = {}
         fresh = np.ones(len(self.step), bool)
         fresh[stale] = False
         if fresh.any():
-            self.take(body, seeds, fresh, int(self.step[fresh][0]))
+            self.take(seeds, fresh, int(self.step[fresh][0]))
         _paste(self._host, body.host, state["host"], stale)
         for entry in state["fossils"]:
             at = entry["slot"], entry["form"]

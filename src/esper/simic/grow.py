@@ -117,7 +117,7 @@ def grow(
         ) as run,
     ):
         engine, found = VectorizedEngine(task.sealed(), with_sensors(config, client), run.hub), run.found
-        engine.sound(_tests(engine, task))  # looked at now, as nothing should stop the run at its end
+        engine.population.sound(_tests(engine, task))  # looked at now, as nothing should stop the run at its end
         if found is None:
             episode = Episode(engine.reset())
             # a controller that does not fit the task says so before anything is written
@@ -341,11 +341,11 @@ def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary
     """Parameters, and every host and grown network on the test and validation splits. The only reader of test data."""
     name = task.objective.metric
     test = _evaluate(engine, config, name, _tests(engine, task))
-    validation = _evaluate(engine, config, name, engine.validation_splits())
+    validation = _evaluate(engine, config, name, engine.population.validation_splits())
     figures: Summary = {
         "metric": name,
-        "objective_formula": _formula(name, config, int(engine.state.body.host_params[: config.envs].min())),
-        "host_params": _one_or_all(engine.state.body.host_params[: config.envs].tolist()),
+        "objective_formula": _formula(name, config, int(engine.population.body.host_params[: config.envs].min())),
+        "host_params": _one_or_all(engine.population.body.host_params[: config.envs].tolist()),
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
         **{f"validation_{name}": pair for name, pair in validation.items()},
@@ -366,7 +366,7 @@ def _static(
     twin = None
     if config.twin:
         metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
-        params = engine.state.body.host_params[: config.envs].copy()
+        params = engine.population.body.host_params[: config.envs].copy()
         twin = Trained(metric, loss, params, seconds=None)
     # those of a run that stopped early have the same steps to their own stop
     steps = config.steps if played.status == "finished" else played.steps
@@ -441,7 +441,7 @@ def _kind(topology: Mapping[str, Any]) -> str:
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
     """The metric under its name, the loss and the objective J of every host and grown network on its split."""
     metric, loss = engine.evaluate(splits)
-    host_params = np.tile(engine.state.body.host_params[: config.envs], engine.rows // config.envs)
+    host_params = np.tile(engine.population.body.host_params[: config.envs], engine.rows // config.envs)
     value = metric if config.reward.objective == "metric" else -loss
     added = engine.exported_params() - host_params
     return {
@@ -494,5 +494,5 @@ def _run_row(engine: VectorizedEngine, config: Config, status: Any) -> RunRow:
         device=str(engine.device),
         slots=engine.space.slots,
         blueprints=[blueprint.name for blueprint in engine.space.blueprints],
-        host_param_counts=engine.state.body.host_params[: config.envs],
+        host_param_counts=engine.population.body.host_params[: config.envs],
     )

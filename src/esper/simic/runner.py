@@ -498,7 +498,7 @@ def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], N
     while view.step < view.steps:
         view, outcome = engine.step(client.act(view))
         client.store(outcome)
-    metric, loss = engine.evaluate(engine.validation_splits())
+    metric, loss = engine.evaluate(engine.population.validation_splits())
     value = metric if reward.objective == "metric" else -loss
     added = engine.exported_params() - view.host_params
     kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)

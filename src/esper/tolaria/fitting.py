@@ -13,14 +13,16 @@ from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
+from esper.tolaria.optimizer import StackedOptimizer
 
 
-def check_memory(task: AnyTask, config: Config, rows: int, moments: int, available: int) -> None:
+def check_memory(task: AnyTask, config: Config, available: int) -> None:
     """InputError where a population alone would take more memory than there is.
 
     Counted is what is sure: value, gradient and moments of every host's parameters, those of each snapshot, of the
     governor and of early stopping, and one batch of inputs.
     """
+    rows, moments = max(config.envs * (1 + config.twin), 2), len(StackedOptimizer(config.optimizer).rule.moments)
     with drawn_with(0):
         host = sum(parameter.nbytes for parameter in task.largest().parameters())
     inputs = config.data.batch * math.prod(task.inputs) * torch.get_default_dtype().itemsize

@@ -1,7 +1,7 @@
 """The governor: rolls back rows that are broken, and refuses edits that had better not be made. E rows, S slots.
 
-Each step it holds every row's vital signs against the row's own past (tolaria/vitals.py), keeps healthy rows as they are
-(kasmina/snapshot.py), and puts the others back. All of it is array operations over rows.
+Each step it holds every row's vital signs against the row's own past (tolaria/vitals.py), keeps healthy rows as they are,
+and puts the others back. All of it is array operations over rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import allowed, uprooted
-from esper.kasmina.snapshot import Snapshot
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config, GovernorConfig
 from esper.leyline.stages import IN_BUDGET, among
 from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import Bools, Masks, Seeds
+from esper.tolaria.population import Keeper, Population
 from esper.tolaria.runtime import available_memory
 from esper.tolaria.vitals import History, Signs, examine, lowered, remembered
 
@@ -28,7 +27,7 @@ Counts = dict[str, dict[str, int]]
 
 
 def preflight(
-    body: Body, seeds: Seeds, actions: Actions, masks: Masks, max_seeds: int, config: GovernorConfig
+    population: Population, seeds: Seeds, actions: Actions, masks: Masks, max_seeds: int, config: GovernorConfig
 ) -> Verdicts:
     """Which decisions are refused before anything is changed, and why, (E,) a `Refusal`.
 
@@ -44,11 +43,12 @@ def preflight(
         return refused
     slot, blueprint = actions.slot[env], actions.blueprint[env]
     if config.param_budget is not None:
-        whole = body.added_params(seeds, IN_BUDGET)[env] + body.price(env, slot, blueprint, actions.blend[env])
-        refused[env[whole > config.param_budget * body.host_params[env]]] = Refusal.PARAM_BUDGET
+        price = population.price(env, slot, blueprint, actions.blend[env])
+        whole = population.added_params(seeds, IN_BUDGET)[env] + price
+        refused[env[whole > config.param_budget * population.host_params[env]]] = Refusal.PARAM_BUDGET
     left = refused[env] == Refusal.NONE
-    needed = body.growth(slot[left], blueprint[left])
-    if needed and needed > config.memory_share * available_memory(body.device):
+    needed = population.growth(slot[left], blueprint[left])
+    if needed and needed > config.memory_share * available_memory(population.device):
         refused[env[left]] = Refusal.MEMORY
     return refused
 
@@ -90,20 +90,20 @@ def total(counts: Iterable[Counts]) -> Counts:
 class Governor:
     """Its own part of the state of a population: what rows are held against, and what they are put back to."""
 
-    def __init__(self, body: Body, seeds: Seeds, real: int, config: Config) -> None:
+    def __init__(self, keeper: Keeper, real: int, config: Config) -> None:
         """The first `real` rows are counted; a ghost behind them is not."""
         self.config, self.embargo = config.governor, config.lifecycle.embargo
-        self.snapshot = Snapshot(body, seeds)
+        self.keeper = keeper
         self.history: History | None = None  # none before the first episode
-        self.record = Record.empty(len(seeds.stage))
-        self._real = np.arange(len(seeds.stage)) < real
+        self.record = Record.empty(len(keeper.step))
+        self._real = np.arange(len(keeper.step)) < real
 
-    def begin(self, body: Body, seeds: Seeds, signs: Signs) -> None:
+    def begin(self, seeds: Seeds, signs: Signs) -> None:
         """An episode begins with fresh hosts, whose first measurement is at hand."""
         self.record.rollbacks[:] = 0
         if self.config.enabled:
             self.history = History.begin(signs, self.config)
-            self.snapshot.take(body, seeds, np.ones(len(seeds.stage), bool), 0)
+            self.keeper.take(seeds, np.ones(len(seeds.stage), bool), 0)
 
     def inspect(self, before: Seeds, after: Seeds, signs: Signs) -> Verdicts:
         """What is found of every row, (E,) a `Vital`, after a step that led from one state of the seeds to another."""
@@ -113,14 +113,13 @@ class Governor:
         self.history, found = examine(self.history.restart(lowered(before, after)), signs, self.config)
         return found
 
-    def put_back(self, body: Body, seeds: Seeds, rows: Bools) -> Seeds:
+    def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
         """Roll back some rows, (E,) bool; returns the state of all.
 
         Their fossils and hosts are what they were at the snapshot, and so are ages and embargos. Seeds that were live or
         incubating then are pruned.
         """
-        kept = uprooted(self.snapshot.seeds, rows, self.embargo)
-        return self.snapshot.put_back(body, seeds, rows, kept)
+        return self.keeper.put_back(seeds, rows, uprooted(self.keeper.seeds, rows, self.embargo))
 
     def resume(self, found: Verdicts, signs: Signs) -> None:
         """Rows that were rolled back are counted and begin a new history, with what was measured of them since."""
@@ -130,13 +129,13 @@ class Governor:
         np.add.at(self.record.found, found[rows & self._real], 1)
         self.history = remembered(self.history.restart(rows), signs, rows)
 
-    def keep(self, body: Body, seeds: Seeds, found: Verdicts, step: int) -> None:
+    def keep(self, seeds: Seeds, found: Verdicts, step: int) -> None:
         """Take the snapshot of rows that are well, where it is due, and of those that have just been rolled back."""
         if not self.config.enabled:
             return
         assert self.history is not None, "an episode was begun"
         well = ~self.history.strikes.any(1) & (step % self.config.snapshot_every == 0)
-        self.snapshot.take(body, seeds, well | (found != Vital.GOOD), step)
+        self.keeper.take(seeds, well | (found != Vital.GOOD), step)
 
     def count(self, refused: Verdicts) -> None:
         """Take the refusals of a step into the record."""
@@ -147,15 +146,15 @@ class Governor:
         return {
             "record": self.record._asdict(),
             "history": None if self.history is None else self.history._asdict(),
-            "snapshot": self.snapshot.state(step) if self.config.enabled else None,
+            "snapshot": self.keeper.state(step) if self.config.enabled else None,
         }
 
-    def load_state(self, state: Mapping[str, Any], body: Body, seeds: Seeds) -> None:
-        """Go on from what `state` gave, with body and seeds as they were then. ValueError where they were others."""
+    def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
+        """Go on from what `state` gave, with population and seeds as they were then. ValueError where they were others."""
         self.record = Record(**state["record"])
         self.history = None if state["history"] is None else History(**state["history"])
         if state["snapshot"] is not None:
-            self.snapshot.load_state(state["snapshot"], body, seeds)
+            self.keeper.load_state(state["snapshot"], seeds)
 
 
 def _by_name(counts: NDArray[np.int64], kind: type[Vital] | type[Refusal]) -> dict[str, int]:

@@ -1,36 +1,15 @@
-"""What a step measured, from the one packet that is read from the device. E rows, S slots."""
+"""What a step measured, from the figures that a population gives. E rows, S slots."""
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import dormant, exported
 from esper.leyline.stages import Stage
-from esper.leyline.task import Objective
-from esper.leyline.view import Bools, CoalitionValues, Estimate, Floats, Measurements, Scores, Seeds, choose
+from esper.leyline.view import Bools, CoalitionValues, Estimate, Measurements, Scores, Seeds, choose
 from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
-from esper.tolaria.data import Examples
-from esper.tolaria.probe import negated, probe, sense, spread
-from esper.tolaria.runtime import read_packet
-from esper.tolaria.sensors import SENSORS
-from esper.tolaria.training import Trained
+from esper.tolaria.population import Asked, Figures, Indices, Population
+from esper.tolaria.probe import negated, spread
 from esper.tolaria.vitals import Signs
-
-
-class Asked(NamedTuple):
-    """What is to be measured."""
-
-    held: Examples  # the probe split
-    fit: Examples | None  # training examples, where the growth sensors are due
-    sampling: Sampling | None  # where attribution is due
-    terminal: bool  # at the end of an episode also what would be exported
-    step: int  # steps that were taken in the episode
-    data: Tensor | None = None  # (E,) bool on the device, whether a row's data are finite: asked for where one broke
-    validation: Examples | None = None  # the validation split, where early stopping reads it
 
 
 class Measured(NamedTuple):
@@ -58,47 +37,43 @@ class Measured(NamedTuple):
         )
 
 
-class _Figures(NamedTuple):
-    """`Probed`, read: the same fields as arrays."""
-
-    loss: Floats
-    metric: Floats
-    branch_loss: Floats
-    branch_metric: Floats
-    loss_rise: Floats
-    metric_fall: Floats
-    participation: Floats
-    signs: Floats
-
-
 def measure(
-    body: Body, seeds: Seeds, objective: Objective, asked: Asked, last: Measurements, trained: Trained | None
+    population: Population,
+    seeds: Seeds,
+    last: Measurements,
+    step: int,
+    *,
+    sampling: Sampling | None = None,
+    terminal: bool = False,
+    trained: bool = False,
+    sensors: bool = False,
+    finite: bool = False,
+    validation: bool = False,
 ) -> Measured:
-    """Probe every row and read what was found: the one device read of a step.
+    """Probe every row after `step` steps and read what was found: the one device read of a step.
 
-    `last` are the measurements before, whose growth sensors stay where they are not due; `trained` is what the step's
-    training accumulated, where there was any.
+    `last` are the measurements before, whose growth sensors stay where they are not due. `sampling` says how attribution is
+    sampled, None where it is not due; at the end of an episode, `terminal`, what would be exported is measured too. The others
+    are those of `Asked`.
     """
-    wanted = coalitions(seeds, asked.sampling, terminal=asked.terminal)
-    probed = probe(body, seeds, asked.held, objective, wanted, signs=True)
-    sensors = [sense(body, seeds, asked.fit, asked.held, objective)] if asked.fit is not None else []
-    training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
-    data = [asked.data] if asked.data is not None else []
-    validation = _validated(body, seeds, objective, asked.validation) if asked.validation is not None else []
-    packet = iter(read_packet([*probed, *sensors, *data, *validation, *training]))
-    figures = _Figures._make(itertools.islice(packet, len(probed)))
-    found = next(packet) if sensors else None
-    sound = next(packet) > 0 if data else None
-    worth = Scores(next(packet), next(packet), _exported_params(body, seeds)) if validation else None
-    measurements = _unpack(seeds, wanted, figures, found, last, trained, list(packet))
-    scores = Scores(measurements.metric, measurements.loss, body.added_params(seeds))
-    final = _exported(body, seeds, wanted, figures, scores) if asked.terminal else None
-    values = _values(asked.step, asked.sampling.draw, wanted, figures) if asked.sampling is not None else None
-    return Measured(measurements, scores, final, values, _signs(measurements, figures, trained), sound, worth)
+    wanted = coalitions(seeds, sampling, terminal=terminal)
+    figures = population.probe(seeds, Asked(wanted, trained, sensors, finite, validation))
+    measurements = _unpack(seeds, wanted, figures, last)
+    scores = Scores(measurements.metric, measurements.loss, population.added_params(seeds))
+    kept = population.added_params(seeds, frozenset({Stage.FOSSILIZED}))
+    return Measured(
+        measurements,
+        scores,
+        _exported(wanted, figures, scores, kept) if terminal else None,
+        _values(step, sampling.draw, wanted, figures) if sampling is not None else None,
+        _signs(measurements, figures),
+        figures.finite,
+        None if figures.validation is None else Scores(*figures.validation, kept),
+    )
 
 
-def unmeasured(rows: int, slots: int) -> Measurements:
-    """Nothing measured yet."""
+def unmeasured(rows: int, slots: int, sensors: int) -> Measurements:
+    """Nothing measured yet, (rows,), (rows, slots) and (rows, slots, sensors)."""
     nothing, shape = np.full(rows, np.nan), (rows, slots)
     return Measurements(
         metric=nothing,
@@ -112,12 +87,12 @@ def unmeasured(rows: int, slots: int) -> Measurements:
         seed_gradient_norm=np.full(shape, np.nan),
         seed_gradient_finite=np.zeros(shape, bool),
         participation=np.full(shape, np.nan),
-        sensors=np.full((*shape, len(SENSORS)), np.nan),
+        sensors=np.full((*shape, sensors), np.nan),
         sensor_age=0,
     )
 
 
-def _values(step: int, draw: int, asked: Coalitions, figures: _Figures) -> CoalitionValues:
+def _values(step: int, draw: int, asked: Coalitions, figures: Figures) -> CoalitionValues:
     """The coalitions of a step, the full one of every environment with live seeds included."""
     full = np.flatnonzero(asked.live.any(1))
     env, mask = np.concatenate([asked.env, full]), np.concatenate([asked.mask, masks(asked.live)[full]])
@@ -127,30 +102,22 @@ def _values(step: int, draw: int, asked: Coalitions, figures: _Figures) -> Coali
     return CoalitionValues(step, draw, asked.live, env[order], mask[order], metric[order], loss[order])
 
 
-def _unpack(
-    seeds: Seeds,
-    asked: Coalitions,
-    figures: _Figures,
-    found: Floats | None,
-    last: Measurements,
-    trained: Trained | None,
-    training: list[NDArray[np.float64]],
-) -> Measurements:
-    """The packet of a step as measurements over (rows, S)."""
-    shape = seeds.stage.shape
-    fresh = unmeasured(*shape)
+def _unpack(seeds: Seeds, asked: Coalitions, figures: Figures, last: Measurements) -> Measurements:
+    """The figures of a step as measurements over (rows, S)."""
+    shape, trained = seeds.stage.shape, figures.trained
+    fresh = unmeasured(*last.sensors.shape)
     seed_norm = fresh.seed_gradient_norm
     if trained is not None:
-        for (at, owners), norm in zip(trained.seed_owners, training[2:], strict=True):
+        for (at, owners), norm in zip(trained.seed_owners, trained.seed_norms, strict=True):
             seed_norm[owners, at] = norm
-    sensors, sensor_age = found, 0
+    sensors, sensor_age = figures.sensors, 0
     if sensors is None:
         sensors, sensor_age = last.sensors, last.sensor_age + 1
     return fresh._replace(
         metric=figures.metric,
         loss=figures.loss,
-        train_loss=training[0] if trained is not None else fresh.train_loss,
-        gradient_norm=training[1] if trained is not None else fresh.gradient_norm,
+        train_loss=trained.loss if trained is not None else fresh.train_loss,
+        gradient_norm=trained.gradient_norm if trained is not None else fresh.gradient_norm,
         contribution=spread(figures.metric_fall, asked.without(), shape),
         contribution_loss=spread(figures.loss_rise, asked.without(), shape),
         gain=negated(spread(figures.loss_rise, asked.alone, shape)),
@@ -162,32 +129,20 @@ def _unpack(
     )
 
 
-def _exported(body: Body, seeds: Seeds, asked: Coalitions, figures: _Figures, scores: Scores) -> Scores:
-    """What the networks are worth with every unfinished seed left out."""
+def _exported(asked: Coalitions, figures: Figures, scores: Scores, kept: Indices) -> Scores:
+    """What the networks are worth with every unfinished seed left out; kept (E,) are the parameters of the others."""
     branch, env = asked.exported()
     metric, loss = scores.metric.copy(), scores.loss.copy()
     metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
-    return Scores(metric, loss, _exported_params(body, seeds))
+    return Scores(metric, loss, kept)
 
 
-def _validated(body: Body, seeds: Seeds, objective: Objective, validation: Examples) -> list[Tensor]:
-    """Metric and loss on the validation split of the networks that would be exported, each (E,) on the device."""
-    nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
-    probed = probe(body, exported(seeds), validation, objective, nothing, signs=False)
-    return [probed.metric, probed.loss]
-
-
-def _exported_params(body: Body, seeds: Seeds) -> NDArray[np.int64]:
-    """(E,) parameters of the seeds that an export keeps."""
-    return body.added_params(seeds, frozenset({Stage.FOSSILIZED}))
-
-
-def _signs(measurements: Measurements, figures: _Figures, trained: Trained | None) -> Signs:
+def _signs(measurements: Measurements, figures: Figures) -> Signs:
     """The vital signs among what was measured."""
     gradient = np.ones(len(figures.loss), bool)
-    if trained is not None:
+    if figures.trained is not None:
         gradient = np.isfinite(measurements.gradient_norm)
-        for at, owners in trained.seed_owners:
+        for at, owners in figures.trained.seed_owners:
             gradient[owners] &= measurements.seed_gradient_finite[owners, at]
     metric_se, outputs, parameters = figures.signs.T
     return Signs(

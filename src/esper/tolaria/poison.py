@@ -98,32 +98,32 @@ def poisoned(engine: VectorizedEngine, row: int, kind: Kind, batch: int = 0) -> 
 
     A seed's gradient is poisoned where the row has a seed that trains in that step, and else nothing.
     """
-    feed, optimizer, objective = engine._feed, engine._optimizer, engine._objective
+    population = engine.population
+    feed, optimizer, objective = population.feed, population.optimizer, population.objective
     watched = _Feed(feed, row, batch, taints=kind == "data")
-    engine._feed = watched  # type: ignore[assignment]
+    population.feed = watched  # type: ignore[assignment]
     if kind == "loss":
-        engine._objective = _Loss(objective, watched, row)  # type: ignore[assignment]
+        population.objective = _Loss(objective, watched, row)  # type: ignore[assignment]
     elif kind == "gradient":
-        host = engine.state.body.host
-        engine._optimizer = _Optimizer(optimizer, watched, lambda stack: row if stack is host else None)  # type: ignore[assignment]
+        host = population.body.host
+        population.optimizer = _Optimizer(optimizer, watched, lambda stack: row if stack is host else None)  # type: ignore[assignment]
     elif kind == "seed gradient":
-        engine._optimizer = _Optimizer(optimizer, watched, lambda stack: _training_seed(engine, row, stack))  # type: ignore[assignment]
+        population.optimizer = _Optimizer(optimizer, watched, lambda stack: _training_seed(engine, row, stack))  # type: ignore[assignment]
     elif kind == "parameter":
-        engine.state.body.host.columns["value"][row, 0] = torch.nan
+        population.body.host.columns["value"][row, 0] = torch.nan
     try:
         yield
     finally:
-        engine._feed, engine._optimizer, engine._objective = feed, optimizer, objective
+        population.feed, population.optimizer, population.objective = feed, optimizer, objective
 
 
 def fingerprints(engine: VectorizedEngine) -> list[str]:
     """By row, environments and then twins, the sha256 of all that its next step depends on and of what was measured of it."""
     state = engine.state
     digests = [hashlib.sha256() for _ in range(engine.rows)]
-    stacks = [(state.body.host, np.arange(engine.rows))]
-    stacks += [
-        (stack, state.body.envs[at]) for at, stack in sorted(state.body.stacks.items(), key=lambda item: item[0])
-    ]
+    body = engine.population.body
+    stacks = [(body.host, np.arange(engine.rows))]
+    stacks += [(stack, body.envs[at]) for at, stack in sorted(body.stacks.items(), key=lambda item: item[0])]
     for stack, owners in stacks:
         for name in sorted(stack.columns.keys() - {"gradient"}):
             column = stack.columns[name].cpu().numpy()
@@ -141,7 +141,7 @@ def fingerprints(engine: VectorizedEngine) -> list[str]:
 
 def _training_seed(engine: VectorizedEngine, row: int, stack: Stack) -> int | None:
     """The row of a stack that holds a seed of one row of the population which the optimizer moves now; None where none does."""
-    body = engine.state.body
+    body = engine.population.body
     for at, runs in body.trainable(engine.state.seeds).items():
         if body.stacks[at] is stack:
             for run in runs:

@@ -1,0 +1,316 @@
+"""Networks as stacked tensors on one device, with the data that they are trained and measured on. R rows, S slots."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.body import Body
+from esper.kasmina.export import grown_network
+from esper.kasmina.host import check_host
+from esper.kasmina.lifecycle import Edits, dormant, exported
+from esper.kasmina.snapshot import Snapshot
+from esper.leyline.config import Config
+from esper.leyline.errors import DataFault
+from esper.leyline.keys import Purpose, scalar
+from esper.leyline.stages import ADDED, Stage
+from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
+from esper.leyline.text import counted
+from esper.leyline.view import BlueprintInfo, Floats, Seeds, Space
+from esper.tolaria.bounds import bounds
+from esper.tolaria.coalitions import coalitions
+from esper.tolaria.data import Examples, SharedBatchIterator, stack_splits
+from esper.tolaria.fitting import menu_of, selected
+from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.population import Asked, Figures, Indices, TrainedFigures, row_environments
+from esper.tolaria.probe import Probed, probe, sense
+from esper.tolaria.runtime import (
+    hold_freed_memory,
+    read_packet,
+    resolve_device,
+    use_deterministic_kernels,
+)
+from esper.tolaria.sensors import SENSORS
+from esper.tolaria.training import Trained, train
+
+SENSED = 256
+"""Training examples that the growth sensors are measured on, the first of each split [examples]."""
+
+
+class StackedPopulation:
+    """R hosts and their seeds in training; implements `tolaria.population.Population`.
+
+    body: parameters, buffers and moments of every host and seed.
+    feed, optimizer, objective: what a training step draws, moves and minimises.
+    """
+
+    def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
+        """`instance` (R,) names the rows' instances. InputError where the task, the config and the device do not fit together."""
+        self.task, self.config = task, config
+        self.device = resolve_device(config.device)
+        if config.deterministic:
+            use_deterministic_kernels(self.device)
+        rows = len(instance)
+        seen = config.envs * (2 if config.twin else 1)
+        self.label = f"{counted(seen, 'network')} at data.batch {config.data.batch}"
+        self.optimizer = StackedOptimizer(config.optimizer)
+        self.objective = task.objective
+        self._env = row_environments(config)
+        self._episode = -1
+        self._trained: Trained | None = None  # of the last step
+        self._load(instance)
+        menu = menu_of(task, config)
+        if len(task.inputs) > 1:
+            hold_freed_memory()
+        self.body = body = Body(
+            task.largest,
+            menu,
+            rows,
+            self._problems[0].read(self._problems[0].train.x[:2]).new_zeros(2, *task.inputs),
+            mapping=config.mapping,
+            isolated=config.lifecycle.isolation == "isolated",
+            moments=self.optimizer.rule.moments,
+            device=self.device,
+        )
+        self.host_params = body.host_params
+        self.space = Space(
+            slots=tuple(slot.name for slot in body.slots),
+            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
+            tempos=config.lifecycle.tempos,
+            targets=config.lifecycle.targets,
+            cost=np.zeros((rows, *body.fits.shape), np.int64),  # known when the hosts are planted
+            fits=body.fits & selected(body, config)[:, None],
+            width=np.zeros((rows, len(body.slots)), np.int64),  # likewise
+            sensors=tuple(sensor.name for sensor in SENSORS),
+            max_seeds=config.lifecycle.max_seeds,
+            seed=config.seed,
+            instance=instance,
+            floor=self._bounds[:, 0],
+            ceiling=self._bounds[:, 1],
+            objective=config.reward.objective,
+            rent=config.reward.rent,
+            rent_size=config.reward.rent_size,
+        )
+
+    def begin(self, instance: Indices, episode: int) -> None:
+        """Fresh hosts of these instances (R,), and empty slots."""
+        if not np.array_equal(instance, self._instance):
+            self._load(instance)
+        body, self._episode, self._trained = self.body, episode, None
+        body.clear()
+        self.feed.reset(episode)
+        keys, which = np.unique(instance, return_inverse=True)
+        for index, name in enumerate(keys.tolist()):
+            problem = self._problems[self._split_of[index]]
+            with drawn_with(scalar(self.config.seed, Purpose.HOST, name, episode)):
+                host = problem.host()
+            example = problem.read(problem.train.x[:2])
+            body.plant_host(np.flatnonzero(which == index).tolist(), host, example, problem.outputs)
+        body.mask_outputs()
+        self._survey()
+
+    def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
+        """Draw and free seeds as the edits say, after `step` steps; `seeds` (R, S) are what is there afterwards."""
+
+        def birth_key(row: int, slot: int) -> int:
+            instance = int(self._instance[row])
+            return scalar(self.config.seed, Purpose.BIRTH, instance, self._episode, step, slot)
+
+        self.body.edit(changes, seeds, birth_key)
+
+    def train(self, seeds: Seeds) -> None:
+        """One step's batches of every row; nothing is read from the device."""
+        dropout = self._instance, self._episode
+        self._trained = train(self.body, seeds, self.feed, self.optimizer, self.objective, self.config, dropout)
+
+    def probe(self, seeds: Seeds, asked: Asked) -> Figures:
+        """Measure every row as it is now: the one read of a step."""
+        body, objective = self.body, self.objective
+        probed = probe(body, seeds, self._probe, objective, asked.coalitions, signs=True)
+        sensors = [sense(body, seeds, self._fit, self._probe, objective)] if asked.sensors else []
+        trained = self._trained if asked.trained else None
+        training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
+        data = [self.feed.finite()] if asked.finite else []
+        validation: list[Tensor] = []
+        if asked.validation:
+            assert self._validation is not None, "early stopping is on"
+            scored = self._final(seeds, self._validation)
+            validation = [scored.metric, scored.loss]
+        packet = iter(read_packet([*probed, *sensors, *data, *validation, *training]))
+        return Figures._make(
+            [
+                *itertools.islice(packet, len(probed)),
+                next(packet) if sensors else None,
+                next(packet) > 0 if data else None,
+                (next(packet), next(packet)) if validation else None,
+                _read(trained, packet) if trained is not None else None,
+            ]
+        )
+
+    def tainted(self, rows: Indices, step: int) -> list[int]:
+        """Those of some rows (n,) whose batches of this step are not finite.
+
+        DataFault where `data.nonfinite` says stop: they were finite when they were loaded.
+        """
+        found = self.feed.nonfinite(rows, self.config.data.batches_per_step)
+        if found and self.config.data.nonfinite == "stop":
+            row, examples = found[0]
+            raise DataFault(
+                f"the train split of instance {self._instance[row]} of {self.task.name} was finite when it was loaded and "
+                f"holds NaN or infinite values now, in example{'s' * (len(examples) > 1)} "
+                f"{', '.join(map(str, examples[:5].tolist()))} of what environment {self._env[row]} trained on in step "
+                f"{step}; look for what writes into it, or go on without such steps by --set data.nonfinite=skip"
+            )
+        return [row for row, _ in found]
+
+    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
+        """(R,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
+        return self.body.added_params(seeds, stages)
+
+    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
+        """(n,) parameters that seeds would add, the gate where it is used."""
+        return self.body.price(rows, slot, blueprint, blend)
+
+    def growth(self, slot: Indices, blueprint: Indices) -> int:
+        """Bytes that further seeds (n,) take while the stacks that they go into grow; 0 where there is room for them."""
+        return self.body.growth(slot, blueprint)
+
+    def keeper(self, seeds: Seeds) -> Snapshot:
+        """An empty place for one earlier moment of every row."""
+        return Snapshot(self.body, seeds)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that the next step depends on, as entries of a tree of arrays; tensors share memory."""
+        return {"body": self.body.state(), "batch": self.feed.batch}
+
+    def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
+        """Go on from what `snapshot` gave. ValueError where it was another population's.
+
+        Modules are built first and then filled; the orders of the data follow from what they are hashes of.
+        """
+        if not np.array_equal(instance, self._instance):
+            self._load(instance)
+        self.body.load_state(tree["body"])
+        self._episode, self._trained = episode, None
+        self.feed.reset(episode)
+        self.feed.batch = tree["batch"]
+        self._survey()
+
+    # What an episode's end asks for.
+
+    def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
+        """Metric and loss on a split of the networks that would be exported now, each (R,).
+
+        One split that all environments share, or one for each environment. InputError where one is longer than a mixture's
+        rows have room for.
+        """
+        splits, row = ([split], np.zeros_like(self._env)) if isinstance(split, Split) else (split, self._env)
+        probed = self._final(seeds, self._stacked(self.sound(splits), row, "held"))
+        metric, loss = read_packet((probed.metric, probed.loss))
+        return metric, loss
+
+    def sound(self, splits: Sequence[Split]) -> list[Split]:
+        """Splits to evaluate on, as data.nonfinite says; what several environments share stays one. InputError at 'stop'."""
+        name = f"a held-out split of {self.task.name}"
+        distinct = {(id(split.x), id(split.y)): split for split in splits}
+        found = {place: finite(split, name, self.config.data.nonfinite) for place, split in distinct.items()}
+        return [found[id(split.x), id(split.y)] for split in splits]
+
+    def validation_splits(self) -> list[Split]:
+        """The validation split of every environment's instance."""
+        which = np.unique(self._instance, return_inverse=True)[1]
+        return [self._problems[self._split_of[index]].validation for index in which[: self.config.envs]]
+
+    def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
+        """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
+        problem = self.task.instance(int(self._instance[env]))
+        return grown_network(problem.host, self.body, seeds, env, problem.interface)
+
+    # Inside.
+
+    def _final(self, seeds: Seeds, examples: Examples) -> Probed:
+        """Metric and loss of the networks that would be exported, on the device."""
+        nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
+        return probe(self.body, exported(seeds), examples, self.objective, nothing, signs=False)
+
+    def _survey(self) -> None:
+        """Take what the hosts cost and how wide they are into the space."""
+        self.space = self.space._replace(
+            cost=self.body.cost.copy(),
+            width=self.body.taps[..., 0].copy(),
+            instance=self._instance,
+            floor=self._bounds[:, 0],
+            ceiling=self._bounds[:, 1],
+        )
+
+    def _load(self, instance: Indices) -> None:
+        """Bring the data of the instances (R,) to the device; a problem that several keys share is held once."""
+        self._instance = instance
+        keys, which = np.unique(instance, return_inverse=True)
+        problems: dict[int, Instance] = {}  # by the first key of each
+        self._split_of: list[int] = []
+        for name in keys.tolist():
+            problem = self.task.instance(name)
+            same = next((i for i, known in enumerate(problems.values()) if _is(known, problem)), None)
+            if same is None:
+                same, problems[name] = len(problems), problem
+            self._split_of.append(same)
+        self._problems = [self._sound(name, problem) for name, problem in problems.items()]
+        row = np.array(self._split_of)[which]
+        pixels, scaling = self._problems[0].pixels, self._problems[0].scaling
+        assert all(each.pixels == pixels for each in self._problems), "instances read bytes in one way"
+        assert all(each.scaling is scaling for each in self._problems), "instances are scaled in one way"
+        trains = [problem.train for problem in self._problems]
+        weighed = [each.weights for each in self._problems if each.weights is not None]
+        assert len(weighed) in (0, len(trains)), "all instances have weights or none"
+        config, inputs, weights = self.config, self.task.inputs, weighed or None
+        self.feed = SharedBatchIterator(
+            trains, row, instance, config.seed, config.data.batch, inputs, self.device, pixels, scaling, weights
+        )
+        probes = [problem.probe for problem in self._problems]
+        between = [bounds(self.objective, each.probe, each.target_scaling) for each in self._problems]
+        self._bounds = np.array(between)[row]  # (R, 2) floor, ceiling
+        self._fit = self._stacked([Split(train.x[:SENSED], train.y[:SENSED]) for train in trains], row, "sensed")
+        self._probe = self._stacked(probes, row, "probe")
+        self._validation = None
+        if config.early_stopping.enabled:
+            self._validation = self._stacked([each.validation for each in self._problems], row, "held")
+
+    def _stacked(self, splits: Sequence[Split], row: Indices, part: str) -> Examples:
+        """Splits on the device, row (R,) naming each row's; in a mixture padded to the length that it has for the part."""
+        lengths, first = self.task.lengths, self._problems[0]
+        length = None
+        if lengths is not None:
+            length = {"sensed": SENSED, "probe": lengths.probe, "held": lengths.held}[part]
+        return stack_splits(splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling)
+
+    def _sound(self, name: int, problem: Instance) -> Instance:
+        """A problem whose splits are finite and whose host runs on them. InputError where it cannot be had."""
+        of = f"instance {name} of {self.task.name}" if isinstance(self.task, Mixture) else f"task {self.task.name}"
+        train, probe, validation = (
+            finite(getattr(problem, part), f"the {part} split of {of}", self.config.data.nonfinite)
+            for part in ("train", "probe", "validation")
+        )
+        with drawn_with(0):
+            check_host(problem.host(), problem.read(train.x[:2]), problem.outputs)
+        weights = problem.weights
+        if weights is not None and len(train.y) < len(weights):
+            weights = weights[~nonfinite(problem.train)]
+        return problem._replace(train=train, probe=probe, validation=validation, weights=weights)
+
+
+def _read(trained: Trained, packet: Iterator[Floats]) -> TrainedFigures:
+    """What a step's training came to, as the rest of the packet that was read."""
+    return TrainedFigures(next(packet), next(packet), list(packet), trained.seed_owners)
+
+
+def _is(known: Instance, other: Instance) -> bool:
+    """Whether two instances are one problem: the very same host, examples and labels."""
+    splits = zip(
+        (known.train, known.probe, known.validation), (other.train, other.probe, other.validation), strict=True
+    )
+    return known.host is other.host and all(a.x is b.x and a.y is b.y for a, b in splits)
