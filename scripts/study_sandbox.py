@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch
 
+from esper.lab.formula import Process
+from esper.lab.optimum import solve
+from esper.lab.sandbox import ARMS, CHAIN, GROWTH, Blindfolded, Sandbox, arms, bandit, play
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.simic.sandbox import ARMS, CHAIN, GROWTH, Blindfolded, Process, Sandbox, arms, bandit, play, solve
 from esper.tamiyo.controller import Language, Learned, Mind, Policy
 
 Row = dict[str, float]

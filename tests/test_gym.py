@@ -18,11 +18,11 @@ from stable_baselines3.common.vec_env import VecMonitor
 from esper.gym import EsperEnv, EsperVectorEnv, sb3
 from esper.gym.decisions import allowed_decisions, enumerate_decisions
 from esper.kasmina.lifecycle import allowed
+from esper.lab.poison import poisoned
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.errors import InputError
 from esper.leyline.view import take
 from esper.tasks.repair import repair
-from esper.tolaria.poison import poisoned
 from populations import blobs, small_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "gym.md"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from esper.lab.poison import KINDS, Kind, fingerprints, poisoned
 from esper.leyline.config import Config
 from esper.leyline.verdicts import Vital
 from esper.simic.client import SimicClient
@@ -23,7 +24,6 @@ from esper.simic.runner import training_configs
 from esper.tamiyo.controller import Language, Policy
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import KINDS, Kind, fingerprints, poisoned
 from faults.records import Record, append, records, table
 
 FILE = "nan.jsonl"

@@ -184,7 +184,7 @@ def obvious_ramp(p: float, shape: str) -> float:
 def make_space(slots: int, config: LifecycleConfig, fits=FITS, tempos=TEMPOS, targets=TARGETS) -> Space:
     """What the lifecycle reads of a space, and nothing else."""
     known = {"tempos": tempos, "targets": targets, "fits": np.array(fits[:slots]), "max_seeds": config.max_seeds}
-    return Space(**dict.fromkeys(Space._fields) | known)
+    return Space(**dict.fromkeys(Space._fields) | {"blends": np.ones(len(Blend), bool)} | known)
 
 
 def measure(evidence: "list[list[Evidence]]") -> Measurements:

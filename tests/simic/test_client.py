@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from esper.lab.poison import poisoned
 from esper.leyline.actions import Head, Op
 from esper.leyline.protocols import PolicyClient
 from esper.simic.client import SimicClient
@@ -14,7 +15,6 @@ from esper.simic.rewards import get_reward, total, worths
 from esper.tamiyo.controller import Language, Policy
 from esper.tamiyo.policy import judge
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import poisoned
 from populations import MENU, blobs, small_config
 
 ENVS, STEPS = 4, 4

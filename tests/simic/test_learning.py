@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from esper.lab.optimum import solve
+from esper.lab.sandbox import CHAIN, GROWTH, Blindfolded, Sandbox, arms, bandit, blindfolded, play
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.simic.sandbox import CHAIN, GROWTH, Blindfolded, Sandbox, arms, bandit, blindfolded, play, solve
 from esper.tamiyo.baselines import RandomValid
 from esper.tamiyo.controller import Language, Learned, Mind, Policy
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from esper.lab.poison import KINDS, fingerprints, poisoned
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
 from esper.leyline.errors import DataFault
@@ -18,7 +19,6 @@ from esper.tasks.catalog import get_task
 from esper.tasks.custom import task_from
 from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import KINDS, fingerprints, poisoned
 from esper.tolaria.reads import counted_reads
 from populations import GROW, MENU, Script, blobs, small_config
 

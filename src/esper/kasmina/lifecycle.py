@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.kasmina.gates import Gates
-from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Ints, Op
+from esper.leyline.actions import RELEVANT, Actions, Head, Ints, Op
 from esper.leyline.config import LifecycleConfig
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.view import Bools, Masks, Seeds, Space, Transitions
@@ -117,7 +117,7 @@ def legal(seeds: Seeds, gates: Gates, space: Space, config: LifecycleConfig) -> 
     op: Bools = np.logical_or.reduce(slot, axis=2)
     op[:, Op.WAIT] = True
     germinable = slot[:, Op.GERMINATE, :, None]
-    return Masks(op, slot, germinable & space.fits, germinable & np.ones(len(Blend), bool), tempo, target)
+    return Masks(op, slot, germinable & space.fits, germinable & space.blends, tempo, target)
 
 
 def allowed(masks: Masks, actions: Actions) -> Bools:

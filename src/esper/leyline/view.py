@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions
+from esper.leyline.actions import Actions, Blend
 from esper.leyline.brief import brief
 from esper.leyline.verdicts import Refusal, Vital
 
@@ -125,6 +125,7 @@ class Space(NamedTuple):
     objective: Literal["metric", "log_loss"]  # what J is made of, `reward.objective`
     rent: float  # price of parameters in J, `reward.rent`
     rent_size: int  # a smaller host is charged as if it had so many parameters, `reward.rent_size`
+    blends: Bools = np.ones(len(Blend), bool)  # (Bl,) the blends that a seed may have
 
 
 @brief
@@ -187,7 +188,7 @@ class Outcome(NamedTuple):
         return np.asarray(self.found != Vital.GOOD)
 
 
-def take(record: Any, rows: slice) -> Any:
+def take(record: Any, rows: slice | NDArray[np.int64]) -> Any:
     """A record of arrays, nested or not, cut to some environments along the leading axis; scalars stay."""
     if isinstance(record, tuple):
         return type(record)(*(take(field, rows) for field in record))

@@ -4,28 +4,15 @@ import numpy as np
 import pytest
 
 from esper.kasmina.lifecycle import allowed
+from esper.lab.formula import trained_steps
+from esper.lab.optimum import Optimal, canonical, every_decision, solve
+from esper.lab.sandbox import ARMS, CHAIN, GROWTH, KINDS, PLANTINGS, Sandbox, bandit, blindfolded, play
 from esper.leyline.actions import Actions, Op
 from esper.leyline.errors import InputError
 from esper.leyline.stages import ADDED, IN_BUDGET, LIVE, Stage, among
 from esper.leyline.view import Measurements, take
 from esper.simic.attribution import attribute
 from esper.simic.rewards import delta, total
-from esper.simic.sandbox import (
-    ARMS,
-    CHAIN,
-    GROWTH,
-    KINDS,
-    PLANTINGS,
-    Optimal,
-    Sandbox,
-    bandit,
-    blindfolded,
-    canonical,
-    every_decision,
-    play,
-    solve,
-    trained_steps,
-)
 from esper.tamiyo.baselines import Never, RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.sensors import SENSORS
@@ -162,7 +149,7 @@ def test_the_gain_of_a_seed_in_the_sandbox_is_what_it_brings_at_dose_1():
     for _ in range(3):
         view, _ = sandbox.step(advance.act(view))
     gain = view.measurements.gain_metric.mean[0, 0]
-    dosed = sandbox.process.metric(sandbox.state.draw, view.step, view.seeds, np.array([[1.0, 0, 0], [0, 0, 0]]))
+    dosed = sandbox.process.metric(sandbox.population.draw, view.step, view.seeds, np.array([[1.0, 0, 0], [0, 0, 0]]))
     assert gain == pytest.approx(dosed[0] - view.measurements.metric[0])
 
 
@@ -195,14 +182,15 @@ def test_unfinished_seeds_are_left_out_of_what_the_sandbox_exports():
 
 def brute_force(sandbox: Sandbox) -> np.ndarray:
     """(E,) the best returns from the sandbox's state on, by trying every sequence of valid decisions in all environments."""
-    state, envs = sandbox.state, sandbox.config.envs
-    if state.step == sandbox.config.steps:
+    envs, masks = sandbox.config.envs, sandbox.state.masks
+    if sandbox.over:
         return np.zeros(envs)
+    before = sandbox.snapshot()
     best = np.full(envs, -np.inf)
     for heads in zip(*every_decision(sandbox.space), strict=True):
         actions = Actions(*(np.full(envs, choice) for choice in heads))
-        if allowed(state.masks, actions).any():
-            sandbox.state = state
+        if allowed(masks, actions).any():
+            sandbox.restore(before)
             _, outcome = sandbox.step(actions)
             assert outcome.accepted.all()
             best = np.maximum(best, total(delta(outcome, sandbox.config.reward)) + brute_force(sandbox))

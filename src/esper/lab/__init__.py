@@ -1,0 +1,1 @@
+"""Worlds with known answers, and instruments that break things on purpose."""

@@ -1,0 +1,204 @@
+"""The optimum of a sandbox, by dynamic programming over the states of its seeds. E environments, S slots, K blueprints."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from esper.kasmina.gates import judge
+from esper.kasmina.lifecycle import apply, dormant, legal, tick
+from esper.lab.formula import FormulaPopulation
+from esper.lab.sandbox import Sandbox
+from esper.leyline.actions import RELEVANT, Actions, Head, Ints, Op
+from esper.leyline.config import Config
+from esper.leyline.keys import key
+from esper.leyline.stages import Stage
+from esper.leyline.view import Bools, Floats, Masks, Scores, Seeds, Space, View, take
+from esper.simic.rewards import total, worth
+from esper.tamiyo.baselines import Rule
+from esper.tolaria.measuring import measure, unmeasured
+
+
+class Plan(NamedTuple):
+    """What to do at one step, in each of n states that can be reached."""
+
+    code: Ints  # (n,) ascending, of the state
+    best: Ints  # (n, kinds + 1) index into `Solution.decisions`; the last column is the blind choice
+
+
+class Solution(NamedTuple):
+    """The best that can be done, as returns under the reward `delta`."""
+
+    decisions: Actions  # (D,) every decision there is
+    plans: tuple[Plan, ...]  # one a step
+    never: Floats  # (kinds,) of WAIT alone
+    optimum: Floats  # (kinds,)
+    blind: float  # best mean over kinds of controllers that cannot tell the kinds apart
+
+    def score(self, returns: Floats, kind: Ints) -> float:
+        """0 for what `never` gets on these environments, 1 for the optimum. returns, kind: (E,)."""
+        floor = self.never[kind]
+        return float((returns - floor).sum() / (self.optimum[kind] - floor).sum())
+
+
+class Optimal(Rule):
+    """Plays a solution; blind, it plays the one best sequence of decisions for all kinds."""
+
+    def __init__(self, sandbox: Sandbox, solution: Solution, *, blind: bool = False) -> None:
+        self.solution = solution
+        self.blind = blind
+        self._sandbox = sandbox
+
+    def act(self, view: View) -> Actions:
+        """The best decision of each environment. Reads the instance, which no learner may."""
+        plan = self.solution.plans[view.step]
+        code = encode(canonical(view.seeds, self._sandbox.config))
+        place = np.searchsorted(plan.code, code).clip(max=len(plan.code) - 1)
+        assert (plan.code[place] == code).all(), "a state that the solution does not know"
+        kinds = self._sandbox.process.kinds
+        kind = np.full(len(code), kinds) if self.blind else view.space.instance % kinds
+        return _pick(self.solution.decisions, plan.best[place, kind])
+
+
+class _Edges(NamedTuple):
+    """What can be done at one step; every field but `code` is (m,), in order of the state."""
+
+    code: Ints  # (n,) ascending, of the states that can be reached
+    state: Ints  # index of the state in which a decision is made
+    decision: Ints  # index into `every_decision`
+    target: Ints  # index of the state that it leads to, among those of the next step
+
+
+def solve(sandbox: Sandbox) -> Solution:
+    """The optimum by dynamic programming over the states x of one environment.
+
+        V_T(x, kind) = J_T(x, kind) - J_0(kind),     V_t(x, kind) = max over valid a of V_{t+1}(f(x, a), kind)
+
+    Rewards `delta` add up to J_T - J_0, so nothing in between counts; what is drawn for an episode must not change it, as it
+    does a bandit's. Under permissive gates neither f nor what is valid depends on the kind: one expansion serves all, and
+    the best *blind* controller, which cannot tell kinds apart, is a fixed sequence of decisions, whose worth is the same
+    recursion on the mean of V_T over kinds.
+    """
+    process, config = sandbox.process, sandbox.config
+    assert config.gates.permissive or config.gates.min_training > config.steps, "gates must not depend on the kind"
+    assert (config.reward.name, config.reward.baseline, dict(config.reward.fees)) == ("delta", "none", {})
+    steps, final = _expand(sandbox)
+    kinds = range(process.kinds)
+    value = np.stack([_rise(sandbox, kind, final) for kind in kinds], 1)
+    value = np.concatenate([value, value.mean(1, keepdims=True)], 1)
+    plans = []
+    for code, state, decision, target in reversed(steps):
+        offers = value[target]
+        value = np.maximum.reduceat(offers, np.searchsorted(state, np.arange(len(code))))
+        best = np.zeros(value.shape, np.int64)
+        for column in range(value.shape[1]):
+            winners = np.flatnonzero(offers[:, column] == value[state, column])[::-1]  # of equals the first
+            best[state[winners], column] = decision[winners]
+        plans.append(Plan(code, best))
+    waiting = np.concatenate([_rise(sandbox, kind, dormant(1, len(process.slots))) for kind in kinds])
+    plans.reverse()
+    return Solution(every_decision(sandbox.space), tuple(plans), waiting, value[0, :-1], float(value[0, -1]))
+
+
+def _expand(sandbox: Sandbox) -> tuple[list[_Edges], Seeds]:
+    """Every state that can be reached, step by step, and the states at the end; each step is one population."""
+    space, config = sandbox.space, sandbox.config
+    decisions = every_decision(space)
+    states, code, _ = _merged(dormant(1, len(space.slots)), config)
+    steps = []
+    for step in range(config.steps):
+        population = _of_one_kind(sandbox, 0, len(code), step)
+        nothing = unmeasured(len(code), len(space.slots), len(space.sensors))
+        measured = measure(population, states, nothing, step).measurements
+        masks = legal(states, judge(states, measured, config.gates), space, config.lifecycle)
+        rows: Any
+        rows, chosen = np.nonzero(_valid(masks, decisions))
+        applied, _, _ = apply(take(states, rows), _pick(decisions, chosen), take(masks, rows), space, config.lifecycle)
+        gates = judge(applied, take(measured, rows), config.gates)
+        states, following, target = _merged(tick(applied, gates, config.lifecycle), config)
+        steps.append(_Edges(code, rows, chosen, target))
+        code = following
+    return steps, states
+
+
+def every_decision(space: Space) -> Actions:
+    """(D,) every decision there is, WAIT first; heads that do not matter are 0, and the blend is ADD."""
+    sizes = [len(Op), len(space.slots), len(space.blueprints), 1, len(space.tempos), len(space.targets)]
+    heads = np.indices(sizes).reshape(len(Head), -1)
+    once = ((heads.T == 0) | RELEVANT[heads[Head.OP]]).all(1)
+    return Actions(*heads[:, once])
+
+
+def _valid(masks: Masks, decisions: Actions) -> Bools:
+    """(E, D): whether each environment's masks allow each decision."""
+    op, slot, blueprint, blend, tempo, target = decisions
+    allowed = [
+        masks.op[:, op],
+        masks.slot[:, op, slot],
+        masks.blueprint[:, slot, blueprint],
+        masks.blend[:, slot, blend],
+        masks.tempo[:, op, slot, tempo],
+        masks.target[:, op, slot, target],
+    ]
+    valid: Bools = np.logical_and.reduce([mask | ~RELEVANT[op, head] for head, mask in zip(Head, allowed, strict=True)])
+    return valid
+
+
+def canonical(seeds: Seeds, config: Config) -> Seeds:
+    """The representative of all states that have the same future: what no verb and no export will read again is dropped.
+
+    An age counts up to what its gate asks for, a ramp until it is done, and of a doomed seed only when it is gone.
+    """
+    stage = seeds.stage
+    limit = np.zeros(len(Stage), np.int32)
+    limit[Stage.TRAINING], limit[Stage.HOLDING] = config.gates.min_training, config.gates.min_holding
+    limit[[Stage.BLENDING, Stage.EMBARGOED]] = config.steps
+    settled = (stage == Stage.HOLDING) | (stage == Stage.FOSSILIZED)
+    doomed_life = np.minimum(seeds.life, config.lifecycle.min_prune_age)
+    return seeds._replace(
+        age=np.minimum(seeds.age, limit[stage]),
+        life=np.where(seeds.doomed, doomed_life, seeds.life),
+        blueprint=np.where(seeds.doomed, np.int16(0), seeds.blueprint),
+        ramp=np.where(settled[..., None], np.float32(0), seeds.ramp),
+    )
+
+
+def encode(seeds: Seeds) -> Ints:
+    """(E,) a hash of each environment's state."""
+    floats = np.concatenate([seeds.alpha[..., None], seeds.ramp], 2).view(np.int32)
+    whole = np.stack([seeds.stage, seeds.age, seeds.life, seeds.blueprint, seeds.blend, seeds.doomed], 2)
+    parts = np.concatenate([whole, floats], 2).reshape(len(seeds.stage), -1)
+    return key(*parts.T)
+
+
+def _merged(seeds: Seeds, config: Config) -> tuple[Seeds, Ints, Ints]:
+    """The distinct states, (n, S), their codes, ascending, and which of them each given one is."""
+    seeds = canonical(seeds, config)
+    first: Any
+    which: Any
+    code, first, which = np.unique(encode(seeds), return_index=True, return_inverse=True)
+    distinct: Seeds = take(seeds, first)
+    fields: Any = zip(take(distinct, which), seeds, strict=True)
+    assert all(np.array_equal(again, given) for again, given in fields), "two states have one code"
+    return distinct, code, which
+
+
+def _rise(sandbox: Sandbox, kind: int, seeds: Seeds) -> Floats:
+    """(E,) J_T - J_0 of networks of one kind that end with these seeds."""
+    config, envs = sandbox.config, len(seeds.stage)
+    worths = []
+    for step, held in ((0, dormant(*seeds.stage.shape)), (config.steps, seeds)):
+        population = _of_one_kind(sandbox, kind, envs, step)
+        scores = Scores(*population.final(held), population.added_params(held, frozenset({Stage.FOSSILIZED})))
+        worths.append(total(worth(scores, population.host_params, config.reward)))
+    return worths[1] - worths[0]
+
+
+def _of_one_kind(sandbox: Sandbox, kind: int, rows: int, step: int) -> FormulaPopulation:
+    """Rows of one instance after so many steps."""
+    population = FormulaPopulation(sandbox.process, sandbox.config, np.full(rows, kind))
+    population.step = step
+    return population
+
+
+def _pick(decisions: Actions, index: Ints) -> Actions:
+    return Actions(*(head[index] for head in decisions))
