@@ -51,7 +51,7 @@ def engine_of(kind, envs=3, **settings):
 
 
 def buffers(engine, env):
-    columns = engine.state.body.host.columns
+    columns = engine.population.body.host.columns
     return {name: column[env].clone() for name, column in columns.items() if name.startswith("buffer.")}
 
 
