@@ -56,9 +56,17 @@ def test_it_plants_a_hidden_layer_at_the_thinnest_slot_of_a_weak_host_without_a_
     assert rule().act(even).blueprint == [MLP]
 
 
-def test_where_no_segment_is_narrow_one_seed_is_enough(view):
-    stages = [[Stage.FOSSILIZED, DORMANT, DORMANT]]
-    assert decide(view(stages, {Op.GERMINATE: [False, True, True]}, inner=EVEN)) == (Op.WAIT, 0)
+@pytest.mark.parametrize("stage", [Stage.BLENDING, HOLDING, Stage.FOSSILIZED])
+def test_a_host_that_stays_weak_behind_a_seed_gets_a_hidden_layer_too_once_that_seed_is_blended_in(view, stage):
+    for first, expected in ((TRAINING, (Op.WAIT, 0)), (stage, (Op.GERMINATE, 1))):
+        grown = view([[first, DORMANT, DORMANT]], {Op.GERMINATE: [False, True, True]}, inner=[[0.9, 0.3, 0.3]])
+        assert decide(grown) == expected
+    assert rule().act(grown).blueprint == [MLP]
+
+
+def test_behind_a_narrow_segment_it_plants_while_another_seed_incubates(view):
+    grown = view([[TRAINING, DORMANT, DORMANT]], {Op.GERMINATE: [False, True, True]}, inner=[[0.9, 0.3, 0.9]])
+    assert decide(grown) == (Op.GERMINATE, 2)
 
 
 def test_where_no_segment_is_narrow_it_plants_at_a_lower_metric_only(view):
@@ -202,6 +210,18 @@ def test_a_seed_is_on_trial_for_the_steps_that_its_gate_asks_for(view):
     assert seen == [Op.WAIT, Op.PRUNE]
 
 
+@pytest.mark.parametrize(("other", "op"), [(TRAINING, Op.WAIT), (Stage.BLENDING, Op.WAIT), (HOLDING, Op.PRUNE)])
+def test_what_does_not_pay_is_kept_on_trial_until_no_other_seed_is_on_its_way_in(view, other, op):
+    v = view([[HOLDING, other, DORMANT]], {Op.PRUNE: True}, age=2, contribution=[[-0.5, 0.5, np.nan]])
+    assert decide(v) == (op, 0)
+
+
+def test_a_seed_on_its_way_out_delays_no_judgement(view):
+    v = view([[HOLDING, Stage.BLENDING, DORMANT]], {Op.PRUNE: [True, False, False]}, age=2, contribution=-0.5,
+             doomed=[[False, True, False]])  # fmt: skip
+    assert decide(v) == (Op.PRUNE, 0)
+
+
 def test_it_does_not_judge_a_blending_seed(view):
     assert decide(view([[Stage.BLENDING] * 3], {Op.PRUNE: True}, age=9, contribution=-0.5)) == (Op.WAIT, 0)
 
@@ -240,7 +260,7 @@ def test_it_keeps_before_it_advances_before_it_prunes_before_it_plants(view):
     }
     order = []
     for op in (Op.FOSSILIZE, Op.ADVANCE, Op.PRUNE, Op.GERMINATE):
-        order.append(decide(view(stages, may, age=2, gain=0.1, contribution=[[0.1, np.nan, -0.1, np.nan]])))
+        order.append(decide(view(stages, may, age=4, gain=0.1, contribution=[[0.1, np.nan, -0.1, np.nan]])))
         del may[op]
     assert order == [(Op.FOSSILIZE, 0), (Op.ADVANCE, 1), (Op.PRUNE, 2), (Op.GERMINATE, 3)]
 

@@ -269,7 +269,8 @@ class HeuristicConfig(_Section):
         description="plant while (metric - that of the best constant prediction) / (perfect metric - the same) is below it",
     )
     weak_below: float = Field(
-        0.7, description="the same limit for a host without a narrow segment, which gets one seed at a time"
+        0.5,
+        description="the same limit where no free slot is behind a narrow segment; plants only while no seed incubates",
     )
     narrow_from: float = Field(
         0.5,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Head, Ints, Op
 from esper.leyline.config import GatesConfig, HeuristicConfig
-from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.stages import Stage
 from esper.leyline.view import Bools, Floats, Outcome, View
 from esper.tamiyo.baselines import Rule, complete, defaults
 
@@ -27,7 +27,7 @@ class Obstacle(IntEnum):
     LATE = 1  # too few steps are left
     UNMEASURED = 2  # the metric is nan
     REACHED = 3  # the metric is not below `plant_below`
-    EVEN = 4  # no segment is narrow, and the host has a seed or the metric is not below `weak_below`
+    EVEN = 4  # no segment is narrow, and a seed incubates or the metric is not below `weak_below`
 
 
 class _Trials(NamedTuple):
@@ -37,7 +37,7 @@ class _Trials(NamedTuple):
     error: Floats  # its standard error
     price: Floats  # the share of its rent that a seed must exceed
     keep: Bools  # may be fossilized, and pays
-    unpaid: Bools  # was on trial for long enough, and does not pay
+    unpaid: Bools  # was on trial for long enough, does not pay, and no other seed is on its way in
     holding: Bools  # is on trial
     refused: Bools  # its gate refused it for as long as the patience lasts
 
@@ -62,15 +62,16 @@ class Heuristic(Rule):
        `keep` times its rent.
     2. ADVANCE the trained seed of the largest incubation gain, if it can still be fossilized in this episode.
     3. PRUNE the seed of the lowest contribution among those that were on trial for `gates.min_holding` steps and do not
-       bring in that much, and those whose gate could have let them through at `patience` decisions, `training_patience` of an
-       incubating one, and does not now.
+       bring in that much while no other seed incubates or blends, and those whose gate could have let them through at
+       `patience` decisions, `training_patience` of an incubating one, and does not now.
     4. GERMINATE behind a *narrow* segment, if the metric has covered less than `plant_below` of the way from the best
        constant prediction to a perfect one. A segment is narrow where nearly all of its few inner units are in use, their
        relative participation ratio `narrow_from` or more, or none of them is, the ratio under .02. Of several, the slot of
        the lowest participation of the stream.
-    5. GERMINATE at the slot of the lowest participation of the stream where no segment is narrow, the host has no seed yet,
-       and the metric has covered less than `weak_below` of that way. Where no segment shows its inner features,
-       the limits are those of 4, and slots within `tie` times the lowest count as lowest: the first of them is the cause.
+    5. GERMINATE at the slot of the lowest participation of the stream where no other segment is narrow, no seed incubates,
+       and the metric has covered less than `weak_below` of that way. So a host that stays weak behind the seeds of 4 gets a
+       hidden layer too. Where no segment shows its inner features, the limits are those of 4, and slots within `tie` times
+       the lowest count as lowest: the first of them is the cause.
        This compares the slots of one host: a ratio is 1 / width at the least, so that no fixed bound holds for all widths.
     6. WAIT.
 
@@ -174,7 +175,10 @@ class Heuristic(Rule):
         pays = found.mean > price
         holding, training = stage == Stage.HOLDING, stage == Stage.TRAINING
         keep = may[:, Op.FOSSILIZE] & pays
-        unpaid = holding & (age >= gates.min_holding) & (found.mean <= price)
+        # Of two bottlenecks each hides what the other's bypass is worth, so no seed is judged while another is on its way in.
+        coming = ((stage == Stage.TRAINING) | (stage == Stage.BLENDING)) & ~view.seeds.doomed
+        alone = ~coming.any(1, keepdims=True)
+        unpaid = holding & alone & (age >= gates.min_holding) & (found.mean <= price)
         unkept = holding & ~may[:, Op.FOSSILIZE] & (age - gates.min_holding + 1 >= self.config.patience)
         untrained = training & ~may[:, Op.ADVANCE] & (age - gates.min_training + 1 >= self.config.training_patience)
         return _Trials(found.mean, found.se, price, keep, unpaid, holding, unkept | untrained)
@@ -197,8 +201,9 @@ class Heuristic(Rule):
         lowest = np.where(may & ~np.isnan(rank), rank, np.inf).min(1, keepdims=True)
         # A stream stays thin behind the slot where it became so, hence of about equals the first is the cause.
         about = np.where(blind, rank <= config.tie * lowest, rank <= lowest) | np.isinf(lowest)
-        empty = ~among(view.seeds.stage, IN_BUDGET).any(1, keepdims=True)
-        needy = np.where(blind, share < config.plant_below, (share < config.weak_below) & empty)
+        # What a seed brings in shows from its ramp on; while one incubates, the host may be weak for want of that alone.
+        waiting = (view.seeds.stage == Stage.TRAINING).any(1, keepdims=True)
+        needy = np.where(blind, share < config.plant_below, (share < config.weak_below) & ~waiting)
         weak = may & none & about & needy
         where: Bools = timely & ((narrow & (share < config.plant_below)) | weak)
 
