@@ -1,11 +1,14 @@
-"""The default controller: J on held-out instances of `repair`, what the growth sensors cost, and rent on tiny hosts.
+"""The default controller: its settings on training instances of `repair`, J on held-out ones, what sensors cost, and rent.
 
+python scripts/study_heuristic.py training [--instances N] [--seeds N] [--quick]
 python scripts/study_heuristic.py heldout [--first N] [--instances N] [--seeds N] [--out FILE]
 python scripts/study_heuristic.py compare NEW OLD [NEW OLD ...]
 python scripts/study_heuristic.py sensors
 python scripts/study_heuristic.py rent
 
-`heldout` writes figures that `compare` pairs by instance with those of another revision, made by the same command there.
+`training` is what settings are chosen by; held-out instances are grown once, with the settings that were chosen. `--quick`
+grows 4 instances by one seed, to see that the script runs. `heldout` writes figures that `compare` pairs by instance with
+those of another revision, made by the same command there.
 """
 
 import argparse
@@ -14,7 +17,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,11 @@ from torch import Tensor
 
 import esper
 from esper.leyline.actions import Actions
-from esper.leyline.config import build_config
+from esper.leyline.config import Config, build_config
 from esper.leyline.task import Task
-from esper.simic.evaluation import evaluate, named
+from esper.simic.evaluation import Contender, evaluate, named
 from esper.simic.rewards import objective
+from esper.tamiyo.heuristic import Heuristic
 from esper.tasks.catalog import get_task
 from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
@@ -36,6 +40,49 @@ from esper.tolaria.engine import VectorizedEngine
 Floats = NDArray[np.float64]
 SIZES = (0, 300, 1000, 3000, 10_000)
 """What `reward.rent_size` is tried at [parameters]."""
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "the config's settings": {},
+    "plant_below .97": {"plant_below": 0.97},
+    "weak_below 0: behind narrow segments alone": {"weak_below": 0.0},
+    "weak_below .7": {"weak_below": 0.7},
+    "weak_below .85": {"weak_below": 0.85},
+    "narrow_from .4": {"narrow_from": 0.4},
+    "narrow_from .6": {"narrow_from": 0.6},
+    "narrow_blueprints bypass-mlp": {"narrow_blueprints": ("bypass-mlp",)},
+    "weak_blueprints bypass-linear": {"weak_blueprints": ("bypass-linear",)},
+    "keep .25": {"keep": 0.25},
+    "keep 1": {"keep": 1.0},
+    "patience and training_patience 99": {"patience": 99, "training_patience": 99},
+}
+"""Settings of the heuristic that are tried on training instances, the first beside all others."""
+
+
+def variant(name: str) -> Contender:
+    """The heuristic with some settings in place of those of the config."""
+
+    def make(config: Config) -> Heuristic:
+        return Heuristic(config.heuristic.model_copy(update=dict(VARIANTS[name])), config.gates)
+
+    return Contender(name, {}, make)
+
+
+def training(instances: int, seeds: int) -> None:
+    """Print J of every variant on the first training instances, and its paired difference to the config's."""
+    print("| settings | J | difference of J | standard error | metric | parameters added | seeds kept |")
+    print("|---|" + "---|" * 6, flush=True)
+    first: Floats | None = None
+    for name in VARIANTS:
+        grown = evaluate(get_task("repair"), [variant(name)], instances=instances, seeds=seeds, part="training").figures
+        by_instance = grown.objective[0].mean(1)
+        first = by_instance if first is None else first
+        difference = by_instance - first
+        error = difference.std(ddof=1) / len(difference) ** 0.5
+        print(
+            f"| {name} | {by_instance.mean():.4f} | {difference.mean():+.4f} | {error:.4f} | {grown.metric.mean():.4f} | "
+            f"{grown.added_params.mean():.0f} | {grown.kept.mean():.2f} |",
+            flush=True,
+        )
 
 
 def heldout(first: int, instances: int, seeds: int, out: Path) -> None:
@@ -164,20 +211,24 @@ def rent(envs: int = 24) -> list[str]:
 def main() -> None:
     """Run the part that is asked for and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("heldout", "compare", "sensors", "rent"))
+    parser.add_argument("part", choices=("training", "heldout", "compare", "sensors", "rent"))
     parser.add_argument(
         "files", nargs="*", type=Path, help="of compare: figures of this revision and of the other, in turn"
     )
     parser.add_argument("--first", type=int, default=0, help="the first held-out instance")
-    parser.add_argument("--instances", type=int, default=200)
+    parser.add_argument("--instances", type=int, help="192 on training instances, 200 on held-out ones, unless given")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="of training and heldout: 4 instances by one seed")
     parser.add_argument("--out", type=Path, default=Path("heuristic.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, one thread")
+    few, seeds = (4, 1) if arguments.quick else (None, arguments.seeds)
     match arguments.part:
+        case "training":
+            training(few or arguments.instances or 192, seeds)
         case "heldout":
-            heldout(arguments.first, arguments.instances, arguments.seeds, arguments.out)
+            heldout(arguments.first, few or arguments.instances or 200, seeds, arguments.out)
         case "compare":
             print("\n".join(compare(arguments.files)))
         case "sensors":

@@ -174,6 +174,17 @@ def test_the_study_of_controllers_goes_on_where_it_was_left(tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in before}, "kept results were made anew"
 
 
+@pytest.mark.slow
+def test_the_study_of_the_heuristic_sets_its_settings_beside_each_other_and_figures_beside_those_of_before(tmp_path):
+    rows = [line.split(" | ") for line in run("study_heuristic.py", "training", cwd=tmp_path).splitlines()[3:]]
+    assert rows[0][0] == "| the config's settings"
+    assert rows[0][2] == "+0.0000"
+    assert len({row[1] for row in rows}) > 3
+    run("study_heuristic.py", "heldout", "--out", "figures.json", cwd=tmp_path)
+    table = run("study_heuristic.py", "compare", "figures.json", "figures.json", cwd=tmp_path)
+    assert "+0.000 [+0.000, +0.000]" in table.splitlines()[-1]
+
+
 def test_the_study_of_lengths_sets_runs_with_and_without_early_stopping_beside_scikit_learn(tmp_path):
     lines = run("study_length.py", cwd=tmp_path).splitlines()
     assert [line.split("|")[1:3] for line in lines[2:6]] == [
