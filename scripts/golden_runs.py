@@ -5,8 +5,8 @@
     python scripts/golden_runs.py record [RUN ...]                # writes their hashes to scripts/golden_runs.json
 
 Every run is made twice: once without interruption, and once from a checkpoint in its middle (an evaluation: from half of what it
-had grown). Both must come to the same hashes. Hashed are each entry of the summary and each kind of event, without times and
-places, the weights and the topology of each exported network, and the files of a trained controller; so a difference has the name
+had grown). Both must come to the same hashes. Hashed are each entry of the summary and each kind of event, without times, places
+and versions, the weights and the topology of each exported network, and the files of a trained controller; so a difference has the name
 of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source.
 
 The last bits of a sum depend on the processor and on the release of torch, so hashes are recorded for each kind of machine, and
@@ -225,7 +225,7 @@ def hashes(folder: Path, figures: str) -> Hashes:
     """The hash of each part of a run folder, by its name."""
     parts: dict[str, bytes] = {}
     for entry, value in json.loads((folder / figures).read_text()).items():
-        if timeless({entry: value}):
+        if entry != "environment" and timeless({entry: value}):
             parts[f"{figures}: {entry}"] = packed(value, folder.parent)
     kinds: dict[str, list[Any]] = defaultdict(list)
     if (folder / EVENTS).exists():
