@@ -6,8 +6,8 @@
 
 Every run is made twice: once without interruption, and once from a checkpoint in its middle (an evaluation: from half of what it
 had grown). Both must come to the same hashes. Hashed are each entry of the summary and each kind of event, without times, places
-and versions, the weights and the topology of each exported network, and the files of a trained controller; so a difference has the name
-of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source.
+and versions, the weights and the topology of each exported network, and the files of a trained controller; so a difference has
+the name of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source.
 
 The last bits of a sum depend on the processor and on the release of torch, so hashes are recorded for each kind of machine, and
 `check` ends with exit code 2 on a kind that has none: there, `record` at an older revision first.
@@ -28,10 +28,10 @@ import torch
 from faults.runs import timeless
 
 import esper
-from esper.nissa.files import CHECKPOINTS, EVENTS, MODELS, SUMMARY
-from esper.simic.evaluation_folder import RECORD
+from esper.runs.evaluation_folder import RECORD
+from esper.store.checkpoint import LATEST
+from esper.store.files import CHECKPOINTS, EVENTS, MODELS, SUMMARY
 from esper.tamiyo.catalog import FOLDER
-from esper.tolaria.checkpoint import LATEST
 
 RECORDED = Path(__file__).with_suffix(".json")
 

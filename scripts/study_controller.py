@@ -34,14 +34,14 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.config import build_config
-from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask, Instance, Mixture, Split
-from esper.nissa.files import EVENTS, SUMMARY, to_json
-from esper.simic.evaluation import BEST, ROWS, Contender, Evaluation, evaluate, named, search_schedules
-from esper.simic.runner import PRESETS, TRAINING, train
-from esper.simic.statistics import interquartile_mean, interval, mean, mean_difference
-from esper.simic.statistics import probability_of_improvement as improvement
+from esper.runs.evaluation import BEST, ROWS, Contender, Evaluation, evaluate, named, search_schedules
+from esper.runs.statistics import interquartile_mean, interval, mean, mean_difference
+from esper.runs.statistics import probability_of_improvement as improvement
+from esper.runs.train import PRESETS, TRAINING, train
+from esper.store.disk import write_atomic
+from esper.store.files import EVENTS, SUMMARY, to_json
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import Learned, Policy, load_policy
 from esper.tamiyo.observation import RELATIVE, Inputs, Observation, input_names

@@ -30,7 +30,7 @@ import esper
 from esper.leyline.actions import Actions
 from esper.leyline.config import Config, build_config
 from esper.leyline.task import Task
-from esper.simic.evaluation import Contender, evaluate, named
+from esper.runs.evaluation import Contender, evaluate, named
 from esper.simic.rewards import objective
 from esper.tamiyo.heuristic import Heuristic
 from esper.tasks.catalog import get_task

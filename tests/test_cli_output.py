@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
-from esper.simic.resume import read_config
-from esper.tolaria.checkpoint import Checkpoints
+from esper.runs.resume import read_config
+from esper.store.checkpoint import Checkpoints
 from processes import begun
 
 GROW = ["grow", "iris", "--envs", "2", "--models", "none", "--set", "data.batches_per_step=1"]

@@ -17,12 +17,13 @@ from esper.karn.console import print_summary
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.kasmina.export import MODEL, TOPOLOGY
 from esper.kasmina.sums import SUMS, sums_of
-from esper.leyline.config import build_config, dump_config, load_config_file, parse_setting
+from esper.leyline.config import build_config, dump_config, parse_setting
 from esper.leyline.errors import InputError
-from esper.leyline.reading import parse_yaml
+from esper.leyline.parsing import parse_yaml
 from esper.leyline.text import printable
+from esper.runs.config_file import load_config_file
+from esper.store.checkpoint import FACTS, _checksum
 from esper.tasks.catalog import get_task
-from esper.tolaria.checkpoint import FACTS, _checksum
 from populations import small_config
 
 CLEAR = "\x1b[2J\x9b31m\u202e"  # clears the screen, takes another colour, turns the text around

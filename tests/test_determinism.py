@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from esper.store.checkpoint import flatten, unflatten
 from esper.tamiyo.baselines import RandomValid
 from esper.tasks.catalog import get_task
-from esper.tolaria.checkpoint import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 

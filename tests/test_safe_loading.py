@@ -17,7 +17,7 @@ from esper.api import grow, load
 from esper.cli import main
 from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY
 from esper.leyline.errors import InputError
-from esper.nissa.files import NAMES as OWN
+from esper.store.files import NAMES as OWN
 from esper.tamiyo.catalog import get_controller, trained
 from esper.tamiyo.controller import FACTS, WEIGHTS, Language, Policy, load_policy, save_policy
 from esper.tasks.catalog import get_task
@@ -368,7 +368,7 @@ def test_a_parquet_file_that_would_unpack_to_more_than_a_gibibyte_is_refused_bef
 
 
 def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, monkeypatch):
-    from esper.simic.evaluation import Kept, named
+    from esper.runs.evaluation import Kept, named
 
     task, contender = get_task("iris"), named("never")
     config = small_config(task="iris", envs=1, steps=1, twin=True, data={"batch": 16})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from esper.leyline.config import CheckpointConfig
-from esper.tolaria.checkpoint import Checkpoints
+from esper.store.checkpoint import Checkpoints
 from processes import begun
 
 STUCK = """

@@ -24,11 +24,11 @@ from safetensors.torch import save
 
 from esper.leyline.config import CheckpointConfig
 from esper.leyline.errors import InputError
-from esper.nissa.files import CHECKPOINTS, CONFIG
+from esper.store.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints, flatten
+from esper.store.files import CHECKPOINTS, CONFIG
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import FACTS as POLICY
 from esper.tamiyo.controller import WEIGHTS, load_policy
-from esper.tolaria.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints, flatten
 from faults.damages import (
     DAMAGES,
     DRAWN,

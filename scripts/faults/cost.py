@@ -23,13 +23,13 @@ from esper.leyline.actions import Actions, Op
 from esper.leyline.config import CheckpointConfig, build_config
 from esper.leyline.stages import LIVE, Stage, among
 from esper.leyline.task import AnyTask
-from esper.leyline.tensors import to_parts
-from esper.nissa.files import CHECKPOINTS, CONFIG
-from esper.simic.runner import train, training_configs
+from esper.runs.train import train, training_configs
+from esper.store.checkpoint import Checkpoints, Tree, flatten
+from esper.store.files import CHECKPOINTS, CONFIG
+from esper.store.tensors import to_parts
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tasks.digits import digits_narrow
-from esper.tolaria.checkpoint import Checkpoints, Tree, flatten
 from esper.tolaria.engine import VectorizedEngine
 from faults.records import Record, append, records, table
 

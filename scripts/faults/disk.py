@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from esper.nissa.files import CONFIG
+from esper.store.files import CONFIG
 from faults.records import Record, append, records, table
 from faults.runs import PATIENCE, Command, differences, left_over, resume_line, straight
 

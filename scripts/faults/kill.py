@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.nissa.files import CHECKPOINTS, CONFIG, MODELS
-from esper.tolaria.checkpoint import LATEST
+from esper.store.checkpoint import LATEST
+from esper.store.files import CHECKPOINTS, CONFIG, MODELS
 from faults.records import Record, append, records, table
 from faults.runs import PATIENCE, Command, differences, left_over, reached, refusals, resume_line, start, straight
 

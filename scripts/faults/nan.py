@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from esper.lab.poison import KINDS, Kind, fingerprints, poisoned
 from esper.leyline.config import Config
 from esper.leyline.verdicts import Vital
+from esper.runs.train import training_configs
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import delta, get_reward, total
 from esper.simic.rollout import Rollout
-from esper.simic.runner import training_configs
 from esper.tamiyo.controller import Language, Policy
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from esper.simic.history import History
-from esper.simic.runner import train, training_configs
+from esper.runs.history import History
+from esper.runs.train import train, training_configs
+from esper.store.checkpoint import Checkpoints, Tree
 from esper.tasks.catalog import get_task
-from esper.tolaria.checkpoint import Checkpoints, Tree
 from faults.cost import QUICK, REPEATS, TAKEN, taken, writing
 from faults.records import Record, append, records, table
 

@@ -11,9 +11,9 @@ from typing import IO, Any, NamedTuple
 
 from esper.leyline.config import CheckpointConfig
 from esper.leyline.errors import InputError
-from esper.nissa.files import CHECKPOINTS, CONFIG, EVENTS, MODELS, SUMMARY
+from esper.store.checkpoint import LATEST, TENSORS, Checkpoints
+from esper.store.files import CHECKPOINTS, CONFIG, EVENTS, MODELS, SUMMARY
 from esper.tamiyo.catalog import FOLDER
-from esper.tolaria.checkpoint import LATEST, TENSORS, Checkpoints
 
 TIMES = ("seconds", "time", "env_steps_per_second", "phase_seconds", "controller_share")
 """Figures that tell how fast a machine was, in a summary, an event or a round's figures."""

@@ -14,6 +14,7 @@ from esper.leyline.distribution import installed_version, warn_of_another
 
 if TYPE_CHECKING:
     from esper.api import check_rows, grow, load, train
+    from esper.calls import evaluate, resume, show
     from esper.kasmina.blueprints import blueprint
     from esper.kasmina.host import SegmentedHost
     from esper.kasmina.layers import Linear
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from esper.leyline.task import Mixture, Split, Task
     from esper.leyline.verdicts import Refusal
     from esper.leyline.view import Outcome, Space, View
-    from esper.runs import evaluate, resume, show
     from esper.simic.ppo import LearningError
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
@@ -69,14 +69,14 @@ _HOME = {
     "build_config": "leyline.config",
     "check_rows": "api",
     "cnn": "tasks.hosts",
-    "evaluate": "runs",
+    "evaluate": "calls",
     "get_controller": "tamiyo.catalog",
     "get_task": "tasks.catalog",
     "grow": "api",
     "load": "api",
     "mlp": "tasks.hosts",
-    "resume": "runs",
-    "show": "runs",
+    "resume": "calls",
+    "show": "calls",
     "task": "tasks.custom",
     "train": "api",
 }

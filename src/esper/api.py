@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from esper.calls import OnInterrupt, end_of
 from esper.karn.progress import Shown, growing, learning
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.export import check_size, load_network, read_topology
@@ -20,11 +21,10 @@ from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.task import AnyTask
-from esper.runs import OnInterrupt, end_of
-from esper.simic.grow import grow as grow_run
+from esper.runs.grow import grow as grow_run
+from esper.runs.train import train as train_run
+from esper.runs.train import training_configs
 from esper.simic.rewards import get_reward
-from esper.simic.runner import train as train_run
-from esper.simic.runner import training_configs
 from esper.tamiyo.catalog import get_controller, settings_of
 from esper.tasks.hosts import host_from
 from esper.tolaria.data import stack_splits

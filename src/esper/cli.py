@@ -173,10 +173,11 @@ def grow(
     """
     import torch
 
-    from esper.leyline.config import build_config, load_config_file
-    from esper.leyline.disk import file_name
+    from esper.leyline.config import build_config
     from esper.leyline.length import with_steps
-    from esper.simic.grow import grow as run_population
+    from esper.runs.config_file import load_config_file
+    from esper.runs.grow import grow as run_population
+    from esper.store.disk import file_name
     from esper.tamiyo.catalog import get_controller, settings_of
     from esper.tasks.catalog import get_task
 
@@ -256,11 +257,11 @@ def train(
     from rich.console import Console
 
     from esper.karn.console import print_training, training
-    from esper.leyline.config import load_config_file
-    from esper.leyline.disk import file_name
+    from esper.runs.config_file import load_config_file
+    from esper.runs.train import train as train_controller
+    from esper.runs.train import training_configs
     from esper.simic.ppo import LearningError
-    from esper.simic.runner import train as train_controller
-    from esper.simic.runner import training_configs
+    from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
@@ -329,10 +330,10 @@ def resume(
     import torch
     from rich.console import Console
 
+    from esper.calls import resume as resume_run
     from esper.karn.console import print_summary, print_training
-    from esper.runs import resume as resume_run
+    from esper.runs.resume import is_training, read_config
     from esper.simic.ppo import LearningError
-    from esper.simic.resume import is_training, read_config
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
     try:
@@ -395,12 +396,12 @@ def evaluate(
     import torch
     from rich.console import Console
 
+    from esper.calls import evaluate as compare
     from esper.karn.evaluation import print_evaluation
     from esper.leyline.config import parse_setting
-    from esper.nissa.files import to_json
-    from esper.runs import evaluate as compare
-    from esper.simic.evaluation import named
-    from esper.simic.evaluation_folder import FIGURE, RECORD, default_folder
+    from esper.runs.evaluation import named
+    from esper.runs.evaluation_folder import FIGURE, RECORD, default_folder
+    from esper.store.files import to_json
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
     names = [name.strip() for name in tasks.split(",")]

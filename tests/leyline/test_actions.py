@@ -4,7 +4,7 @@ import torch
 
 from esper.leyline.actions import Actions, checked
 from esper.leyline.errors import InputError
-from esper.simic.grow import grow
+from esper.runs.grow import grow
 from populations import blobs, small_config
 
 ENVS = 3

@@ -6,11 +6,11 @@ import torch
 
 from esper.leyline.actions import Head, Op
 from esper.leyline.config import build_config
+from esper.runs.interrupt import Interrupt
+from esper.runs.train import LED, TRAINING, School, _cohort, _settings
 from esper.simic.imitation import Apprentice
-from esper.simic.interrupt import Interrupt
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.simic.runner import LED, TRAINING, School, _cohort, _settings
 from esper.tamiyo.controller import Language, Policy
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.observation import input_names

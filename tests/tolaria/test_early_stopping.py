@@ -14,7 +14,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.objective import selection_score
 from esper.leyline.stages import Stage
 from esper.leyline.view import Scores
-from esper.simic.evaluation import named, run_evaluation
+from esper.runs.evaluation import named, run_evaluation
 from esper.tasks.hosts import MLP
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.engine import VectorizedEngine

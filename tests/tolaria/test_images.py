@@ -11,10 +11,10 @@ from esper.leyline.actions import Op
 from esper.leyline.config import build_config
 from esper.leyline.slots import Kind, SlotSpec
 from esper.leyline.task import Pixels
+from esper.store.checkpoint import flatten, unflatten
 from esper.tamiyo.baselines import RandomValid
 from esper.tasks.custom import task_from
 from esper.tasks.hosts import CNN
-from esper.tolaria.checkpoint import flatten, unflatten
 from esper.tolaria.data import SharedBatchIterator, draws, stack_splits, varied
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.positions import for_positions, positions

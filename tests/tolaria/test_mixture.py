@@ -12,10 +12,10 @@ from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split, Task
 from esper.leyline.view import take
+from esper.store.checkpoint import flatten, unflatten
 from esper.tamiyo.baselines import RandomValid
 from esper.tasks.hosts import DamagedMLP
 from esper.tasks.objectives import Classification
-from esper.tolaria.checkpoint import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, Script, small_config
 

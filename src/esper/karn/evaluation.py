@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.karn.tables import print_table
-from esper.leyline.disk import write_atomic
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable
+from esper.store.disk import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

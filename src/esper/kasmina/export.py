@@ -24,12 +24,13 @@ from esper.kasmina.network import Graft, GrownNetwork
 from esper.kasmina.regrow import RegrownHost, as_host
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
-from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
-from esper.leyline.reading import parse_json, read_kept
+from esper.leyline.parsing import parse_json
 from esper.leyline.stages import IN_BUDGET, Stage
 from esper.leyline.task import Interface, Label, Scaling
 from esper.leyline.view import Seeds
+from esper.store.disk import Patient, at_once, standing, write_folder
+from esper.store.reading import read_kept
 
 FORMAT = 2
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"

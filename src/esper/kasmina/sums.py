@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from esper.leyline.errors import InputError
-from esper.leyline.reading import open_regular, read_kept
+from esper.store.reading import open_regular, read_kept
 
 SUMS = "SHA256SUMS"
 _LARGEST = 2**16  # bytes of it that are read

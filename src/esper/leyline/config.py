@@ -5,7 +5,6 @@ Every field says in one line what it means and, where it has one, its unit. Unkn
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from esper.leyline.actions import Op
 from esper.leyline.config_input import explain, show, to_sections
 from esper.leyline.errors import InputError
-from esper.leyline.reading import LARGEST_YAML, NUMBERS, parse_yaml, read_named
+from esper.leyline.parsing import NUMBERS, parse_yaml
 
 LARGE = 10**9
 """More than any count of steps, rows or seeds that a machine can hold."""
@@ -497,19 +496,8 @@ def parse_setting(text: str) -> dict[str, Any]:
     return parsed
 
 
-def load_config_file(path: str) -> dict[str, Any]:
-    """A YAML file as a nested mapping. InputError where it cannot be read or is no mapping."""
-    data = read_named(Path(path), LARGEST_YAML, "give a readable YAML file with --config")
-    content = parse_yaml(data, f"--config {path}", "`esper config --yaml` prints one to start from")
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise InputError(f"--config {path} holds a {type(content).__name__}, not a mapping of keys to values")
-    return content
-
-
 def dump_config(config: Config) -> str:
-    """The config as YAML that `load_config_file` reads back to an equal one."""
+    """The config as YAML that `runs.config_file.load_config_file` reads back to an equal one."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_WrittenOut, sort_keys=False, allow_unicode=True)
 
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.errors import InputError
-from esper.leyline.reading import open_regular
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import Bools, Outcome, Scores, Seeds, Space, Transitions, View
+from esper.store.reading import open_regular
 
 if TYPE_CHECKING:
     Numbers = Sequence[float | None] | NDArray[np.floating[Any]]

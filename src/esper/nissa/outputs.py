@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from esper.leyline.disk import Patient, at_once, write_atomic
 from esper.nissa.events import Row, encode
-from esper.nissa.patience import DiskFull, Unwritable
 from esper.nissa.recovery import Mark, beside
+from esper.store.disk import Patient, at_once, write_atomic
+from esper.store.patience import DiskFull, Unwritable
 
 
 class OutputError(OSError):

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from esper.leyline.disk import write_atomic
 from esper.leyline.text import counted
-from esper.nissa.files import EVENTS
+from esper.store.disk import write_atomic
+from esper.store.files import EVENTS
 
 Mark = dict[str, Any]
 """By what the first rows of a file are known: {"bytes": their length, "sha256": of them}."""

@@ -17,12 +17,13 @@ from torch import Tensor
 from esper.leyline.actions import Actions, Blend, Head, Op
 from esper.leyline.brief import brief
 from esper.leyline.brought import check_brought
-from esper.leyline.disk import Patient, at_once, standing, write_folder
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, scalar, uniform
-from esper.leyline.reading import parse_json, read_kept
+from esper.leyline.parsing import parse_json
 from esper.leyline.stages import Stage
 from esper.leyline.view import Outcome, Space, View
+from esper.store.disk import Patient, at_once, standing, write_folder
+from esper.store.reading import read_kept
 from esper.tamiyo.baselines import Rule
 from esper.tamiyo.network import Batch, Encoded, FactoredRecurrentActorCritic, Hidden, Shapes
 from esper.tamiyo.observation import (

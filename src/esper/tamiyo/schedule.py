@@ -18,10 +18,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.errors import InputError
-from esper.leyline.reading import LARGEST_YAML, parse_yaml, read_named
+from esper.leyline.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted
 from esper.leyline.view import Bools, Masks, Outcome, Space, View
+from esper.store.reading import read_named
 from esper.tamiyo.baselines import Rule, choices, complete, defaults
 
 

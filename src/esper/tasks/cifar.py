@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
-from esper.leyline.reading import read_named
 from esper.leyline.task import Split
 from esper.leyline.text import counted
+from esper.store.reading import read_named
 
 VARIABLE = "ESPER_DATA"
 """The environment variable that names the folder of data sets; without it, `data` in the current folder."""

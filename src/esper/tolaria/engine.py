@@ -136,7 +136,7 @@ class Engine(Generic[P]):
         return self.view()
 
     def snapshot(self) -> dict[str, Any]:
-        """All that the next step depends on, as a tree of arrays (tolaria/checkpoint.py); tensors share memory."""
+        """All that the next step depends on, as a tree of arrays (store/checkpoint.py); tensors share memory."""
         state = self.state
         return {
             "episode": state.episode,

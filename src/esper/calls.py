@@ -1,0 +1,226 @@
+"""Runs from Python beyond their start: go on with one, compare controllers, and what an interrupt leaves."""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from esper.karn.console import can_print, print_summary, print_training
+from esper.karn.evaluation import draw_evaluation, print_evaluation
+from esper.karn.progress import Shown, growing, learning, telling
+from esper.leyline.arguments import check_choice, to_path
+from esper.leyline.config import BASELINES, parse_setting
+from esper.leyline.errors import InputError, RunWarning, warn
+from esper.leyline.length import with_steps
+from esper.leyline.protocols import PolicyClient
+from esper.leyline.task import AnyTask, Mixture, Task
+from esper.nissa.recovery import look_at_events
+from esper.runs.evaluation import Contender, named, run_evaluation
+from esper.runs.evaluation_folder import FIGURE, RECORD, ROOT, EvaluationFolder
+from esper.runs.grow import grow as grow_run
+from esper.runs.resume import Change, changed, cohort_configs, finished, is_training, read_config
+from esper.runs.train import train as train_run
+from esper.store.disk import write_atomic
+from esper.store.files import to_json
+from esper.tamiyo.catalog import get_controller
+from esper.tasks.catalog import TASKS, get_task
+from esper.tasks.reference import is_reference
+
+OnInterrupt = Literal["raise", "return"]
+"""What a call does when Ctrl-C came and the run folder is in order: raise KeyboardInterrupt, or return the summary."""
+
+
+def show(summary: Mapping[str, Any]) -> None:
+    """Print what the commands print at their end: the closing table of a summary of `grow`, `train` or `resume`, or of the
+    record of `evaluate`. Raises InputError where it is none of these.
+    """
+    keys: dict[str, Callable[[Mapping[str, Any], Console], None]] = {
+        "grown_params": print_summary,
+        "rounds_done": print_training,
+        "together": print_evaluation,
+    }
+    kind = next((key for key in keys if isinstance(summary, Mapping) and key in summary), None)
+    if kind is None:
+        raise InputError(
+            f"show was given a {type(summary).__name__} that is no summary; give what esper.grow, esper.train, esper.resume or "
+            "esper.evaluate returned"
+        )
+    keys[kind](summary, Console())
+
+
+def resume(
+    run: str | PathLike[str],
+    *,
+    task: AnyTask | str | Sequence[AnyTask | str] | None = None,
+    controller: PolicyClient | str | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    other_data: bool = False,
+    progress: Shown = "auto",
+    on_interrupt: OnInterrupt = "raise",
+) -> dict[str, Any]:
+    """Go on with a run of `grow` or `train` to the numbers it would have had, as `esper resume` does; returns its summary.
+
+    `task` is needed where the run's was given as an object, or by the place of a function, as "path.py:function": nothing that
+    a run folder names is imported unless it is named here too. A place may stand for an object: the function then makes the
+    same task. Of a training on several tasks it is a list of those. `controller` is needed where it
+    was an object, which must have `state` and `load_state`. `settings` changes keys of the config, on record, as
+    {"steps": 48} or ["steps=48"]; a finished run then goes on too, and without them its summary is returned. Other versions of
+    Esper, torch, numpy or Python than the run had are warned of (`RunWarning`); other data are refused unless `other_data` is
+    set, and both are recorded. Raises InputError where the run, the task, its data and the controller do not fit
+    together. `progress` and `on_interrupt` are as in `grow`.
+    """
+    check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
+    folder, asked = to_path(run, "run"), _as_settings(settings)
+    before = read_config(folder)
+    config = changed(before, asked) if asked else before
+    change = None if config == before else Change(before, tuple(asked))
+    known = finished(folder) if change is None else None
+    if known is not None and can_print(known, is_training(config)):  # else it is damaged, and worked out again
+        wrong = look_at_events(folder) if config.telemetry.level != "off" else None
+        if wrong is not None:
+            warn(wrong, RunWarning)
+        return known
+    given = [] if task is None else [task] if isinstance(task, Task | Mixture | str) else list(task)
+    if is_training(config):
+        if controller is not None:
+            raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
+        tasks = tasks_of(folder, config.tasks, given)
+        with learning(progress) as watch:
+            summary = train_run(
+                tasks, cohort_configs(config), folder, watch, resume=True, change=change, other_data=other_data
+            )
+        return end_of(summary, folder, on_interrupt)
+    (chosen,) = tasks_of(folder, (config.task,), given)
+    client = controller if controller is not None and not isinstance(controller, str) else None
+    if client is None:
+        try:
+            client = get_controller(controller if isinstance(controller, str) else config.controller, config)
+        except InputError as error:
+            mend = f"in Python give one like it, as esper.resume({str(folder)!r}, controller=...)"
+            raise InputError(
+                f"{error}; where it was an object made in Python, no command can resume the run: {mend}"
+            ) from None
+    if "steps" not in config.model_fields_set:  # epochs were given in place of the steps of the run
+        config = with_steps(config, chosen)
+    with growing(progress, config.steps, chosen.objective.metric) as sight:
+        summary = grow_run(chosen, config, client, folder, sight, resume=True, change=change, other_data=other_data)
+    return end_of(summary, folder, on_interrupt)
+
+
+def evaluate(
+    controllers: Sequence[str | Contender] | str = (),
+    tasks: Sequence[AnyTask | str] | AnyTask | str = "repair",
+    *,
+    instances: int = 200,
+    seeds: int = 3,
+    first: int = 0,
+    searched: int = 64,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    baselines: Sequence[str] = BASELINES[1:],
+    out: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+    progress: Shown = "auto",
+) -> dict[str, Any]:
+    """Compare controllers with the rules and the best fixed schedule on held-out instances, as `esper eval` does.
+
+    `controllers` are names, schedule files or runs of trained ones; `tasks` are names or tasks. `settings` are keys of the
+    config for all of them, as {"steps": 12} or ["steps=12"]. `baselines` are the static networks beside (docs/baselines.md),
+    sized by what the first controller grew, or the heuristic without one; () leaves them out. With `out` the record, the
+    figure and what was grown are written to that folder, and a further call goes on from what was grown there; a record in it
+    is replaced with `overwrite` alone. Returns the record, the object that `esper eval --json` prints. Raises InputError
+    before anything is grown.
+    """
+    listed = [controllers] if isinstance(controllers, str) else list(controllers)
+    chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
+    say = telling(progress)
+    told = say or (lambda line: None)
+
+    def compare(grown: Path | None) -> dict[str, Any]:
+        return run_evaluation(
+            [each if isinstance(each, Contender) else named(each) for each in listed],
+            [get_task(each) if isinstance(each, str) else each for each in chosen],
+            instances=instances,
+            seeds=seeds,
+            first=first,
+            settings=[parse_setting(setting) for setting in _as_settings(settings)],
+            searched=searched,
+            baselines=baselines,
+            folder=grown,
+            watch=say,
+        )
+
+    if out is None:
+        return compare(None)
+    path = to_path(out, "out")
+    with EvaluationFolder(path, told, overwrite=overwrite, shared=path.parent == ROOT) as folder:
+        record = compare(folder.grown)
+        write_atomic(path / RECORD, to_json(record))
+        draw_evaluation(record, path / FIGURE)
+    return record
+
+
+def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
+    """The tasks of a run that goes on: those that are given, by name or as objects, and those of Esper's own by name.
+
+    InputError where one is missing whose code no folder may start, and where one that is given is not the run's.
+    """
+    own = [get_task(each) if isinstance(each, str) else each for each in given]
+    brought = {task.name: task for task in own}
+    others = [name for name in brought if name not in names]
+    chosen: list[AnyTask] = []
+    for name in names:
+        if name in brought:
+            chosen.append(brought.pop(name))
+        elif is_reference(name) or name not in TASKS:
+            if len(others) != 1 or not (is_reference(name) or is_reference(others[0])):
+                raise InputError(_how_to_resume(folder, name, list(brought)))
+            chosen.append(replace(brought.pop(others.pop()), name=name))  # the same task, made by another way
+        else:
+            chosen.append(get_task(name))
+    if brought:
+        raise InputError(
+            f"{folder} is a run on {', '.join(names)}, not on {', '.join(brought)}; give a task of the run"
+        )
+    return chosen
+
+
+def _how_to_resume(folder: Path, name: str, given: Sequence[str]) -> str:
+    """Why a run does not go on with the tasks that are given, and the command or call that names the missing one."""
+    said = f"{folder} is a run on the task {name!r}" + (f", not on {', '.join(map(repr, given))}" if given else "")
+    if is_reference(name):
+        command = f"esper resume {shlex.quote(str(folder))} --task {shlex.quote(name)}"
+        return f"{said}, whose code a run folder may not start; if you trust it, give {command}"
+    command = f"esper resume {shlex.quote(str(folder))} --task path.py:function"
+    return (
+        f"{said}, which was made in Python and is not in the folder; give the same task again, as "
+        f"esper.resume({str(folder)!r}, task=...) in Python, or as {command}, where the function returns it"
+    )
+
+
+def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Settings as `--set` takes them; of a mapping, nested or not, every value is written as JSON, which YAML reads."""
+    if not isinstance(settings, Mapping):
+        return [settings] if isinstance(settings, str) else list(settings)
+    found = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found += [f"{key}.{inner}" for inner in _as_settings(value)]
+        else:
+            found.append(f"{key}={json.dumps(value)}")
+    return found
+
+
+def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterrupt) -> dict[str, Any]:
+    """The summary of a run; KeyboardInterrupt where it was interrupted and the caller does not ask for its return."""
+    if summary["status"] != "interrupted" or on_interrupt == "return":
+        return summary
+    if folder is None:
+        raise KeyboardInterrupt("the run was interrupted")
+    raise KeyboardInterrupt(
+        f"the run was interrupted and its folder is whole; esper.resume({str(folder)!r}) goes on with it"
+    )

@@ -1,0 +1,91 @@
+"""JSON and YAML as plain objects: nothing is executed, and nothing makes objects."""
+
+import json
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from esper.leyline.errors import InputError
+
+LARGEST_YAML = 2**17  # bytes; a config of a training on twenty tasks has 90 KB, and what has more is slow to parse
+
+
+def parse_json(data: bytes, path: Path, mend: str) -> Any:
+    """JSON as plain objects. InputError where it is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise InputError(f"{path} is not valid JSON; {mend}") from None
+
+
+def parse_yaml(data: str | bytes, where: str, mend: str) -> Any:
+    """One YAML document as plain objects. InputError where it is none, or a key stands twice in one mapping.
+
+    Aliases are refused: a kilobyte of them can stand for more than a machine holds.
+    """
+    try:
+        return _Plain(data).get_single_data()
+    except _Refused as error:
+        raise InputError(f"{where} {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # with a ValueError for a date that there is not
+        raise InputError(f"{where} is not valid YAML; {mend}") from None
+
+
+class _Refused(Exception):
+    """YAML that is valid and is not taken, with the reason and the mend."""
+
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+NUMBERS = (
+    (_INT, re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"), "-+0123456789"),
+    (_FLOAT, re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), "-+.0123456789"),
+    (_FLOAT, re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), "-+."),
+)
+"""Numbers of YAML 1.2 (core schema, 10.3.2): tag, form, and the characters that one can begin with."""
+
+LONGEST_NUMBER = 100  # characters
+
+
+class _Plain(yaml.SafeLoader):
+    """PyYAML's loader of plain objects, without aliases and without keys that stand twice. Numbers are those of YAML 1.2.
+
+    YAML 1.1 has numbers to the base 60 as well (1:30), and a megabyte of one takes minutes.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (as in PyYAML)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise _Refused("holds an alias (*name), which is not read; write out what it stands for")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for place, _ in node.value:
+            name = self.construct_object(place, deep=True) if isinstance(place, yaml.ScalarNode) else None
+            if isinstance(place, yaml.ScalarNode) and name in seen:
+                raise _Refused(f"names the key {str(name)[:60]!r} twice in one mapping; keep one of them")
+            seen.add(name)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _number(loader: _Plain, node: yaml.ScalarNode) -> int | float:
+    """The number that a scalar stands for. ValueError where it is none, or is longer than any that is meant."""
+    text = loader.construct_scalar(node)
+    if len(text) > LONGEST_NUMBER:
+        raise _Refused(f"holds a number of {len(text):,} characters, of which at most {LONGEST_NUMBER} are read")
+    if node.tag == _INT:
+        return int(text, {"0x": 16, "0o": 8}.get(text[:2].lower(), 10))
+    return float(re.sub(r"\.(inf|nan)$", r"\1", text, flags=re.IGNORECASE))
+
+
+for _tag, _pattern, _first in NUMBERS:
+    _Plain.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern.pattern})\Z"), list(_first))
+    _Plain.add_constructor(_tag, _number)

@@ -1,0 +1,338 @@
+"""Static networks beside grown ones: trained on the same data, in the same batches, for as many steps. E environments, S slots.
+
+    twin       the host alone: a further row of the population that grows
+    same-size  the network that was grown, with its seeds in place from step 0
+    plain      the host without its bottlenecks, of the smallest width that gives it at least the grown network's parameters
+    skips      the host with an identity skip around every segment where one fits
+
+All but the twin are populations of their own, trained after the growth has ended, so that they change nothing of it.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.kasmina.blueprints import count, drawn_with
+from esper.kasmina.lifecycle import dormant
+from esper.kasmina.regrow import RegrownHost
+from esper.kasmina.static import Absent, Factory, Scales, Skipped, skip_places, widened
+from esper.leyline.actions import Actions
+from esper.leyline.config import Config
+from esper.leyline.errors import InputError, OutOfMemory, is_shortage
+from esper.leyline.stages import Stage
+from esper.leyline.task import AnyTask, Instance, Mixture, Room, Task
+from esper.leyline.text import counted
+from esper.leyline.view import Floats, Seeds, take
+from esper.runs.interrupt import Interrupt
+from esper.tolaria.engine import VectorizedEngine
+
+Keys = NDArray[np.int64]
+Stop = Callable[[], bool]
+
+EXAMPLES = 64
+"""Training examples on which a derived host is tried [examples]."""
+OWN = "pass esper.task(..., plain=f), where f(parameters) returns a host factory of at least so many parameters, to bring one"
+INTERRUPTED = Absent(
+    "the run was interrupted before it was trained; esper resume trains it where there is a run folder"
+)
+
+
+_ALIKE = {"same-size": "{} kept no seed", "plain": "the host of {} is plain and of that size already", "skips": "{}"}
+"""Where a static network is the twin, by name."""
+
+
+@runtime_checkable
+class Spacious(Protocol):
+    """A factory whose hosts fit into the leading corner of a larger one of its kind, where padded units stay 0."""
+
+    def room(self, others: Sequence[Any], outputs: int) -> Room:
+        """The layout of rows for hosts of its kind with up to so many outputs."""
+        ...
+
+
+class Grown(NamedTuple):
+    """What growth came to, as far as static networks depend on it."""
+
+    instance: Keys  # (E,)
+    kept: Seeds  # (E, S) the seeds that are part of the networks for good; every other slot is empty
+    params: Keys  # (E,) of the networks that are exported
+
+
+class Trained(NamedTuple):
+    """What static networks came to on the test split."""
+
+    metric: Floats  # (E,)
+    loss: Floats  # (E,)
+    params: Keys  # (E,)
+    seconds: float | None  # of building, training and evaluating; None of twins, which share the steps of the grown
+    note: str | None = None  # what else a reader should know
+
+
+class _Population(NamedTuple):
+    """Static networks that are trained together: those of n environments."""
+
+    envs: Keys  # (n,)
+    task: AnyTask
+    planted: Seeds | None = None  # (n, S) seeds that stand in them from step 0
+
+
+def grown_of(engine: VectorizedEngine) -> Grown:
+    """What a population has grown to."""
+    envs = slice(0, engine.config.envs)
+    seeds: Seeds = take(engine.state.seeds, envs)
+    fossil = seeds.stage == Stage.FOSSILIZED
+    kept = dormant(*seeds.stage.shape)
+    for name in ("stage", "blueprint", "blend", "alpha"):
+        getattr(kept, name)[fossil] = getattr(seeds, name)[fossil]
+    return Grown(engine.space.instance.copy(), kept, engine.exported_params()[envs])
+
+
+def train_baselines(
+    task: AnyTask,
+    config: Config,
+    grown: Grown,
+    steps: int,
+    twin: Trained | None,
+    interrupt: Interrupt,
+    note: Callable[[str], None],
+) -> dict[str, Trained | Absent]:
+    """Every baseline that the config names, in order. What an interrupt cuts off is absent, and the rest is kept.
+
+    An interrupt that ended the growth lets the baselines train for as many steps as were done; the next one ends them.
+    """
+    found: dict[str, Trained | Absent] = {}
+    before = interrupt.asked
+    for name in config.baselines:
+        if name == "twin":
+            assert twin is not None
+            found[name] = twin
+        elif cut_off(found):
+            found[name] = INTERRUPTED
+        else:
+            try:
+                note(f"training the baseline {name} for {counted(steps, 'step')}")
+                found[name] = train_baseline(
+                    name, task, config, grown, steps, twin=twin, stop=lambda: interrupt.asked and not before
+                )
+            except KeyboardInterrupt:
+                found[name] = INTERRUPTED
+    return found
+
+
+def cut_off(found: Mapping[str, Trained | Absent]) -> bool:
+    """Whether an interrupt left some baseline out."""
+    return any(trained is INTERRUPTED for trained in found.values())
+
+
+def as_record(trained: Trained | Absent, metric: str) -> dict[str, Any]:
+    """A baseline as it stands in a summary: strict JSON, with null for a figure that is not finite."""
+    if isinstance(trained, Absent):
+        return {"absent": trained.reason}
+    values = [float(value) if np.isfinite(value) else None for value in trained.metric]
+    seconds = None if trained.seconds is None else round(trained.seconds, 3)
+    record = {f"test_{metric}": values, "params": trained.params.tolist(), "seconds": seconds}
+    return record if trained.note is None else {**record, "note": trained.note}
+
+
+def train_baseline(
+    name: str,
+    task: AnyTask,
+    config: Config,
+    grown: Grown,
+    steps: int,
+    *,
+    twin: Trained | None = None,
+    stop: Stop = lambda: False,
+) -> Trained | Absent:
+    """Train the static networks of one name for so many steps and evaluate them on the test split.
+
+    `config` and `grown` are those of the run that they stand beside. With a `twin`, an environment whose static
+    network would be the same one takes its figures. Absent where the host has no such network, where it does not fit into
+    memory, or where `stop` became true.
+    """
+    assert name in _POPULATIONS, name
+    begin = time.perf_counter()
+    try:
+        populations = _POPULATIONS[name](task, grown, twin is not None)
+        if isinstance(populations, Absent):
+            return populations
+        if twin is None:
+            nothing = np.full(len(grown.instance), np.nan)
+            result = Trained(nothing, nothing.copy(), np.zeros_like(grown.params), 0.0)
+        else:
+            result = Trained(twin.metric.copy(), twin.loss.copy(), twin.params.copy(), 0.0)
+        for population in populations:
+            trained = _train(population, config, grown, steps, stop)
+            if isinstance(trained, Absent):
+                return trained
+            for mine, theirs in zip(result[:3], trained, strict=True):
+                mine[population.envs] = theirs
+    except (InputError, OutOfMemory) as error:
+        return Absent(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        return Absent("memory ran out while it was trained")
+    alike = len(grown.instance) - sum(len(population.envs) for population in populations)
+    where = f"{alike} of {counted(len(grown.instance), 'environment')}"
+    note = f"{_ALIKE[name].format(where)}; there it is the twin"
+    return result._replace(seconds=time.perf_counter() - begin, note=note if alike else None)
+
+
+def _train(
+    population: _Population, config: Config, grown: Grown, steps: int, stop: Stop
+) -> tuple[Floats, Floats, Keys] | Absent:
+    """(n,) metric and loss on the test split and parameters, of the networks of a population."""
+    task, instance = population.task, grown.instance[population.envs]
+    config = config.model_copy(
+        update={
+            "envs": len(instance),
+            "baselines": (),
+            "slots": None,
+            "steps": max(steps, 1),
+            "epochs": None,
+            "probe": config.probe.model_copy(update={"sensors_every": 0}),
+        }
+    )
+    engine = VectorizedEngine(task.sealed(), config, instance=instance)
+    engine.reset(planted=population.planted)
+    for _ in range(steps):
+        if stop():
+            return INTERRUPTED
+        if not engine.over:  # by early stopping
+            engine.step(Actions.wait(len(instance)))
+    engine.finish()
+    metric, loss = engine.evaluate([split for key in instance.tolist() if (split := task.test_split(key)) is not None])
+    return metric, loss, engine.exported_params()
+
+
+def _same_size(task: AnyTask, grown: Grown, twins: bool) -> list[_Population]:
+    kept = (grown.kept.stage == Stage.FOSSILIZED).any(1)
+    envs = np.flatnonzero(kept | (not twins))
+    planted = Seeds._make(own[envs] for own in grown.kept)
+    return [_Population(envs, task, planted)] if len(envs) else []
+
+
+def _plain(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Absent:
+    known: dict[tuple[int, int], Factory] = {}
+    hosts: list[Factory] = []
+    for key, parameters in zip(grown.instance.tolist(), grown.params.tolist(), strict=True):
+        instance = task.instance(key)
+        at = id(instance.host), parameters
+        if at not in known:
+            made = _plain_host(task, instance, parameters)
+            if isinstance(made, Absent):
+                return made
+            known[at] = made
+        hosts.append(known[at])
+    same = [host == task.instance(key).host for host, key in zip(hosts, grown.instance.tolist(), strict=True)]
+    envs = np.flatnonzero(~np.array(same) | (not twins))
+    return _laid_out(task, grown.instance, [hosts[env] for env in envs], envs)
+
+
+def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory | Absent:
+    """The plain network of an instance's host, of at least so many parameters."""
+    if isinstance(task, Task) and task.plain is not None:
+        made = task.plain(parameters)
+        with drawn_with(0):
+            size = count(made())
+        if size < parameters:
+            return Absent(
+                f"plain({parameters:,}) of the task makes {size:,} parameters, fewer than the grown network has"
+            )
+        return made
+    host = instance.host.ungrown if isinstance(instance.host, RegrownHost) else instance.host
+    if isinstance(host, Scales):
+        return host.plain(parameters)
+    derived = widened(host, instance.read(instance.train.x[:EXAMPLES]), parameters)
+    return Absent(f"{derived.reason}; {OWN}") if isinstance(derived, Absent) else derived
+
+
+def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Keys) -> list[_Population]:
+    """Populations of hosts (n,) for some environments (n,): one where they fit into one layout, else one a kind of host."""
+    if not len(envs):
+        return []
+    first = hosts[0]
+    if isinstance(first, Spacious) and all(type(host) is type(first) for host in hosts):
+        room = first.room(hosts, task.objective.outputs)
+        return [_Population(envs, _with_hosts(task, instance[envs], hosts, room))]
+    kinds: dict[Factory, list[int]] = {}
+    for env, host in zip(envs.tolist(), hosts, strict=True):
+        kinds.setdefault(host, []).append(env)
+    populations = []
+    for host, group in kinds.items():
+        inputs = tuple(task.instance(int(instance[group[0]])).train.x.shape[1:])
+        same = [host] * len(group)
+        populations.append(_Population(np.array(group), _with_hosts(task, instance[group], same, Room(host, inputs))))
+    return populations
+
+
+def _skips(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Absent:
+    whole = task.room
+    hosts: dict[int, Factory] = {}
+    places: set[int] | None = None
+    instances = {key: task.instance(key) for key in grown.instance.tolist()}
+    for instance in instances.values():
+        if id(instance.host) in hosts:
+            continue
+        hosts[id(instance.host)] = instance.host
+        x = instance.read(instance.train.x[:EXAMPLES])
+        tried = [(instance.host, x)]
+        if whole is not None and places is None:
+            tried.append((whole.host, _padded(x, whole.inputs)))
+        for host, examples in tried:
+            fitting = skip_places(host, examples)
+            if isinstance(fitting, Absent):
+                return fitting
+            places = set(fitting) if places is None else places & set(fitting)
+    if not places:
+        return Absent("no skip fits the same segment of every environment's host")
+    chosen = tuple(sorted(places))
+    skipped = {name: Skipped(host, chosen) for name, host in hosts.items()}
+    rows = [skipped[id(instances[key].host)] for key in grown.instance.tolist()]
+    room = whole._replace(host=Skipped(whole.host, chosen)) if whole is not None else None
+    return [_Population(np.arange(len(rows)), _with_hosts(task, grown.instance, rows, room))]
+
+
+def _padded(x: Tensor, inputs: tuple[int, ...]) -> Tensor:
+    """Examples x (B, ...), padded with 0 to the inputs of a larger host."""
+    missing = [wide - own for wide, own in zip(inputs, x.shape[1:], strict=True)]
+    return F.pad(x, [pad for extra in reversed(missing) for pad in (0, extra)])
+
+
+@dataclass(frozen=True)
+class _Rowwise(Task):
+    """A task whose instances have hosts of their own."""
+
+    hosts: Mapping[int, Factory] = field(default_factory=dict)  # by key
+
+    def instance(self, key: int) -> Instance:
+        return super().instance(key)._replace(host=self.hosts[key])
+
+
+def _with_hosts(task: AnyTask, instance: Keys, hosts: Sequence[Factory], room: Room | None) -> AnyTask:
+    """The same task with other hosts (E,) for the given instances, in a layout that holds them all."""
+    by_key = dict(zip(instance.tolist(), hosts, strict=True))
+    if isinstance(task, Mixture):
+        assert room is not None
+        sample = task.sample
+        return replace(
+            task,
+            room=room._replace(lengths=task.lengths),
+            sample=lambda key: sample(key)._replace(host=by_key[key]),
+        )
+    known = {name: getattr(task, name) for name in task.__dataclass_fields__}
+    return _Rowwise(**{**known, "host": hosts[0], "room": room, "hosts": by_key})
+
+
+_POPULATIONS: Mapping[str, Callable[[AnyTask, Grown, bool], list[_Population] | Absent]] = {
+    "same-size": _same_size,
+    "plain": _plain,
+    "skips": _skips,
+}

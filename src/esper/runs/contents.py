@@ -1,0 +1,207 @@
+"""What Esper writes into a run folder, where a run may be written, and what `--overwrite` may remove there.
+
+A folder is known for a run by what its config.yaml and environment.json hold, not by their names; within it, a file is Esper's
+by its name and place. Everything else is another's and stays.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, Union
+
+from esper.leyline.errors import InputError
+from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
+from esper.store.disk import unfinished
+from esper.store.files import CHANGES, CHECKPOINTS, CONFIG, CONTROLLER, ENVIRONMENT, MODELS, SUMMARY, is_run
+from esper.store.lock import LOCK, is_lock
+from esper.store.reading import read_kept
+
+Names = Mapping[str, Union["Names", None]]
+"""Patterns of names in a folder: None for a file, and for a folder the names in it."""
+
+OWN: Names = {
+    re.escape(CONFIG): None,
+    re.escape(CHANGES): None,
+    re.escape(ENVIRONMENT): None,
+    r"events(-(cut|damaged)-\d+)?\.jsonl": None,
+    re.escape(SUMMARY): None,
+    MODELS: {r"env-\d+": {r"(model|topology)\.[\w.]+": None, "SHA256SUMS": None}},
+    CONTROLLER: {r"controller\.\w+": None},
+    CHECKPOINTS: {"latest": None, "best": None, r"step-\d+": {r"state\.\w+": None}},
+}
+"""What Esper writes into a run folder beside its lock."""
+
+_OF_CONFIG = {"task", "controller", "envs", "steps", "seed", "optimizer", "lifecycle", "governor"}
+_OF_ENVIRONMENT = {"esper", "python", "torch", "platform", "command"}
+_LARGEST = 64 * 2**20  # bytes of environment.json that are read
+_ASIDE = re.compile(r"\.(.+)\.(new|old)")
+_NAMED = 3  # files that a sentence names
+
+
+class Contents(NamedTuple):
+    """Of a run folder."""
+
+    own: list[Path]  # files and links that Esper wrote
+    folders: list[Path]  # that Esper made, those within others first
+    others: list[Path]  # files and folders of others that no run touches
+    in_the_way: list[Path]  # those of others that a run would write over
+
+
+def list_contents(folder: Path) -> Contents:
+    """Whose everything is in a run folder. Folders of others are not looked into, and links are not followed."""
+    found = Contents([], [], [], [])
+    _list(folder, OWN, found)
+    return found
+
+
+def check_folder(folder: Path, overwrite: bool = False) -> None:
+    """See that a run may be written to `folder`, without touching anything. InputError where it may not."""
+    try:
+        content = [path.name for path in folder.iterdir() if not _unborn(path)]
+    except FileNotFoundError:
+        content = []
+    except NotADirectoryError:
+        raise InputError(f"the run folder {folder} is a file, or lies under one; name a folder") from None
+    except OSError as error:
+        raise InputError(f"the run folder {folder} cannot be read: {error.strerror}; name another") from None
+    if is_run(folder) and not overwrite:
+        raise InputError(
+            f"{folder} already holds a run; name another (--run, run=), or replace it (--overwrite, overwrite=True)"
+        )
+    if content and not is_run(folder):
+        raise InputError(f"{folder} holds other files and no run; name a new or an empty folder with --run")
+    if content:
+        check_own(folder)
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"no permission to write to {place}, where the run was to go; name another folder with --run")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder where it is missing. InputError where that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from None
+
+
+def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], None] | None = None) -> None:
+    """Make the folder, and free it of an earlier run's files where `overwrite` says so; other files, and the lock, stay.
+
+    Files of others that stay in the folder of a run are told to `note`.
+    """
+    check_folder(folder, overwrite)
+    make_folder(folder)
+    try:
+        stay = remove_own(folder)
+    except OSError as error:
+        raise _unwritable(error) from None
+    if stay and note is not None:
+        note(f"{listed(stay)} in {folder} {'were' if len(stay) > 1 else 'was'} not written by Esper: left as it is")
+
+
+def check_own(folder: Path) -> None:
+    """See that `--overwrite` may take the place of the run in a folder. InputError, with the reason, where it may not."""
+    mend = "name another folder with --run"
+    if not _is_config(folder / CONFIG):
+        raise InputError(
+            f"{folder / CONFIG} does not hold the config of an Esper run, so --overwrite leaves {folder} as it is; {mend}"
+        )
+    found = list_contents(folder)
+    written = [path for path in found.own if path.name != CONFIG and unfinished(path) is None]
+    # a kill between the two leaves a config alone
+    if written and not _is_environment(folder / ENVIRONMENT):
+        raise InputError(
+            f"{folder / ENVIRONMENT} is missing or does not hold what Esper writes there, so --overwrite leaves {folder} as it "
+            f"is; {mend}"
+        )
+    if found.in_the_way:
+        raise InputError(
+            f"{listed(found.in_the_way)} would be lost, which Esper did not write, so --overwrite leaves {folder} as it is; "
+            f"move that elsewhere, or {mend}"
+        )
+
+
+def remove_own(folder: Path) -> list[Path]:
+    """Remove what Esper wrote into a run folder, and return what stays, without the lock.
+
+    The environment and the config go last: until then the folder counts as a run that may be overwritten.
+    """
+    found = list_contents(folder)
+    last = [folder / ENVIRONMENT, folder / CONFIG]
+    for path in found.own:
+        if path not in last:
+            path.unlink()
+    for path in found.folders:
+        if not any(path.iterdir()):
+            path.rmdir()
+    for path in last:
+        path.unlink(missing_ok=True)
+    return found.others
+
+
+def sweep(folder: Path) -> None:
+    """Remove the files under temporary names that a kill left in a run folder beside Esper's own."""
+    for path in list_contents(folder).own:
+        if path.parent == folder and unfinished(path) is not None:
+            path.unlink(missing_ok=True)
+
+
+def listed(paths: list[Path]) -> str:
+    """The first few of some paths, and how many more there are, in words."""
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    return ", ".join(map(str, paths[:_NAMED])) + more
+
+
+def _list(folder: Path, names: Names, found: Contents) -> None:
+    replaced_whole = all(inside is None for inside in names.values())
+    for path in sorted(folder.iterdir()):
+        if path.name == LOCK and names is OWN and is_lock(path):
+            continue
+        pattern = next((pattern for pattern in names if re.fullmatch(pattern, _intended(path))), None)
+        inside = None if pattern is None else names[pattern]
+        is_folder = path.is_dir() and not path.is_symlink()
+        if pattern is None:
+            taken = replaced_whole or (path.name == LOCK and names is OWN)
+            (found.in_the_way if taken else found.others).append(path)
+        elif not path.is_symlink() and is_folder != (inside is not None):
+            found.in_the_way.append(path)
+        elif is_folder and inside is not None:
+            _list(path, inside, found)
+            found.folders.append(path)
+        else:
+            found.own.append(path)
+
+
+def _intended(path: Path) -> str:
+    """The name that a file or folder gets, or had, where it stands under a temporary one."""
+    aside = _ASIDE.fullmatch(path.name)
+    return unfinished(path) or (aside[1] if aside else path.name)
+
+
+def _is_config(path: Path) -> bool:
+    try:
+        content = parse_yaml(read_kept(path, LARGEST_YAML, ""), "", "")
+    except InputError:
+        return False
+    return isinstance(content, dict) and set(content) >= _OF_CONFIG
+
+
+def _is_environment(path: Path) -> bool:
+    try:
+        content = parse_json(read_kept(path, _LARGEST, ""), path, "")
+    except InputError:
+        return False
+    return isinstance(content, dict) and set(content) >= _OF_ENVIRONMENT
+
+
+def _unborn(path: Path) -> bool:
+    """Whether a file is what a process leaves that is killed before its run has a config."""
+    return is_lock(path) or unfinished(path) == CONFIG
+
+
+def _unwritable(error: OSError) -> InputError:
+    return InputError(f"cannot write to {error.filename}: {error.strerror}; name another folder with --run")

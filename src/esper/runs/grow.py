@@ -1,0 +1,498 @@
+"""The run: a population grown under a controller, and the folder that remains of it."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+
+import numpy as np
+from torch import nn
+
+from esper.kasmina.blueprints import get_blueprint
+from esper.kasmina.export import PROGRAM, save_network
+from esper.kasmina.static import Absent
+from esper.leyline.actions import Actions, Op, checked
+from esper.leyline.config import Config
+from esper.leyline.errors import InputError, described
+from esper.leyline.length import epochs_of
+from esper.leyline.protocols import PolicyClient, Resumable
+from esper.leyline.stages import Stage, among
+from esper.leyline.task import AnyTask, Split
+from esper.leyline.text import counted
+from esper.leyline.view import Floats, Seeds, View
+from esper.nissa.events import RunRow
+from esper.nissa.hub import Hub
+from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
+from esper.runs.environment import describe_environment
+from esper.runs.explanations import Attempts, as_tree, explanations, reasons_of, unfinished
+from esper.runs.failure import Failure, RolledBack, failed_row
+from esper.runs.interrupt import Interrupt
+from esper.runs.resume import Change, fitting
+from esper.runs.run_folder import RunFolder
+from esper.runs.stopping import stopping_figures
+from esper.simic.rewards import objective
+from esper.store.checkpoint import Checkpoints
+from esper.store.disk import Patient
+from esper.store.files import MODELS
+from esper.tamiyo.catalog import with_sensors
+from esper.tolaria.early_stopping import UNDER_WAY
+from esper.tolaria.engine import VectorizedEngine
+
+Summary = dict[str, Any]
+"""The final figures, as they stand in summary.json: strict JSON, null where something was not measured."""
+
+
+class Pair(TypedDict):
+    """One quantity over environments, of the never-grow twins (None without twins) and of the grown networks."""
+
+    host: list[float | None] | None
+    grown: list[float | None]
+
+
+class Watch(Protocol):
+    """Who looks on while a population grows."""
+
+    def step(self, view: View, eps: float, rollbacks: int) -> None:
+        """A step is done; `eps` are the rows stepped per second so far, and `rollbacks` counts those so far, twins included."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something else begins."""
+        ...
+
+
+class Silent:
+    """A Watch that looks away."""
+
+    def step(self, view: View, eps: float, rollbacks: int) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+def grow(
+    task: AnyTask,
+    config: Config,
+    client: PolicyClient,
+    folder: Path | None = None,
+    watch: Watch | None = None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    change: Change | None = None,
+    other_data: bool = False,
+) -> Summary:
+    """Grow a population on a task for one episode, evaluate what came out on the test split, and export it.
+
+    Without a folder nothing is written. What was asked for is checked first, so that bad input (InputError) leaves
+    nothing behind. SIGINT or SIGTERM ends the growth after the step it fell in; what is done so far is evaluated and
+    exported. With `resume` the run of the folder, of this task, config and a controller as it was at first, goes on at its
+    last checkpoint, or begins again where it has none; checkpoints are written where the controller is `Resumable`. With a
+    `change`, `config` is the changed one, and a finished run goes on too. It goes on with other data than it began with only
+    where `other_data` is set.
+    """
+    started = time.perf_counter()
+    watch = watch or Silent()
+    if task.test is None:
+        raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
+    for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
+        get_blueprint(name)  # a task may lack it; a name that nothing has is a mistake
+    with (
+        Interrupt() as interrupt,
+        RunFolder(
+            folder,
+            config,
+            watch.note,
+            interrupt,
+            overwrite=overwrite,
+            resume=resume,
+            change=change,
+            tasks=[task],
+            other_data=other_data,
+        ) as run,
+    ):
+        engine, found = VectorizedEngine(task.sealed(), with_sensors(config, client), run.hub), run.found
+        engine.population.sound(_tests(engine, task))  # looked at now, as nothing should stop the run at its end
+        if found is None:
+            episode = Episode(engine.reset())
+            # a controller that does not fit the task says so before anything is written
+            episode.decided = checked(client.act(episode.view), config.envs)
+            episode.reasons = reasons_of(client)
+        else:
+            with fitting(found):
+                episode = _restored(engine, client, found.state)
+            if episode.steps > config.steps:
+                raise InputError(
+                    f"steps is {config.steps}, but the run has taken {episode.steps}; give as many or more"
+                )
+        run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
+        keeper = Keeper(run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started)
+        failure = Failure(run, partial(_run_row, engine, config), partial(_asked, engine, task, config, episode))
+        with _closing_row(run, engine), failure.recorded(), engine.timer.memory("between steps", users=False):
+            played = _play(engine, client, episode, interrupt, watch, keeper)
+            if played.status == "interrupted":
+                watch.note(
+                    f"interrupted after {played.steps} of {counted(config.steps, 'step')}; evaluating what is done so far"
+                )
+                if set(config.baselines) - {"twin"}:
+                    watch.note("another Ctrl-C ends the baselines, which train for as many steps")
+            ended = engine.view().seeds
+            engine.finish()
+            figures = _figures(engine, task, config)
+            networks = [engine.export(env) for env in range(config.envs)]
+            written = Written([], [])
+            if run.path is not None:
+                written = _write_networks(engine, task, config, run.path, networks, figures, watch, run.patience)
+            seconds = episode.before + time.perf_counter() - started
+            static = _static(engine, task, config, played, figures, interrupt, watch)
+            if cut_off(static):
+                played = played._replace(status="interrupted")
+            summary = {
+                **_asked(engine, task, config, episode),
+                "status": played.status,
+                **figures,
+                "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
+                **_growth(engine, [topology for _, topology in networks], ended, played.germinated),
+                **stopping_figures(engine, config, played.steps),
+                **written._asdict(),
+                **engine.governor.record.counts(),
+                **engine.fates.lists(),
+                "explanations": [
+                    *explanations(episode.attempts, engine.space, client, config.controller),
+                    *unfinished(episode.view, config.gates, episode.attempts.allowed_last),
+                ],
+                "seconds": round(seconds, 3),
+                "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
+                "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
+            }
+            if played.status == "failed":
+                summary["error"] = described(RolledBack(engine.governor.record.counts()["rollbacks"]))
+        run.end(failed_row(_run_row(engine, config, played.status), summary), summary)
+    return summary
+
+
+@contextmanager
+def _closing_row(run: RunFolder, engine: VectorizedEngine) -> Iterator[None]:
+    """A second SIGINT leaves no summary; that the run is over stands in its events all the same."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        run.hub.emit(_run_row(engine, engine.config, "interrupted"))
+        raise
+
+
+@dataclass
+class Episode:
+    """What has been done of an episode."""
+
+    view: View  # of the next decision
+    decided: Actions | None = None  # the next decision, where it was made already
+    steps: int = 0
+    germinated: int = 0  # seeds planted, over all environments
+    seconds: float = 0.0  # of stepping alone
+    before: float = 0.0  # seconds of the run before it was taken up
+    reasons: Sequence[str | None] | None = None  # of `decided`
+    attempts: Attempts = field(init=False)  # to plant something
+
+    def __post_init__(self) -> None:
+        self.attempts = Attempts.none(len(self.view.host_params))
+
+
+class Keeper(NamedTuple):
+    """Writes the checkpoints of an episode; none where there is no folder."""
+
+    store: Checkpoints | None
+    engine: VectorizedEngine
+    client: PolicyClient
+    episode: Episode
+    hub: Hub
+    started: float
+
+    def when_due(self) -> None:
+        """Write one where the config's cadences ask for it."""
+        if self.store is not None and self.store.due(self.episode.steps):
+            self.now()
+
+    def now(self) -> None:
+        """Write one, unless nothing has happened since the last."""
+        episode, store = self.episode, self.store
+        if store is None or episode.steps == store.last:
+            return
+        assert isinstance(self.client, Resumable)
+        self.hub.flush()
+        state = {
+            **self.hub.state(),
+            "episode": {
+                "steps": episode.steps,
+                "germinated": episode.germinated,
+                "seconds": episode.seconds,
+                "before": episode.before + time.perf_counter() - self.started,
+            },
+            "attempts": as_tree(episode.attempts),
+            "client": self.client.state(),
+            "engine": self.engine.snapshot(),
+        }
+        store.begin(episode.steps, state)
+
+    def at_end(self) -> None:
+        """Write the last one and wait until it is there: what follows takes a while, and a second signal waits for nothing."""
+        self.now()
+        if self.store is not None:
+            self.store.join()
+
+
+class Played(NamedTuple):
+    """An episode, or as much of it as an interrupt left."""
+
+    status: Literal["finished", "interrupted", "failed"]  # failed where every environment was rolled back in every step
+    steps: int
+    germinated: int  # seeds planted, over all environments
+    seconds: float  # of stepping alone
+
+
+class Written(NamedTuple):
+    """The environments whose networks were written."""
+
+    exported: list[int]
+    untraced: list[int]  # those of them that torch.export could not trace
+
+
+def _play(
+    engine: VectorizedEngine,
+    client: PolicyClient,
+    episode: Episode,
+    interrupt: Interrupt,
+    watch: Watch,
+    keeper: Keeper,
+) -> Played:
+    """Step to the end of the episode or to an interrupt."""
+    while not engine.over and not interrupt.asked:
+        keeper.when_due()
+        begin = time.perf_counter()
+        view = episode.view
+        decided, reasons = episode.decided, episode.reasons
+        if decided is None:
+            decided = _decided(client, view, keeper, watch)
+            reasons = reasons_of(client)
+        episode.view, outcome = engine.step(decided, reasons)
+        client.store(outcome)
+        episode.attempts.count(view, outcome)
+        episode.germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
+        episode.decided = None
+        episode.steps += 1
+        episode.seconds += time.perf_counter() - begin
+        rollbacks = int(engine.governor.record.found.sum())
+        watch.step(episode.view, engine.rows * episode.steps / episode.seconds, rollbacks)
+    keeper.at_end()
+    client.update()
+    status: Literal["finished", "interrupted", "failed"] = "finished" if engine.over else "interrupted"
+    if episode.steps and (engine.governor.record.rollbacks[: engine.config.envs] == episode.steps).all():
+        status = "failed"
+    return Played(status, episode.steps, episode.germinated, episode.seconds)
+
+
+def _decided(client: PolicyClient, view: View, keeper: Keeper, watch: Watch) -> Actions:
+    """The controller's decision. Where it fails, a checkpoint of the steps so far is written before the error is raised."""
+    try:
+        return checked(client.act(view), len(view.host_params))
+    except Exception:
+        try:
+            keeper.at_end()
+        except Exception as error:
+            watch.note(f"no checkpoint could be written behind the failure of the controller: {error}")
+        raise
+
+
+def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str, Any]) -> Episode:
+    """The episode of a checkpoint, with the engine and the controller as they were."""
+    if not isinstance(client, Resumable):
+        raise InputError(
+            f"the controller is a {type(client).__name__}, which has no state and load_state to go on with"
+        )
+    view = engine.restore(state["engine"])
+    client.load_state(state["client"])
+    episode = Episode(view, None, **state["episode"])
+    episode.attempts = Attempts(**state["attempts"])
+    return episode
+
+
+def _asked(engine: VectorizedEngine, task: AnyTask, config: Config, episode: Episode) -> Summary:
+    """What was asked for and what of it was done."""
+    return {
+        "status": "failed",
+        "task": config.task,
+        "controller": config.controller,
+        "envs": config.envs,
+        "steps": config.steps,
+        "steps_done": episode.steps,
+        "epochs_done": epochs_of(episode.steps, config, task),
+        "seed": config.seed,
+        "device": str(engine.device),
+        "rows": engine.rows,
+    }
+
+
+def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
+    """Parameters, and every host and grown network on the test and validation splits. The only reader of test data."""
+    name = task.objective.metric
+    test = _evaluate(engine, config, name, _tests(engine, task))
+    validation = _evaluate(engine, config, name, engine.population.validation_splits())
+    figures: Summary = {
+        "metric": name,
+        "objective_formula": _formula(name, config, int(engine.population.body.host_params[: config.envs].min())),
+        "host_params": _one_or_all(engine.population.body.host_params[: config.envs].tolist()),
+        "grown_params": engine.exported_params()[: config.envs].tolist(),
+        **{f"test_{name}": pair for name, pair in test.items()},
+        **{f"validation_{name}": pair for name, pair in validation.items()},
+    }
+    return figures | {"best": _best(figures, config)}
+
+
+def _static(
+    engine: VectorizedEngine,
+    task: AnyTask,
+    config: Config,
+    played: Played,
+    figures: Summary,
+    interrupt: Interrupt,
+    watch: Watch,
+) -> dict[str, Trained | Absent]:
+    """The static networks that the config asks for; the twins, rows of the population, are there already."""
+    twin = None
+    if config.twin:
+        metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
+        params = engine.population.body.host_params[: config.envs].copy()
+        twin = Trained(metric, loss, params, seconds=None)
+    # those of a run that stopped early have the same steps to their own stop
+    steps = config.steps if played.status == "finished" else played.steps
+    return train_baselines(task, config, grown_of(engine), steps, twin, interrupt, watch.note)
+
+
+def _tests(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
+    """The test split of every environment."""
+    return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
+
+
+def _growth(
+    engine: VectorizedEngine, topologies: Sequence[Mapping[str, Any]], ended: Seeds, germinated: int
+) -> Summary:
+    """What grew where, and what became of the other seeds; `ended` (E, S) are those in place after the last step."""
+    grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for topology in topologies]
+    unfinished = [
+        [name for name, live in zip(engine.space.slots, row, strict=True) if live]
+        for row in among(ended.stage, UNDER_WAY).tolist()
+    ]
+    kept, left = sum(map(len, grown)), sum(map(len, unfinished))
+    fossil, best = ended.stage == Stage.FOSSILIZED, engine.view().seeds.stage == Stage.FOSSILIZED
+    discarded = int((fossil & ~best).sum())
+    seeds = {
+        "germinated": germinated,
+        "fossilized": kept,
+        "unfinished": left,
+        "discarded": discarded,  # fossilized after the best step, to which early stopping restored the network
+        "pruned": germinated - kept - left - discarded,
+    }
+    return {"seeds": seeds, "grown": grown, "unfinished": unfinished}
+
+
+def _write_networks(
+    engine: VectorizedEngine,
+    task: AnyTask,
+    config: Config,
+    folder: Path,
+    networks: Sequence[tuple[nn.Module, dict[str, Any]]],
+    figures: Summary,
+    watch: Watch,
+    patience: Patient,
+) -> Written:
+    """Export the networks that the config asks for into the run folder."""
+    written = Written(_exported(config, figures["best"]["env"]), [])
+    if written.exported:
+        watch.note(f"exporting {counted(len(written.exported), 'network')}")
+    reasons: dict[str, str] = {}  # why torch.export cannot trace a network, by what grew where on which host
+    for env in written.exported:
+        problem = task.instance(int(engine.space.instance[env]))
+        example = problem.probe.x[:2].cpu()
+        path = folder / MODELS / f"env-{env:03d}"
+        kind = _kind(networks[env][1])
+        failure = save_network(path, *networks[env], example, patience, reasons.get(kind))
+        if failure is not None:
+            reasons[kind] = failure
+            written.untraced.append(env)
+    if written.untraced:
+        some = f"{len(written.untraced)} of {counted(len(written.exported), 'network')}"
+        have, them = ("has", "it") if len(written.untraced) == 1 else ("have", "them")
+        why = "; or ".join(dict.fromkeys(reasons.values()))
+        watch.note(f"{some} {have} no {PROGRAM}, as torch.export cannot trace {them}: {why}")
+    return written
+
+
+def _kind(topology: Mapping[str, Any]) -> str:
+    """What networks have in common that torch.export traces alike: the host, and what grew where."""
+    seeds = [[seed[name] for name in ("slot", "blueprint", "blend")] for seed in topology["seeds"]]
+    return json.dumps([topology["host"], seeds], sort_keys=True)
+
+
+def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
+    """The metric under its name, the loss and the objective J of every host and grown network on its split."""
+    metric, loss = engine.evaluate(splits)
+    host_params = np.tile(engine.population.body.host_params[: config.envs], engine.rows // config.envs)
+    value = metric if config.reward.objective == "metric" else -loss
+    added = engine.exported_params() - host_params
+    return {
+        name: _pair(metric, config),
+        "loss": _pair(loss, config),
+        "objective": _pair(objective(value, added, host_params, config.reward.rent, config.reward.rent_size), config),
+    }
+
+
+def _one_or_all(values: list[int]) -> int | list[int]:
+    """The one value that all environments share, or each environment's own."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _pair(values: Floats, config: Config) -> Pair:
+    """Values over rows, environments first and then their twins, with None for nan."""
+    plain = [None if np.isnan(value) else float(value) for value in values]
+    return Pair(host=plain[config.envs :] if config.twin else None, grown=plain[: config.envs])
+
+
+def _best(figures: Summary, config: Config) -> Summary:
+    """The network that is best on the validation split by what `select` names; one that was not measured comes last."""
+    name = figures["metric"] if config.select == "metric" else "objective"
+    values = figures[f"validation_{name}"]["grown"]
+    env = max(range(len(values)), key=lambda env: (values[env] is not None, values[env] or 0.0))
+    return {"env": env, "select": config.select, "validation": values[env]}
+
+
+def _formula(name: str, config: Config, smallest: int) -> str:
+    """What J is, in a line, for hosts of at least `smallest` parameters."""
+    reward = config.reward
+    value = name if reward.objective == "metric" else "- loss"
+    host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"
+    return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host})"
+
+
+def _exported(config: Config, best: int) -> list[int]:
+    """The environments whose networks are exported."""
+    return {"none": [], "best": [best], "all": list(range(config.envs))}[config.models]
+
+
+def _run_row(engine: VectorizedEngine, config: Config, status: Any) -> RunRow:
+    return RunRow(
+        status=status,
+        task=config.task,
+        controller=config.controller,
+        envs=config.envs,
+        steps=config.steps,
+        seed=config.seed,
+        device=str(engine.device),
+        slots=engine.space.slots,
+        blueprints=[blueprint.name for blueprint in engine.space.blueprints],
+        host_param_counts=engine.population.body.host_params[: config.envs],
+    )

@@ -1,0 +1,159 @@
+"""Taking up a run where it was left: what its folder says, and what has to be put in order before it goes on."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from esper.leyline.config import Config, build_config, dump_config, parse_setting
+from esper.leyline.errors import InputError
+from esper.leyline.parsing import LARGEST_YAML, parse_yaml
+from esper.nissa.recovery import Mark, take_up_events
+from esper.store.changes import record_change
+from esper.store.checkpoint import Checkpoint, Checkpoints
+from esper.store.disk import Patient, write_atomic
+from esper.store.files import CONFIG, SUMMARY, check_links, is_run
+from esper.store.reading import read_kept
+
+PAID = "ppo"
+"""What a training calls its controller, where the config's own reward pays it."""
+_LARGEST = 64 * 2**20  # bytes of summary.json that are read
+_MEND = "put back what was there, or start a new run"
+
+
+def read_config(folder: Path) -> Config:
+    """What was asked for in a run folder. InputError where it is none, or its config.yaml cannot be read."""
+    if not is_run(folder):
+        raise InputError(f"{folder} is no run folder, as it holds no {CONFIG}; name one that esper grow or train wrote")
+    check_links(folder)
+    data = read_kept(folder / CONFIG, LARGEST_YAML, _MEND)
+    content = parse_yaml(data, str(folder / CONFIG), _MEND)
+    if not isinstance(content, dict):
+        raise InputError(f"{folder / CONFIG} holds no mapping of keys; put back what was there, or start a new run")
+    return build_config(content)
+
+
+def cohort_configs(config: Config) -> list[Config]:
+    """The config of every task of a training, from the one in its folder."""
+    own = config.model_copy(update={"cohorts": {}})
+    return [own if name == config.task else build_config(config.cohorts.get(name, {})) for name in config.tasks]
+
+
+def with_cohorts(configs: Sequence[Config], controller: str) -> Config:
+    """The config for the folder of a training: that of the first task, which holds those of the others."""
+    others = {config.task: config.model_dump(mode="json", exclude={"cohorts"}) for config in configs[1:]}
+    return configs[0].model_copy(update={"cohorts": others, "controller": controller})
+
+
+def is_training(config: Config) -> bool:
+    """Whether the run of a config trains a controller. InputError where it was paid by what no config holds."""
+    if not config.tasks or config.controller.split(",")[0] != PAID:
+        return False
+    if config.controller != PAID:
+        raise InputError(
+            f"the controller was {config.controller}, a reward given as an object from Python, which cannot be resumed; "
+            "start the training again"
+        )
+    return True
+
+
+FIXED = (
+    *("task", "tasks", "cohorts", "controller", "envs", "seed", "twin", "slots", "blueprints"),
+    *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group"),
+    *("governor.enabled", "governor.history", "early_stopping.enabled"),
+)
+"""Keys without which a run is another one: what is grown, on what, and what a decision may be."""
+
+
+class Change(NamedTuple):
+    """Of the config of a run that goes on."""
+
+    before: Config  # what the folder holds
+    settings: tuple[str, ...]  # as `--set` named them
+
+
+def changed(config: Config, settings: Sequence[str]) -> Config:
+    """The config of a run folder with settings, KEY=VALUE, over it and over every cohort's of a training.
+
+    InputError where that would be another run.
+    """
+    layers, trains = [parse_setting(setting) for setting in settings], is_training(config)
+    before = cohort_configs(config) if trains else [config]
+    after = [build_config(each.model_dump(mode="json"), *layers) for each in before]
+    pairs = list(zip(before, after, strict=True))
+    names = {name for one, other in pairs for name in _differences(one, other)}
+    names |= {"twin"} if any(one.twin != other.twin for one, other in pairs) else set()  # rows of the population
+    compared = ("select",) if config.early_stopping.enabled else ()  # by what the best step so far was chosen
+    fixed = (*FIXED, *compared, "steps") if trains else (*FIXED, *compared)
+    for key in fixed:
+        if any(name == key or name.startswith(f"{key}.") for name in names):
+            raise InputError(f"--set {key} would make this another run, which cannot go on from here; start a new one")
+    return with_cohorts(after, config.controller) if trains else after[0]
+
+
+def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
+    """Dotted names of the keys whose values differ."""
+    for name in type(one).model_fields:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(mine, BaseModel):
+            yield from (f"{name}.{inner}" for inner in _differences(mine, theirs))
+        elif mine != theirs:
+            yield name
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that came to its end; None where it did not."""
+    path = folder / SUMMARY
+    if not path.is_file():
+        return None
+    data = read_kept(path, _LARGEST, "remove it, and it is worked out again")
+    try:
+        summary = json.loads(data)
+    except (ValueError, RecursionError):
+        return None  # it is worked out again
+    return summary if isinstance(summary, dict) and summary.get("status") == "finished" else None
+
+
+def take_up(
+    folder: Path, config: Config, change: Change | None, note: Callable[[str], None], patience: Patient
+) -> tuple[Checkpoints, Checkpoint | None]:
+    """The checkpoints of a run and the one to go on from, None where there is none. InputError where it is another run."""
+    if read_config(folder) != (config if change is None else change.before):
+        raise InputError(f"{folder / CONFIG} is not the config of this run; resume it with what it says")
+    store = Checkpoints(folder, config.checkpoint, patience)
+    found = store.read(note)
+    if found is None and change is not None and finished(folder) is not None:
+        raise InputError(f"{folder} holds a finished run and no checkpoint from which it could go on; start a new run")
+    note(f"going on after step {found.number}" if found else "no complete checkpoint: starting again from config.yaml")
+    return store, found
+
+
+@contextmanager
+def fitting(found: Checkpoint) -> Iterator[None]:
+    """What does not fit the run any more is said in one sentence."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"the checkpoint of step {found.number} does not fit the task and the controller as they are now ({error}); put "
+            "back what was there, or start a new run"
+        ) from None
+
+
+def change_config(folder: Path, config: Config, change: Change, steps: int) -> None:
+    """Put another config in the place of the present one, on record; a crash leaves a run with the one or the other."""
+    (folder / SUMMARY).unlink(missing_ok=True)  # the run is not finished with this one
+    text = dump_config(config)
+    record_change(folder, text, change.settings, steps)
+    write_atomic(folder / CONFIG, text)
+
+
+def reopen_run(folder: Path, rows: int, mark: Mark | None, note: Callable[[str], None]) -> None:
+    """Cut the events behind the first `rows`, which `mark` is of, and remove the summary of the run that was left."""
+    take_up_events(folder, rows, mark, note)
+    (folder / SUMMARY).unlink(missing_ok=True)

@@ -1,0 +1,169 @@
+"""A run folder from its opening to its closing: what is read first, what is written when, and what the run leaves there."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from esper.leyline.config import Config, dump_config
+from esper.leyline.errors import described
+from esper.leyline.task import AnyTask
+from esper.nissa.events import RunRow
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import JsonLines, Output
+from esper.nissa.recovery import Mark
+from esper.runs.contents import check_folder, create_folder, make_folder, sweep
+from esper.runs.interrupt import Interrupt
+from esper.runs.origin import DATA, Difference, compare_origin, origin_of
+from esper.runs.resume import Change, change_config, fitting, reopen_run, take_up
+from esper.store.changes import read_trail, record_origin
+from esper.store.checkpoint import Checkpoint, Checkpoints
+from esper.store.disk import Patient, at_once, write_atomic
+from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run, to_json
+from esper.store.lock import Lock
+from esper.store.patience import Patience
+
+
+class RunFolder:
+    """The folder of a run that is open; one that has no path takes everything and keeps nothing.
+
+    Entered, it is checked and, where the run goes on, read: `found` is the checkpoint, `hub` numbers on from it. `begin` is
+    when the first file is written, so that what is found to be bad until then leaves the folder as it was. `end` closes the run.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        config: Config,
+        note: Callable[[str], None],
+        interrupt: Interrupt,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        change: Change | None = None,
+        tasks: Sequence[AnyTask] = (),
+        other_data: bool = False,
+    ) -> None:
+        """`config` is that of the run or, where it goes on with a `change`, the one that it shall have.
+
+        A run that goes on must read the data that it began with, those of `tasks`, unless `other_data` is set.
+        """
+        self.path, self.config, self.note = path, config, note
+        self.overwrite, self.resume, self.change = overwrite, resume, change
+        self.patience: Patient = at_once
+        outputs: list[Output] = []
+        if path is not None:
+            self.patience = Patience(config.faults.disk_seconds, note, path, lambda: interrupt.asked)
+            outputs.append(JsonLines(path / EVENTS, self.patience, note))
+        self.hub = Hub(outputs, config.telemetry.level)
+        self.lock = Lock(path, note) if path is not None else None
+        self.store: Checkpoints | None = None
+        self.found: Checkpoint | None = None
+        self.mark: Mark | None = None  # of the events before the checkpoint that was found
+        self.origin = origin_of(tasks) if path is not None else None
+        self.other_data = other_data
+        self.differs: Difference | None = None  # from what the run began with
+
+    def __enter__(self) -> Self:
+        try:
+            if self.path is not None and self.lock is not None:
+                self._open(self.path, self.lock)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
+        """The lock is another's to take when nothing is being written any more; a KeyboardInterrupt waits for nothing."""
+        try:
+            try:
+                self.hub.close()
+            finally:
+                self._leave(kind)
+        except KeyboardInterrupt:
+            self._leave(KeyboardInterrupt)  # it may have come before the lock was released
+            raise
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        """Release the lock, behind what is being written."""
+        if self.lock is None:
+            return
+        if self.store is None:
+            self.lock.release()
+            return
+        try:
+            if kind is None or not issubclass(kind, KeyboardInterrupt):
+                self.store.close()
+        finally:
+            self.store.leave(self.lock.release)
+
+    def _open(self, path: Path, lock: Lock) -> None:
+        """Lock what is there, and read where the run goes on. A folder that is still to be made is locked in `begin`."""
+        if not self.resume:
+            check_folder(path, self.overwrite)
+        if is_run(path) if self.resume else path.is_dir():
+            self.patience(lock.path, lock.take)
+        if self.resume:
+            self.store, self.found = take_up(path, self.config, self.change, self.note, self.patience)
+        if self.resume and self.origin is not None and (self.found is not None or (path / ENVIRONMENT).exists()):
+            self.differs = compare_origin(path, self.origin, self.other_data)
+        if self.found is not None:
+            with fitting(self.found):
+                self.hub.seq = operator.index(self.found.state["seq"])
+                mark = self.found.state.get("events")
+                if mark is not None:
+                    self.mark = {"bytes": operator.index(mark["bytes"]), "sha256": str(mark["sha256"])}
+
+    def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
+        """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing or changed."""
+        if self.path is not None and self.lock is not None:
+            self._make(self.path, self.lock, environment)
+            # those behind the checkpoint: their row was cut from the events with all that followed it
+            since = 0 if self.found is None else self.found.number
+            entries = [entry for entry in read_trail(self.path).entries if entry.steps >= since]
+            row.changed = [each for entry in entries for each in (*entry.settings, *entry.noted)]
+        if self.found is None or row.changed:
+            self.hub.emit(row)
+
+    def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
+        """Write the last row and the summary, behind the last checkpoint or, `at_once`, without waiting for it."""
+        if self.store is not None and not at_once:
+            self.store.join()
+        self.hub.emit(row)
+        self.hub.flush()
+        if self.path is not None:
+            self._write(self.path / SUMMARY, to_json(summary))
+
+    def fail(self, row: RunRow, summary: Mapping[str, Any], error: Exception) -> None:
+        """Write the last row and the summary of a run that an error ends, both with the error."""
+        found = described(error)
+        row.error = f"{found['type']}: {found['message']}"
+        self.end(row, {**summary, "status": "failed", "error": found}, at_once=True)
+
+    def _make(self, path: Path, lock: Lock, environment: Callable[[], Mapping[str, Any]]) -> None:
+        steps, differs = 0 if self.found is None else self.found.number, self.differs
+        if self.change is not None:
+            config, change = self.config, self.change
+            self.patience(path / CONFIG, lambda: change_config(path, config, change, steps))
+        if differs is not None:
+            origin = differs.origin._asdict()
+            self.patience(path / CHANGES, lambda: record_origin(path, differs.noted, origin, steps))
+        if self.resume:
+            self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.mark, self.note))
+            sweep(path)
+            if self.store is not None:
+                self.store.sweep()  # a run that was killed behind its last checkpoint writes no other, which would
+        else:
+            if not lock.held:
+                make_folder(path)
+                self.patience(lock.path, lock.take)
+            # checked once more, as a run may have come and gone before the lock
+            create_folder(path, self.overwrite, self.note)
+            self._write(path / CONFIG, dump_config(self.config))
+            self.store = Checkpoints(path, self.config.checkpoint, self.patience)
+        if not (path / ENVIRONMENT).exists():  # a kill may have come before it
+            data = {} if self.origin is None else self.origin.data
+            self._write(path / ENVIRONMENT, to_json({**environment(), DATA: data}))
+
+    def _write(self, path: Path, content: str) -> None:
+        self.patience(path, lambda: write_atomic(path, content))

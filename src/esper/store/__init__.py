@@ -1,0 +1,1 @@
+"""Store: files that are not lost. Atomic writes, bounded reads, locks, and checkpoints."""

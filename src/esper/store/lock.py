@@ -1,0 +1,226 @@
+"""The lock of a run folder: one process at a time writes there.
+
+What holds is the kernel's (flock), so that no kill leaves a lock that holds; the file says whose it is. Where a file system
+has no flock, the process that the file names is looked for instead.
+"""
+
+import errno
+import fcntl
+import io
+import json
+import os
+import socket
+import stat
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from esper.leyline.errors import InputError
+from esper.store.disk import WITHOUT_FLOCK
+
+LOCK = "lock"
+_LARGEST = 64 * 2**10  # bytes of it that are read
+_COMMAND = 12  # words of a command line that are told
+
+_held: "weakref.WeakSet[io.FileIO]" = weakref.WeakSet()  # files that hold a lock
+
+
+def _forget() -> None:
+    """A forked child holds no lock: it may outlive the process that took it."""
+    for file in list(_held):
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class Lock:
+    """That of one folder, taken or not.
+
+    A KeyboardInterrupt may come at any line: `release` gives back whatever was taken by then, and may be called again.
+    """
+
+    def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
+        self.path, self.note = folder / LOCK, note
+        self._owner: dict[str, Any] | None = None  # as it is, or is about to be, written, while the lock is held
+        self._file: io.FileIO | None = None  # none where there is no flock
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._owner is not None
+
+    def take(self) -> None:
+        """Take the lock of a folder that is there. InputError, with nothing changed, where another process holds it.
+
+        What a killed process left behind is told to `note` and taken over.
+        """
+        try:
+            left = self._taken()
+        except BaseException:
+            self.release()
+            raise
+        if left:
+            self.note(f"{_who(left)} left its lock behind, as a killed one does; it is taken over")
+
+    def release(self) -> None:
+        """Remove the lock, where this process holds it; another's stays."""
+        if self._owner is not None and self._owner["pid"] != os.getpid():
+            return
+        if self._owner is not None and owner_of(self.path) == self._owner:
+            self.path.unlink(missing_ok=True)  # before the file is closed, or it could be another's by now
+        if self._file is not None:
+            _held.discard(self._file)
+            self._file.close()
+        self._owner = self._file = None
+
+    def _taken(self) -> dict[str, Any] | None:
+        """Who left the lock behind that is taken now; None where nobody did."""
+        try:
+            self._file = file = self._locked()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if error.errno not in WITHOUT_FLOCK:
+                raise InputError(
+                    f"the run folder cannot be locked at {self.path}: {error.strerror}; see to that, or name another"
+                ) from None
+            return self._claimed()
+        _held.add(file)
+        left, self._owner = owner_of(self.path), describe_process()
+        try:
+            os.ftruncate(file.fileno(), 0)
+            _write(file.fileno(), self._owner)
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            raise
+        return left
+
+    def _locked(self) -> io.FileIO:
+        """The open file which the name stands for, with its lock held. OSError where there is no flock."""
+        while True:
+            file = io.FileIO(self.path, "r+", opener=_open)
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputError(f"{self.path} is no regular file; remove it, or name another run folder")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise self._refusal(owner_of(self.path)) from None
+            except BaseException:
+                file.close()
+                raise
+            if _named(self.path, file.fileno()):
+                return file
+            file.close()  # its owner removed it just now; the name is free, or another file's
+
+    def _claimed(self) -> dict[str, Any] | None:
+        """Take the lock without flock, and return who left it behind. A link takes the name only where it is free."""
+        mine, left = describe_process(), None
+        new, old = (self.path.with_name(f".{LOCK}-{os.getpid()}.{part}") for part in ("new", "old"))
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            _write(descriptor, mine)
+            while True:
+                found = owner_of(self.path)
+                if found is not None and lives(found):
+                    raise self._refusal(found)
+                left = found or left
+                with suppress(FileNotFoundError):
+                    os.rename(self.path, old)
+                    if owner_of(old) != found:  # another process took it in between, and has the name back
+                        with suppress(FileExistsError):
+                            os.link(old, self.path)
+                    os.unlink(old)
+                with suppress(FileExistsError):
+                    self._owner = mine  # before the link is there, by which it is held
+                    os.link(new, self.path)
+                    return left
+                self._owner = None
+        finally:
+            os.close(descriptor)
+            os.unlink(new)
+
+    def _refusal(self, owner: dict[str, Any] | None) -> InputError:
+        who = _who(owner) if owner else "another process, which has not said yet which it is,"
+        return InputError(f"{who} writes to {self.path.parent}; wait for its end, or end it first")
+
+
+def owner_of(path: Path) -> dict[str, Any] | None:
+    """Who a lock file says it belongs to. None where it is empty, as in the moment before, or no lock file of ours."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            owner = json.loads(file.read(_LARGEST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    known = isinstance(owner, dict) and {"pid", "host", "started", "since", "command"} <= set(owner)
+    return owner if known and isinstance(owner["pid"], int) else None
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file may be what a process left that was killed: the lock of a run, or an empty one."""
+    return path.name == LOCK and (owner_of(path) is not None or (path.is_file() and path.stat().st_size == 0))
+
+
+def describe_process() -> dict[str, Any]:
+    """This process, as a lock file has it."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": process_start(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": sys.argv[:_COMMAND],
+    }
+
+
+def process_start(pid: int) -> int | None:
+    """When a process of this machine started [clock ticks since it was booted]; None where there is none, or no telling."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # fields 3 and 22 of proc_pid_stat(5); the second, a name in brackets, may hold anything
+            fields = file.read().rpartition(b")")[2].split()
+            return None if fields[0] in (b"Z", b"X") else int(fields[19])  # one that has ended, but for its parent
+    except OSError:
+        return None
+
+
+def lives(owner: dict[str, Any]) -> bool:
+    """Whether the process of a lock is still there, as far as this machine can tell; a pid may be another process by now."""
+    if owner["host"] != socket.gethostname():
+        return True
+    if owner["started"] is not None:
+        return bool(process_start(owner["pid"]) == owner["started"])
+    try:
+        os.kill(owner["pid"], 0)  # asks, and sends nothing
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def _named(path: Path, descriptor: int) -> bool:
+    """Whether the name still stands for the file that was opened."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(descriptor)
+    return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _write(descriptor: int, owner: dict[str, Any]) -> None:
+    os.write(descriptor, json.dumps(owner).encode() + b"\n")
+
+
+def _who(owner: dict[str, Any]) -> str:
+    command = " ".join(map(str, owner["command"])) if isinstance(owner["command"], list) else "?"
+    return f"process {owner['pid']} on {owner['host']}, since {owner['since']} ({command[:200]}),"

@@ -1,0 +1,429 @@
+"""Evaluations of small populations; a mixture is `repair` in short steps."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from esper.leyline.config import build_config
+from esper.leyline.errors import InputError
+from esper.leyline.task import Split
+from esper.runs.evaluation import (
+    BEST,
+    RULES,
+    Contender,
+    Evaluation,
+    Figures,
+    _candidates,
+    _try,
+    evaluate,
+    named,
+    run_evaluation,
+    search_schedules,
+    searched_networks,
+)
+from esper.runs.grow import grow
+from esper.runs.train import _settings
+from esper.store.files import to_json
+from esper.tamiyo.baselines import Never
+from esper.tamiyo.controller import Language, Policy, save_policy
+from esper.tamiyo.schedule import Entry, Schedule
+from esper.tasks.catalog import get_task
+from esper.tasks.repair import repair
+from populations import blobs, small_config
+
+SHORT = {
+    "steps": 8,
+    "data": {"batch": 12, "batches_per_step": 1},
+    "gates": {"permissive": True, "min_training": 1, "min_holding": 1},
+    "heuristic": {"weak_below": 0.9},
+}
+PLAN = [Entry(at=0, op="germinate", slot="block0", blueprint="bypass-mlp", keep=True)]
+PLANNED = Contender("plan", {}, lambda config: Schedule(PLAN))
+HEURISTIC, NEVER = named("heuristic"), named("never")
+STATIC = ("same-size", "plain", "skips")
+FEW = {"steps": 5, "slots": ["block0"], "blueprints": ["bypass-mlp"]}
+"""Little to search among."""
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return repair()
+
+
+@pytest.fixture(scope="module")
+def slim():
+    """A data set whose host loses everything but one number in its first block."""
+    return blobs(hidden=(1, 6))
+
+
+def assert_equal(ours: Figures, theirs: Figures) -> None:
+    for name, a, b in zip(Figures._fields, ours, theirs, strict=True):
+        if name != "seconds":
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def run(task, contenders, instances=3, seeds=2, **over) -> Evaluation:
+    return evaluate(task, contenders, instances=instances, seeds=seeds, settings=[SHORT], **over)
+
+
+def test_never_against_itself_differs_by_nothing(mixture):
+    figures = run(mixture, [NEVER, NEVER._replace(name="again")]).figures
+    assert_equal(Figures(*(field[0] for field in figures)), Figures(*(field[1] for field in figures)))
+    assert not figures.added_params.any()
+
+
+def test_two_evaluations_are_equal(mixture):
+    contenders = [named("random-valid"), HEURISTIC]
+    assert_equal(run(mixture, contenders, seeds=1).figures, run(mixture, contenders, seeds=1).figures)
+
+
+def test_what_becomes_of_an_environment_does_not_depend_on_how_many_are_grown_at_once(mixture):
+    contenders = [HEURISTIC, PLANNED]
+    whole = run(mixture, contenders, instances=5, seeds=1)
+    assert whole.figures.kept.any()
+    assert_equal(whole.figures, run(mixture, contenders, instances=5, seeds=1, rows=2).figures)
+
+
+def test_an_instance_is_the_same_whichever_comes_before_it(mixture):
+    whole, last = run(mixture, [PLANNED]), run(mixture, [PLANNED], instances=1, first=2)
+    assert whole.instances[2] == last.instances[0] == mixture.keys("heldout")[2]
+    assert_equal(Figures(*(field[:, 2:] for field in whole.figures)), last.figures)
+
+
+@pytest.mark.parametrize("measure", ["metric", "log_loss"])
+def test_the_figures_are_those_of_a_run(slim, measure):
+    reward = {"reward": {"objective": measure, "rent": 0.2}}
+    found = evaluate(slim, [PLANNED], instances=3, seeds=1, settings=[SHORT, reward]).figures
+    config = build_config(slim.defaults, SHORT, reward, {"envs": 3, "twin": False, "models": "none"})
+    summary = grow(slim, config, Schedule(PLAN))
+    assert found.objective[0, :, 0].tolist() == summary["test_objective"]["grown"]
+    assert found.metric[0, :, 0].tolist() == summary["test_accuracy"]["grown"]
+    assert (found.added_params[0, :, 0] + summary["host_params"]).tolist() == summary["grown_params"]
+    assert found.kept.sum() == summary["seeds"]["fossilized"] > 0
+
+
+def test_seeds_count_up_from_that_of_the_config(mixture):
+    both = run(mixture, [PLANNED])
+    second = evaluate(mixture, [PLANNED], instances=3, seeds=1, settings=[SHORT, {"seed": 1}])
+    assert (both.seeds, second.seeds) == ((0, 1), (1,))
+    assert_equal(Figures(*(field[..., 1:] for field in both.figures)), second.figures)
+
+
+def test_a_test_split_is_read_when_the_last_decision_is_made(mixture):
+    read = []
+
+    def test(key: int) -> Split:
+        read.append(key)
+        return mixture.test(key)
+
+    class Watchful(Never):
+        def act(self, view):
+            assert not read
+            return super().act(view)
+
+    run(replace(mixture, test=test), [Contender("watchful", {}, lambda config: Watchful())], seeds=1)
+    assert read == list(mixture.keys("heldout")[:3])
+
+
+def test_a_task_without_a_test_split_is_refused(slim):
+    with pytest.raises(InputError, match="no test split"):
+        run(slim.sealed(), [NEVER])
+
+
+def test_starts_on_one_data_set_are_runs_of_one_problem_and_instances_of_a_mixture_are_problems(mixture, slim):
+    shapes = [found.problems(found.figures.metric[0]).shape for found in (run(slim, [NEVER]), run(mixture, [NEVER]))]
+    assert shapes == [(1, 6), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"reward": {"rent": 0.0}}, "never sets reward.rent, which a controller may not bring along"),
+        ({"optimizer": {"lr": 0.1}}, "sets optimizer.lr"),
+        ({"lifecycle": {"max_seeds": 1}}, "sets lifecycle.max_seeds"),
+        ({"lifecycle": {"incubation": "ste"}}, "sets lifecycle.incubation"),
+        ({"controller": "x", "blueprints": ["skip-mlp"]}, "sets blueprints"),
+        ({"slots": ["block0"]}, "sets slots"),
+        ({"governor": {"enabled": False}}, "sets governor.enabled"),
+        ({"governor": {"param_budget": 1.0}}, "sets governor.param_budget"),
+        ({"seed": 3}, "sets seed"),
+    ],
+)
+def test_a_contender_that_plays_another_game_is_refused(mixture, settings, sentence):
+    with pytest.raises(InputError, match=sentence):
+        run(mixture, [NEVER._replace(settings=settings)])
+
+
+def test_a_contender_may_bring_all_that_a_trained_controller_brings(mixture):
+    trained = NEVER._replace(name="trained", settings=_settings(small_config()))
+    found = run(mixture, [NEVER, trained], instances=2, seeds=1)
+    assert found.contenders == ("never", "trained")
+    assert_equal(Figures(*(field[0] for field in found.figures)), Figures(*(field[1] for field in found.figures)))
+
+
+def test_a_contender_may_bring_gates_of_its_own(mixture):
+    strict = PLANNED._replace(name="strict", settings={"gates": {"permissive": False, "gain_z": 100.0}})
+    kept = run(mixture, [PLANNED, strict]).figures.kept
+    assert kept[0].any()
+    assert not kept[1].any()
+
+
+def test_a_setting_that_an_evaluation_makes_by_itself_is_refused(mixture):
+    with pytest.raises(InputError, match="instances is among the settings"):
+        evaluate(mixture, [NEVER], instances=1, seeds=1, settings=[SHORT, {"instances": "training"}])
+
+
+@pytest.mark.parametrize(("instances", "seeds"), [(0, 1), (1, 0)])
+def test_less_than_one_instance_or_seed_is_refused(mixture, instances, seeds):
+    with pytest.raises(InputError, match="needs 1 or more"):
+        run(mixture, [NEVER], instances, seeds)
+
+
+def test_more_instances_than_there_are_are_refused_in_one_sentence(mixture):
+    with pytest.raises(InputError, match="of the heldout instances"):
+        run(mixture, [NEVER], instances=10**6)
+
+
+class Counted:
+    """A contender that notes the populations that it is made for, but for the one environment that it is checked on."""
+
+    def __init__(self, content=""):
+        self.made = []
+        self.contender = Contender("counted", {}, self.make, content)
+
+    def make(self, config):
+        if config.envs > 1:
+            self.made.append((config.seed, config.first_instance))
+        return Schedule(PLAN)
+
+
+def test_what_is_kept_is_not_grown_again(mixture, tmp_path):
+    first, second, third = Counted(), Counted(), Counted()
+    whole = run(mixture, [first.contender], instances=4, rows=2, folder=tmp_path)
+    assert first.made == list(product((0, 1), (0, 2)))
+    assert_equal(whole.figures, run(mixture, [second.contender], instances=4, rows=2, folder=tmp_path).figures)
+    assert second.made == []
+    sorted(tmp_path.iterdir())[-1].unlink()
+    assert_equal(whole.figures, run(mixture, [third.contender], instances=4, rows=2, folder=tmp_path).figures)
+    assert len(third.made) == 1
+
+
+def test_what_is_kept_of_another_content_or_config_is_grown_again(mixture, tmp_path):
+    run(mixture, [Counted().contender], seeds=1, folder=tmp_path)
+    other, dearer = Counted("other"), Counted()
+    run(mixture, [other.contender], seeds=1, folder=tmp_path)
+    evaluate(
+        mixture, [dearer.contender], instances=3, seeds=1, settings=[SHORT, {"reward": {"rent": 1}}], folder=tmp_path
+    )
+    assert len(other.made) == len(dearer.made) == 1
+
+
+def test_a_damaged_file_is_refused_by_name(mixture, tmp_path):
+    run(mixture, [NEVER], seeds=1, folder=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(InputError, match=path.name):
+        run(mixture, [NEVER], seeds=1, folder=tmp_path)
+
+
+LONG = {"steps": 10, "data": {"batch": 12, "batches_per_step": 6}, "gates": {"min_training": 1, "min_holding": 1}}
+
+
+@pytest.fixture(scope="module")
+def found(slim):
+    return search_schedules(slim.sealed(), [LONG], instances=8)
+
+
+def test_the_search_finds_the_bypass_of_the_slim_block_without_a_test_split(found):
+    assert [entry.slot for entry in found.entries] == ["block0"]
+    assert found.entries[0].blueprint in ("bypass-linear", "bypass-mlp")
+    assert (found.candidates, found.episodes) == (1 + 2 * 3 * 3, 8 * 19)
+
+
+def test_the_schedule_that_was_found_pays_on_starts_that_were_not_searched_on(slim, found):
+    figures = evaluate(slim, [NEVER, found.contender], instances=8, seeds=1, settings=[LONG]).figures
+    assert figures.objective[1].mean() > figures.objective[0].mean() + 0.05
+
+
+def test_of_the_candidates_the_better_half_goes_on(slim):
+    lines = []
+    found = search_schedules(slim, [SHORT, {"steps": 4}], instances=20, watch=lines.append)
+    assert [line.split("search for the best fixed schedule, ")[1] for line in lines] == [
+        "10 schedules on 8 training instances",
+        "the better 5 on 8 more training instances",
+        "the better 3 on 4 more training instances",
+    ]
+    assert found.episodes == searched_networks(10, 20) == 10 * 8 + 5 * 8 + 3 * 4
+
+
+def test_where_no_seed_may_be_planted_the_best_schedule_plants_nothing(slim):
+    assert search_schedules(slim, [SHORT, {"lifecycle": {"max_seeds": 0}}], instances=2).entries == ()
+
+
+def test_where_parameters_are_dear_the_best_schedule_plants_nothing(slim):
+    assert search_schedules(slim, [SHORT, {"reward": {"rent": 10}}], instances=2).entries == ()
+
+
+def test_schedules_side_by_side_are_each_as_alone(mixture):
+    plans = [candidate.entries for candidate in _candidates(mixture, [SHORT])[:5]]
+    keys = np.array(mixture.keys("training")[3:5])
+    together = _try(mixture, plans, keys, [SHORT], "training")
+    alone = [_try(mixture, [plan], keys, [SHORT], "training") for plan in plans]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+    assert len(np.unique(together, axis=0)) > 1
+
+
+def test_candidates_are_single_seeds_pairs_and_all_slots_within_what_may_be_planted(mixture):
+    for most, sizes in ((1, {0, 1}), (2, {0, 1, 2}), (3, {0, 1, 2}), (4, {0, 1, 2, 4})):
+        candidates = _candidates(mixture, [SHORT, {"lifecycle": {"max_seeds": most}}])
+        assert {len(candidate.entries) for candidate in candidates} == sizes
+
+
+@pytest.fixture(scope="module")
+def told():
+    """The lines of the evaluation of `record`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def record(mixture, told):
+    settings = [SHORT, FEW]
+    contenders = [PLANNED, HEURISTIC]
+    return run_evaluation(contenders, [mixture], instances=2, seeds=2, settings=settings, searched=2, watch=told.append)
+
+
+def test_an_evaluation_says_first_how_much_it_grows_and_after_a_population_how_long_that_takes(record, told):
+    searched = record["tasks"][0]["search"]["episodes"]
+    counts = f"32 networks to grow, and {searched} in the search for the best schedule"
+    assert told[0] == f"8 contenders, static networks included, on 1 task: {counts}"
+    (line,) = [line for line in told if " networks took " in line]
+    assert f" of {32 + searched} networks took " in line
+    assert line.endswith(" for the others")
+
+
+def test_a_record_is_strict_json_and_has_the_rules_beside_the_controllers(record):
+    assert json.loads(to_json(record)) == record
+    (task,) = record["tasks"]
+    assert [row["name"] for row in task["controllers"]] == [*RULES, BEST, "plan", *STATIC]
+    assert [row["rule"] for row in task["controllers"]] == [True] * 4 + [False] * 4
+    assert [row["static"] for row in task["controllers"]] == [False] * 5 + [True] * 3
+    assert {(row["controller"], row["rule"]) for row in task["comparisons"]} == {
+        (a, b) for a in (*RULES, BEST, "plan", *STATIC) for b in (*RULES, BEST, *STATIC) if a != b
+    }
+    assert (record["baselines"], record["sized_by"], task["absent"]) == (list(STATIC), "plan", {})
+
+
+def test_static_networks_are_sized_by_what_a_contender_grew(mixture):
+    settings = [SHORT, {"lifecycle": {"tempos": [0, 1]}}]
+    asked = {"instances": 2, "seeds": 1, "settings": settings}
+    found = evaluate(mixture, [NEVER, PLANNED], static=STATIC, sized_by="plan", **asked)
+    added, kept = (dict(zip(found.contenders, figure[..., 0].tolist(), strict=True)) for figure in found.figures[2:4])
+    assert min(kept["plan"]) > 0, "or this shows nothing"
+    assert (added["same-size"], kept["same-size"]) == (added["plan"], kept["plan"])
+    assert all(plain >= grown for plain, grown in zip(added["plain"], added["plan"], strict=True))
+    assert added["skips"] == added["never"] == [0.0, 0.0]
+    assert found.figures.objective[-1].tolist() == found.figures.metric[-1].tolist(), "without more parameters no rent"
+    assert (found.static, found.absent, found.sized_by) == (STATIC, {}, "plan")
+
+
+def test_a_static_network_of_an_evaluation_is_that_of_a_run(record, mixture):
+    settings = build_config(mixture.defaults, SHORT, FEW, {"envs": 2, "instances": "heldout", "models": "none"})
+    beside = grow(mixture, settings, Schedule(PLAN))["baselines"]
+    runs = record["tasks"][0]["runs"]
+    for name in STATIC:
+        assert [row[0] for row in runs[name]["metric"]] == beside[name].get("test_accuracy"), beside[name]
+
+
+def test_what_is_kept_of_static_networks_is_not_trained_again(mixture, tmp_path):
+    asked = {"instances": 2, "seeds": 1, "static": ["plain"], "sized_by": "plan", "folder": tmp_path}
+    first, second = (evaluate(mixture, [PLANNED], settings=[SHORT, FEW], **asked) for _ in range(2))
+    assert first.contenders == second.contenders == ("plan", "plain")
+    np.testing.assert_array_equal(first.figures.seconds, second.figures.seconds)
+
+
+def test_a_static_network_that_a_host_does_not_have_is_absent_with_its_reason():
+    task = get_task("iris")
+    asked = {"instances": 2, "seeds": 1, "static": STATIC, "sized_by": "never"}
+    found = evaluate(task, [NEVER], settings=[{"steps": 1, "data": {"batches_per_step": 1}}], **asked)
+    assert found.contenders == ("never", "same-size", "plain")
+    assert "has a path around its weights already" in found.absent["skips"]
+
+
+def test_a_record_holds_every_run_that_its_estimates_are_of(record):
+    (task,) = record["tasks"]
+    for row in task["controllers"]:
+        runs = np.array(task["runs"][row["name"]]["objective"])
+        assert runs.shape == (2, 2)
+        assert row["objective"]["value"] == pytest.approx(runs.mean())
+    difference = np.subtract(*(task["runs"][name]["objective"] for name in ("plan", "never"))).mean()
+    (row,) = (row for row in task["comparisons"] if (row["controller"], row["rule"]) == ("plan", "never"))
+    assert row["difference"]["value"] == pytest.approx(difference)
+
+
+def test_several_tasks_are_summed_up_where_their_metric_is_one(slim, mixture):
+    settings = [SHORT, FEW]
+    record = run_evaluation([], [slim, mixture], instances=2, seeds=1, settings=settings, searched=1, baselines=())
+    never = [task["controllers"][0]["metric"]["value"] for task in record["tasks"]]
+    assert record["together"]["controllers"][0]["metric"]["value"] == pytest.approx(np.mean(never))
+
+
+@pytest.mark.parametrize(
+    ("controllers", "sentence"),
+    [
+        ([named("nobody")], "unknown controller 'nobody'"),
+        ([PLANNED, PLANNED], "give each a name of its own"),
+        ([PLANNED._replace(name=BEST)], "give each a name of its own"),
+        ([PLANNED._replace(name="heuristic")], "give each a name of its own"),
+        ([PLANNED._replace(name="plain")], "give each a name of its own"),
+    ],
+)
+def test_bad_controllers_are_refused_before_anything_is_grown(slim, controllers, sentence):
+    lines = []
+    with pytest.raises(InputError, match=sentence):
+        run_evaluation(controllers, [slim], instances=2, seeds=1, settings=[SHORT], watch=lines.append)
+    assert lines == []
+
+
+def test_a_schedule_that_does_not_fit_a_task_is_refused_before_anything_is_grown(slim, tmp_path):
+    path, lines = tmp_path / "plan.yaml", []
+    path.write_text("- {at: 0, op: germinate, slot: nope, blueprint: bypass-mlp}\n")
+    with pytest.raises(InputError, match="nope"):
+        run_evaluation([named(str(path))], [slim], instances=2, seeds=1, settings=[SHORT], watch=lines.append)
+    assert lines == []
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_task_is_named_once(slim, times):
+    with pytest.raises(InputError, match="one or more, each once"):
+        run_evaluation([], [slim] * times, instances=2, seeds=1, settings=[SHORT])
+
+
+def test_the_content_of_a_schedule_is_part_of_who_a_contender_is(tmp_path):
+    path, contents = tmp_path / "plan.yaml", []
+    for text in ("[]", "- {at: 0, op: wait}", "[]"):
+        path.write_text(text)
+        contents.append(named(str(path)).content)
+    assert contents[0] == contents[2] != contents[1]
+
+
+def test_what_was_trained_is_who_a_contender_is_and_not_what_else_its_run_holds(tmp_path):
+    language = Language((), ("mlp-small",), (0, 2), (1.0,))
+    (tmp_path / "controller").mkdir()
+    contents = []
+    for seed, file in ((0, "a"), (0, "b"), (1, "c")):
+        save_policy(Policy.fresh(language, seed), tmp_path / "controller")
+        (tmp_path / file).write_text(file)
+        contents.append(named(str(tmp_path)).content)
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_a_metric_that_is_not_finite_is_null_in_the_record(slim):
+    diverging = {"optimizer": {"lr": 1e30}, "governor": {"enabled": False}}
+    settings = [SHORT, FEW, diverging, {"reward": {"objective": "log_loss"}}]
+    record = run_evaluation([], [slim], instances=2, seeds=1, settings=settings, searched=1, baselines=())
+    never = record["tasks"][0]["controllers"][0]
+    assert never["objective"] == never["objective_iqm"] == {"value": None, "low": None, "high": None}
+    to_json(record)

@@ -1,0 +1,52 @@
+"""What a training keeps of its rounds."""
+
+import json
+
+import numpy as np
+import pytest
+
+from esper.runs.history import LAST, SHOWN, History
+from esper.runs.train import train, training_configs
+from populations import blobs
+
+
+def figures(number):
+    return {**dict.fromkeys(SHOWN, number / 3), "kl": 0.1, "controller_share": 1 / (number + 2)}
+
+
+def after(rounds):
+    history = History()
+    for number in range(rounds):
+        history.add(figures(number))
+    return history
+
+
+def test_the_state_is_as_large_after_1000_rounds_as_after_20():
+    sizes = [len(json.dumps(after(rounds).state())) for rounds in (20, 1000)]
+    assert abs(sizes[1] - sizes[0]) < 100  # digits
+
+
+def test_the_summary_is_of_the_last_rounds_of_learning_and_of_the_time_of_all():
+    history = after(30)
+    history.add({"controller_share": 0.5, "log_likelihood": 1.0})  # of imitation
+    summary = history.summary()
+    assert summary["last_rounds"]["kept"] == pytest.approx(np.mean([number / 3 for number in range(30 - LAST, 30)]))
+    assert summary["controller_share"] == pytest.approx(np.mean([*(1 / (n + 2) for n in range(30)), 0.5]))
+    assert History().summary() == {"last_rounds": dict.fromkeys(SHOWN), "controller_share": None}
+
+
+def test_a_state_gives_the_same_summary_and_so_does_the_list_of_all_rounds_of_an_old_checkpoint():
+    history, resumed, old = after(30), History(), History()
+    resumed.load_state(json.loads(json.dumps(history.state())))
+    old.load_state([figures(number) for number in range(30)])
+    assert resumed.summary() == old.summary() == history.summary()
+
+
+def test_checkpoints_of_a_training_do_not_grow_with_its_rounds(tmp_path):
+    short = {"envs": 2, "steps": 1, "data": {"batch": 12, "batches_per_step": 1}, "reward": {"group": 2}}
+    often = {"checkpoint": {"keep": 40}, "telemetry": {"level": "off"}}
+    ppo = {"ppo": {"rounds": 30, "epochs": 1, "imitation_rounds": 0, "validate_envs": 1, "validate_every": 100}}
+    train([blobs()], training_configs([blobs()], "quick", short, often, ppo), tmp_path)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("checkpoints/step-*/state.json"))]
+    assert len(sizes) == 30
+    assert sizes[-1] < 1.02 * sizes[LAST]

@@ -1,0 +1,68 @@
+import signal
+import threading
+
+import pytest
+
+from esper.runs.interrupt import Interrupt
+
+
+def test_the_first_signal_asks_and_the_second_interrupts():
+    with Interrupt() as interrupt:
+        assert not interrupt.asked
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_afterwards_the_signal_does_what_it_did():
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_where_the_signal_was_ignored_the_second_interrupts_all_the_same():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGINT)
+            assert interrupt.asked
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_it_does_nothing():
+    asked: list[bool] = []
+
+    def work() -> None:
+        with Interrupt() as interrupt:
+            asked.append(interrupt.asked)
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert asked == [False]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_terminal_that_is_closed_asks_however_often_the_signal_comes():
+    with Interrupt() as interrupt:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+        assert interrupt.asked
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_under_nohup_the_end_of_a_terminal_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupt.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)

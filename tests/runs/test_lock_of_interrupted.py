@@ -1,0 +1,85 @@
+"""A KeyboardInterrupt at every line that opens or closes a run folder: the lock is free afterwards."""
+
+import fcntl
+import os
+import shutil
+import sys
+
+import pytest
+
+from esper.nissa import lock as lock_module
+from esper.runs.interrupt import Interrupt
+from esper.runs.run_folder import RunFolder
+from esper.simic import run_folder
+from esper.store.lock import Lock
+from populations import small_config
+
+FILES = {lock_module.__file__, run_folder.__file__}
+
+
+class Interrupting:
+    """A trace that raises KeyboardInterrupt at the line number `at`, counted over all lines of the files that are watched."""
+
+    def __init__(self, at):
+        self.left, self.where = at, None
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name == "__del__":
+            return None
+        if event == "line" and self.where is None:
+            self.left -= 1
+            if self.left < 0:
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self
+
+
+def open_and_close(folder):
+    with RunFolder(folder, small_config(), lambda text: None, Interrupt()) as run:
+        assert run.lock is not None
+        if not run.lock.held:
+            folder.mkdir(exist_ok=True)
+            run.lock.take()
+
+
+def is_free(folder):
+    """Whether another process would get the lock."""
+    if not (folder / "lock").exists():
+        return True
+    descriptor = os.open(folder / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["a folder that is there", "a new folder"])
+def test_a_lock_is_free_behind_a_keyboard_interrupt_at_any_line(tmp_path, there):
+    held, at, done = [], 0, False
+    while not done:
+        folder = tmp_path / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        if there:
+            folder.mkdir()
+        trace, before = Interrupting(at), sys.gettrace()
+        sys.settrace(trace)
+        try:
+            open_and_close(folder)
+            done = True
+        except KeyboardInterrupt:
+            pass  # the one that was raised on purpose
+        finally:
+            sys.settrace(before)
+        if not is_free(folder):
+            held.append(trace.where)
+        lock = Lock(folder, lambda text: None)
+        if folder.is_dir() and is_free(folder):
+            lock.take()
+            lock.release()
+            assert not (folder / "lock").exists()
+        at += 1
+    assert held == []
+    assert at > 60, "or this shows little"
