@@ -9,7 +9,7 @@ from rich.console import Console
 
 from esper.karn.console import Lines, live, print_summary
 from esper.karn.streams import Steady, lost_output, steady, steady_output
-from esper.nissa import patience
+from esper.store import patience
 from esper.store.patience import DiskFull, Patience
 from karn.test_console import GROWING, SUMMARY
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from esper.nissa import lock as lock_module
+from esper.runs import run_folder
 from esper.runs.interrupt import Interrupt
 from esper.runs.run_folder import RunFolder
-from esper.simic import run_folder
+from esper.store import lock as lock_module
 from esper.store.lock import Lock
 from populations import small_config
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from esper.nissa import patience as module
 from esper.nissa.events import LifecycleRow
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines, OutputError
 from esper.runs.interrupt import Interrupt
+from esper.store import patience as module
 from esper.store.disk import write_atomic
 from esper.store.patience import DiskFull, Patience, Unwritable
 

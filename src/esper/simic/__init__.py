@@ -1,1 +1,1 @@
-"""Simic: the school. The objective, and the run that grows a population under a controller."""
+"""Simic: the school. Rewards, attribution, and the learner that trains a controller."""
