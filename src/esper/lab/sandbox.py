@@ -20,7 +20,8 @@ from esper.leyline.keys import key, uniform
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
 from esper.leyline.view import BlueprintInfo, Floats, Outcome, Seeds, View
-from esper.simic.rewards import delta, total
+from esper.simic.returns import returns
+from esper.simic.rewards import delta
 from esper.tolaria.engine import Engine
 from esper.tolaria.measuring import unmeasured
 from esper.tolaria.population import row_environments
@@ -40,13 +41,7 @@ class Sandbox(Engine[FormulaPopulation]):
 
 def play(sandbox: Sandbox, client: PolicyClient) -> Floats:
     """(E,) returns of one episode under the reward `delta`. The client is told outcomes and not asked to learn."""
-    view = sandbox.reset()
-    returns = np.zeros(sandbox.config.envs)
-    while view.step < view.steps:
-        view, outcome = sandbox.step(client.act(view))
-        client.store(outcome)
-        returns += total(delta(outcome, sandbox.config.reward))
-    return returns
+    return returns(sandbox, client, {"delta": partial(delta, config=sandbox.config.reward)})["delta"]
 
 
 def blindfolded(view: View) -> View:

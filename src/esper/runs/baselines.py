@@ -22,7 +22,6 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.lifecycle import dormant
 from esper.kasmina.regrow import RegrownHost
 from esper.kasmina.static import Absent, Factory, Scales, Skipped, skip_places, widened
-from esper.leyline.actions import Actions
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, OutOfMemory, is_shortage
 from esper.leyline.stages import Stage
@@ -30,7 +29,9 @@ from esper.leyline.task import AnyTask, Instance, Mixture, Room, Task
 from esper.leyline.text import counted
 from esper.leyline.view import Floats, Seeds, take
 from esper.runs.interrupt import Interrupt
+from esper.tamiyo.baselines import Never
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.play import Until, play
 
 Keys = NDArray[np.int64]
 Stop = Callable[[], bool]
@@ -202,11 +203,11 @@ def _train(
     )
     engine = VectorizedEngine(task.sealed(), config, instance=instance)
     engine.reset(planted=population.planted)
-    for _ in range(steps):
-        if stop():
-            return INTERRUPTED
-        if not engine.over:  # by early stopping
-            engine.step(Actions.wait(len(instance)))
+    until = Until(stop)
+    if steps:
+        play(engine, Never(), until)
+    if until.stopped:
+        return INTERRUPTED
     engine.finish()
     metric, loss = engine.evaluate([split for key in instance.tolist() if (split := task.test_split(key)) is not None])
     return metric, loss, engine.exported_params()

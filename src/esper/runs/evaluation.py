@@ -54,6 +54,7 @@ from esper.tamiyo.controller import FACTS, WEIGHTS
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.fitting import instance_keys
+from esper.tolaria.play import play
 from esper.tolaria.runtime import resolve_device
 
 ROWS = 64
@@ -473,11 +474,10 @@ def _play(
     """
     client = contender.make(config)
     engine = VectorizedEngine(task, with_sensors(config, client))
-    view = engine.reset(instance)
+    engine.reset(instance)
     begin = time.perf_counter()
-    while not engine.over:
-        view, outcome = engine.step(client.act(view))
-        client.store(outcome)
+    outcome = play(engine, client)
+    assert outcome is not None, "an episode has a step"
     exported = engine.finish()
     if exported is not None:
         outcome = outcome._replace(exported=exported, seeds=engine.view().seeds)

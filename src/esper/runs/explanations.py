@@ -141,11 +141,6 @@ def _fixed(space: Space) -> str | None:
     return None
 
 
-def reasons_of(client: PolicyClient) -> Sequence[str | None] | None:
-    """What a controller says of the decisions that it has just made, (E,); None where it does not say."""
-    return client.reasons() if isinstance(client, Explains) else None
-
-
 def _own(client: PolicyClient) -> Sequence[str]:
     return list(client.explain()) if isinstance(client, Explains) else []
 

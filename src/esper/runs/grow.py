@@ -15,7 +15,6 @@ from torch import nn
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
 from esper.kasmina.static import Absent
-from esper.leyline.actions import Actions, Op, checked
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, described
 from esper.leyline.length import epochs_of
@@ -28,7 +27,7 @@ from esper.nissa.events import RunRow
 from esper.nissa.hub import Hub
 from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.runs.environment import describe_environment
-from esper.runs.explanations import Attempts, as_tree, explanations, reasons_of, unfinished
+from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
 from esper.runs.interrupt import Interrupt
 from esper.runs.resume import Change, fitting
@@ -41,6 +40,7 @@ from esper.store.files import MODELS
 from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
 
 Summary = dict[str, Any]
 """The final figures, as they stand in summary.json: strict JSON, null where something was not measured."""
@@ -121,8 +121,7 @@ def grow(
         if found is None:
             episode = Episode(engine.reset())
             # a controller that does not fit the task says so before anything is written
-            episode.decided = checked(client.act(episode.view), config.envs)
-            episode.reasons = reasons_of(client)
+            episode.decided = decide(client, episode.view)
         else:
             with fitting(found):
                 episode = _restored(engine, client, found.state)
@@ -131,7 +130,9 @@ def grow(
                     f"steps is {config.steps}, but the run has taken {episode.steps}; give as many or more"
                 )
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
-        keeper = Keeper(run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started)
+        keeper = Keeper(
+            run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started, watch
+        )
         failure = Failure(run, partial(_run_row, engine, config), partial(_asked, engine, task, config, episode))
         with _closing_row(run, engine), failure.recorded(), engine.timer.memory("between steps", users=False):
             played = _play(engine, client, episode, interrupt, watch, keeper)
@@ -187,23 +188,31 @@ def _closing_row(run: RunFolder, engine: VectorizedEngine) -> Iterator[None]:
 
 
 @dataclass
-class Episode:
+class Episode(Observer):
     """What has been done of an episode."""
 
     view: View  # of the next decision
-    decided: Actions | None = None  # the next decision, where it was made already
+    decided: Decision | None = None  # the next decision, where it was made already
     steps: int = 0
     germinated: int = 0  # seeds planted, over all environments
     seconds: float = 0.0  # of stepping alone
     before: float = 0.0  # seconds of the run before it was taken up
-    reasons: Sequence[str | None] | None = None  # of `decided`
     attempts: Attempts = field(init=False)  # to plant something
 
     def __post_init__(self) -> None:
         self.attempts = Attempts.none(len(self.view.host_params))
 
+    def stepped(self, step: Step) -> None:
+        """Count a step."""
+        self.view = step.after
+        self.attempts.count(step.view, step.outcome)
+        self.germinated += planted(step.outcome)
+        self.steps += 1
+        self.seconds += step.seconds
 
-class Keeper(NamedTuple):
+
+@dataclass(frozen=True)
+class Keeper(Observer):
     """Writes the checkpoints of an episode; none where there is no folder."""
 
     store: Checkpoints | None
@@ -212,6 +221,19 @@ class Keeper(NamedTuple):
     episode: Episode
     hub: Hub
     started: float
+    watch: Watch
+
+    def going(self, view: View) -> bool:
+        """Write a checkpoint where it is due."""
+        self.when_due()
+        return True
+
+    def failed(self, view: View) -> None:
+        """Write a checkpoint of the steps so far before the controller's error goes on."""
+        try:
+            self.at_end()
+        except Exception as error:
+            self.watch.note(f"no checkpoint could be written behind the failure of the controller: {error}")
 
     def when_due(self) -> None:
         """Write one where the config's cadences ask for it."""
@@ -246,6 +268,20 @@ class Keeper(NamedTuple):
             self.store.join()
 
 
+@dataclass(frozen=True)
+class Shown(Observer):
+    """Shows every step."""
+
+    engine: VectorizedEngine
+    episode: Episode
+    watch: Watch
+
+    def stepped(self, step: Step) -> None:
+        """Show a step that the episode has counted."""
+        episode, rollbacks = self.episode, int(self.engine.governor.record.found.sum())
+        self.watch.step(step.after, self.engine.rows * episode.steps / episode.seconds, rollbacks)
+
+
 class Played(NamedTuple):
     """An episode, or as much of it as an interrupt left."""
 
@@ -271,41 +307,21 @@ def _play(
     keeper: Keeper,
 ) -> Played:
     """Step to the end of the episode or to an interrupt."""
-    while not engine.over and not interrupt.asked:
-        keeper.when_due()
-        begin = time.perf_counter()
-        view = episode.view
-        decided, reasons = episode.decided, episode.reasons
-        if decided is None:
-            decided = _decided(client, view, keeper, watch)
-            reasons = reasons_of(client)
-        episode.view, outcome = engine.step(decided, reasons)
-        client.store(outcome)
-        episode.attempts.count(view, outcome)
-        episode.germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
-        episode.decided = None
-        episode.steps += 1
-        episode.seconds += time.perf_counter() - begin
-        rollbacks = int(engine.governor.record.found.sum())
-        watch.step(episode.view, engine.rows * episode.steps / episode.seconds, rollbacks)
+    play(
+        engine,
+        client,
+        Until(lambda: interrupt.asked),
+        keeper,
+        episode,
+        Shown(engine, episode, watch),
+        first=episode.decided,
+    )
     keeper.at_end()
     client.update()
     status: Literal["finished", "interrupted", "failed"] = "finished" if engine.over else "interrupted"
     if episode.steps and (engine.governor.record.rollbacks[: engine.config.envs] == episode.steps).all():
         status = "failed"
     return Played(status, episode.steps, episode.germinated, episode.seconds)
-
-
-def _decided(client: PolicyClient, view: View, keeper: Keeper, watch: Watch) -> Actions:
-    """The controller's decision. Where it fails, a checkpoint of the steps so far is written before the error is raised."""
-    try:
-        return checked(client.act(view), len(view.host_params))
-    except Exception:
-        try:
-            keeper.at_end()
-        except Exception as error:
-            watch.note(f"no checkpoint could be written behind the failure of the controller: {error}")
-        raise
 
 
 def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str, Any]) -> Episode:

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Op
 from esper.leyline.config import Config, RewardConfig, build_config
 from esper.leyline.errors import InputError, described
 from esper.leyline.keys import Purpose, key, scalar
@@ -41,6 +40,7 @@ from esper.tamiyo.catalog import FOLDER, get_controller
 from esper.tamiyo.controller import Language, Learned, Policy, save_policy
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import total
+from esper.tolaria.play import Observer, Step, planted, play
 
 TRAINING: Mapping[str, Any] = MappingProxyType(
     {
@@ -119,12 +119,37 @@ class Played(NamedTuple):
 
 
 @dataclass
-class Episode:
+class Episode(Observer):
     """What has been done of an episode of one cohort."""
 
     seconds: float = 0.0
     deciding: float = 0.0  # seconds of act and store
     germinated: int = 0
+
+    def stepped(self, step: Step) -> None:
+        """Count a step."""
+        self.seconds += step.seconds
+        self.deciding += step.deciding
+        self.germinated += planted(step.outcome)
+
+
+class Pause(Observer):
+    """Between two steps of a training: counts steps, writes the checkpoint that is due, and stops where someone asks for it."""
+
+    def __init__(self, school: "School", interrupt: Interrupt, keeper: "Keeper | None") -> None:
+        self.school, self.interrupt, self.keeper = school, interrupt, keeper
+        self.asked = False
+
+    def going(self, view: View) -> bool:
+        """Whether nobody asks for an end."""
+        self.asked = self.interrupt.asked
+        if self.keeper is not None:
+            self.keeper.when_due(self.asked)
+        return not self.asked
+
+    def stepped(self, step: Step) -> None:
+        """Count a step."""
+        self.school.steps += 1
 
 
 class Progress(Protocol):
@@ -436,32 +461,18 @@ class School:
         self, cohort: Cohort, client: SimicClient, group: int, interrupt: Interrupt, keeper: "Keeper | None"
     ) -> Played:
         """One episode of a cohort, or the rest of it. Raises Stop, behind a checkpoint, on an interrupt."""
-        mark = time.perf_counter()
+        begin = time.perf_counter()
         if self.episode is None:
-            view = cohort.engine.reset(sample_instances(cohort, self.number, group))
-            self.episode = Episode()
-        else:
-            view = cohort.engine.view()
-        episode = self.episode
-        while view.step < view.steps:
-            episode.seconds, mark = episode.seconds + time.perf_counter() - mark, time.perf_counter()
-            if keeper is not None:
-                keeper.when_due(interrupt.asked)
-            if interrupt.asked:
-                raise Stop
-            began = time.perf_counter()
-            actions = client.act(view)
-            episode.deciding += time.perf_counter() - began
-            view, outcome = cohort.engine.step(actions)
-            began = time.perf_counter()
-            client.store(outcome)
-            episode.deciding += time.perf_counter() - began
-            episode.germinated += int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
-            self.steps += 1
+            cohort.engine.reset(sample_instances(cohort, self.number, group))
+            self.episode = Episode(time.perf_counter() - begin)
+        episode, pause = self.episode, Pause(self, interrupt, keeper)
+        play(cohort.engine, client, pause, episode)
+        if pause.asked:
+            raise Stop
+        view = cohort.engine.view()
         kept = int((view.seeds.stage == Stage.FOSSILIZED).sum())
-        seconds = episode.seconds + time.perf_counter() - mark
         rollbacks = int(cohort.engine.governor.record.rollbacks[: cohort.config.envs].sum())
-        return Played(seconds, episode.deciding, episode.germinated, kept, rollbacks, cohort.config.envs)
+        return Played(episode.seconds, episode.deciding, episode.germinated, kept, rollbacks, cohort.config.envs)
 
     def _close(
         self, figures: dict[str, float], clients: Sequence[SimicClient], played: Sequence[Played], updating: float
@@ -494,10 +505,9 @@ def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int6
 def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """J on the validation split of the networks that would be exported, and seeds kept, each (E,); the same episode always."""
     engine, reward = cohort.validation, cohort.config.reward
-    view: View = engine.reset(episode=0)
-    while view.step < view.steps:
-        view, outcome = engine.step(client.act(view))
-        client.store(outcome)
+    engine.reset(episode=0)
+    play(engine, client)
+    view = engine.view()
     metric, loss = engine.evaluate(engine.population.validation_splits())
     value = metric if reward.objective == "metric" else -loss
     added = engine.exported_params() - view.host_params

@@ -42,6 +42,7 @@ from esper.tolaria.fates import Fates
 from esper.tolaria.fitting import check_memory, instance_keys
 from esper.tolaria.governor import Governor, Verdicts, barred, preflight
 from esper.tolaria.measuring import Measured, measure, unmeasured, without
+from esper.tolaria.play import play
 from esper.tolaria.population import Indices, Population, row_environments
 from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
 from esper.tolaria.stacked import StackedPopulation
@@ -290,10 +291,8 @@ class Engine(Generic[P]):
     def run(self, client: PolicyClient, rounds: int = 1) -> None:
         """Play whole episodes, one a round, and let the client learn after each."""
         for _ in range(rounds):
-            view = self.reset()
-            while view.step < self.config.steps:
-                view, outcome = self.step(client.act(view))
-                client.store(outcome)
+            self.reset()
+            play(self, client)
             client.update()
 
     # The parts of a step.
