@@ -1,5 +1,5 @@
-# `make demo` grows eight small networks that were trained before; `make test` runs the tests.
-# Both make a virtual environment first.
+# `make demo` grows eight small networks that were trained before; `make test` runs the tests; `make docs` builds the
+# documentation into site/. Each makes a virtual environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ VENV ?= .venv
 # One thread a process: the arrays are small, and sums then come in one order.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test install install-dev
+.PHONY: demo test docs install install-dev install-docs
 
 demo: install
 	$(VENV)/bin/esper grow spirals-trained --envs 8 --controller heuristic --run runs/demo --overwrite
@@ -15,9 +15,14 @@ demo: install
 test: install-dev
 	$(VENV)/bin/python -m pytest -n 2
 
+docs: install-docs
+	$(VENV)/bin/mkdocs build --strict --quiet
+
 install: $(VENV)/installed
 
 install-dev: $(VENV)/installed-dev
+
+install-docs: $(VENV)/installed-docs
 
 # The packages are editable, so only a change of what they need calls for another installation.
 $(VENV)/installed: pyproject.toml
@@ -28,4 +33,9 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-dev: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/installed
+
+$(VENV)/installed-docs: pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[docs]'
 	touch $@ $(VENV)/installed

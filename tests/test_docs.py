@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+import esper
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.leyline.config import reference
 from esper.tamiyo.schedule import load_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
 
 
 def blocks(page, language):
@@ -69,7 +71,23 @@ def test_every_test_that_the_page_on_determinism_names_is_there():
         assert f"\ndef {name}" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page):
+    """The names by which the headings of a page are linked."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    words = (re.sub(r"\]\([^)]*\)|[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {"-".join(heading.split(" ")) for heading in words} | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+    links = re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+    for path, anchor in links:
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_the_python_reference_lists_every_public_name_once():
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: esper\.(\w+)$", page, re.MULTILINE)) == esper.__all__
