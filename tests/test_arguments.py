@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import esper
+from esper.cli import main
 
 QUICK = {"envs": 1, "steps": 1, "models": "none"}
 
@@ -23,7 +24,7 @@ def iris():
         (lambda task: esper.grow(task, QUICK, run="x", overwrite="no"), "overwrite is 'no'; give True or False"),
         (lambda task: esper.grow(task, 5), "config is 5; give a mapping of keys to values, such as {'steps': 24}"),
         (lambda task: esper.grow(task, "x"), "config is 'x'; give a mapping of keys to values"),
-        (lambda task: esper.grow("iris", QUICK), "the task is 'iris'; make one with esper.get_task(name)"),
+        (lambda task: esper.grow("irises", QUICK), "unknown task 'irises'"),
         (
             lambda task: esper.grow(task, QUICK | {"task": "digits"}, run="x"),
             "config names the task 'digits', but the task that is given is 'iris'; leave the key out",
@@ -32,15 +33,15 @@ def iris():
         (lambda task: esper.load(5), "folder is 5; give the path of a folder"),
         (lambda task: esper.load(None), "folder is None; give the path of a folder"),
         (lambda task: esper.load("x", host=5), "host is 5; give the function that makes the host"),
-        (lambda task: esper.train(5), "the task is 5; make one with"),
-        (lambda task: esper.train("iris"), "the task is 'iris'; make one with"),
-        (lambda task: esper.train([task, 5]), "the task is 5; make one with"),
+        (lambda task: esper.train(5), "the task is 5; give the name of one"),
+        (lambda task: esper.train(["iris", "irises"]), "unknown task 'irises'"),
+        (lambda task: esper.train([task, 5]), "the task is 5; give the name of one"),
         (lambda task: esper.train([]), "the tasks are none; name one or more"),
         (lambda task: esper.train(task, 5), "config is 5; give a mapping of keys to values"),
         (lambda task: esper.train(task, {"task": "digits"}), "config names the task 'digits', but the task"),
         (lambda task: esper.train(task, reward=5), "reward is 5; give a function"),
         (lambda task: esper.train(task, run=5), "run is 5; give the path of a folder"),
-        (lambda task: esper.check_rows(5), "the task is 5; make one with"),
+        (lambda task: esper.check_rows(5), "the task is 5; give the name of one"),
         (lambda task: esper.get_controller(5, esper.Config()), "the controller is 5; give a name or a path as text"),
     ],
 )
@@ -55,3 +56,15 @@ def test_a_bad_argument_is_one_sentence_and_nothing_is_written(iris, tmp_path, m
 def test_a_mapping_may_name_the_task_that_is_given(iris):
     summary = esper.grow(iris, QUICK | {"task": "iris", "data.batches_per_step": 1}, controller="never")
     assert summary["task"] == "iris"
+
+
+def test_a_task_by_name_and_the_command_come_to_one_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = {"envs": 1, "steps": 1, "models": "none", "baselines": ["none"], "optimizer": {"lr": 0.01}}
+    esper.grow("iris", asked, controller="never", run="called", progress=False)
+    command = ["grow", "iris", "--controller", "never", "--envs", "1", "--steps", "1", "--models", "none"]
+    command += ["--baselines", "none", "--set", "optimizer.lr=0.01", "--run", "commanded", "--json"]
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert end.value.code in (0, None)
+    assert Path("called/config.yaml").read_text() == Path("commanded/config.yaml").read_text()

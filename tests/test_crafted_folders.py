@@ -21,7 +21,7 @@ from esper.leyline.config import build_config, dump_config, parse_setting
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import parse_yaml
 from esper.leyline.text import printable
-from esper.runs.config_file import load_config_file
+from esper.runs.configuration import load_config_file
 from esper.store.checkpoint import FACTS, _checksum
 from esper.tasks.catalog import get_task
 from populations import small_config

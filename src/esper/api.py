@@ -16,16 +16,18 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
 from esper.kasmina.network import GrownNetwork
 from esper.leyline.arguments import check_callable, check_choice, check_settings, check_switch, check_task, to_path
-from esper.leyline.config import Config, RewardConfig, build_config
+from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
-from esper.leyline.task import AnyTask
+from esper.leyline.task import AnyTask, Mixture, Task
+from esper.runs.configuration import growth_config
 from esper.runs.grow import grow as grow_run
 from esper.runs.train import train as train_run
 from esper.runs.train import training_configs
 from esper.simic.rewards import get_reward
-from esper.tamiyo.catalog import get_controller, settings_of
+from esper.tamiyo.catalog import get_controller
+from esper.tasks.catalog import get_task
 from esper.tasks.hosts import host_from
 from esper.tolaria.data import stack_splits
 
@@ -34,7 +36,7 @@ CHECKED = 64
 
 
 def grow(
-    task: AnyTask,
+    task: AnyTask | str,
     config: Config | Mapping[str, Any] | None = None,
     *,
     controller: PolicyClient | str | None = None,
@@ -45,23 +47,23 @@ def grow(
 ) -> dict[str, Any]:
     """Grow a population on a task, evaluate it on the test split, and write the run folder where one is named.
 
-    A mapping of config keys goes over the task's own defaults; a `Config` is taken as it is, but for the task's name.
-    `controller` is a name, a schedule file or any `PolicyClient`; None takes the config's. Returns the summary, the object
-    that `esper grow --json` prints. Raises InputError on bad input, before anything is written.
+    `task` is a task, the name of one of `esper tasks`, or "path.py:function". A mapping of config keys goes over the task's own
+    defaults; a `Config` is taken as it is, but for the task's name. `controller` is a name, a schedule file or any
+    `PolicyClient`; None takes the config's. Returns the summary, the object that `esper grow --json` prints. Raises InputError on
+    bad input, before anything is written.
 
     `progress` shows the steps on stderr: "auto" where that is a terminal, and in a notebook; True anywhere; False nowhere.
     After Ctrl-C (SIGINT or SIGTERM) the run ends behind its step, evaluates what is done and writes the folder; then
     KeyboardInterrupt is raised, or, with `on_interrupt="return"`, the summary returned, whose status is "interrupted".
     """
-    check_task(task)
+    task = to_task(task)
     check_switch(overwrite, "overwrite")
     folder = None if run is None else to_path(run, "run")
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     if not isinstance(config, Config):
         asked = {} if config is None else config
         check_settings(asked, [task])
-        brought = controller if isinstance(controller, str) else build_config(task.defaults, asked).controller
-        config = build_config(task.defaults, settings_of(brought) if isinstance(brought, str) else {}, asked)
+        config = growth_config(task, asked, {"controller": controller} if isinstance(controller, str) else {})
     named = {"task": task.name}
     if controller is not None:
         named["controller"] = controller if isinstance(controller, str) else type(controller).__name__
@@ -76,7 +78,7 @@ def grow(
 
 
 def train(
-    tasks: AnyTask | Sequence[AnyTask],
+    tasks: AnyTask | str | Sequence[AnyTask | str],
     config: Mapping[str, Any] | None = None,
     *,
     preset: str = "quick",
@@ -88,14 +90,13 @@ def train(
 ) -> dict[str, Any]:
     """Train a controller by growing populations of one task or several, and write the run folder where one is named.
 
-    A mapping of config keys goes over the tasks' own defaults and those of training and the preset. `reward` makes what the
-    controller is paid by, one for each task: any callable from an `Outcome` to named components. Returns the summary;
-    `esper.grow(task, controller=run)` uses what was trained. Raises InputError on bad input, before anything is written, and
-    `esper.simic.ppo.LearningError` where an update cannot be trusted. `progress` and `on_interrupt` are as in `grow`.
+    `tasks` are tasks or names of tasks, as in `grow`. A mapping of config keys goes over the tasks' own defaults and those of
+    training and the preset. `reward` makes what the controller is paid by, one for each task: any callable from an `Outcome` to
+    named components. Returns the summary; `esper.grow(task, controller=run)` uses what was trained. Raises InputError on bad
+    input, before anything is written, and `esper.simic.ppo.LearningError` where an update cannot be trusted. `progress` and
+    `on_interrupt` are as in `grow`.
     """
-    chosen: list[AnyTask] = list(tasks) if isinstance(tasks, list | tuple) else [tasks]  # type: ignore[list-item]
-    for task in chosen:
-        check_task(task)
+    chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
     check_switch(overwrite, "overwrite")
     check_callable(reward, "reward", "a function from a RewardConfig to what pays the controller")
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
@@ -107,6 +108,14 @@ def train(
     with learning(progress) as watch:
         summary = train_run(chosen, configs, folder, watch, overwrite=overwrite, reward=reward)
     return end_of(summary, folder, on_interrupt)
+
+
+def to_task(task: Any) -> AnyTask:
+    """A task as it is, or by its name. InputError where it is neither."""
+    found = get_task(task) if isinstance(task, str) else task
+    check_task(found)
+    assert isinstance(found, Task | Mixture)
+    return found
 
 
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> GrownNetwork:

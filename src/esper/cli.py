@@ -173,12 +173,10 @@ def grow(
     """
     import torch
 
-    from esper.leyline.config import build_config
-    from esper.leyline.length import with_steps
-    from esper.runs.config_file import load_config_file
+    from esper.runs.configuration import growth_config, load_config_file
     from esper.runs.grow import grow as run_population
     from esper.store.disk import file_name
-    from esper.tamiyo.catalog import get_controller, settings_of
+    from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
@@ -206,8 +204,7 @@ def grow(
         {name: value for name, value in options.items() if value is not None} | {"task": task},
     ]
     _check_length(asked[1:])
-    named = build_config(chosen.defaults, *asked).controller
-    config = with_steps(build_config(chosen.defaults, settings_of(named), *asked), chosen)
+    config = growth_config(chosen, *asked)
     client = get_controller(config.controller, config)
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(Path(config.controller).stem)}-s{config.seed}"
 
@@ -257,7 +254,7 @@ def train(
     from rich.console import Console
 
     from esper.karn.console import print_training, training
-    from esper.runs.config_file import load_config_file
+    from esper.runs.configuration import load_config_file
     from esper.runs.train import train as train_controller
     from esper.runs.train import training_configs
     from esper.simic.ppo import LearningError

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.config import Config, build_config, dump_config, parse_setting, reference
 from esper.leyline.errors import InputError
-from esper.runs.config_file import load_config_file
+from esper.runs.configuration import load_config_file
 
 
 def test_a_config_written_as_yaml_is_read_back_equal(tmp_path):

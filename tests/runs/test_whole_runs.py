@@ -44,7 +44,7 @@ def test_the_config_names_the_controller_unless_one_is_given():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("digits",), "make one with esper.get_task"),
+        ((3,), "the task is 3; give the name of one of `esper tasks`, or make one with esper.task"),
         ((blobs(), [1]), r"^config is \[1\]; give a mapping of keys to values"),
         ((blobs(), SMALL, 3), "no act, store and update"),
         ((blobs(), SMALL, Script), "no act, store and update"),

@@ -7,7 +7,7 @@ import pytest
 from esper.leyline.config import Config, build_config, dump_config, parse_setting
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
-from esper.runs.config_file import load_config_file
+from esper.runs.configuration import load_config_file
 from esper.store.reading import read_kept, read_named
 
 

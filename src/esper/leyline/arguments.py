@@ -39,7 +39,9 @@ def check_callable(value: Any, name: str, what: str) -> None:
 def check_task(task: Any) -> None:
     """InputError where a task is none."""
     if not isinstance(task, Task | Mixture):
-        raise InputError(f"the task is {show(task)}; make one with esper.get_task(name) or esper.task(...)")
+        raise InputError(
+            f"the task is {show(task)}; give the name of one of `esper tasks`, or make one with esper.task(...)"
+        )
 
 
 def check_settings(settings: Any, tasks: Sequence[AnyTask]) -> None:

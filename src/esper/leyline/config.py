@@ -497,7 +497,7 @@ def parse_setting(text: str) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """The config as YAML that `runs.config_file.load_config_file` reads back to an equal one."""
+    """The config as YAML that `runs.configuration.load_config_file` reads back to an equal one."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_WrittenOut, sort_keys=False, allow_unicode=True)
 
 
