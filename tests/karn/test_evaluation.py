@@ -95,8 +95,45 @@ def test_a_controller_is_compared_with_every_rule():
 
 
 def test_rules_alone_are_compared_with_never():
-    pairs = [(row["controller"], row["rule"]) for row in compared(estimates(RULES), RULES)]
+    pairs = [(row["controller"], row["rule"]) for row in compared(estimates(RULES), record(RULES))]
     assert pairs == [(name, "never") for name in RULES[1:]]
+
+
+def test_a_rule_that_was_named_is_compared_with_every_other_rule():
+    rows = compared(estimates(RULES), record(RULES) | {"named": ["heuristic"]})
+    assert [(row["controller"], row["rule"]) for row in rows] == [
+        ("heuristic", "never"),
+        ("heuristic", "random-valid"),
+        ("heuristic", "best schedule"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        (
+            {"problems": 2, "runs_of_each": 1},
+            "the intervals are too narrow, because they are drawn from 2 problems alone",
+        ),
+        ({"problems": 1, "runs_of_each": 9, "sampled": False}, "because they are drawn from 9 runs alone"),
+    ],
+)
+def test_intervals_over_few_runs_are_called_too_narrow(over, said):
+    text = printed(record(RULES, **over))
+    assert said in text
+    assert "[low, high]: 95% interval" in text
+    assert "too narrow" not in printed(record(RULES, problems=10, runs_of_each=1))
+
+
+def test_a_single_run_has_no_interval_and_no_legend_of_one():
+    text = printed(record(RULES, problems=1, runs_of_each=1))
+    assert "[low, high]" not in text
+    assert "repair: one run of each controller gives no interval; --instances 200 gives one" in text
+
+
+def test_a_difference_that_rounds_to_zero_has_no_minus():
+    assert spread({"value": -0.0001, "low": -0.02, "high": -0.0004}, "+.3f") == "+0.000 [-0.020, +0.000]"
+    assert plain({"value": -0.0001}, ".3f") == "0.000"
 
 
 def test_what_was_grown_and_what_the_search_cost_are_printed():

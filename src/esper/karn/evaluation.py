@@ -12,7 +12,7 @@ from rich.text import Text
 
 from esper.karn.tables import print_table
 from esper.leyline.errors import InputError
-from esper.leyline.text import counted, printable
+from esper.leyline.text import counted, printable, rounded
 from esper.store.disk import write_atomic
 
 if TYPE_CHECKING:
@@ -27,23 +27,46 @@ def print_evaluation(record: Record, console: Console) -> None:
     _print(console, "J: the metric of a task, less rent for the parameters that were added (reward.rent)")
     for task in record["tasks"]:
         _print(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
-        _print_estimates(console, task, task["metric"], record["rules"])
+        _print_estimates(console, task, task["metric"], record)
         for line in static_lines(record, task):
             _print(console, line)
         for line in search_lines(task["search"]):
             _print(console, line)
     if record["together"] is not None:
         _print(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
-        _print_estimates(console, record["together"], record["tasks"][0]["metric"], record["rules"])
-    _print(
-        console,
-        f"[low, high]: {record['confidence']:.0%} interval, by a stratified bootstrap of {record['draws']:,} draws",
-    )
+        _print_estimates(console, record["together"], record["tasks"][0]["metric"], record)
+    for line in interval_lines(record):
+        _print(console, line)
     _print(console, "interquartile mean: the mean over the middle half of the runs")
     _print(
         console,
         "P(better): of one run of each on the same problem, how probably the controller's has the higher J",
     )
+
+
+FEW_UNITS = 10
+"""Problems or runs of a task below which its intervals are called too narrow."""
+
+
+def interval_lines(record: Record) -> list[str]:
+    """What the intervals are, where there are any, and how far they can be trusted."""
+    tasks = record["tasks"]
+    units = {task["task"]: task["problems"] if task["problems"] > 1 else task["runs_of_each"] for task in tasks}
+    least = min(units, key=lambda name: units[name])
+    lines = []
+    if max(units.values()) > 1:
+        lines.append(
+            f"[low, high]: {record['confidence']:.0%} interval, by a stratified bootstrap of {record['draws']:,} draws"
+        )
+    if units[least] == 1:
+        lines.append(f"{least}: one run of each controller gives no interval; --instances 200 gives one")
+    elif units[least] < FEW_UNITS:
+        noun = "problems" if any(task["task"] == least and task["problems"] > 1 for task in tasks) else "runs"
+        lines.append(
+            f"{least}: the intervals are too narrow, because they are drawn from {units[least]} {noun} alone and say little "
+            "about others; --instances 200 gives intervals that can be trusted"
+        )
+    return lines
 
 
 def objectives_table(estimates: Record) -> Table:
@@ -64,22 +87,27 @@ def costs_table(estimates: Record, metric: str) -> Table:
     return table
 
 
-def comparisons_table(estimates: Record, rules: Sequence[str]) -> Table:
+def comparisons_table(estimates: Record, record: Record) -> Table:
     """What a controller is worth beside a rule: the paired difference of J, and how often a run of it is better."""
     table = _table("controller", "against", "difference of J", "P(better)")
-    for row in compared(estimates, rules):
+    for row in compared(estimates, record):
         cells = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
         table.add_row(*map(_cell, cells))
     return table
 
 
-def compared(estimates: Record, rules: Sequence[str]) -> list[Record]:
-    """The comparisons that are shown: of the controllers that are no rules, or, where there are none, of rules with never."""
-    rows = estimates["comparisons"]
+def compared(estimates: Record, record: Record) -> list[Record]:
+    """The comparisons that are shown: of the controllers that were named with every rule and static network.
+
+    Where none was named, of the rules with never growing and the static networks.
+    """
+    rows, rules = estimates["comparisons"], record["rules"]
     static = [row["name"] for row in estimates["controllers"] if row.get("static")]
     grown = [row for row in rows if row["controller"] not in static]
-    learned = [row for row in grown if row["controller"] not in rules]
-    return learned or [row for row in grown if row["rule"] in (rules[0], *static)]
+    named = record.get("named") or [row["controller"] for row in grown if row["controller"] not in rules]
+    return [row for row in grown if row["controller"] in named] or [
+        row for row in grown if row["rule"] in (rules[0], *static)
+    ]
 
 
 def static_lines(record: Record, task: Record) -> list[str]:
@@ -116,11 +144,11 @@ def draw_evaluation(record: Record, path: Path) -> None:
     from matplotlib.figure import Figure  # a second of imports; without pyplot it opens no window
 
     tasks = record["tasks"]
-    count = max(len(tasks[0]["controllers"]), len(compared(tasks[0], record["rules"])))
+    count = max(len(tasks[0]["controllers"]), len(compared(tasks[0], record)))
     figure = Figure(figsize=(11, (1.2 + 0.34 * count) * len(tasks)), layout="constrained")
     axes = figure.subplots(len(tasks), 2, squeeze=False)
     for task, (left, right) in zip(tasks, axes, strict=True):
-        controllers, comparisons = task["controllers"], compared(task, record["rules"])
+        controllers, comparisons = task["controllers"], compared(task, record)
         names = [row["name"] for row in controllers]
         _points(left, names, [row["objective"] for row in controllers], 0.12, "o", "mean")
         _points(left, names, [row["objective_iqm"] for row in controllers], -0.12, "d", "interquartile mean")
@@ -142,7 +170,8 @@ def spread(estimate: Record, form: str) -> str:
     """An estimate with its interval: 0.712 [0.690, 0.735]; '-' where it is absent."""
     if estimate["low"] is None:
         return plain(estimate, form)
-    return f"{estimate['value']:{form}} [{estimate['low']:{form}}, {estimate['high']:{form}}]"
+    value, low, high = (rounded(estimate[name], form) for name in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
 
 
 def plain(estimate: Record, form: str) -> str:
@@ -150,8 +179,8 @@ def plain(estimate: Record, form: str) -> str:
     return _number(estimate["value"], form)
 
 
-def _print_estimates(console: Console, estimates: Record, metric: str, rules: Sequence[str]) -> None:
-    for table in (objectives_table(estimates), costs_table(estimates, metric), comparisons_table(estimates, rules)):
+def _print_estimates(console: Console, estimates: Record, metric: str, record: Record) -> None:
+    for table in (objectives_table(estimates), costs_table(estimates, metric), comparisons_table(estimates, record)):
         print_table(console, table)
 
 
@@ -183,7 +212,7 @@ def _yaml(value: Any) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
+    return "-" if value is None else rounded(value, form)
 
 
 def _table(*columns: str) -> Table:

@@ -22,6 +22,12 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def rounded(value: float, form: str) -> str:
+    """A number in a format such as `+.3f`; what rounds to zero has the sign of zero, never a minus."""
+    text = f"{value:{form}}"
+    return text.replace("-", "+" if form.startswith("+") else "") if float(text.replace(",", "")) == 0 else text
+
+
 def _escape(found: re.Match[str]) -> str:
     character = found[0]
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -205,6 +205,7 @@ def run_evaluation(
         )
     where = resolve_device(build_config(tasks[0].defaults, *settings).device)
     return {
+        "named": [controller.name for controller in controllers],
         "instances": instances,
         "seeds": list(evaluations[0].seeds),
         "part": part,
