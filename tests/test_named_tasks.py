@@ -15,6 +15,7 @@ from esper.cli import main
 from esper.leyline.errors import InputError, UserCodeError
 from esper.tasks.catalog import get_task
 from populations import Script, blobs
+from processes import begun
 
 SOURCE = """
 import torch
@@ -297,11 +298,32 @@ class Interrupting(Script):
 
 
 def test_ctrl_c_is_raised_again_when_the_folder_is_in_order():
-    with pytest.raises(KeyboardInterrupt, match=r"esper\.resume\('r'\)"):
+    with pytest.raises(KeyboardInterrupt, match=r"esper\.resume\('r', task=\.\.\., controller=\.\.\.\) goes on"):
         esper.grow(blobs(), SMALL, controller=Interrupting({}), run="r", progress=False)
     assert json.loads(Path("r/summary.json").read_text())["status"] == "interrupted"
     summary = esper.grow(blobs(), SMALL, controller=Interrupting({}), progress=False, on_interrupt="return")
     assert (summary["status"], summary["steps_done"]) == ("interrupted", 2)
+
+
+def test_what_ctrl_c_leads_to_is_said_without_a_terminal_too_unless_progress_is_off(capsys):
+    baselines = {**SMALL, "twin": True, "baselines": ["twin", "plain"]}
+    for progress in ("auto", False):
+        summary = esper.grow(blobs(), baselines, controller=Interrupting({}), progress=progress, on_interrupt="return")
+        assert summary["status"] == "interrupted"
+        err = capsys.readouterr().err
+        said = "interrupted after 2 of 3 steps: the networks are evaluated and exported as they are, then the static networks"
+        assert err.startswith(f"{said} (plain)") == (progress == "auto")
+        assert err.count("\n") == (progress == "auto")
+
+
+def test_an_interrupted_run_on_a_task_of_ones_own_ends_with_the_command_that_resumes_it():
+    long = ["--envs", "2", "--steps", "1000000", "--models", "none", "--baselines", "none", "--run", "r"]
+    with begun([sys.executable, "-m", "esper", "grow", "mine/own_task.py:written", *long]) as process:
+        assert process.stderr.readline().startswith("step 1/")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "interrupted; esper resume r --task mine/own_task.py:written goes on"
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def grow(
     `progress` shows the steps on stderr: "auto" where that is a terminal, and in a notebook; True anywhere; False nowhere.
     After Ctrl-C (SIGINT or SIGTERM) the run ends behind its step, evaluates what is done and writes the folder; then
     KeyboardInterrupt is raised, or, with `on_interrupt="return"`, the summary returned, whose status is "interrupted".
+    Where every environment was rolled back in every step, the summary has the status "failed" and the `error`, which a
+    `RunWarning` says too.
     """
     task = to_task(task)
     check_switch(overwrite, "overwrite")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from esper.karn.console import can_print, print_summary, print_training
+from esper.karn.console import can_print, print_error, print_summary, print_training
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.progress import Shown, growing, learning, telling
 from esper.leyline.arguments import check_choice, to_path
@@ -18,6 +18,7 @@ from esper.leyline.config import BASELINES, parse_setting
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
+from esper.leyline.resuming import is_reference, resume_call, resume_command
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.recovery import look_at_events
 from esper.runs.evaluation import Contender, named, run_evaluation
@@ -27,9 +28,8 @@ from esper.runs.resume import Change, changed, cohort_configs, finished, is_trai
 from esper.runs.train import train as train_run
 from esper.store.disk import write_atomic
 from esper.store.files import to_json
-from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.catalog import CONTROLLERS, get_controller
 from esper.tasks.catalog import TASKS, get_task
-from esper.tasks.reference import is_reference
 
 OnInterrupt = Literal["raise", "return"]
 """What a call does when Ctrl-C came and the run folder is in order: raise KeyboardInterrupt, or return the summary."""
@@ -50,7 +50,10 @@ def show(summary: Mapping[str, Any]) -> None:
             f"show was given a {type(summary).__name__} that is no summary; give what esper.grow, esper.train, esper.resume or "
             "esper.evaluate returned"
         )
-    keys[kind](summary, Console())
+    console = Console()
+    keys[kind](summary, console)
+    if "error" in summary:
+        print_error(summary, console)
 
 
 def resume(
@@ -72,10 +75,23 @@ def resume(
     {"steps": 48} or ["steps=48"]; a finished run then goes on too, and without them its summary is returned. Other versions of
     Esper, torch, numpy or Python than the run had are warned of (`RunWarning`); other data are refused unless `other_data` is
     set, and both are recorded. Raises InputError where the run, the task, its data and the controller do not fit
-    together. `progress` and `on_interrupt` are as in `grow`.
+    together. `progress`, `on_interrupt` and the `RunWarning` of a run that failed are as in `grow`.
     """
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
-    folder, asked = to_path(run, "run"), _as_settings(settings)
+    folder = to_path(run, "run")
+    summary = go_on(folder, task, controller, _as_settings(settings), other_data, progress)
+    return end_of(summary, folder, on_interrupt)
+
+
+def go_on(
+    folder: Path,
+    task: AnyTask | str | Sequence[AnyTask | str] | None,
+    controller: PolicyClient | str | None,
+    asked: Sequence[str],
+    other_data: bool,
+    progress: Shown,
+) -> dict[str, Any]:
+    """The summary of a run that goes on, however it ends; the arguments are those of `resume`, with `asked` as `--set` has it."""
     before = read_config(folder)
     config = changed(before, asked) if asked else before
     change = None if config == before else Change(before, tuple(asked))
@@ -91,10 +107,9 @@ def resume(
             raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
         tasks = tasks_of(folder, config.tasks, given)
         with learning(progress) as watch:
-            summary = train_run(
+            return train_run(
                 tasks, cohort_configs(config), folder, watch, resume=True, change=change, other_data=other_data
             )
-        return end_of(summary, folder, on_interrupt)
     (chosen,) = tasks_of(folder, (config.task,), given)
     client = controller if controller is not None and not isinstance(controller, str) else None
     if client is None:
@@ -108,8 +123,7 @@ def resume(
     if "steps" not in config.model_fields_set:  # epochs were given in place of the steps of the run
         config = with_steps(config, chosen)
     with growing(progress, config.steps, chosen.objective.metric) as sight:
-        summary = grow_run(chosen, config, client, folder, sight, resume=True, change=change, other_data=other_data)
-    return end_of(summary, folder, on_interrupt)
+        return grow_run(chosen, config, client, folder, sight, resume=True, change=change, other_data=other_data)
 
 
 def evaluate(
@@ -193,8 +207,7 @@ def _how_to_resume(folder: Path, name: str, given: Sequence[str]) -> str:
     """Why a run does not go on with the tasks that are given, and the command or call that names the missing one."""
     said = f"{folder} is a run on the task {name!r}" + (f", not on {', '.join(map(repr, given))}" if given else "")
     if is_reference(name):
-        command = f"esper resume {shlex.quote(str(folder))} --task {shlex.quote(name)}"
-        return f"{said}, whose code a run folder may not start; if you trust it, give {command}"
+        return f"{said}, whose code a run folder may not start; if you trust it, give {resume_command(folder, [name])}"
     command = f"esper resume {shlex.quote(str(folder))} --task path.py:function"
     return (
         f"{said}, which was made in Python and is not in the folder; give the same task again, as "
@@ -216,11 +229,31 @@ def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterrupt) -> dict[str, Any]:
-    """The summary of a run; KeyboardInterrupt where it was interrupted and the caller does not ask for its return."""
+    """The summary of a run; KeyboardInterrupt where it was interrupted and the caller does not ask for its return.
+
+    Of a run that failed a RunWarning has the error of the summary.
+    """
+    if summary["status"] == "failed":
+        warn(f"the run has failed: {summary['error']['message']}", RunWarning)
     if summary["status"] != "interrupted" or on_interrupt == "return":
         return summary
     if folder is None:
         raise KeyboardInterrupt("the run was interrupted")
     raise KeyboardInterrupt(
-        f"the run was interrupted and its folder is whole; esper.resume({str(folder)!r}) goes on with it"
+        f"the run was interrupted and its folder is whole; {call_of(summary, folder)} goes on with it"
     )
+
+
+def call_of(summary: Mapping[str, Any], folder: Path) -> str:
+    """The call that resumes the run of a summary, with `task=...` and `controller=...` where they were objects."""
+    names = names_of(summary)
+    made = ["task"] * any(not is_reference(name) and name not in TASKS for name in names)
+    client = summary.get("controller")  # a training makes its own
+    if client is not None and client not in CONTROLLERS and not Path(client).exists():
+        made.append("controller")
+    return resume_call(folder, names, made)
+
+
+def names_of(summary: Mapping[str, Any]) -> list[str]:
+    """The names of the tasks of a run, from its summary."""
+    return list(summary["tasks"]) if "tasks" in summary else [summary["task"]]

@@ -218,7 +218,7 @@ def grow(
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
         print_summary(summary, Console(), str(folder))
-    _leave_by(summary)
+    _leave_by(summary, folder)
 
 
 @app.command()
@@ -293,7 +293,7 @@ def train(
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
         print_training(summary, Console(), str(folder))
-    _leave_by(summary)
+    _leave_by(summary, folder)
 
 
 @app.command()
@@ -327,28 +327,21 @@ def resume(
     import torch
     from rich.console import Console
 
-    from esper.calls import resume as resume_run
+    from esper.calls import go_on
     from esper.karn.console import print_summary, print_training
     from esper.runs.resume import is_training, read_config
     from esper.simic.ppo import LearningError
 
     torch.set_num_threads(1)  # sums then come in one order, and the arrays are too small to gain from more
     try:
-        summary = resume_run(
-            run,
-            task=tasks or None,
-            settings=settings or (),
-            other_data=other_data,
-            progress=True,
-            on_interrupt="return",
-        )
+        summary = go_on(run, tasks or None, None, settings or (), other_data, True)
     except LearningError as error:
         _fail(error, 1)
     if json_:
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
         (print_training if is_training(read_config(run)) else print_summary)(summary, Console(), str(run))
-    _leave_by(summary)
+    _leave_by(summary, run)
 
 
 @app.command("eval")
@@ -387,6 +380,7 @@ def evaluate(
 ) -> None:
     """Compare controllers with the rules and the best fixed schedule, on the same held-out instances with the same seeds.
 
+    The rules never, random-valid and heuristic, and the best fixed schedule, which is searched for, always take part.
     They are compared by J on the test split: the metric, less rent for added parameters. Networks that an earlier call with
     the same settings has grown are not grown again. Without DIR, every set of arguments has a folder of its own.
     """
@@ -641,9 +635,13 @@ def _fail(error: Exception, code: int) -> None:
     raise SystemExit(code)
 
 
-def _leave_by(summary: Mapping[str, Any]) -> None:
-    """Exit with the code of a run's status: 130 where it was interrupted, and 1, with its error, where it failed."""
+def _leave_by(summary: Mapping[str, Any], folder: Path) -> None:
+    """Exit with 130, and how the run goes on, where it was interrupted, and with 1, and its error, where it failed."""
     if summary["status"] == "interrupted":
+        from esper.calls import names_of
+        from esper.leyline.resuming import resume_command
+
+        _say(f"interrupted; {resume_command(folder, names_of(summary))} goes on", err=True)
         raise typer.Exit(130)
     if summary["status"] == "failed":
         _fail(RuntimeError(summary["error"]["message"]), 1)

@@ -14,11 +14,11 @@ from esper.kasmina.blueprints import count
 from esper.kasmina.export import FILES, MODEL, PROGRAM, TOPOLOGY, check_size, read_topology, save_network
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.errors import InputError
+from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask, Task
 from esper.runs.resume import read_config
 from esper.store.disk import standing, write_folder
 from esper.store.files import MODELS, check_links, is_run
-from esper.tasks.reference import is_reference
 
 Topology = dict[str, Any]
 HOW_TO_NAME = (

@@ -131,9 +131,12 @@ def test_the_rate_is_over_the_seconds_beside_it_and_those_of_the_baselines_are_s
     slow = printed(SUMMARY, env_steps_per_second=180.0)
     assert "took: 1.2 seconds, 0.8 of them for 24 steps of 6 networks, twins included (180 environment steps" in slow
     assert pytest.approx(0.8) == 24 * 6 / 180.0
-    assert "per second); the other static networks took 2.5 seconds more\n" in slow
+    assert (
+        "the rest for setting up, evaluating and exporting them; the other static networks took 2.5 seconds more\n"
+        in slow
+    )
     alone = printed(SUMMARY, env_steps_per_second=180.0, rows=3, baselines={})
-    assert "0.4 of them for 24 steps of 3 networks (180 environment steps per second)\n" in alone
+    assert "0.4 of them for 24 steps of 3 networks (180 environment steps per second), the rest" in alone
 
 
 def test_the_length_is_said_in_steps_and_in_epochs_where_the_task_has_a_train_split_of_one_size():

@@ -359,15 +359,57 @@ def test_after_an_interrupted_growth_baselines_train_for_as_many_steps_as_were_d
 def test_a_second_interrupt_after_an_interrupted_growth_leaves_the_baselines_out(task, tmp_path):
     config = config_of(models="best")
     client = Interrupts(get_controller("random-valid", config), 2)
-    summary = grow(task, config, client, tmp_path / "run", At("same-size", interrupt))
+    summary = grow(task, config, client, tmp_path / "run", At("plain", interrupt))
     assert summary["status"] == "interrupted"
-    assert [name for name, record in summary["baselines"].items() if "absent" in record] == [
-        "same-size",
-        "plain",
-        "skips",
-    ]
+    assert [name for name, record in summary["baselines"].items() if "absent" in record] == ["plain", "skips"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert len(list((tmp_path / "run" / "models").iterdir())) == 1
+
+
+class AtExport(Silent):
+    """Ctrl-C is pressed as networks are written, and what is answered is kept."""
+
+    def __init__(self, times=1):
+        self.times, self.answers = times, []
+
+    def note(self, text):
+        for _ in range(self.times if text.startswith("exporting") else 0):
+            interrupt()
+
+    def answer(self, text):
+        self.answers.append(text)
+
+
+def test_a_second_interrupt_while_networks_are_written_leaves_the_baselines_out_and_a_summary(task, tmp_path):
+    config, watch = config_of(models="best"), AtExport()
+    client = Interrupts(get_controller("random-valid", config), 2)
+    summary = grow(task, config, client, tmp_path / "run", watch)
+    assert summary["status"] == "interrupted"
+    assert all("absent" in summary["baselines"][name] for name in ("same-size", "plain", "skips"))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert watch.answers == [
+        f"interrupted after 3 of {STEPS} steps: the networks are evaluated and exported as they are, then the static networks "
+        "(same-size, plain, skips) train for 3 steps too; another Ctrl-C leaves those out",
+        "interrupted: the static networks same-size, plain, skips are left out",
+    ]
+
+
+def test_a_first_interrupt_while_the_networks_of_a_whole_growth_are_written_leaves_the_baselines_out(task, tmp_path):
+    config = config_of(models="best")
+    summary = run(task, config, tmp_path / "run", AtExport())
+    assert (summary["status"], summary["steps_done"]) == ("interrupted", STEPS)
+    assert all("absent" in summary["baselines"][name] for name in ("same-size", "plain", "skips"))
+
+
+def test_where_nothing_is_left_out_another_interrupt_ends_the_run_at_once_as_was_said(task, tmp_path):
+    config, watch = config_of(models="best", baselines=["twin"]), AtExport()
+    client = Interrupts(get_controller("random-valid", config), 2)
+    with pytest.raises(KeyboardInterrupt):
+        grow(task, config, client, tmp_path / "run", watch)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    first, second = watch.answers
+    assert first.endswith("another Ctrl-C ends the run at once, without a summary")
+    assert second == "interrupted again: the run ends at once, without a summary"
 
 
 def test_absent_is_a_sentence_and_no_figure(task, population):

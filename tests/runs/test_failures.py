@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+import esper
 from esper.leyline.actions import Actions
-from esper.leyline.errors import OutOfMemory
+from esper.leyline.errors import OutOfMemory, RunWarning
 from esper.nissa.events import RunRow, decode
 from esper.runs.grow import Silent, grow
 from esper.runs.train import train, training_configs
@@ -195,6 +196,24 @@ def test_a_run_in_which_every_environment_was_rolled_back_in_every_step_has_fail
     assert summary["error"]["message"].startswith("every environment was rolled back in every step (")
     assert summary["error"]["message"].endswith("so nothing was trained: lower optimizer.lr, or look at the loss")
     assert_failed(tmp_path / "run", "RolledBack", summary["error"]["message"])
+
+
+def test_a_failed_run_is_warned_of_in_python_and_shown_with_its_error_and_no_other_explanation(capsys):
+    config = {"envs": ENVS, "steps": STEPS, "optimizer": {"lr": 1e6}, "data": {"batch": 12}, "baselines": []}
+    with pytest.warns(RunWarning, match="the run has failed: every environment was rolled back in every step"):
+        summary = esper.grow(blobs(), config, controller="never", progress=False)
+    assert summary["explanations"] == []
+    esper.show(summary)
+    out = capsys.readouterr().out
+    assert f"error: {summary['error']['message']}" in out
+    assert "nothing was planted" not in out
+
+
+def test_a_failure_names_the_place_of_the_task_in_the_command_that_resumes_the_run(tmp_path):
+    task = replace(blobs(), name="bad.py:badloss")
+    with pytest.raises(Broken) as raised:
+        grow(task, config_of(task="bad.py:badloss"), Raising(Broken("no")), tmp_path / "run")
+    assert f"`esper resume {tmp_path / 'run'} --task bad.py:badloss` goes on" in raised.value.__notes__[-1]
 
 
 def test_a_metric_that_is_nan_is_found_in_every_row_and_named(tmp_path):

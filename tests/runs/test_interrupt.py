@@ -15,6 +15,31 @@ def test_the_first_signal_asks_and_the_second_interrupts():
             signal.raise_signal(signal.SIGINT)
 
 
+def test_rearmed_it_lets_one_more_signal_ask_and_the_next_interrupts():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        interrupt.rearm()
+        assert (interrupt.asked, interrupt.ending) == (True, False)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.ending
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_second_hangup_of_a_closed_terminal_asks_for_nothing_more():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGHUP)
+        interrupt.rearm()
+        signal.raise_signal(signal.SIGHUP)
+        assert not interrupt.ending
+
+
+def test_not_rearmed_the_first_signal_is_the_one_that_ends():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.ending
+
+
 def test_afterwards_the_signal_does_what_it_did():
     before = signal.getsignal(signal.SIGINT)
     with Interrupt():

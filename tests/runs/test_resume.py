@@ -349,6 +349,22 @@ def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
     assert events(tmp_path / "run") == events(tmp_path / "straight")
 
 
+@pytest.mark.parametrize("stopping", [True, False])
+def test_of_a_run_that_was_interrupted_in_order_no_events_are_said_to_be_cut(tmp_path, stopping):
+    config = config_of(checkpoint={"every_seconds": 0}, early_stopping={"enabled": stopping})
+
+    class Asking(Leaving):
+        def step(self, view, eps, rollbacks):
+            if view.step == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    first, second = Asking(0), Leaving(0)
+    grow(blobs(), config, get_controller("never", config), tmp_path / "run", first)
+    grow(blobs(), config, get_controller("never", config), tmp_path / "run", second, resume=True)
+    assert "going on after step 5" in second.notes
+    assert [note for note in second.notes if "events" in note] == []
+
+
 class Exporting(Silent):
     """The process is gone as it begins to write the networks."""
 

@@ -14,12 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from esper.karn.examples import split_lines
 from esper.karn.streams import steady
 from esper.karn.tables import print_table
 from esper.leyline.intervals import t_factor
 from esper.leyline.pace import Pace
 from esper.leyline.stages import Stage
-from esper.leyline.text import counted, printable
+from esper.leyline.text import counted, printable, rounded
 from esper.leyline.view import Seeds, View
 
 _WIDE = 11
@@ -48,6 +49,10 @@ class Bar:
     def note(self, text: str) -> None:
         """A line above the bar."""
         self._progress.console.print(printable(text), markup=False, highlight=False)
+
+    def answer(self, text: str) -> None:
+        """Likewise."""
+        self.note(text)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -82,6 +87,10 @@ class Lines:
     def note(self, text: str) -> None:
         """Print a line."""
         _print(self._console, text)
+
+    def answer(self, text: str) -> None:
+        """Likewise."""
+        self.note(text)
 
     def __enter__(self) -> Self:
         return self
@@ -197,9 +206,24 @@ def by_stage(seeds: Seeds) -> dict[str, int]:
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """The closing table of a run, from its summary: grown networks beside static ones, and what grew where."""
     _print(console, heading(summary))
+    if summary.get("regrown"):
+        _print(
+            console, "host: a network that was grown before, with its seeds; every environment starts from its weights"
+        )
     print_table(console, comparison(summary))
-    for line in (*beside(summary), *terms(summary), *growth(summary), *_closing(summary, folder)):
+    for line in (
+        *beside(summary),
+        *split_lines(summary),
+        *terms(summary),
+        *growth(summary),
+        *_closing(summary, folder),
+    ):
         _print(console, line)
+
+
+def print_error(summary: Mapping[str, Any], console: Console) -> None:
+    """Why a run failed."""
+    _print(console, f"error: {summary['error']['message']}")
 
 
 def heading(summary: Mapping[str, Any]) -> str:
@@ -253,6 +277,14 @@ def _add(table: Table, name: str, metric: str, paired: str, params: Sequence[int
     table.add_row(*map(Text, (printable(name), metric, paired, size, time)))
 
 
+WHAT: Mapping[str, str] = {
+    "twin": "the host alone",
+    "same-size": "the grown network with its seeds from step 0",
+    "plain": "a new host of at least the grown size, without bottlenecks",
+    "skips": "the host with an identity skip around every segment where one fits",
+}
+"""What each baseline is, in a few words."""
+
 FEW = 4
 """Environments below which the intervals of the closing table are called wide."""
 
@@ -273,6 +305,7 @@ def beside(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"difference: grown less the static network of the row, paired over environments: the mean{interval}"
         )
+        lines.append(f"static networks: {'; '.join(f'{name} is {WHAT[name]}' for name in summary['baselines'])}")
     else:
         lines.append("no static network stands beside the grown ones; --baselines names some")
     if summary["metric"] == "r2":
@@ -327,6 +360,7 @@ def growth(summary: Mapping[str, Any]) -> list[str]:
         *lines,
         f"seeds: {fates}{left_out}",
         *told(summary),
+        *planted(summary),
         *chosen_steps(summary),
         *listed(summary, "keeps", "kept"),
         *listed(summary, "prunes", "pruned"),
@@ -361,6 +395,13 @@ def listed(summary: Mapping[str, Any], name: str, label: str) -> list[str]:
     return [*lines, f"{indent}and {more:,} more, listed under `{name}` in the summary"] if more else lines
 
 
+def planted(summary: Mapping[str, Any]) -> list[str]:
+    """How many seeds were planted, and where their reasons are."""
+    count = len(summary.get("plantings", []))
+    where = "where, when and why is listed under `plantings` in the summary"
+    return [f"planted: {counted(count, 'seed')}; {where}"] if count else []
+
+
 def why(summary: Mapping[str, Any]) -> list[str]:
     """Why nothing was planted, or planned operations were not carried out, a sentence each."""
     return [f"why: {sentence}" for sentence in summary.get("explanations", [])]
@@ -387,16 +428,16 @@ def spread(values: Sequence[float | None], form: str) -> str:
     """Mean and 95 % t interval of the values that were measured, as +0.078 [+0.031, +0.124]; the mean alone of one value."""
     mean, error = mean_and_error(values)
     if math.isnan(mean) or math.isnan(error):
-        return "-" if math.isnan(mean) else f"{mean:{form}}"
+        return "-" if math.isnan(mean) else rounded(mean, form)
     half = t_factor(sum(value is not None for value in values)) * error
-    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
+    return f"{rounded(mean, form)} [{rounded(mean - half, form)}, {rounded(mean + half, form)}]"
 
 
 def _estimate(values: Sequence[float | None] | None, form: str) -> str:
     mean, error = mean_and_error(values)
     if math.isnan(mean):
         return "-"
-    return f"{mean:{form}}" if math.isnan(error) else f"{mean:{form}} ± {error:{form.lstrip('+')}}"
+    return rounded(mean, form) if math.isnan(error) else f"{rounded(mean, form)} ± {error:{form.lstrip('+')}}"
 
 
 def _minus(grown: float | None, host: float | None) -> float | None:
@@ -410,7 +451,9 @@ def _closing(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     if growing is not None:
         twins = ", twins included" if summary["rows"] > summary["envs"] else ""
         took += f", {growing:.1f} of them for {counted(summary['steps_done'], 'step')} of {counted(summary['rows'], 'network')}"
-        took += f"{twins} ({eps:,.0f} environment steps per second)"
+        took += (
+            f"{twins} ({eps:,.0f} environment steps per second), the rest for setting up, evaluating and exporting them"
+        )
     lines = [took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")]
     return lines if folder is None else [*lines, f"run folder: {folder}"]
 

@@ -28,6 +28,9 @@ class Silent:
     def note(self, text: str) -> None:
         """Show nothing."""
 
+    def answer(self, text: str) -> None:
+        """Show nothing."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -35,10 +38,24 @@ class Silent:
         """Nothing is open."""
 
 
+class Answering(Silent):
+    """Shows nothing but the answer to a Ctrl-C, without which nobody could tell why the run does not end at once."""
+
+    def __init__(self, console: Console) -> None:
+        console.file = steady(console.file)
+        self._console = console
+
+    def answer(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
 def growing(shown: Any, steps: int, metric: str) -> Bar | Lines | Silent:
     """What shows the steps of a population: a context manager, entered for as long as the run takes."""
     console = Console(stderr=True)
-    return live(console, steps, metric) if wanted(shown, console) else Silent()
+    if wanted(shown, console):
+        return live(console, steps, metric)
+    return Silent() if shown is False else Answering(console)
 
 
 def learning(shown: Any) -> Rounds | Silent:

@@ -161,6 +161,15 @@ def _ends(line: bytes) -> bool:
     return row.kind == "run" and row.status != "running"
 
 
+def _is_closing(data: bytes) -> bool:
+    """Whether rows are those that a run writes at its end and no other: what its episodes came to, and its last row."""
+    *episodes, last = _lines(data)
+    numbers = [_number(line) for line in (*episodes, last)]
+    if None in numbers or not _ends(last):
+        return False
+    return all(_numbered.decode(line).kind == "episode" for line in episodes)
+
+
 def _is_marked(data: bytes, mark: Mapping[str, Any]) -> bool:
     length = int(mark["bytes"])
     return len(data) >= length and hashlib.sha256(memoryview(data)[:length]).hexdigest() == str(mark["sha256"])
@@ -173,6 +182,8 @@ def _cut(folder: Path, length: int, data: bytes, note: Callable[[str], None]) ->
     side = beside(folder, "cut")
     write_atomic(side, data[length:])
     os.truncate(folder / EVENTS, length)
+    if _is_closing(data[length:]):
+        return  # the run was left in order, behind its last checkpoint
     note(
         f"the run had written events after the checkpoint from which it goes on; it writes them again, and the old ones are in "
         f"{side} (nothing is lost)"

@@ -105,30 +105,31 @@ def train_baselines(
 ) -> dict[str, Trained | Absent]:
     """Every baseline that the config names, in order. What an interrupt cuts off is absent, and the rest is kept.
 
-    An interrupt that ended the growth lets the baselines train for as many steps as were done; the next one ends them.
+    An interrupt that ended the growth lets the baselines train for as many steps as were done, where `interrupt` was rearmed
+    then; the next one, and one that comes while the growth is evaluated and exported, leaves them out.
     """
     found: dict[str, Trained | Absent] = {}
-    before = interrupt.asked
+    told = False
     for name in config.baselines:
         if name == "twin":
             assert twin is not None
             found[name] = twin
-        elif cut_off(found):
+        elif interrupt.ending or cut_off(found):
             found[name] = INTERRUPTED
         else:
             try:
-                note(f"training the baseline {name} for {counted(steps, 'step')}")
-                found[name] = train_baseline(
-                    name, task, config, grown, steps, twin=twin, stop=lambda: interrupt.asked and not before
-                )
+                hint = "" if told else "; Ctrl-C leaves out the static networks that are not trained yet"
+                told = True
+                note(f"training the baseline {name} for {counted(steps, 'step')}{hint}")
+                found[name] = train_baseline(name, task, config, grown, steps, twin=twin, stop=lambda: interrupt.ending)
             except KeyboardInterrupt:
                 found[name] = INTERRUPTED
     return found
 
 
-def cut_off(found: Mapping[str, Trained | Absent]) -> bool:
-    """Whether an interrupt left some baseline out."""
-    return any(trained is INTERRUPTED for trained in found.values())
+def cut_off(found: Mapping[str, Trained | Absent]) -> list[str]:
+    """The baselines that an interrupt left out."""
+    return [name for name, trained in found.items() if trained is INTERRUPTED]
 
 
 def as_record(trained: Trained | Absent, metric: str) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
+from esper.leyline.resuming import resume_call, resume_command
 from esper.nissa.events import RunRow
 from esper.runs.run_folder import RunFolder
 
@@ -45,18 +47,21 @@ class Failure(NamedTuple):
             self.run.fail(self.row("failed"), self.asked(), error)
             if self.run.path is None:
                 raise
-            raise type(error)(f"{error}; esper resume {self.run.path} {self._place()}") from error.__cause__
+            raise type(error)(f"{error}; {self._command(self.run.path)} {self._place()}") from error.__cause__
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise
             self.run.fail(self.row("failed"), self.asked(), error)
             if self.run.path is not None and not isinstance(error, InputError):
                 error.add_note(
-                    f"The run in {self.run.path} has the status failed. Mend this; then `esper resume {self.run.path}` "
-                    f"{self._place()}. If the task or the controller was made in Python, call "
-                    f"esper.resume({str(self.run.path)!r}, task=..., controller=...) instead."
+                    f"The run in {self.run.path} has the status failed. Mend this; then `{self._command(self.run.path)}` "
+                    f"{self._place()}. If the task or the controller was an object made in Python, call "
+                    f"{resume_call(self.run.path, (), ('task', 'controller'))} instead."
                 )
             raise
+
+    def _command(self, path: Path) -> str:
+        return resume_command(path, self.run.config.tasks or (self.run.config.task,))
 
     def _place(self) -> str:
         """From which step a resumed run goes on."""

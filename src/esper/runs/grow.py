@@ -14,13 +14,14 @@ from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
+from esper.kasmina.regrow import RegrownHost
 from esper.kasmina.static import Absent
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, described
 from esper.leyline.length import epochs_of
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import Stage, among
-from esper.leyline.task import AnyTask, Split
+from esper.leyline.task import AnyTask, Split, Task
 from esper.leyline.text import counted
 from esper.leyline.view import Floats, Seeds, View
 from esper.nissa.events import RunRow
@@ -29,9 +30,10 @@ from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_ba
 from esper.runs.environment import describe_environment
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
-from esper.runs.interrupt import Interrupt
+from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import Change, fitting
 from esper.runs.run_folder import RunFolder
+from esper.runs.split_sizes import split_sizes
 from esper.runs.stopping import stopping_figures
 from esper.simic.rewards import objective
 from esper.store.checkpoint import Checkpoints
@@ -64,6 +66,10 @@ class Watch(Protocol):
         """Something else begins."""
         ...
 
+    def answer(self, text: str) -> None:
+        """What becomes of a run whose user has pressed Ctrl-C, and has to be told even where no progress is shown."""
+        ...
+
 
 class Silent:
     """A Watch that looks away."""
@@ -72,6 +78,9 @@ class Silent:
         """Nothing."""
 
     def note(self, text: str) -> None:
+        """Nothing."""
+
+    def answer(self, text: str) -> None:
         """Nothing."""
 
 
@@ -134,14 +143,12 @@ def grow(
             run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started, watch
         )
         failure = Failure(run, partial(_run_row, engine, config), partial(_asked, engine, task, config, episode))
-        with _closing_row(run, engine), failure.recorded(), engine.timer.memory("between steps", users=False):
+        with _closing_row(run, engine, watch), failure.recorded(), engine.timer.memory("between steps", users=False):
             played = _play(engine, client, episode, interrupt, watch, keeper)
             if played.status == "interrupted":
-                watch.note(
-                    f"interrupted after {played.steps} of {counted(config.steps, 'step')}; evaluating what is done so far"
-                )
-                if set(config.baselines) - {"twin"}:
-                    watch.note("another Ctrl-C ends the baselines, which train for as many steps")
+                if beside(config):
+                    interrupt.rearm()
+                watch.answer(after_growth(played.steps, config))
             ended = engine.view().seeds
             engine.finish()
             figures = _figures(engine, task, config)
@@ -153,6 +160,7 @@ def grow(
             static = _static(engine, task, config, played, figures, interrupt, watch)
             if cut_off(static):
                 played = played._replace(status="interrupted")
+                watch.answer(f"interrupted: the static networks {', '.join(cut_off(static))} are left out")
             summary = {
                 **_asked(engine, task, config, episode),
                 "status": played.status,
@@ -163,10 +171,7 @@ def grow(
                 **written._asdict(),
                 **engine.governor.record.counts(),
                 **engine.fates.lists(),
-                "explanations": [
-                    *explanations(episode.attempts, engine.space, client, config.controller),
-                    *unfinished(episode.view, config.gates, episode.attempts.allowed_last),
-                ],
+                "explanations": _explanations(engine, client, config, episode, played),
                 "seconds": round(seconds, 3),
                 "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
                 "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
@@ -178,12 +183,13 @@ def grow(
 
 
 @contextmanager
-def _closing_row(run: RunFolder, engine: VectorizedEngine) -> Iterator[None]:
-    """A second SIGINT leaves no summary; that the run is over stands in its events all the same."""
+def _closing_row(run: RunFolder, engine: VectorizedEngine, watch: Watch) -> Iterator[None]:
+    """A SIGINT that ends the process at once leaves no summary; that the run is over stands in its events all the same."""
     try:
         yield
     except KeyboardInterrupt:
         run.hub.emit(_run_row(engine, engine.config, "interrupted"))
+        watch.answer("interrupted again: the run ends at once, without a summary")
         raise
 
 
@@ -361,6 +367,8 @@ def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary
     figures: Summary = {
         "metric": name,
         "objective_formula": _formula(name, config, int(engine.population.body.host_params[: config.envs].min())),
+        "regrown": isinstance(task, Task) and isinstance(task.host, RegrownHost),
+        "examples": split_sizes(task, engine.space.instance),
         "host_params": _one_or_all(engine.population.body.host_params[: config.envs].tolist()),
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
@@ -414,6 +422,18 @@ def _growth(
         "pruned": germinated - kept - left - discarded,
     }
     return {"seeds": seeds, "grown": grown, "unfinished": unfinished}
+
+
+def _explanations(
+    engine: VectorizedEngine, client: PolicyClient, config: Config, episode: Episode, played: Played
+) -> list[str]:
+    """What did not happen, and why; nothing of a run that failed, whose error is the reason for all of it."""
+    if played.status == "failed":
+        return []
+    return [
+        *explanations(episode.attempts, engine.space, client, config.controller),
+        *unfinished(episode.view, config.gates, episode.attempts.allowed_last),
+    ]
 
 
 def _write_networks(

@@ -53,7 +53,8 @@ class RunFolder:
         self.patience: Patient = at_once
         outputs: list[Output] = []
         if path is not None:
-            self.patience = Patience(config.faults.disk_seconds, note, path, lambda: interrupt.asked)
+            names = config.tasks or (config.task,)
+            self.patience = Patience(config.faults.disk_seconds, note, path, lambda: interrupt.asked, names)
             outputs.append(JsonLines(path / EVENTS, self.patience, note))
         self.hub = Hub(outputs, config.telemetry.level)
         self.lock = Lock(path, note) if path is not None else None

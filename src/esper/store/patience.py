@@ -2,9 +2,10 @@
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from esper.leyline.resuming import resume_command
 from esper.store.files import is_run
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -24,10 +25,18 @@ class Patience:
     """That of one run, for all that it writes: calls what writes a file until there is room, or for `seconds`.
 
     `asked` says whether someone wants an end; then nothing is waited for. Where it waited in vain once, it does not wait again.
+    `tasks` are the names of the run's tasks, some of which the command that resumes it has to name.
     """
 
-    def __init__(self, seconds: float, note: Callable[[str], None], run: Path, asked: Callable[[], bool]) -> None:
-        self.seconds, self.note, self.run, self.asked = seconds, note, run, asked
+    def __init__(
+        self,
+        seconds: float,
+        note: Callable[[str], None],
+        run: Path,
+        asked: Callable[[], bool],
+        tasks: Sequence[str] = (),
+    ) -> None:
+        self.seconds, self.note, self.run, self.asked, self.tasks = seconds, note, run, asked, tasks
         self.spent = False
 
     def __call__(self, path: Path, write: Callable[[], None]) -> None:
@@ -69,4 +78,4 @@ class Patience:
         return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
 
     def _further(self) -> str:
-        return f"`esper resume {self.run}` goes on" if is_run(self.run) else "start the run again"
+        return f"`{resume_command(self.run, self.tasks)}` goes on" if is_run(self.run) else "start the run again"

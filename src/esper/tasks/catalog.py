@@ -6,9 +6,10 @@ from functools import partial
 from types import MappingProxyType
 
 from esper.leyline.errors import InputError
+from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
 from esper.tasks import digits, images, repair, small, spirals, trained
-from esper.tasks.reference import is_reference, load_task
+from esper.tasks.reference import load_task
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
     {

@@ -16,11 +16,6 @@ from esper.leyline.errors import InputError, UserCodeError
 from esper.leyline.task import AnyTask, Mixture, Task
 
 
-def is_reference(name: str) -> bool:
-    """Whether a task's name is the place of a function, which is imported and called to make the task."""
-    return ":" in name
-
-
 def load_task(reference: str) -> AnyTask:
     """Import `path.py:function` or `module:function`, call the function, and name the task it returns by the reference.
 
