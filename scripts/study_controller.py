@@ -36,10 +36,11 @@ from numpy.typing import NDArray
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask, Instance, Mixture, Split
+from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.evaluation import BEST, ROWS, Contender, Evaluation, evaluate, named, search_schedules
 from esper.runs.statistics import interquartile_mean, interval, mean, mean_difference
 from esper.runs.statistics import probability_of_improvement as improvement
-from esper.runs.train import PRESETS, TRAINING, train
+from esper.runs.train import train
 from esper.store.disk import write_atomic
 from esper.store.files import EVENTS, SUMMARY, to_json
 from esper.tamiyo.catalog import FOLDER

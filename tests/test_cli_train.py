@@ -13,7 +13,7 @@ import yaml
 import esper as library
 from esper.cli import main
 from esper.leyline.config import build_config
-from esper.runs.train import TRAINING
+from esper.runs.configuration import TRAINING
 from esper.tamiyo.controller import FACTS, load_policy
 from processes import begun
 

@@ -23,7 +23,8 @@ from esper.leyline.actions import Actions, Op
 from esper.leyline.config import CheckpointConfig, build_config
 from esper.leyline.stages import LIVE, Stage, among
 from esper.leyline.task import AnyTask
-from esper.runs.train import train, training_configs
+from esper.runs.configuration import training_configs
+from esper.runs.train import train
 from esper.store.checkpoint import Checkpoints, Tree, flatten
 from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import to_parts

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from esper.lab.poison import KINDS, Kind, fingerprints, poisoned
 from esper.leyline.config import Config
 from esper.leyline.verdicts import Vital
-from esper.runs.train import training_configs
+from esper.runs.configuration import training_configs
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import delta, get_reward, total

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from esper.runs.configuration import training_configs
 from esper.runs.history import History
-from esper.runs.train import train, training_configs
+from esper.runs.train import train
 from esper.store.checkpoint import Checkpoints, Tree
 from esper.tasks.catalog import get_task
 from faults.cost import QUICK, REPEATS, TAKEN, taken, writing

@@ -21,10 +21,9 @@ from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.task import AnyTask, Mixture, Task
-from esper.runs.configuration import growth_config
+from esper.runs.configuration import growth_config, training_configs
 from esper.runs.grow import grow as grow_run
 from esper.runs.train import train as train_run
-from esper.runs.train import training_configs
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task

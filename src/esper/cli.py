@@ -254,9 +254,8 @@ def train(
     from rich.console import Console
 
     from esper.karn.console import print_training, training
-    from esper.runs.configuration import load_config_file
+    from esper.runs.configuration import load_config_file, training_configs
     from esper.runs.train import train as train_controller
-    from esper.runs.train import training_configs
     from esper.simic.ppo import LearningError
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task

@@ -10,10 +10,11 @@ import torch
 from crashes import at_every_call
 from esper.leyline.config import Config, dump_config
 from esper.leyline.errors import InputError
+from esper.runs.configuration import training_configs
 from esper.runs.contents import check_folder, create_folder, list_contents
 from esper.runs.environment import describe_environment
 from esper.runs.grow import grow
-from esper.runs.train import train, training_configs
+from esper.runs.train import train
 from esper.store.files import is_run
 from esper.tamiyo.catalog import get_controller
 from populations import blobs, small_config

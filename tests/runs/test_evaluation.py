@@ -25,7 +25,7 @@ from esper.runs.evaluation import (
     searched_networks,
 )
 from esper.runs.grow import grow
-from esper.runs.train import _settings
+from esper.runs.school import settings_of_policy
 from esper.store.files import to_json
 from esper.tamiyo.baselines import Never
 from esper.tamiyo.controller import Language, Policy, save_policy
@@ -158,7 +158,7 @@ def test_a_contender_that_plays_another_game_is_refused(mixture, settings, sente
 
 
 def test_a_contender_may_bring_all_that_a_trained_controller_brings(mixture):
-    trained = NEVER._replace(name="trained", settings=_settings(small_config()))
+    trained = NEVER._replace(name="trained", settings=settings_of_policy(small_config()))
     found = run(mixture, [NEVER, trained], instances=2, seeds=1)
     assert found.contenders == ("never", "trained")
     assert_equal(Figures(*(field[0] for field in found.figures)), Figures(*(field[1] for field in found.figures)))

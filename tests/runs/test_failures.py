@@ -13,8 +13,9 @@ import esper
 from esper.leyline.actions import Actions
 from esper.leyline.errors import OutOfMemory, RunWarning
 from esper.nissa.events import RunRow, decode
+from esper.runs.configuration import training_configs
 from esper.runs.grow import Silent, grow
-from esper.runs.train import train, training_configs
+from esper.runs.train import train
 from esper.simic.rewards import get_reward
 from esper.store.checkpoint import Checkpoints
 from esper.store.lock import Lock

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from esper.runs.configuration import training_configs
 from esper.runs.history import LAST, SHOWN, History
-from esper.runs.train import train, training_configs
+from esper.runs.train import train
 from populations import blobs
 
 

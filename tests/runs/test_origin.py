@@ -11,9 +11,10 @@ from esper.cli import main
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.task import Split
 from esper.nissa.events import RunRow, decode
+from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.origin import fingerprint
-from esper.runs.train import train, training_configs
+from esper.runs.train import train
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tasks.objectives import Classification

@@ -6,8 +6,9 @@ import torch
 
 from esper.leyline.actions import Head, Op
 from esper.leyline.config import build_config
+from esper.runs.configuration import TRAINING
 from esper.runs.interrupt import Interrupt
-from esper.runs.train import LED, TRAINING, School, _cohort, _settings
+from esper.runs.school import LED, School, cohort_of, settings_of_policy
 from esper.simic.imitation import Apprentice
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
@@ -115,8 +116,8 @@ def a_school(**ppo):
         {"envs": ENVS, "steps": STEPS, "data": {"batch": 12, "batches_per_step": 2}, "heuristic": EAGER},
         {"reward": {"group": 4}, "ppo": {"validate_envs": 4, **ppo}},
     )
-    cohort = _cohort(task.sealed(), config)
-    return School([cohort], Policy.fresh(Language.of([cohort.engine.space]), 0, _settings(config)), config)
+    cohort = cohort_of(task.sealed(), config)
+    return School([cohort], Policy.fresh(Language.of([cohort.engine.space]), 0, settings_of_policy(config)), config)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """The config of a run: what a task, a trained controller and a person ask for, one over the other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from esper.leyline.config import Config, build_config
@@ -31,3 +32,55 @@ def load_config_file(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"--config {path} holds a {type(content).__name__}, not a mapping of keys to values")
     return content
+
+
+TRAINING: Mapping[str, Any] = MappingProxyType(
+    {
+        "envs": 64,
+        "baselines": [],
+        "models": "none",
+        "gates": {"permissive": True, "min_holding": 1},  # a learner judges for itself what a gate would forbid
+        "probe": {"sensors_every": 4},
+        "reward": {"baseline": "group", "group": 8},
+        "telemetry": {"level": "run"},
+        "early_stopping": {"enabled": False},  # a controller learns from whole episodes
+    }
+)
+"""What training sets over a task's defaults and under everything that a person asks for."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "quick": {"ppo": {"rounds": 60, "imitation_rounds": 8}},
+        "standard": {"ppo": {"rounds": 150, "imitation_rounds": 8}},
+    }
+)
+"""Lengths of training by name."""
+
+
+def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str, Any]) -> list[Config]:
+    """The config of every task: its own defaults, those of training and of the preset, and what is asked for, in layers."""
+    names = [task.name for task in tasks]
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"the tasks are {', '.join(names) or 'none'}; name one or more, each once")
+    if preset not in PRESETS:
+        raise InputError(f"the preset {preset!r} is unknown; give one of {', '.join(PRESETS)}")
+    named = {"tasks": names, "controller": "ppo"}
+    return [
+        with_steps(
+            build_config(
+                task.defaults, TRAINING, PRESETS[preset], *_of_task(asked, task.name), named | {"task": task.name}
+            ),
+            task,
+        )
+        for task in tasks
+    ]
+
+
+def _of_task(asked: Sequence[Mapping[str, Any]], task: str) -> list[Mapping[str, Any]]:
+    """The layers for one task: `cohorts`, as the config of a training has them, lie over what they stand beside."""
+    layers: list[Mapping[str, Any]] = []
+    for layer in asked:
+        layers.append({name: value for name, value in layer.items() if name != "cohorts"})
+        own = (layer.get("cohorts") or {}).get(task, {})
+        layers.append({name: value for name, value in own.items() if name != "task"})
+    return layers

@@ -20,9 +20,11 @@ from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.task import Split
 from esper.nissa.events import RoundRow, RunRow, decode
+from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.interrupt import Interrupt
 from esper.runs.resume import cohort_configs
-from esper.runs.train import PRESETS, TRAINING, School, Silent, _cohort, _settings, sample_instances, train
+from esper.runs.school import School, sample_instances, settings_of_policy
+from esper.runs.train import Silent, cohort_of, train
 from esper.simic.ppo import LearningError
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import get_controller, settings_of
@@ -247,12 +249,14 @@ def test_the_validation_split_picks_the_controller_and_trains_nothing(tmp_path):
 def mixture():
     """A cohort of `repair`."""
     task = get_task("repair")
-    return _cohort(task.sealed(), *configs([task]))
+    return cohort_of(task.sealed(), *configs([task]))
 
 
 def a_school(*cohorts):
     config = cohorts[0].config
-    policy = Policy.fresh(Language.of([cohort.engine.space for cohort in cohorts]), config.seed, _settings(config))
+    policy = Policy.fresh(
+        Language.of([cohort.engine.space for cohort in cohorts]), config.seed, settings_of_policy(config)
+    )
     return School(cohorts, policy, config)
 
 

@@ -1,0 +1,354 @@
+"""The learner with its cohorts: rounds of growing whole populations, and an update after each. E environments."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.config import Config, RewardConfig
+from esper.leyline.errors import InputError
+from esper.leyline.keys import Purpose, key, scalar
+from esper.leyline.protocols import PolicyClient, Reward
+from esper.leyline.stages import Stage
+from esper.leyline.task import AnyTask
+from esper.leyline.view import View
+from esper.nissa.hub import Hub
+from esper.runs.grow import Summary
+from esper.runs.history import History
+from esper.runs.interrupt import Interrupt
+from esper.simic.client import SimicClient
+from esper.simic.imitation import Apprentice
+from esper.simic.ppo import PPO
+from esper.simic.rewards import get_reward, objective
+from esper.simic.rollout import Rollout
+from esper.store.checkpoint import Checkpoints
+from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.controller import Learned, Policy
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.governor import total
+from esper.tolaria.play import Observer, Step, planted, play
+
+LED = (1.0, 0.75, 0.5, 0.25)
+"""Share of the environments that the teacher decides for in the first rounds of imitation; the last one stays."""
+
+
+class Cohort(NamedTuple):
+    """A population of one task, and the learner's side of it."""
+
+    task: AnyTask  # without its test split
+    config: Config
+    engine: VectorizedEngine
+    validation: VectorizedEngine
+
+
+class Played(NamedTuple):
+    """What a round of one cohort came to."""
+
+    seconds: float  # of the whole round
+    deciding: float  # seconds of act and store
+    germinated: int
+    kept: int  # seeds that were fossilized at the end
+    rollbacks: int  # of environments
+    envs: int
+
+
+@dataclass
+class Episode(Observer):
+    """What has been done of an episode of one cohort."""
+
+    seconds: float = 0.0
+    deciding: float = 0.0  # seconds of act and store
+    germinated: int = 0
+
+    def stepped(self, step: Step) -> None:
+        """Count a step."""
+        self.seconds += step.seconds
+        self.deciding += step.deciding
+        self.germinated += planted(step.outcome)
+
+
+class Pause(Observer):
+    """Between two steps of a training: counts steps, writes the checkpoint that is due, and stops where someone asks for it."""
+
+    def __init__(self, school: "School", interrupt: Interrupt, keeper: "Keeper | None") -> None:
+        self.school, self.interrupt, self.keeper = school, interrupt, keeper
+        self.asked = False
+
+    def going(self, view: View) -> bool:
+        """Whether nobody asks for an end."""
+        self.asked = self.interrupt.asked
+        if self.keeper is not None:
+            self.keeper.when_due(self.asked)
+        return not self.asked
+
+    def stepped(self, step: Step) -> None:
+        """Count a step."""
+        self.school.steps += 1
+
+
+class Stop(Exception):
+    """Someone asked for an end in the middle of a round."""
+
+
+class Keeper(NamedTuple):
+    """Writes the checkpoints of a training; none where there is no folder."""
+
+    store: Checkpoints | None
+    school: "School"
+    hub: Hub
+    started: float  # of the run, had it never been left [seconds of the clock that counts]
+
+    def when_due(self, asked: bool) -> None:
+        """Write one where the config's cadences, or someone who wants an end, ask for it."""
+        if self.store is not None and (self.store.due(self.school.steps) or asked):
+            self.now()
+
+    def now(self, best: bool = False) -> None:
+        """Write one, unless no step was taken since the last; `best` where its validation was the best so far."""
+        if self.store is None or self.school.steps == self.store.last:
+            return
+        self.hub.flush()
+        seconds = time.perf_counter() - self.started
+        state = {**self.hub.state(), "seconds": seconds, "school": self.school.state()}
+        self.store.begin(self.school.steps, state, best)
+
+
+class School:
+    """The learner with its cohorts, and the best it has brought forth."""
+
+    def __init__(
+        self,
+        cohorts: Sequence[Cohort],
+        policy: Policy,
+        config: Config,
+        reward: Callable[[RewardConfig], Reward] = get_reward,
+    ) -> None:
+        self.cohorts, self.policy, self.config = cohorts, policy, config
+        group = config.reward.group if config.reward.baseline == "group" else None
+        self.learner = PPO(policy, config.ppo, config.seed, group)
+        self.clients = [
+            SimicClient(self.learner, reward(cohort.config.reward), cohort.config.governor.penalty)
+            for cohort in cohorts
+        ]
+        self.apprentices = [_apprentice(self.learner, cohort, reward(cohort.config.reward)) for cohort in cohorts]
+        self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # what the teacher has shown so far, and the menu
+        self.best: tuple[float, int] | None = None  # J on validation instances, and the round
+        self.history = History()
+        self.number = -config.ppo.imitation_rounds  # the round under way, or the next
+        self.steps = 0  # taken in all rounds, by every cohort
+        self.played: list[Played] = []  # the cohorts whose episode of the round is over
+        self.episode: Episode | None = None  # that of the next cohort, where it has begun
+
+    def learn(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
+        """One round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
+        self.shown.clear()
+        played = self._play(number, self.clients, self.config.reward.group, interrupt, keeper)
+        begin = time.perf_counter()
+        figures = self.learner.update([c.rollout() for c in self.clients], [c.menu for c in self.clients])
+        return self._close(figures, self.clients, played, time.perf_counter() - begin)
+
+    def imitate(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
+        """One round in which the policy learns to do as the heuristic does; `number` counts up to -1."""
+        passed = max(number + self.config.ppo.imitation_rounds, 0)  # a run that goes on may have been given fewer
+        led = LED[min(passed, len(LED) - 1)]
+        for apprentice in self.apprentices:
+            apprentice.led = led
+        played = self._play(number, self.apprentices, 1, interrupt, keeper)
+        begin = time.perf_counter()
+        self.shown += [(c.rollout().copied(), c.menu) for c in self.apprentices]
+        rollouts, menus = zip(*self.shown, strict=True)
+        figures = self.learner.imitate(rollouts, menus, fresh=len(self.apprentices))
+        return self._close(figures, self.apprentices, played, time.perf_counter() - begin)
+
+    def validate(self, number: int, figures: dict[str, float]) -> bool:
+        """Grow the validation instances greedily, put J into the figures, and say whether it is the best so far."""
+        scores, kept = zip(*(_grown(cohort, Learned(self.policy)) for cohort in self.cohorts), strict=True)
+        worth = float(np.mean([score.mean() for score in scores]))
+        figures["validation_objective"], figures["validation_kept"] = worth, float(np.mean(np.concatenate(kept)))
+        better = math.isfinite(worth) and (self.best is None or worth > self.best[0])
+        if better:
+            self.best = worth, number
+        return better
+
+    def all_rolled_back(self) -> bool:
+        """Whether every row was rolled back in every step of the rounds so far, none of which is under way."""
+        engines = [cohort.engine for cohort in self.cohorts]
+        rounds = self.steps // sum(engine.config.steps for engine in engines)
+        failed = sum(int(engine.governor.record.found.sum()) for engine in engines)
+        return failed == rounds * sum(engine.config.steps * engine.rows for engine in engines)
+
+    def best_policy(self) -> Policy:
+        """The policy as it is now, with where it comes from."""
+        assert self.best is not None
+        self.policy.origin = {
+            "tasks": [cohort.task.name for cohort in self.cohorts],
+            "seed": self.config.seed,
+            "round": self.best[1],
+            "validation_objective": self.best[0],
+        }
+        return self.policy
+
+    def summary(self) -> Summary:
+        """The last rounds' figures, and what the training cost."""
+        return {
+            "best_round": None if self.best is None else self.best[1],
+            "best_validation_objective": None if self.best is None else self.best[0],
+            **self.history.summary(),
+            **total(cohort.engine.governor.record.counts() for cohort in self.cohorts),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the training depends on, as a tree of arrays; tensors share memory."""
+        return {
+            "number": self.number,
+            "steps": self.steps,
+            "played": [played._asdict() for played in self.played],
+            "episode": None if self.episode is None else asdict(self.episode),
+            "policy": self.policy.state(),
+            "learner": self.learner.state(),
+            "shown": [{"rollout": rollout.tree(), "menu": menu} for rollout, menu in self.shown],
+            "best": self.best,
+            "history": self.history.state(),
+            "cohorts": [
+                {"engine": cohort.engine.snapshot(), "client": client.state(), "apprentice": apprentice.state()}
+                for cohort, client, apprentice in zip(self.cohorts, self.clients, self.apprentices, strict=True)
+            ],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, of a school of the same cohorts and config. ValueError where it was another."""
+        self.number, self.steps = state["number"], state["steps"]
+        self.played = [Played(**played) for played in state["played"]]
+        self.episode = None if state["episode"] is None else Episode(**state["episode"])
+        self.policy.load_state(state["policy"])
+        self.learner.load_state(state["learner"])
+        self.shown = [(Rollout.of_tree(entry["rollout"]), tuple(entry["menu"])) for entry in state["shown"]]
+        self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        self.history.load_state(state["history"])
+        every = zip(self.cohorts, self.clients, self.apprentices, state["cohorts"], strict=True)
+        for cohort, client, apprentice, own in every:
+            cohort.engine.restore(own["engine"])
+            client.load_state(own["client"])
+            apprentice.load_state(own["apprentice"])
+
+    def _play(
+        self,
+        number: int,
+        clients: Sequence[SimicClient],
+        group: int,
+        interrupt: Interrupt,
+        keeper: "Keeper | None",
+    ) -> list[Played]:
+        """An episode of every cohort whose episode of the round is not over."""
+        self.number = number
+        for cohort, client in list(zip(self.cohorts, clients, strict=True))[len(self.played) :]:
+            self.played.append(self._grow(cohort, client, group, interrupt, keeper))
+            self.episode = None
+        return self.played
+
+    def _grow(
+        self, cohort: Cohort, client: SimicClient, group: int, interrupt: Interrupt, keeper: "Keeper | None"
+    ) -> Played:
+        """One episode of a cohort, or the rest of it. Raises Stop, behind a checkpoint, on an interrupt."""
+        begin = time.perf_counter()
+        if self.episode is None:
+            cohort.engine.reset(sample_instances(cohort, self.number, group))
+            self.episode = Episode(time.perf_counter() - begin)
+        episode, pause = self.episode, Pause(self, interrupt, keeper)
+        play(cohort.engine, client, pause, episode)
+        if pause.asked:
+            raise Stop
+        view = cohort.engine.view()
+        kept = int((view.seeds.stage == Stage.FOSSILIZED).sum())
+        rollbacks = int(cohort.engine.governor.record.rollbacks[: cohort.config.envs].sum())
+        return Played(episode.seconds, episode.deciding, episode.germinated, kept, rollbacks, cohort.config.envs)
+
+    def _close(
+        self, figures: dict[str, float], clients: Sequence[SimicClient], played: Sequence[Played], updating: float
+    ) -> dict[str, float]:
+        for client in clients:
+            client.clear()
+        growing, deciding = sum(p.seconds for p in played), sum(p.deciding for p in played)
+        steps = sum(p.envs * cohort.config.steps for p, cohort in zip(played, self.cohorts, strict=True))
+        germinated, kept = sum(p.germinated for p in played), sum(p.kept for p in played)
+        figures |= {
+            "kept": kept / sum(p.envs for p in played),
+            "kept_share": kept / germinated if germinated else math.nan,
+            "rollbacks": float(sum(p.rollbacks for p in played)),
+            "env_steps_per_second": steps / (growing + updating),
+            "controller_share": (deciding + updating) / (growing + updating),
+        }
+        self.history.add(figures)
+        self.number, self.played = self.number + 1, []
+        return figures
+
+
+def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int64]:
+    """(E,) training instances of a round, by key; runs of `group` environments share one."""
+    config = cohort.config
+    keys = cohort.task.keys("training")
+    drawn = key(config.seed, Purpose.SAMPLE, number, np.arange(config.envs // group)) & ((1 << 62) - 1)
+    return np.repeat(keys.start + drawn % len(keys), group)
+
+
+def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """J on the validation split of the networks that would be exported, and seeds kept, each (E,); the same episode always."""
+    engine, reward = cohort.validation, cohort.config.reward
+    engine.reset(episode=0)
+    play(engine, client)
+    view = engine.view()
+    metric, loss = engine.evaluate(engine.population.validation_splits())
+    value = metric if reward.objective == "metric" else -loss
+    added = engine.exported_params() - view.host_params
+    kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)
+    return objective(value, added, view.host_params, reward.rent, reward.rent_size), kept
+
+
+def cohort_of(task: AnyTask, config: Config) -> Cohort:
+    """The population of a task, and the one it is validated on. InputError where the task and the config allow no learning."""
+    reward = config.reward
+    if config.envs % reward.group:  # whatever the baseline: instances are drawn by the group
+        raise InputError(f"reward.group is {reward.group}, which does not divide envs, {config.envs}; choose a divisor")
+    if reward.baseline == "twin" and not config.twin:
+        raise InputError("reward.baseline is twin, but no twins are trained; give --twin, or another baseline")
+    if config.early_stopping.enabled:
+        raise InputError("early_stopping.enabled is true, but a controller learns from whole episodes; leave it out")
+    engine = VectorizedEngine(task, config)
+    if not engine.space.slots or not engine.space.fits.any() or not config.lifecycle.max_seeds:
+        raise InputError(
+            f"task {task.name} has no slot in which anything of its menu may be planted, so nothing can be learnt; give it "
+            "slots, blueprints that fit them, and a lifecycle.max_seeds of 1 or more"
+        )
+    # a run seed of its own, so that on one data set too no start is validated on that an evaluation grows
+    watched = config.model_copy(
+        update={
+            "instances": "validation",
+            "first_instance": 0,
+            "envs": config.ppo.validate_envs,
+            "baselines": (),
+            "seed": scalar(config.seed, Purpose.VALIDATION),
+        }
+    )
+    try:
+        validation = VectorizedEngine(task, watched)
+    except InputError as error:
+        raise InputError(f"in the validation, where ppo.validate_envs stands for envs: {error}") from None
+    return Cohort(task, config, engine, validation)
+
+
+def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
+    teacher = get_controller("heuristic", cohort.config)
+    return Apprentice(learner, reward, teacher, LED[0], cohort.config.governor.penalty)
+
+
+def settings_of_policy(config: Config) -> dict[str, Any]:
+    """The config that a trained controller brings along wherever it decides."""
+    return {
+        "gates": config.gates.model_dump(mode="json"),
+        "probe": {"sensors_every": config.probe.sensors_every, "coalitions_every": config.probe.coalitions_every},
+        "lifecycle": {"tempos": list(config.lifecycle.tempos), "targets": list(config.lifecycle.targets)},
+    }
