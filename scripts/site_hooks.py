@@ -12,6 +12,7 @@ from pygments.formatters import HtmlFormatter
 
 ROOT_PAGES = {
     "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }

@@ -8,7 +8,7 @@ HEAD = """# Configuration
 
 The same keys in a YAML file (`--config FILE`), in `--set key=value` and in `esper.build_config`. A task's own defaults give
 way to the file, that to `--set`, and that to the long options of the command. `esper config` prints this page's table,
-`esper config --yaml` a file to start from.
+`esper config --yaml` a file to start from. The [glossary](glossary.md) explains the words.
 
 | key | default | type | meaning |
 |---|---|---|---|

@@ -10,9 +10,10 @@ from esper.tolaria.sensors import SENSORS
 
 HEAD = f"""# What a trained controller sees
 
-One row of columns for each environment, one for each of its slots, and the price of every blueprint at every slot. A
-continuous column is normalised: less its mean, over its standard deviation, both over all rounds of training so far, and
-clipped to {CLIP:g} standard deviations. Before a first round the mean is 0 and the standard deviation the column's *scale*.
+One row of columns for each [environment](glossary.md#environment), one for each of its slots, and the price of every
+blueprint at every slot. A continuous column is normalised: less its mean, over its standard deviation, both over all
+rounds of training so far, and clipped to {CLIP:g} standard deviations. Before a first round the mean is 0 and the standard
+deviation the column's *scale*.
 
 What is marked under `?` is not always measured. It is 0 then, and a further column `name?` beside it is 1 where it was
 measured and 0 where not. Flags are 0 or 1 and are not normalised.

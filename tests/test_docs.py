@@ -1,18 +1,25 @@
 """What the documents show runs, and what they list is what there is."""
 
+import ast
+import itertools
 import re
+import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 import esper
 from esper.kasmina.blueprints import BLUEPRINTS
+from esper.leyline.actions import Blend, Head, Op
 from esper.leyline.config import reference
+from esper.leyline.slots import Tap
+from esper.leyline.stages import Stage
 from esper.tamiyo.schedule import load_schedule
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
 
 
@@ -91,3 +98,68 @@ def test_links_between_pages_lead_somewhere(page):
 def test_the_python_reference_lists_every_public_name_once():
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^::: esper\.(\w+)$", page, re.MULTILINE)) == esper.__all__
+
+
+GLOSSARY = ROOT / "docs" / "glossary.md"
+
+
+def test_the_glossary_explains_every_stage_operation_head_and_tap():
+    text = GLOSSARY.read_text(encoding="utf-8")
+    terms = re.findall(r"^<a id=\"([^\"]+)\"></a>\*\*([^*]+)\*\*: \S", text, re.MULTILINE)
+    assert len(terms) == len(dict(terms)) > 60
+    assert all(anchor == re.sub(r"[ _]", "-", term.lower()) for anchor, term in terms)
+    words = {term for _, term in terms}
+    assert {stage.name for stage in Stage} <= words
+    assert {op.name for op in Op} - {"WAIT"} <= words
+    assert {head.name.lower() for head in Head} - {"op"} <= words
+    assert all(f"`{name}`" in text for name in [*Tap, *(blend.name for blend in Blend)])
+
+
+def test_no_entry_of_the_glossary_is_longer_than_two_sentences():
+    entries = re.split(r"^<a id=.*?\*\*: ", GLOSSARY.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    for entry in entries:
+        text = re.split(r"\n\n", entry)[0].replace("\n", " ")
+        assert len(re.findall(r"[^.]\.(?=\s|$)", text)) in (1, 2), text
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != GLOSSARY], ids=lambda page: page.name)
+def test_every_page_leads_to_the_glossary(page):
+    assert re.search(r"\]\((docs/)?glossary\.md", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_every_place_in_the_code_that_a_page_names_is_there(name):
+    named = re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", (ROOT / name).read_text(encoding="utf-8"))
+    assert len(named) > 10
+    for path, place in named:
+        file = next(folder / path for folder in (ROOT / "src" / "esper", ROOT) if (folder / path).exists())
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+        for part in place.split(".") if place else ():
+            found = [node for node in body if part in names_of(node)]
+            assert found, f"{path}::{place}"
+            body = getattr(found[0], "body", [])
+
+
+def names_of(node):
+    """What a statement defines."""
+    match node:
+        case ast.FunctionDef() | ast.ClassDef():
+            return {node.name}
+        case ast.Assign():
+            return {target.id for target in node.targets if isinstance(target, ast.Name)}
+        case ast.AnnAssign():
+            return {node.target.id} if isinstance(node.target, ast.Name) else set()
+    return set()
+
+
+def test_the_picture_of_the_layers_shows_every_package_in_its_place():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    drawn = {}
+    for box in ElementTree.parse(ROOT / "docs" / "assets" / "layers.svg").iterfind(".//{*}text[@font-weight='bold']"):
+        drawn[box.text.removeprefix("esper.")] = float(box.get("y"))
+    listed = [[name.strip().removeprefix("esper.") for name in layer.split("|")] for layer in layers]
+    assert sorted(drawn) == sorted(itertools.chain(*listed))
+    heights = [{drawn[name] for name in layer} for layer in listed]
+    assert all(len(layer) == 1 for layer in heights)
+    assert all(min(above) < min(below) for above, below in itertools.pairwise(heights))
