@@ -97,8 +97,11 @@ def engine_in(case: Case, task: AnyTask, mapping: str, cadence: int, device: str
     config = build_config(
         task.defaults,
         {"envs": case.envs, "twin": False, "mapping": mapping, "device": device, "steps": SELDOM},
-        {"data": {"batch": BATCH, "batches_per_step": BATCHES}, "probe": {"coalitions_every": cadence}},
-        {"lifecycle": {"max_seeds": 4, "max_training": 4}, "gates": {"permissive": True, "min_training": 0}},
+        {"data": {"batch_size": BATCH, "batches_per_step": BATCHES}, "probe": {"coalitions_every": cadence}},
+        {
+            "lifecycle": {"max_seeds": 4, "max_training_seeds": 4},
+            "gates": {"permissive": True, "min_training_steps": 0},
+        },
     )
     engine = VectorizedEngine(task, config)
     engine.reset()

@@ -56,7 +56,7 @@ def photographs(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
         test=None,
         objective=Classification(10),
         menu=MAP_MENU,
-        defaults={"data": {"batch": BATCH, "batches_per_step": 4}},
+        defaults={"data": {"batch_size": BATCH, "batches_per_step": 4}},
         pixels=standardizing(train.x),
     )
 

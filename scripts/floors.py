@@ -80,7 +80,7 @@ class BareStack:
         state, config = engine.state, engine.config
         body = engine.population.body
         host, rows = body.host, len(state.instance)
-        self.batch, self.batches = config.data.batch, config.data.batches_per_step
+        self.batch, self.batches = config.data.batch_size, config.data.batches_per_step
         params: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def plain_step(task: AnyTask, engine: VectorizedEngine, envs: int) -> Step:
     """
     torch.manual_seed(0)
     config, seeds, device = engine.config, engine.state.seeds, engine.device
-    batch, batches = config.data.batch, config.data.batches_per_step
+    batch, batches = config.data.batch_size, config.data.batches_per_step
     criterion = nn.CrossEntropyLoss()
     networks = []
     for env in range(envs):

@@ -22,7 +22,7 @@ from esper.tolaria.engine import VectorizedEngine
 def grown(envs: int, live: int, device: str) -> VectorizedEngine:
     """An engine on `digits-narrow` whose environments have `live` seeds blended in."""
     task = get_task("digits-narrow")
-    lifecycle = {"max_seeds": max(live, 1), "max_training": max(live, 1)}
+    lifecycle = {"max_seeds": max(live, 1), "max_training_seeds": max(live, 1)}
     config = build_config(
         {
             "task": "digits-narrow",
@@ -32,7 +32,7 @@ def grown(envs: int, live: int, device: str) -> VectorizedEngine:
             "device": device,
             "lifecycle": lifecycle,
         },
-        {"gates": {"permissive": True, "min_training": 0}},
+        {"gates": {"permissive": True, "min_training_steps": 0}},
     )
     engine = VectorizedEngine(task, config)
     view = engine.reset()

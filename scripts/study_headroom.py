@@ -39,9 +39,9 @@ TRAINING = 96
 """Training instances that the heuristic is tuned on, and by which a fixed schedule and a threshold are chosen."""
 PLAIN = {"heuristic": HeuristicConfig().model_dump(), "gates": GatesConfig().model_dump()}
 """Arms start from the config's own rule and gates and not from the task's, which came out of this study."""
-LIFTED = {"lifecycle": {"max_seeds": 4, "max_training": 4}}
-PERMISSIVE = {"gates": {"permissive": True, "min_holding": 1}}
-INSTANT = {"gates": {"permissive": True, "min_training": 0, "min_holding": 1}}
+LIFTED = {"lifecycle": {"max_seeds": 4, "max_training_seeds": 4}}
+PERMISSIVE = {"gates": {"permissive": True, "min_holding_steps": 1}}
+INSTANT = {"gates": {"permissive": True, "min_training_steps": 0, "min_holding_steps": 1}}
 
 
 class Arm(NamedTuple):
@@ -181,7 +181,7 @@ def grow(arm: Arm, instances: int, seed: int, part: str, first: int, sensors: in
                         engine.decide(actions)
         view, outcome = engine.step(client.act(view))
         client.store(outcome)
-        if arm.way == "together" and view.step == START + 1 + config.gates.min_training:  # incubation ends here
+        if arm.way == "together" and view.step == START + 1 + config.gates.min_training_steps:  # incubation ends here
             measured, slot = view.measurements, arm.plan[0][0] if arm.plan else 0
             at_one = measured.metric + measured.gain_metric.mean[:, slot]
             seen |= {"gain": measured.gain.mean[:, slot], "accuracy_at_one": at_one, "accuracy_host": measured.metric}
@@ -311,9 +311,9 @@ def tune_heuristic(results: Results) -> dict[str, Any]:
     """The settings of the heuristic and its gates that do best on training instances."""
     strict: dict[str, Any] = {"gain_z": 1.0, "z": 1.0, "min_contribution": 0.0}
     lenient = {"gain_z": -1.0, "z": 0.0, "min_contribution": -0.02}
-    open_ = {"gain_z": -10.0, "z": 0.0, "min_contribution": -1.0, "min_holding": 1}
+    open_ = {"gain_z": -10.0, "contribution_z": 0.0, "min_contribution": -1.0, "min_holding_steps": 1}
     grid = [
-        {"heuristic": {"plant_below": below, "weak_below": weak, "keep": keep}, "gates": gates}
+        {"heuristic": {"plant_below": below, "weak_below": weak, "keep_above": keep}, "gates": gates}
         for below, weak, keep, gates in itertools.product(
             (0.88, 0.94), (0.5, 0.7, 0.85), (0.0, 0.5), (strict, lenient, open_)
         )

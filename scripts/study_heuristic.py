@@ -28,7 +28,7 @@ from torch import Tensor
 
 import esper
 from esper.leyline.actions import Actions
-from esper.leyline.config import Config, build_config
+from esper.leyline.config import Config, HeuristicConfig, build_config
 from esper.leyline.task import Task
 from esper.runs.evaluation import Contender, evaluate, named
 from esper.simic.rewards import objective
@@ -51,9 +51,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "narrow_from .6": {"narrow_from": 0.6},
     "narrow_blueprints bypass-mlp": {"narrow_blueprints": ("bypass-mlp",)},
     "weak_blueprints bypass-linear": {"weak_blueprints": ("bypass-linear",)},
-    "keep .25": {"keep": 0.25},
-    "keep 1": {"keep": 1.0},
-    "patience and training_patience 99": {"patience": 99, "training_patience": 99},
+    "keep_above .25": {"keep_above": 0.25},
+    "keep_above 1": {"keep_above": 1.0},
+    "holding_patience and training_patience 99": {"holding_patience": 99, "training_patience": 99},
 }
 """Settings of the heuristic that are tried on training instances, the first beside all others."""
 
@@ -62,7 +62,7 @@ def variant(name: str) -> Contender:
     """The heuristic with some settings in place of those of the config."""
 
     def make(config: Config) -> Heuristic:
-        return Heuristic(config.heuristic.model_copy(update=dict(VARIANTS[name])), config.gates)
+        return Heuristic(HeuristicConfig(**{**dict(config.heuristic), **VARIANTS[name]}), config.gates)
 
     return Contender(name, {}, make)
 
@@ -188,7 +188,7 @@ def rent(envs: int = 24) -> list[str]:
             "blueprints": [blueprint],
             "steps": 24,
             "models": "none",
-            "heuristic": {"keep": 0.0, "plant_below": 1.1, "weak_below": 1.1},
+            "heuristic": {"keep_above": 0.0, "plant_below": 1.1, "weak_below": 1.1},
         }
         summary = esper.grow(task, config, controller="heuristic")
         metric = summary["metric"]

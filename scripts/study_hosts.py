@@ -30,7 +30,7 @@ def static(task: Task, factory: Factory, starts: int, part: Split) -> Tensor:
     """Scores (starts,) on a split of networks that were trained without growth."""
     config = build_config(task.defaults)
     updates = config.steps * config.data.batches_per_step
-    host, values = train_static(task, factory, starts, config.data.batch, updates)
+    host, values = train_static(task, factory, starts, config.data.batch_size, updates)
     with torch.no_grad():
         output = run_static(host, values, task.read(part.x).expand(starts, *[-1] * part.x.dim()))
         return task.objective.score(output, part.y.expand(starts, *part.y.shape)).mean(1)

@@ -29,10 +29,13 @@ def blobs(*, dtype=torch.float32, examples=160, classes=3, hidden=(3, 5), menu=M
 
 def small_config(*layers, **top):
     """A config of short steps."""
-    base = {"envs": 3, "steps": 8, "baselines": [], "data": {"batch": 12, "batches_per_step": 3}}
+    base = {"envs": 3, "steps": 8, "baselines": [], "data": {"batch_size": 12, "batches_per_step": 3}}
     return build_config(
         base,
-        {"lifecycle": {"max_training": 2}, "gates": {"permissive": True, "min_training": 1, "min_holding": 1}},
+        {
+            "lifecycle": {"max_training_seeds": 2},
+            "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
+        },
         *layers,
         top,
     )

@@ -88,7 +88,7 @@ def test_json_prints_the_summary_and_nothing_else_on_stdout(esper):
 
 
 def test_options_go_before_set_before_file_before_the_task(esper):
-    Path("c.yaml").write_text("{envs: 3, steps: 5, seed: 5, data: {batches_per_step: 1, batch: 32}}")
+    Path("c.yaml").write_text("{envs: 3, steps: 5, seed: 5, data: {batches_per_step: 1, batch_size: 32}}")
     code, _, err = esper(
         *("grow", "spirals-narrow", "--config", "c.yaml", "--set", "steps=2", "--set", "seed=6", "--seed", "7"),
         *("--models", "none", "--run", "r"),
@@ -96,7 +96,7 @@ def test_options_go_before_set_before_file_before_the_task(esper):
     assert code == 0, err
     config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
     assert (config.task, config.envs, config.steps, config.seed) == ("spirals-narrow", 3, 2, 7)
-    assert (config.data.batch, config.data.batches_per_step) == (32, 1)
+    assert (config.data.batch_size, config.data.batches_per_step) == (32, 1)
 
 
 def test_a_run_can_be_repeated_from_its_config(esper):
@@ -112,7 +112,7 @@ BAD = {
     "controller": (["grow", "spirals-narrow", "--controller", "oracle"], "'oracle'"),
     "controller file": (["grow", "spirals-narrow", "--controller", "absent.yaml"], "absent.yaml"),
     "key": (["grow", "spirals-narrow", "--set", "nope=1"], "'nope'"),
-    "value": (["grow", "spirals-narrow", "--set", "data.batch=many"], "data.batch"),
+    "value": (["grow", "spirals-narrow", "--set", "data.batch_size=many"], "data.batch_size"),
     "task that is set": (["grow", "spirals-narrow", "--set", "task=digits"], "--set task"),
     "tasks that are set": (["grow", "spirals-narrow", "--set", "tasks=[digits]"], "--set tasks"),
     "form of --set": (["grow", "spirals-narrow", "--set", "envs"], "key=value"),
@@ -127,7 +127,7 @@ BAD = {
     "twin and no twin": (["grow", "spirals-narrow", "--baselines", "plain", "--twin"], "leave twin out"),
     "slot": (["grow", "spirals-narrow", "--slots", "nowhere"], "'nowhere'"),
     "blueprint": (["grow", "spirals-narrow", "--set", "blueprints=[nothing]"], "'nothing'"),
-    "batch": (["grow", "spirals-narrow", "--set", "data.batch=99999"], "99999"),
+    "batch": (["grow", "spirals-narrow", "--set", "data.batch_size=99999"], "99999"),
     "config file": (["grow", "spirals-narrow", "--config", "absent.yaml"], "absent.yaml"),
     "folder with other files": (["grow", "spirals-narrow", "--run", "mine"], "mine"),
     "folder under a file": (["grow", "spirals-narrow", "--run", "mine/notes.txt/run"], "notes.txt"),

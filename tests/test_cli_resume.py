@@ -16,7 +16,7 @@ from esper.cli import main
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
 GROW = ["grow", "iris", "--envs", "2", "--steps", "60", "--controller", "random-valid", "--models", "none"]
 GROW += ["--baselines", "twin"]
-TRAIN = ["train", "iris", "wine", "--envs", "4", "--steps", "4", "--rounds", "3", "--set", "reward.group=2"]
+TRAIN = ["train", "iris", "wine", "--envs", "4", "--steps", "4", "--rounds", "3", "--set", "reward.group_size=2"]
 TRAIN += ["--set", "ppo={imitation_rounds: 1, validate_envs: 2, validate_every: 1}", "--set", "data.batches_per_step=1"]
 OFTEN = ["--set", "checkpoint={every_steps: 1, every_seconds: 0}", "--json"]
 

@@ -17,8 +17,8 @@ from esper.runs.configuration import TRAINING
 from esper.tamiyo.controller import FACTS, load_policy
 from processes import begun
 
-SHORT = ["--set", "data.batches_per_step=2", "--set", "reward.group=2", "--set", "ppo.imitation_rounds=1"]
-SHORT += ["--set", "ppo.validate_envs=2", "--set", "ppo.validate_every=1", "--set", "ppo.epochs=1"]
+SHORT = ["--set", "data.batches_per_step=2", "--set", "reward.group_size=2", "--set", "ppo.imitation_rounds=1"]
+SHORT += ["--set", "ppo.validate_envs=2", "--set", "ppo.validate_every=1", "--set", "ppo.update_epochs=1"]
 TINY = ["--envs", "4", "--steps", "4", "--rounds", "2", *SHORT]
 FEW = ["--instances", "2", "--seeds", "1", "--searched", "2", "--baselines", "none"]
 FEW += ["--set", "steps=5", "--set", "data.batches_per_step=2", "--set", "slots=[block0]"]
@@ -50,7 +50,7 @@ def trained(tmp_path_factory) -> Path:
     """A run folder with a controller."""
     folder = tmp_path_factory.mktemp("cli") / "run"
     with pytest.raises(SystemExit) as end:
-        main(["train", "spirals-narrow", *TINY, "--set", "gates.min_holding=2", "--run", str(folder)])
+        main(["train", "spirals-narrow", *TINY, "--set", "gates.min_holding_steps=2", "--run", str(folder)])
     assert not end.value.code
     return folder
 
@@ -98,14 +98,16 @@ def test_json_prints_the_summary_of_a_training_and_nothing_else(esper):
 
 
 def test_options_go_before_set_before_file_before_the_preset_before_the_task(esper):
-    Path("c.yaml").write_text("{envs: 6, steps: 5, ppo: {rounds: 5, epochs: 3, lr: 0.01}, data: {batch: 24}}")
-    asked = ["--set", "envs=4", "--set", "ppo.epochs=2", "--rounds", "1", "--steps", "4", "--preset", "standard"]
+    Path("c.yaml").write_text(
+        "{envs: 6, steps: 5, ppo: {rounds: 5, update_epochs: 3, lr: 0.01}, data: {batch_size: 24}}"
+    )
+    asked = ["--set", "envs=4", "--set", "ppo.update_epochs=2", "--rounds", "1", "--steps", "4", "--preset", "standard"]
     code, _, err = esper("train", "iris", *SHORT, "--config", "c.yaml", *asked, "--run", "r")
     assert code == 0, err
     config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
     assert (config.envs, config.steps, config.task, config.tasks) == (4, 4, "iris", ("iris",))
-    assert (config.ppo.rounds, config.ppo.epochs, config.ppo.lr) == (1, 2, 0.01)
-    assert (config.data.batch, config.data.batches_per_step) == (24, 2)
+    assert (config.ppo.rounds, config.ppo.update_epochs, config.ppo.lr) == (1, 2, 0.01)
+    assert (config.data.batch_size, config.data.batches_per_step) == (24, 2)
     assert config.gates.permissive is TRAINING["gates"]["permissive"]
 
 
@@ -116,7 +118,7 @@ def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esp
     assert "test accuracy" in out
     config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
     assert config.controller == str(trained)
-    assert (config.gates.permissive, config.gates.min_holding) == (True, 2)
+    assert (config.gates.permissive, config.gates.min_holding_steps) == (True, 2)
     assert config.probe.sensors_every == 4
     summary = library.grow(
         library.get_task("spirals-narrow"),
@@ -128,11 +130,11 @@ def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esp
 
 
 def test_what_is_asked_for_goes_before_the_settings_of_a_controller(esper, trained):
-    asked = ["--envs", "2", "--steps", "2", "--set", "gates.min_holding=5", "--models", "none"]
+    asked = ["--envs", "2", "--steps", "2", "--set", "gates.min_holding_steps=5", "--models", "none"]
     code, _, err = esper("grow", "spirals-narrow", "--controller", str(trained / "controller"), *asked, "--run", "r")
     assert code == 0, err
     config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))
-    assert (config.gates.permissive, config.gates.min_holding) == (True, 5)
+    assert (config.gates.permissive, config.gates.min_holding_steps) == (True, 5)
 
 
 def test_eval_compares_a_trained_controller_with_the_rules(esper, trained):
@@ -162,7 +164,7 @@ BAD = {
     "preset": (["train", "iris", "--preset", "endless"], "'endless'"),
     "reward": (["train", "iris", "--set", "reward.name=gold"], "reward.name"),
     "baseline": (["train", "iris", "--set", "reward.baseline=twin"], "--twin"),
-    "group": (["train", "iris", "--envs", "9"], "reward.group"),
+    "group": (["train", "iris", "--envs", "9"], "reward.group_size"),
     "no rounds": (["train", "iris", "--rounds", "0"], "ppo.rounds"),
     "no environments": (["train", "iris", "--envs", "0"], "envs"),
     "no steps": (["train", "iris", "--steps", "0"], "steps"),
@@ -254,7 +256,7 @@ def test_a_controller_whose_settings_hold_another_key_is_refused_by_its_name(esp
 def test_a_controller_that_was_altered_is_refused(esper, trained):
     folder = Path(forged(trained))
     text = (folder / FACTS).read_text()
-    (folder / FACTS).write_text(text.replace('"min_holding": 2', '"min_holding": 1'))
+    (folder / FACTS).write_text(text.replace('"min_holding_steps": 2', '"min_holding_steps": 1'))
     refused(esper("grow", "spirals-narrow", "--controller", str(folder)), "altered")
 
 
@@ -332,8 +334,8 @@ def test_a_controller_is_trained_by_a_reward_of_ones_own():
         "envs": 4,
         "steps": 4,
         "data": {"batches_per_step": 2},
-        "reward": {"group": 2},
-        "ppo": {"rounds": 1, "imitation_rounds": 0, "validate_envs": 2, "epochs": 1},
+        "reward": {"group_size": 2},
+        "ppo": {"rounds": 1, "imitation_rounds": 0, "validate_envs": 2, "update_epochs": 1},
     }
     summary = library.train(library.get_task("spirals-narrow"), settings, reward=reward, run="own")
     assert summary["status"] == "finished"

@@ -34,7 +34,7 @@ CLEARED = r"\x1b[2J\x9b31m\u202e"
 def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "r"
     config = small_config(
-        task="iris", envs=2, steps=2, data={"batch": 16}, checkpoint={"every_steps": 1}, models="best"
+        task="iris", envs=2, steps=2, data={"batch_size": 16}, checkpoint={"every_steps": 1}, models="best"
     )
     grow(get_task("iris"), config, controller="never", run=folder)
     return folder

@@ -48,8 +48,8 @@ def unlabelled():
 prepared = clusters()
 number = 5
 """
-SMALL = {"envs": 2, "steps": 3, "twin": False, "data": {"batch": 12, "batches_per_step": 2}, "models": "none"}
-QUICK = ["--envs", "2", "--steps", "3", "--set", "data={batch: 12, batches_per_step: 2}", "--models", "none"]
+SMALL = {"envs": 2, "steps": 3, "twin": False, "data": {"batch_size": 12, "batches_per_step": 2}, "models": "none"}
+QUICK = ["--envs", "2", "--steps", "3", "--set", "data={batch_size: 12, batches_per_step: 2}", "--models", "none"]
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_a_task_that_a_module_holds_is_named_without_a_function():
 
 def test_eval_train_and_tasks_take_such_a_task(command):
     place = "mine/own_task.py:clusters"
-    settings = ["--set", "steps=3", "--set", "data={batch: 12, batches_per_step: 1}"]
+    settings = ["--set", "steps=3", "--set", "data={batch_size: 12, batches_per_step: 1}"]
     code, out, _ = command(
         "eval",
         "never",
@@ -131,7 +131,7 @@ def test_eval_train_and_tasks_take_such_a_task(command):
     assert (code, json.loads(out)["tasks"][0]["task"]) == (0, place)
     code, out, _ = command(
         *("train", place, "--envs", "2", "--rounds", "1", *settings, "--json"),
-        *("--set", "reward.group=2", "--set", "ppo={imitation_rounds: 0, validate_envs: 1}"),
+        *("--set", "reward.group_size=2", "--set", "ppo={imitation_rounds: 0, validate_envs: 1}"),
     )
     assert (code, json.loads(out)["tasks"]) == (0, [place])
     code, out, _ = command("tasks", place)
@@ -248,7 +248,7 @@ def test_a_controller_object_goes_on_from_python_too():
 
 def test_a_training_on_an_object_goes_on_from_python():
     task = blobs()
-    settings = {"envs": 2, "steps": 3, "data": {"batch": 12, "batches_per_step": 1}, "reward": {"group": 2}}
+    settings = {"envs": 2, "steps": 3, "data": {"batch_size": 12, "batches_per_step": 1}, "reward": {"group_size": 2}}
     settings |= {"ppo": {"rounds": 1, "imitation_rounds": 0, "validate_envs": 1}}
     esper.train(task, settings, run="t", progress=False)
     summary = esper.resume("t", task=task, settings={"ppo": {"rounds": 2}}, progress=False)

@@ -16,7 +16,12 @@ from esper.leyline.errors import InputError, OutOfMemory, asked_for, is_shortage
 from esper.tolaria.runtime import PhaseTimer, available_memory
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share", "time")
-LARGE = ["--set", "data={batch: 1024, batches_per_step: 1}", "--set", "checkpoint={every_steps: 1, every_seconds: 0}"]
+LARGE = [
+    "--set",
+    "data={batch_size: 1024, batches_per_step: 1}",
+    "--set",
+    "checkpoint={every_steps: 1, every_seconds: 0}",
+]
 GROW = [
     "grow",
     "digits-narrow",
@@ -78,7 +83,7 @@ def test_a_run_that_memory_ran_out_for_says_so_and_is_resumed_to_the_same_number
     assert (code, out) == (1, ""), err
     assert "Traceback" not in err
     assert sentence.startswith(("error: memory ran out in the phase ", "error: memory ran out between steps, "))
-    assert "96 networks at data.batch 1024: " in sentence
+    assert "96 networks at data.batch_size 1024: " in sentence
     assert " MiB were asked for, " in sentence
     assert re.search(r"; esper resume r goes on after step \d+, that of the last checkpoint$", sentence)
     assert events("r")[-1]["status"] == "failed"
@@ -90,10 +95,10 @@ def test_a_run_that_memory_ran_out_for_says_so_and_is_resumed_to_the_same_number
 
 @pytest.mark.parametrize("want", [lambda: torch.empty(2**60), lambda: bytearray(2**60)], ids=["torch", "python"])
 def test_a_phase_that_asks_for_too_much_is_named_with_the_numbers_and_what_to_lower(want):
-    timer = PhaseTimer(torch.device("cpu"), "8 networks at data.batch 64")
+    timer = PhaseTimer(torch.device("cpu"), "8 networks at data.batch_size 64")
     with (
         pytest.raises(
-            OutOfMemory, match=r"^memory ran out in the phase train, with 8 networks .* lower envs, data.batch"
+            OutOfMemory, match=r"^memory ran out in the phase train, with 8 networks .* lower envs, data.batch_size"
         ),
         timer.phase("train"),
     ):

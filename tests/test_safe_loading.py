@@ -121,7 +121,7 @@ class Bomb:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "r"
-    config = small_config(task="iris", envs=2, steps=2, data={"batch": 16}, checkpoint={"every_steps": 1})
+    config = small_config(task="iris", envs=2, steps=2, data={"batch_size": 16}, checkpoint={"every_steps": 1})
     grow(get_task("iris"), config, controller="heuristic", run=folder)
     return folder
 
@@ -371,7 +371,7 @@ def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, m
     from esper.runs.evaluation import Kept, named
 
     task, contender = get_task("iris"), named("never")
-    config = small_config(task="iris", envs=1, steps=1, twin=True, data={"batch": 16})
+    config = small_config(task="iris", envs=1, steps=1, twin=True, data={"batch_size": 16})
     kept = Kept(tmp_path, {})
     kept.grow(task, contender, config)
     (path,) = tmp_path.glob("*.npz")

@@ -31,7 +31,7 @@ command()
 EVERY = ["--run", "run", "--set", "checkpoint={every_steps: 1, every_seconds: 0}"]
 GROW = ["grow", "spirals", "--envs", "2", "--steps", "1000000", "--models", "none", "--baselines", "none", *EVERY]
 TRAIN = ["train", "spirals", "--envs", "2", "--steps", "1000", "--rounds", "1000000", *EVERY]
-TRAIN += ["--set", "reward.group=2"]
+TRAIN += ["--set", "reward.group_size=2"]
 
 
 @pytest.mark.parametrize("command", [GROW, TRAIN], ids=["grow", "train"])

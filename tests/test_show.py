@@ -7,7 +7,7 @@ from populations import small_config
 
 
 def test_show_prints_the_closing_table_of_a_summary(capsys):
-    config = small_config(task="iris", envs=2, steps=1, data={"batch": 16}, baselines=["twin"])
+    config = small_config(task="iris", envs=2, steps=1, data={"batch_size": 16}, baselines=["twin"])
     summary = esper.grow(esper.get_task("iris"), config, controller="never")
     capsys.readouterr()
     esper.show(summary)

@@ -60,7 +60,9 @@ def run(folder: str) -> tuple[Mapping[str, Any], Tensor]:
     x = torch.rand(120, 1, 4, 4)
     y = (x.mean((1, 2, 3)) > 0.5).long()
     task: esper.Task = esper.task("typed", x, y, host=host, classes=2, menu=["typed-wide"])
-    config: esper.Config = esper.build_config(task.defaults, {"envs": 1, "steps": 2, "data.batch": 8, "twin": False})
+    config: esper.Config = esper.build_config(
+        task.defaults, {"envs": 1, "steps": 2, "data.batch_size": 8, "twin": False}
+    )
     client: esper.PolicyClient = Planter()
     ready: Callable[[], esper.SegmentedHost] = esper.mlp(inputs=4, width=8, classes=2)
     assert [slot.kind for slot in ready().slots] == [esper.Kind.VECTOR] * 3

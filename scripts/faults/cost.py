@@ -46,7 +46,7 @@ QUICK: Mapping[str, Any] = {
     "envs": 4,
     "steps": 4,
     "data": {"batches_per_step": 1},
-    "reward": {"group": 2},
+    "reward": {"group_size": 2},
     "ppo": {"rounds": 2, "imitation_rounds": 1, "validate_envs": 2},
 }
 FILE = "cost.jsonl"
@@ -73,8 +73,8 @@ def grown_state(envs: int, slots: int) -> Tree:
     config = build_config(
         task.defaults,
         {"envs": envs, "steps": 100, "data": {"batches_per_step": 1}},
-        {"lifecycle": {"max_seeds": slots, "max_training": slots}},
-        {"gates": {"permissive": True, "min_training": 0, "min_holding": 0}},
+        {"lifecycle": {"max_seeds": slots, "max_training_seeds": slots}},
+        {"gates": {"permissive": True, "min_training_steps": 0, "min_holding_steps": 0}},
     )
     engine = VectorizedEngine(task, config)
     engine.reset()

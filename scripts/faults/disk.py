@@ -28,7 +28,7 @@ GROW = Command("grow iris", ("grow", "iris", "--envs", "2", "--steps", "8", *OFT
 TRAIN = Command(
     "train iris",
     (
-        *("train", "iris", "--envs", "4", "--steps", "4", "--rounds", "2", *OFTEN, "--set", "reward.group=2"),
+        *("train", "iris", "--envs", "4", "--steps", "4", "--rounds", "2", *OFTEN, "--set", "reward.group_size=2"),
         *("--set", "ppo={imitation_rounds: 0, validate_every: 1, validate_envs: 2}"),
     ),
 )

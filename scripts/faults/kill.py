@@ -46,7 +46,7 @@ QUICK = (
         "train iris",
         (
             *("train", "iris", "--envs", "4", "--steps", "8", "--rounds", "1", *QUICKLY),
-            *("--set", "reward.group=2", "--set", "ppo={imitation_rounds: 1, validate_envs: 2}"),
+            *("--set", "reward.group_size=2", "--set", "ppo={imitation_rounds: 1, validate_envs: 2}"),
         ),
     ),
     Command("grow iris", ("grow", "iris", "--envs", "4", "--steps", "60", "--models", "best", *QUICKLY)),

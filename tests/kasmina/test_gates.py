@@ -9,7 +9,7 @@ from esper.leyline.config import GatesConfig
 from esper.leyline.stages import Stage
 from esper.leyline.view import Estimate, Measurements
 
-CONFIG = GatesConfig(min_training=2, gain_z=1.5, min_holding=3, min_contribution=0.01, z=2.0)
+CONFIG = GatesConfig(min_training_steps=2, gain_z=1.5, min_holding_steps=3, min_contribution=0.01, contribution_z=2.0)
 
 
 def estimate(mean, se):
@@ -100,7 +100,7 @@ def test_a_contribution_that_was_not_measured_fails_and_says_so(permissive):
 
 
 def test_the_gradients_of_a_seed_that_has_not_trained_were_not_measured():
-    gate = judged(age=0, finite=False, config=GatesConfig(min_training=0)).advance
+    gate = judged(age=0, finite=False, config=GatesConfig(min_training_steps=0)).advance
     assert not gate.passed()[0, 0]
     assert gate.reason(0, 0) == "failed: finite gradients not measured"
 
@@ -116,12 +116,12 @@ def test_permissive_gates_ask_only_for_the_dwell_and_that_the_number_was_measure
 
 def test_a_reason_says_of_every_check_that_fails_what_was_measured_what_it_has_to_exceed_and_the_key():
     assert judged(age=0, gain=(0.1, 0.1)).advance.reason(0, 0) == (
-        "failed: it has been there for 0 of 2 steps (gates.min_training) and incubation gain less 1.5 standard errors is "
+        "failed: it has been there for 0 of 2 steps (gates.min_training_steps) and incubation gain less 1.5 standard errors is "
         "-0.05, not above 0 (gates.gain_z)"
     )
-    config = CONFIG.model_copy(update={"z": 1.0, "min_contribution": 0.0})
+    config = CONFIG.model_copy(update={"contribution_z": 1.0, "min_contribution": 0.0})
     assert judged(stage=Stage.HOLDING, contribution=(0.0, 0.0), config=config).fossilize.reason(0, 0) == (
-        "failed: contribution less its standard error is +0, not above 0 (gates.z and gates.min_contribution)"
+        "failed: contribution less its standard error is +0, not above 0 (gates.contribution_z and gates.min_contribution)"
     )
 
 

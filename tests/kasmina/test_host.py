@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(("segment", "said"), [(narrow, False), (Block, True)])
 def test_the_heuristic_says_where_it_could_not_recognise_narrow_segments(segment, said):
-    settings = {"envs": 1, "steps": 2, "baselines": [], "data": {"batch": 12, "batches_per_step": 2}}
+    settings = {"envs": 1, "steps": 2, "baselines": [], "data": {"batch_size": 12, "batches_per_step": 2}}
     explained = esper.grow(task_of(segment), settings)["explanations"]
     assert any(sentence.startswith("no segment of the host has inner features") for sentence in explained) == said
 

@@ -67,12 +67,12 @@ class Machine:
         return self.stage.name in ("GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED")
 
     def ready_to_advance(self, evidence: Evidence) -> bool:
-        if self.stage != Stage.TRAINING or self.age < self.rules.gates.min_training:
+        if self.stage != Stage.TRAINING or self.age < self.rules.gates.min_training_steps:
             return False
         return evidence.finite and evidence.gain is not None and evidence.gain > 0
 
     def ready_to_fossilize(self, evidence: Evidence) -> bool:
-        if self.stage != Stage.HOLDING or self.age < self.rules.gates.min_holding:
+        if self.stage != Stage.HOLDING or self.age < self.rules.gates.min_holding_steps:
             return False
         return evidence.contribution is not None and evidence.contribution > 0
 
@@ -85,7 +85,7 @@ class Machine:
             if sum(m.in_budget() for m in others) >= rules.lifecycle.max_seeds:
                 return False
             incubating = sum(m.stage in (Stage.GERMINATED, Stage.TRAINING) for m in others)
-            if incubating >= rules.lifecycle.max_training:
+            if incubating >= rules.lifecycle.max_training_seeds:
                 return False
             if not 0 <= d.blueprint < len(rules.fits[self.index]) or not rules.fits[self.index][d.blueprint]:
                 return False
@@ -276,13 +276,13 @@ def play(rules: Rules, envs: int, slots: int, steps: int, seed: int):
 def rules(draw):
     lifecycle = LifecycleConfig(
         max_seeds=draw(st.integers(0, 3)),
-        max_training=draw(st.integers(1, 3)),
+        max_training_seeds=draw(st.integers(1, 3)),
         embargo=draw(st.integers(0, 3)),
         min_prune_age=draw(st.integers(0, 4)),
         auto_advance=draw(st.booleans()),
         ramp=draw(st.sampled_from(["linear", "cosine", "sigmoid"])),
     )
-    gates = GatesConfig(min_training=draw(st.integers(0, 3)), min_holding=draw(st.integers(0, 3)))
+    gates = GatesConfig(min_training_steps=draw(st.integers(0, 3)), min_holding_steps=draw(st.integers(0, 3)))
     return Rules(lifecycle, gates, FITS)
 
 
@@ -356,7 +356,7 @@ def test_the_budget_and_the_number_of_incubating_seeds_are_never_exceeded(rules,
         stage = moment.after.stage
         assert (np.isin(stage, list(IN_BUDGET)).sum(1) <= rules.lifecycle.max_seeds).all()
         incubating = np.isin(stage, [Stage.GERMINATED, Stage.TRAINING]).sum(1)
-        assert (incubating <= rules.lifecycle.max_training).all()
+        assert (incubating <= rules.lifecycle.max_training_seeds).all()
 
 
 @settings(max_examples=20, deadline=None)
@@ -372,8 +372,8 @@ def test_a_verb_changes_none_of_the_arrays_that_it_is_given(rules, envs, slots, 
 def test_random_episodes_take_every_edge_there_is():
     seen = set()
     for seed in range(12):
-        lifecycle = LifecycleConfig(max_seeds=3, max_training=2, embargo=seed % 2)
-        known = Rules(lifecycle, GatesConfig(min_training=1, min_holding=1), FITS)
+        lifecycle = LifecycleConfig(max_seeds=3, max_training_seeds=2, embargo=seed % 2)
+        known = Rules(lifecycle, GatesConfig(min_training_steps=1, min_holding_steps=1), FITS)
         for moment in play(known, 4, 3, STEPS, seed):
             seen |= set(edges(moment.before, moment.after))
     assert seen == EDGES
@@ -398,7 +398,7 @@ class Slot:
 
     def __init__(self, min_training=2, min_holding=2, evidence=GOOD, **lifecycle) -> None:
         self.config = LifecycleConfig(**lifecycle)
-        self.gates = GatesConfig(min_training=min_training, min_holding=min_holding)
+        self.gates = GatesConfig(min_training_steps=min_training, min_holding_steps=min_holding)
         self.space = make_space(1, self.config)
         self.measurements = measure([[evidence]])
         self.seeds = dormant(1, 1)
@@ -665,9 +665,9 @@ SMALL_FITS = ((True, True), (False, True))
 
 def reached_states() -> dict[str, Seeds]:
     """States of one environment of two slots, reached by valid decisions with good measurements."""
-    config = LifecycleConfig(max_seeds=2, max_training=1, min_prune_age=2, embargo=2, **SMALL)
+    config = LifecycleConfig(max_seeds=2, max_training_seeds=1, min_prune_age=2, embargo=2, **SMALL)
     space = make_space(2, config, SMALL_FITS, **SMALL)
-    gates = GatesConfig(min_training=1, min_holding=1)
+    gates = GatesConfig(min_training_steps=1, min_holding_steps=1)
     measurements = measure([[GOOD, GOOD]])
     germinate = [Decision(Op.GERMINATE, s, 1, Blend.GATE, 1, 1) for s in (0, 1)]
     wait, slow = Decision(), {"tempo": 1, "target": 0}
@@ -713,9 +713,9 @@ EVERY_ACTION = as_actions(EVERY)
 def enumerated(request):
     """Every decision there is, each in an environment of its own that is in the same state."""
     name, seen = request.param
-    config = LifecycleConfig(max_seeds=2, max_training=1, min_prune_age=2, embargo=2, **SMALL)
+    config = LifecycleConfig(max_seeds=2, max_training_seeds=1, min_prune_age=2, embargo=2, **SMALL)
     space = make_space(2, config, SMALL_FITS, **SMALL)
-    gates = GatesConfig(min_training=1, min_holding=1)
+    gates = GatesConfig(min_training_steps=1, min_holding_steps=1)
     seeds = Seeds(*(np.repeat(field, len(EVERY), 0) for field in STATES[name]))
     one = legal(STATES[name], judge(STATES[name], measure([[MEASURED[seen]] * 2]), gates), space, config)
     masks = type(one)(*(np.repeat(field, len(EVERY), 0) for field in one))
@@ -744,8 +744,8 @@ def test_a_decision_is_accepted_if_and_only_if_every_mask_that_matters_allows_it
 
 def test_a_decision_is_accepted_if_and_only_if_the_machine_allows_it(enumerated):
     name, evidence, _, _, _, _, accepted = enumerated
-    lifecycle = LifecycleConfig(max_seeds=2, max_training=1, min_prune_age=2, embargo=2, **SMALL)
-    rules = Rules(lifecycle, GatesConfig(min_training=1, min_holding=1), SMALL_FITS, **SMALL)
+    lifecycle = LifecycleConfig(max_seeds=2, max_training_seeds=1, min_prune_age=2, embargo=2, **SMALL)
+    rules = Rules(lifecycle, GatesConfig(min_training_steps=1, min_holding_steps=1), SMALL_FITS, **SMALL)
     row = [Machine(rules, 0), Machine(rules, 1)]
     for s, machine in enumerate(row):
         state = STATES[name]

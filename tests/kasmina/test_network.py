@@ -37,8 +37,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flowers")
     (folder / "schedule.yaml").write_text(json.dumps(KEEP))
     settings = {
-        "envs": 1, "steps": 12, "data": {"batch": 24, "batches_per_step": 6}, "gates": {"permissive": True},
-        "lifecycle": {"max_training": 2}, "early_stopping": {"enabled": False},
+        "envs": 1, "steps": 12, "data": {"batch_size": 24, "batches_per_step": 6}, "gates": {"permissive": True},
+        "lifecycle": {"max_training_seeds": 2}, "early_stopping": {"enabled": False},
     }  # fmt: skip
     summary = esper.grow(task, settings, controller=str(folder / "schedule.yaml"), run=folder / "run")
     assert summary["grown"] == [{"block0": "skip-mlp", "block1": "bypass-mlp"}]
@@ -91,7 +91,7 @@ def framed(tmp_path_factory):
     task = esper.task("flowers", frame, y, host=MLP(3, 8, (3,), 2), standardize=True)
     assert task.columns == ("length", "angle", "weight")
     folder = tmp_path_factory.mktemp("framed") / "run"
-    esper.grow(task, {"envs": 1, "steps": 4, "data": {"batch": 24, "batches_per_step": 6}}, run=folder)
+    esper.grow(task, {"envs": 1, "steps": 4, "data": {"batch_size": 24, "batches_per_step": 6}}, run=folder)
     return frame, y, folder / "models" / "env-000"
 
 
@@ -183,7 +183,9 @@ def test_the_tasks_of_esper_take_raw_features_and_name_their_classes():
 
     task, data = esper.get_task("iris"), load_iris()
     assert task.classes == ("setosa", "versicolor", "virginica")
-    engine = esper.VectorizedEngine(task, small_config(envs=1, steps=8, data={"batch": 16, "batches_per_step": 16}))
+    engine = esper.VectorizedEngine(
+        task, small_config(envs=1, steps=8, data={"batch_size": 16, "batches_per_step": 16})
+    )
     engine.run(Script({}))
     network = engine.export(0)[0]
     assert (network.predict(data.data) == data.target_names[data.target]).mean() > 0.9

@@ -201,11 +201,18 @@ def brute_force(sandbox: Sandbox) -> np.ndarray:
     ("steps", "may", "layer"),
     [
         (6, [(0, 0)], {"lifecycle": {"tempos": [0, 1]}}),
-        (4, [(0, 0), (1, 1)], {"lifecycle": {"tempos": [0, 1]}, "gates": {"min_training": 0, "min_holding": 0}}),
+        (
+            4,
+            [(0, 0), (1, 1)],
+            {"lifecycle": {"tempos": [0, 1]}, "gates": {"min_training_steps": 0, "min_holding_steps": 0}},
+        ),
         (
             6,
             [(0, 0), (2, 0)],
-            {"lifecycle": {"tempos": [0, 1], "min_prune_age": 9}, "gates": {"min_training": 0, "min_holding": 0}},
+            {
+                "lifecycle": {"tempos": [0, 1], "min_prune_age": 9},
+                "gates": {"min_training_steps": 0, "min_holding_steps": 0},
+            },
         ),
         (6, [(0, 0)], {"lifecycle": {"tempos": [0, 2], "targets": [0.5, 1.0], "embargo": 0, "min_prune_age": 2}}),
     ],

@@ -12,7 +12,13 @@ from esper.runs.configuration import load_config_file
 
 def test_a_config_written_as_yaml_is_read_back_equal(tmp_path):
     config = build_config(
-        {"task": "spirals", "envs": 3, "slots": ["a", "b"], "optimizer": {"clip": 0.5}, "lifecycle": {"tempos": [0, 3]}}
+        {
+            "task": "spirals",
+            "envs": 3,
+            "slots": ["a", "b"],
+            "optimizer": {"max_grad_norm": 0.5},
+            "lifecycle": {"tempos": [0, 3]},
+        }
     )
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert build_config(load_config_file(str(tmp_path / "config.yaml"))) == config
@@ -29,14 +35,14 @@ def test_off_needs_no_quotes_in_yaml(tmp_path):
 
 
 def test_a_later_layer_overrides_an_earlier_one_key_by_key():
-    config = build_config({"data": {"batch": 8, "batches_per_step": 2}}, {"data": {"batch": 16}})
-    assert (config.data.batch, config.data.batches_per_step) == (16, 2)
+    config = build_config({"data": {"batch_size": 8, "batches_per_step": 2}}, {"data": {"batch_size": 16}})
+    assert (config.data.batch_size, config.data.batches_per_step) == (16, 2)
 
 
 def test_layers_are_left_as_they_were():
-    first = {"data": {"batch": 8}}
-    build_config(first, {"data": {"batch": 16}})
-    assert first == {"data": {"batch": 8}}
+    first = {"data": {"batch_size": 8}}
+    build_config(first, {"data": {"batch_size": 16}})
+    assert first == {"data": {"batch_size": 8}}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,7 @@ def test_layers_are_left_as_they_were():
         ({"envs": 0}, "envs"),
         ({"steps": 0}, "steps"),
         ({"seed": -1}, "seed"),
-        ({"data": {"batch": "many"}}, "data.batch"),
+        ({"data": {"batch_size": "many"}}, "data.batch_size"),
         ({"device": "tpu"}, "device"),
         ({"models": "some"}, "models"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
@@ -74,10 +80,10 @@ def test_a_config_cannot_be_changed():
     ("text", "expected"),
     [
         ("envs=4", {"envs": 4}),
-        ("data.batch=32", {"data": {"batch": 32}}),
+        ("data.batch_size=32", {"data": {"batch_size": 32}}),
         ("twin=false", {"twin": False}),
         ("slots=[a, b]", {"slots": ["a", "b"]}),
-        ("optimizer.clip=null", {"optimizer": {"clip": None}}),
+        ("optimizer.max_grad_norm=null", {"optimizer": {"max_grad_norm": None}}),
         ("controller=a=b.yaml", {"controller": "a=b.yaml"}),
     ],
 )

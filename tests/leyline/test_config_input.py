@@ -1,10 +1,13 @@
 """What a person gives for a config is taken as it is meant, or refused in one sentence."""
 
 import pytest
+from pydantic import ValidationError
 
-from esper.leyline.config import Config, build_config, reference
-from esper.leyline.config_input import SYNONYMS
+from esper.leyline.brought import check_brought
+from esper.leyline.config import Config, build_config, parse_setting, reference
+from esper.leyline.config_input import RENAMED, SYNONYMS
 from esper.leyline.errors import InputError
+from esper.runs.configuration import load_config_file
 
 
 def sentence(settings):
@@ -19,12 +22,12 @@ def test_a_dotted_key_is_the_key_of_a_section():
 
 
 def test_a_dotted_key_stands_beside_its_section():
-    assert build_config({"optimizer.lr": 0.01, "optimizer": {"clip": 1.0}}).optimizer.clip == 1.0
-    assert build_config({"optimizer": {"clip": 1.0}, "optimizer.lr": 0.01}).optimizer.lr == 0.01
+    assert build_config({"optimizer.lr": 0.01, "optimizer": {"max_grad_norm": 1.0}}).optimizer.max_grad_norm == 1.0
+    assert build_config({"optimizer": {"max_grad_norm": 1.0}, "optimizer.lr": 0.01}).optimizer.lr == 0.01
 
 
 def test_a_dotted_key_of_a_later_layer_goes_over_an_earlier_one():
-    assert build_config({"optimizer": {"lr": 0.01, "clip": 1.0}}, {"optimizer.lr": 0.02}).optimizer.lr == 0.02
+    assert build_config({"optimizer": {"lr": 0.01, "max_grad_norm": 1.0}}, {"optimizer.lr": 0.02}).optimizer.lr == 0.02
 
 
 def test_a_name_with_a_dot_in_the_cohorts_stays_one_name():
@@ -52,7 +55,7 @@ def test_a_name_with_a_dot_in_the_cohorts_stays_one_name():
         ({"optimizer": 5}, "optimizer is 5; give a mapping of its keys to values, such as {'name': 'adamw'}"),
         ({"optimizer": {"lr": -1}}, "optimizer.lr is -1; give a finite number above 0"),
         ({"optimizer.lr": True}, "optimizer.lr is True; give a number"),
-        ({"optimizer": {"clip": 0}}, "optimizer.clip is 0; give a finite number above 0 or null"),
+        ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm is 0; give a finite number above 0 or null"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name is 'adam'; give adamw or sgd"),
         ({"telemetry": {"level": "all"}}, "telemetry.level is 'all'; give off, run or step"),
         ({"twin": "maybe"}, "twin is 'maybe'; give true or false"),
@@ -90,8 +93,8 @@ def test_a_bad_value_is_one_sentence_with_its_key_itself_and_what_is_accepted(se
         ),
         ({"ppo": {"learning-rate": 0.1}}, "unknown config key 'ppo.learning-rate'; did you mean 'ppo.lr'?"),
         ({"learning_rate": 1}, "unknown config key 'learning_rate'; did you mean 'optimizer.lr' or 'ppo.lr'?"),
-        ({"batch_size": 1}, "unknown config key 'batch_size'; did you mean 'data.batch'?"),
-        ({"n_epochs": 1}, "unknown config key 'n_epochs'; did you mean 'epochs' or 'ppo.epochs'?"),
+        ({"minibatch": 1}, "unknown config key 'minibatch'; did you mean 'data.batch_size'?"),
+        ({"n_epochs": 1}, "unknown config key 'n_epochs'; did you mean 'epochs'?"),
         ({"random_state": 1}, "unknown config key 'random_state'; did you mean 'seed'?"),
         ({"zzz": 1}, "unknown config key 'zzz'; `esper config` lists the keys"),
         ({"\x1b[2J": 1}, r"unknown config key '\x1b[2J'; `esper config` lists the keys"),
@@ -113,3 +116,33 @@ def test_no_sentence_is_in_the_words_of_pydantic(key, value):
     said = sentence({key: value})
     assert said.startswith((f"{key} ", f"unknown config key '{key}."))
     assert "Input should" not in said
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_the_old_name_of_a_key_is_refused_with_the_new_one_wherever_it_is_given(old, new, tmp_path):
+    section, name = old.split(".")
+    path = tmp_path / "old.yaml"
+    path.write_text(f"{section}: {{{name}: 1}}\n")
+    for layer in ({old: 1}, {section: {name: 1}}, parse_setting(f"{old}=1"), load_config_file(str(path))):
+        assert sentence(layer) == f"{old} is now {new}"
+    with pytest.raises(ValidationError, match=f"{name} is now {new}"):
+        type(getattr(Config(), section))(**{name: 1})
+
+
+def test_every_new_name_is_a_key_and_no_old_one_is():
+    keys = {key for key, *_ in reference()}
+    assert set(RENAMED.values()) <= keys
+    assert not set(RENAMED) & keys
+    assert len(set(RENAMED.values())) == len(RENAMED)
+
+
+def test_keys_of_one_last_name_mean_the_same():
+    """What is listed here means the same in each of its sections; any other last name stands once."""
+    alike = {"name", "enabled", "lr", "max_grad_norm"}
+    last = [key.rpartition(".")[2] for key, *_ in reference()]
+    assert {name for name in last if last.count(name) > 1} == alike
+
+
+def test_a_controller_that_brings_an_old_name_is_refused_with_the_new_one():
+    with pytest.raises(InputError, match=r"^gates\.z is now gates\.contribution_z, but old/controller.json sets it"):
+        check_brought({"gates": {"z": 0.5}}, "old/controller.json")

@@ -11,7 +11,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
 from populations import blobs
 
-DATA = {"data": {"batch": 12, "batches_per_step": 2}}  # 24 examples a step
+DATA = {"data": {"batch_size": 12, "batches_per_step": 2}}  # 24 examples a step
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (0.25, 1), (0.1, 1), (2.5, 10), (2.51, 11)])
@@ -49,7 +49,7 @@ def test_the_command_takes_epochs_and_refuses_both(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     quick = ["grow", "iris", "--envs", "1", "--controller", "never", "--models", "none", "--json"]
     with pytest.raises(SystemExit) as left:
-        main([*quick, "--epochs", "0.5", "--set", "data={batch: 15, batches_per_step: 1}"])
+        main([*quick, "--epochs", "0.5", "--set", "data={batch_size: 15, batches_per_step: 1}"])
     assert (left.value.code or 0, json.loads(capsys.readouterr().out)["steps"]) == (0, 3)
     with pytest.raises(SystemExit) as left:
         main([*quick, "--epochs", "2", "--set", "steps=3"])

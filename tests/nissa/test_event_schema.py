@@ -26,7 +26,7 @@ ROUND = RoundRow(round=-1, seconds=0.25, figures={"kl": None, "loss": 0.5})
 def events(tmp_path_factory):
     """The events.jsonl of a run in which seeds grow."""
     folder = tmp_path_factory.mktemp("run") / "r"
-    config = small_config(task="iris", envs=2, steps=8, models="none", data={"batch": 16})
+    config = small_config(task="iris", envs=2, steps=8, models="none", data={"batch_size": 16})
     grow(get_task("iris"), config, controller="random-valid", run=folder)
     return folder / "events.jsonl"
 

@@ -40,7 +40,7 @@ def config_of(*layers, **over):
         "baselines": list(BASELINES),
         "seed": 3,
         "lifecycle": {"min_prune_age": 0, "embargo": 0, "auto_advance": True, "tempos": [0, 1]},
-        "gates": {"permissive": True, "min_training": 1, "min_holding": 0},
+        "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0},
     }
     return small_config(base, *layers, over)
 
@@ -108,7 +108,13 @@ def test_same_size_equals_a_plain_loop_over_the_grown_topology_from_step_0(task,
     parameters = [parameter for part in (host, delta, gate) for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=config.optimizer.lr, weight_decay=0)
     feed = SharedBatchIterator(
-        [task.train], np.zeros(1, np.int64), np.array([key]), seed, config.data.batch, task.inputs, torch.device("cpu")
+        [task.train],
+        np.zeros(1, np.int64),
+        np.array([key]),
+        seed,
+        config.data.batch_size,
+        task.inputs,
+        torch.device("cpu"),
     )
     feed.reset(0)
     for _ in range(4 * config.data.batches_per_step):

@@ -78,6 +78,13 @@ def left(tmp_path):
     return tmp_path / "run"
 
 
+def test_a_run_folder_with_the_old_name_of_a_key_is_refused_with_the_new_name(left):
+    path = left / "config.yaml"
+    path.write_text(path.read_text().replace("gae_lambda:", "lam:"))
+    with pytest.raises(InputError, match=r"^ppo\.lam is now ppo\.gae_lambda$"):
+        read_config(left)
+
+
 def test_a_change_is_recorded_in_the_config_its_changes_and_the_events(left):
     set_(left, "optimizer.lr=0.001", "models=best")
     config = read_config(left)
@@ -149,7 +156,7 @@ def test_a_run_may_be_lengthened_under_any_rule(tmp_path, controller):
 VALUES = {
     "early_stopping.enabled": "true",
     "governor.enabled": "false",
-    "governor.history": "8",
+    "governor.loss_window": "8",
     "task": "iris",
     "tasks": "[iris]",
     "cohorts": "{iris: {}}",
@@ -163,7 +170,7 @@ VALUES = {
     "first_instance": 2,
     "lifecycle.tempos": "[0, 3]",
     "lifecycle.targets": "[1.0]",
-    "reward.group": 2,
+    "reward.group_size": 2,
 }
 
 
@@ -230,10 +237,10 @@ def test_a_crash_between_any_two_system_calls_leaves_the_run_with_one_config_or_
 SHORT = {
     "envs": 4,
     "steps": 4,
-    "data": {"batch": 12, "batches_per_step": 1},
-    "reward": {"group": 2},
+    "data": {"batch_size": 12, "batches_per_step": 1},
+    "reward": {"group_size": 2},
     "checkpoint": EVERY,
-    "ppo": {"rounds": 2, "imitation_rounds": 0, "epochs": 1, "validate_envs": 2, "validate_every": 1},
+    "ppo": {"rounds": 2, "imitation_rounds": 0, "update_epochs": 1, "validate_envs": 2, "validate_every": 1},
 }
 
 
@@ -309,7 +316,7 @@ def interrupted_in_a_round(folder, at=40):
 
 @pytest.mark.parametrize(
     "setting",
-    ["ppo.rounds=9", "ppo.exploration=0.1", "ppo.exploration_op=0", "ppo.entropy=0.1"],
+    ["ppo.rounds=9", "ppo.exploration=0.1", "ppo.exploration_op=0", "ppo.entropy_weight=0.1"],
 )
 def test_a_training_that_was_interrupted_inside_a_round_goes_on_under_another_schedule(tmp_path, setting):
     assert interrupted_in_a_round(tmp_path / "run")["rounds_done"] < 4

@@ -120,8 +120,8 @@ def test_everything_that_whole_runs_write_is_known_for_esper_s(tmp_path):
     often = {"checkpoint": {"every_steps": 1, "every_seconds": 0}}
     config = small_config({"controller": "random-valid"}, {"steps": 2, "envs": 1, "models": "all"}, often)
     grow(blobs(), config, get_controller("random-valid", config), tmp_path / "grown")
-    short = {"envs": 2, "steps": 2, "data": {"batch": 12, "batches_per_step": 1}, "reward": {"group": 2}}
-    ppo = {"ppo": {"rounds": 1, "epochs": 1, "imitation_rounds": 0, "validate_envs": 2, "validate_every": 1}}
+    short = {"envs": 2, "steps": 2, "data": {"batch_size": 12, "batches_per_step": 1}, "reward": {"group_size": 2}}
+    ppo = {"ppo": {"rounds": 1, "update_epochs": 1, "imitation_rounds": 0, "validate_envs": 2, "validate_every": 1}}
     train([blobs()], training_configs([blobs()], "quick", short, ppo, often), tmp_path / "trained")
     for folder in (tmp_path / "grown", tmp_path / "trained"):
         found = list_contents(folder)

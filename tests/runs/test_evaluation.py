@@ -36,8 +36,8 @@ from populations import blobs, small_config
 
 SHORT = {
     "steps": 8,
-    "data": {"batch": 12, "batches_per_step": 1},
-    "gates": {"permissive": True, "min_training": 1, "min_holding": 1},
+    "data": {"batch_size": 12, "batches_per_step": 1},
+    "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
     "heuristic": {"weak_below": 0.9},
 }
 PLAN = [Entry(at=0, op="germinate", slot="block0", blueprint="bypass-mlp", keep=True)]
@@ -148,7 +148,7 @@ def test_starts_on_one_data_set_are_runs_of_one_problem_and_instances_of_a_mixtu
         ({"controller": "x", "blueprints": ["skip-mlp"]}, "sets blueprints"),
         ({"slots": ["block0"]}, "sets slots"),
         ({"governor": {"enabled": False}}, "sets governor.enabled"),
-        ({"governor": {"param_budget": 1.0}}, "sets governor.param_budget"),
+        ({"governor": {"param_limit": 1.0}}, "sets governor.param_limit"),
         ({"seed": 3}, "sets seed"),
     ],
 )
@@ -229,7 +229,11 @@ def test_a_damaged_file_is_refused_by_name(mixture, tmp_path):
         run(mixture, [NEVER], seeds=1, folder=tmp_path)
 
 
-LONG = {"steps": 10, "data": {"batch": 12, "batches_per_step": 6}, "gates": {"min_training": 1, "min_holding": 1}}
+LONG = {
+    "steps": 10,
+    "data": {"batch_size": 12, "batches_per_step": 6},
+    "gates": {"min_training_steps": 1, "min_holding_steps": 1},
+}
 
 
 @pytest.fixture(scope="module")

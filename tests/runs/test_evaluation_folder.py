@@ -18,7 +18,7 @@ from esper.store.lock import Lock
 from populations import blobs
 
 FEW = {"instances": 1, "seeds": 1, "searched": 1, "baselines": ()}
-SHORT = {"steps": 2, "data": {"batches_per_step": 1, "batch": 12}, "blueprints": ["bypass-linear"]}
+SHORT = {"steps": 2, "data": {"batches_per_step": 1, "batch_size": 12}, "blueprints": ["bypass-linear"]}
 COMMAND = ["--tasks", "iris", "--instances", "1", "--seeds", "1", "--searched", "1", "--set", "steps=2"]
 COMMAND += ["--baselines", "none"]
 COMMAND += ["--set", "data.batches_per_step=1", "--set", "blueprints=[bypass-linear]"]

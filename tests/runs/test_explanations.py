@@ -63,9 +63,9 @@ def test_that_no_seed_is_allowed_is_said_with_its_key():
 
 def test_that_what_was_tried_was_refused_is_said_with_the_key():
     plants = Script({(step, env): (Op.GERMINATE, 0, 1, 0, 2, 3) for step in range(8) for env in range(3)})
-    (sentence,) = explained(plants, governor={"param_budget": 0.0})
+    (sentence,) = explained(plants, governor={"param_limit": 0.0})
     assert "3 of 3" in sentence
-    assert "governor.param_budget" in sentence
+    assert "governor.param_limit" in sentence
 
 
 @pytest.mark.parametrize("controller", ["never", Script({})])
@@ -103,8 +103,8 @@ def planting(slot, at=0, **more):
         ([planting("block0"), planting("block0", 1)], {}, "slot block0 held a seed"),
         (
             [planting("block0"), planting("block1")],
-            {"lifecycle": {"max_training": 1}, "steps": 4},
-            "lifecycle.max_training",
+            {"lifecycle": {"max_training_seeds": 1}, "steps": 4},
+            "lifecycle.max_training_seeds",
         ),
         ([planting("block0"), {"at": 1, "op": "fossilize", "slot": "block1"}], {}, "slot block1 held no seed"),
         (
@@ -112,7 +112,7 @@ def planting(slot, at=0, **more):
             {"gates": {"permissive": False, "gain_z": 99.0}},
             "gates.gain_z",
         ),
-        ([planting("block0"), planting("block1", 3)], {"steps": 4, "governor": {"param_budget": 0.0}}, "engine refused"),
+        ([planting("block0"), planting("block1", 3)], {"steps": 4, "governor": {"param_limit": 0.0}}, "engine refused"),
     ],
 )  # fmt: skip
 def test_of_an_entry_of_a_schedule_that_never_ran_the_cause_and_the_key_are_said(entries, settings, said):
@@ -126,7 +126,7 @@ def test_a_schedule_that_was_carried_out_needs_no_explanation():
 
 
 def test_a_gate_that_opens_behind_the_last_decision_is_explained_alike_by_the_schedule_and_the_run():
-    gates = {"gates": {"permissive": True, "min_training": 1, "min_holding": 1}}
+    gates = {"gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1}}
     lengths = range(4, 10)
     told = {steps: explained(plan(planting("block0", keep=True)), gates, steps=steps) for steps in lengths}
     late = [sentences for sentences in told.values() if any("after the last decision" in each for each in sentences)]
@@ -162,10 +162,10 @@ class Keeping(Script):
     [
         (
             (Op.ADVANCE, Op.FOSSILIZE),
-            {"gates": {"permissive": False, "z": 99.0}},
+            {"gates": {"permissive": False, "contribution_z": 99.0}},
             "failed the gate to FOSSILIZE (contribution in",
         ),
-        ((Op.ADVANCE,), {"gates": {"min_holding": 0}}, "could FOSSILIZE, which the controller did not choose"),
+        ((Op.ADVANCE,), {"gates": {"min_holding_steps": 0}}, "could FOSSILIZE, which the controller did not choose"),
         (
             (Op.ADVANCE,),
             {"gates": {"permissive": False, "gain_z": 99.0}},
@@ -233,9 +233,9 @@ def test_a_controller_that_says_nothing_has_planted_by_its_choice():
 
 
 def test_the_heuristic_gives_its_own_reason():
-    reasons = [prune["reason"] for prune in grown("heuristic", heuristic={"keep": 99.0}, steps=16)["prunes"]]
+    reasons = [prune["reason"] for prune in grown("heuristic", heuristic={"keep_above": 99.0}, steps=16)["prunes"]]
     assert reasons
-    assert all("heuristic.keep" in reason for reason in reasons)
+    assert all("heuristic.keep_above" in reason for reason in reasons)
 
 
 def test_the_reason_of_every_seed_that_the_heuristic_plants_stands_in_the_events(tmp_path):

@@ -200,7 +200,7 @@ def test_a_run_in_which_every_environment_was_rolled_back_in_every_step_has_fail
 
 
 def test_a_failed_run_is_warned_of_in_python_and_shown_with_its_error_and_no_other_explanation(capsys):
-    config = {"envs": ENVS, "steps": STEPS, "optimizer": {"lr": 1e6}, "data": {"batch": 12}, "baselines": []}
+    config = {"envs": ENVS, "steps": STEPS, "optimizer": {"lr": 1e6}, "data": {"batch_size": 12}, "baselines": []}
     with pytest.warns(RunWarning, match="the run has failed: every environment was rolled back in every step"):
         summary = esper.grow(blobs(), config, controller="never", progress=False)
     assert summary["explanations"] == []
@@ -246,9 +246,9 @@ def test_a_metric_that_is_nan_in_one_step_is_rolled_back_there_and_the_run_is_fi
 SHORT = {
     "envs": 4,
     "steps": 4,
-    "data": {"batch": 12, "batches_per_step": 1},
-    "reward": {"group": 2},
-    "ppo": {"rounds": 2, "imitation_rounds": 0, "epochs": 1, "validate_envs": 2, "validate_every": 1},
+    "data": {"batch_size": 12, "batches_per_step": 1},
+    "reward": {"group_size": 2},
+    "ppo": {"rounds": 2, "imitation_rounds": 0, "update_epochs": 1, "validate_envs": 2, "validate_every": 1},
 }
 
 

@@ -18,10 +18,10 @@ CHECKPOINT = {"every_steps": 2, "every_seconds": 0}
 LEARN = {
     "envs": 4,
     "steps": 4,
-    "data": {"batch": 12, "batches_per_step": 1},
-    "reward": {"group": 2},
+    "data": {"batch_size": 12, "batches_per_step": 1},
+    "reward": {"group_size": 2},
     "checkpoint": CHECKPOINT,
-    "ppo": {"rounds": 2, "epochs": 1, "imitation_rounds": 0, "validate_envs": 2, "validate_every": 1},
+    "ppo": {"rounds": 2, "update_epochs": 1, "imitation_rounds": 0, "validate_envs": 2, "validate_every": 1},
 }
 GROWN = (  # what a run of grow writes, by the path it is written to
     r"/lock$",

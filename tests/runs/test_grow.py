@@ -28,8 +28,8 @@ SETTINGS: dict[str, Any] = {
     "task": "blobs",
     "envs": 3,
     "steps": 16,
-    "data": {"batch": 16, "batches_per_step": 2},
-    "gates": {"permissive": True, "min_training": 1, "min_holding": 0},
+    "data": {"batch_size": 16, "batches_per_step": 2},
+    "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0},
     "lifecycle": {"min_prune_age": 0, "embargo": 0, "auto_advance": True, "tempos": [0, 1]},
     "controller": "random-valid",
     "models": "none",
@@ -227,7 +227,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(finished, task):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"slots": ["nowhere"]}, {"blueprints": ["nothing"]}, {"data": {"batch": 999}}, {"device": "cuda:99"}],
+    [{"slots": ["nowhere"]}, {"blueprints": ["nothing"]}, {"data": {"batch_size": 999}}, {"device": "cuda:99"}],
 )
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_bad_input_writes_and_removes_nothing(task, tmp_path, settings, overwrite):

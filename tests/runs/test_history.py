@@ -44,9 +44,9 @@ def test_a_state_gives_the_same_summary_and_so_does_the_list_of_all_rounds_of_an
 
 
 def test_checkpoints_of_a_training_do_not_grow_with_its_rounds(tmp_path):
-    short = {"envs": 2, "steps": 1, "data": {"batch": 12, "batches_per_step": 1}, "reward": {"group": 2}}
+    short = {"envs": 2, "steps": 1, "data": {"batch_size": 12, "batches_per_step": 1}, "reward": {"group_size": 2}}
     often = {"checkpoint": {"keep": 40}, "telemetry": {"level": "off"}}
-    ppo = {"ppo": {"rounds": 30, "epochs": 1, "imitation_rounds": 0, "validate_envs": 1, "validate_every": 100}}
+    ppo = {"ppo": {"rounds": 30, "update_epochs": 1, "imitation_rounds": 0, "validate_envs": 1, "validate_every": 100}}
     train([blobs()], training_configs([blobs()], "quick", short, often, ppo), tmp_path)
     sizes = [path.stat().st_size for path in sorted(tmp_path.glob("checkpoints/step-*/state.json"))]
     assert len(sizes) == 30

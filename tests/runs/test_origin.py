@@ -22,8 +22,8 @@ from esper.tasks.own import OwnObjective
 from populations import blobs, small_config
 
 CONFIG = small_config({"controller": "random-valid"}, {"envs": 1, "steps": 4, "models": "none"})
-SHORT = {"envs": 2, "steps": 2, "data": {"batch": 12, "batches_per_step": 1}, "reward": {"group": 2}}
-PPO = {"ppo": {"rounds": 1, "epochs": 1, "imitation_rounds": 0, "validate_envs": 2}}
+SHORT = {"envs": 2, "steps": 2, "data": {"batch_size": 12, "batches_per_step": 1}, "reward": {"group_size": 2}}
+PPO = {"ppo": {"rounds": 1, "update_epochs": 1, "imitation_rounds": 0, "validate_envs": 2}}
 
 
 def other(task, name):

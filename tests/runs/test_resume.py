@@ -173,7 +173,7 @@ def test_an_engine_goes_on_from_a_snapshot_at_every_stage_as_if_it_had_not_stopp
         steps=STEPS,
         twin=True,
         optimizer={"name": optimizer, "weight_decay": 0.01},
-        lifecycle={"incubation": incubation, "max_training": 2},
+        lifecycle={"incubation": incubation, "max_training_seeds": 2},
         probe={"sensors_every": 2},
     )
     client, straight = Script(GROW), VectorizedEngine(blobs(), config)
@@ -521,10 +521,10 @@ def test_events_that_are_lost_during_the_run_are_noticed_and_written_again_where
 SHORT = {
     "envs": 4,
     "steps": 4,
-    "data": {"batch": 12, "batches_per_step": 1},
-    "reward": {"group": 2, "name": "escrow"},
+    "data": {"batch_size": 12, "batches_per_step": 1},
+    "reward": {"group_size": 2, "name": "escrow"},
     "checkpoint": EVERY,
-    "ppo": {"rounds": 2, "imitation_rounds": 1, "epochs": 2, "validate_envs": 2, "validate_every": 1},
+    "ppo": {"rounds": 2, "imitation_rounds": 1, "update_epochs": 2, "validate_envs": 2, "validate_every": 1},
 }
 
 

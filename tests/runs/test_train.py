@@ -35,9 +35,9 @@ from populations import blobs
 SHORT = {
     "envs": 8,
     "steps": 6,
-    "data": {"batch": 12, "batches_per_step": 2},
-    "reward": {"group": 4},
-    "ppo": {"rounds": 2, "imitation_rounds": 1, "epochs": 2, "validate_envs": 4, "validate_every": 1},
+    "data": {"batch_size": 12, "batches_per_step": 2},
+    "reward": {"group_size": 4},
+    "ppo": {"rounds": 2, "imitation_rounds": 1, "update_epochs": 2, "validate_envs": 4, "validate_every": 1},
 }
 TIMES = ("env_steps_per_second", "controller_share", "seconds")
 """Figures that a clock has a part in."""
@@ -373,8 +373,12 @@ def without_slots():
 
 
 BAD = {
-    "a group that does not divide the environments": (blobs, {"envs": 6}, "reward.group is 4.*divisor"),
-    "a group without its baseline": (blobs, {"envs": 6, "reward": {"baseline": "none"}}, "reward.group is 4.*divisor"),
+    "a group that does not divide the environments": (blobs, {"envs": 6}, "reward.group_size is 4.*divisor"),
+    "a group without its baseline": (
+        blobs,
+        {"envs": 6, "reward": {"baseline": "none"}},
+        "reward.group_size is 4.*divisor",
+    ),
     "a twin baseline without twins": (blobs, {"reward": {"baseline": "twin"}}, "--twin"),
     "a validation that does not fit": (
         blobs,

@@ -39,7 +39,7 @@ def tried(monkeypatch):
 def test_hosts_that_cannot_be_traced_are_one_line_and_one_try_for_all(tmp_path, capfd, tried):
     x = torch.linspace(-1, 1, 240).reshape(60, 4)
     task = esper.task("branch", x, torch.arange(60) % 2, host=host, classes=2)
-    settings = {"envs": 3, "steps": 1, "twin": False, "data.batch": 8}
+    settings = {"envs": 3, "steps": 1, "twin": False, "data.batch_size": 8}
     summary = esper.grow(task, settings, controller="never", run=tmp_path / "r", progress=True)
     out, err = capfd.readouterr()
     assert summary["untraced"] == [0, 1, 2]

@@ -12,7 +12,7 @@ from esper.kasmina.export import PROGRAM
 from esper.tasks.custom import task_from
 from populations import Script, blobs, small_config
 
-SMALL = {"envs": 2, "steps": 2, "baselines": ["twin"], "data": {"batch": 12, "batches_per_step": 2}}
+SMALL = {"envs": 2, "steps": 2, "baselines": ["twin"], "data": {"batch_size": 12, "batches_per_step": 2}}
 
 
 def test_the_heuristic_fossilizes_seeds_on_digits_that_raise_test_accuracy_by_more_than_two_standard_errors():

@@ -19,7 +19,7 @@ from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 
 ENVS, STEPS = 8, 8
-EAGER = {"plant_below": 2.0, "weak_below": 2.0, "patience": 1, "training_patience": 1}
+EAGER = {"plant_below": 2.0, "weak_below": 2.0, "holding_patience": 1, "training_patience": 1}
 """A rule that plants as soon as it may."""
 
 
@@ -113,8 +113,8 @@ def a_school(**ppo):
     config = build_config(
         task.defaults,
         TRAINING,
-        {"envs": ENVS, "steps": STEPS, "data": {"batch": 12, "batches_per_step": 2}, "heuristic": EAGER},
-        {"reward": {"group": 4}, "ppo": {"validate_envs": 4, **ppo}},
+        {"envs": ENVS, "steps": STEPS, "data": {"batch_size": 12, "batches_per_step": 2}, "heuristic": EAGER},
+        {"reward": {"group_size": 4}, "ppo": {"validate_envs": 4, **ppo}},
     )
     cohort = cohort_of(task.sealed(), config)
     return School([cohort], Policy.fresh(Language.of([cohort.engine.space]), 0, settings_of_policy(config)), config)

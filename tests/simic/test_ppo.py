@@ -220,8 +220,8 @@ def test_decisions_of_other_policies_can_be_learnt_by_imitation(view):
 
 
 def test_an_update_ends_where_the_policy_has_moved_far_enough(view):
-    ended = a_learner(view, epochs=6, lr=1e-2, target_kl=1e-4)
-    whole = a_learner(view, epochs=6, lr=1e-2, target_kl=1e6)
+    ended = a_learner(view, update_epochs=6, lr=1e-2, target_kl=1e-4)
+    whole = a_learner(view, update_epochs=6, lr=1e-2, target_kl=1e6)
     first, second = (updated(learner, view, a_rollout(learner, view)) for learner in (ended, whole))
     assert first["epochs"] < 3
     assert first["kl"] > 1e-4
@@ -325,7 +325,7 @@ def test_a_step_without_a_choice_teaches_the_policy_nothing(view):
 
 def test_what_a_group_has_in_common_teaches_nothing_under_the_baseline_of_the_group(view):
     luck = np.repeat(np.arange(ENVS / 2), 2)
-    learner = a_learner(view, group=2, value_weight=0.0, entropy=0.0)
+    learner = a_learner(view, group=2, value_weight=0.0, entropy_weight=0.0)
     before = copy.deepcopy(learner.policy.network.op_head.state_dict())
     rollout = a_rollout(learner, view, lambda _: luck)
     updated(learner, view, rollout._replace(value=torch.zeros_like(rollout.value)))
@@ -340,12 +340,14 @@ def test_the_normaliser_takes_a_round_in_after_its_update(view):
 
 
 def test_the_first_round_gives_the_critic_the_moments_of_the_returns_and_leaves_its_values(view):
-    learner = a_learner(view, lr=1e-30, epochs=1)
+    learner = a_learner(view, lr=1e-30, update_epochs=1)
     rollout = a_rollout(learner, view, lambda a: 10 + 3.0 * planted(a), steps=2)
     updated(learner, view, rollout)
     learner.policy.normaliser = type(learner.policy.normaliser).prior(learner.policy.language.sensors)
     network, config = learner.policy.network, learner.config
-    target = advantages(rollout.reward, rollout.value, rollout.after, rollout.end, config.gamma, config.lam).target
+    target = advantages(
+        rollout.reward, rollout.value, rollout.after, rollout.end, config.gamma, config.gae_lambda
+    ).target
     assert float(network.value_mean) == pytest.approx(float(target.mean()), rel=1e-5)
     assert float(network.value_scale) == pytest.approx(float(target.std(correction=0)), rel=1e-5)
     again = Mind(learner.policy).think(view._replace(episode=0), greedy=True)

@@ -155,7 +155,7 @@ def test_rewards_telescope_to_the_rise_of_the_worth_less_the_fees(drawn, config)
 
 def random_run(seed, episodes=1):
     """Outcomes of random valid decisions through the engine."""
-    quick = {"lifecycle": {"auto_advance": True, "tempos": [0, 1], "embargo": 0}, "gates": {"min_holding": 0}}
+    quick = {"lifecycle": {"auto_advance": True, "tempos": [0, 1], "embargo": 0}, "gates": {"min_holding_steps": 0}}
     config = small_config(quick, seed=seed, twin=True, steps=12)
     engine, client, outcomes = VectorizedEngine(blobs(), config), RandomValid(), []
     for _ in range(episodes):

@@ -108,7 +108,7 @@ def test_a_config_file_and_a_setting_with_a_key_twice_name_it(tmp_path):
     assert refusal(load_config_file, str(path)) == (
         f"--config {path} names the key 'envs' twice in one mapping; keep one of them"
     )
-    assert "names the key 'batch' twice" in refusal(parse_setting, "data={batch: 1, batch: 2}")
+    assert "names the key 'batch_size' twice" in refusal(parse_setting, "data={batch_size: 1, batch_size: 2}")
 
 
 def test_a_config_file_of_more_than_a_mebibyte_is_refused(tmp_path):

@@ -27,7 +27,7 @@ def test_every_call_makes_a_controller_of_its_own():
 
 
 def test_the_heuristic_has_the_settings_of_the_config():
-    config = Config.model_validate({"heuristic": {"plant_below": 0.5}, "gates": {"z": 2.0}})
+    config = Config.model_validate({"heuristic": {"plant_below": 0.5}, "gates": {"contribution_z": 2.0}})
     controller = get_controller("heuristic", config)
     assert (controller.config, controller.gates) == (config.heuristic, config.gates)
 

@@ -10,13 +10,13 @@ from esper.tamiyo.heuristic import Heuristic, reached
 
 DORMANT, TRAINING, HOLDING = Stage.DORMANT, Stage.TRAINING, Stage.HOLDING
 PLANTABLE = {Op.GERMINATE: True}
-GATES = GatesConfig(min_training=2, min_holding=2, min_contribution=0.0, z=1.0)
+GATES = GatesConfig(min_training_steps=2, min_holding_steps=2, min_contribution=0.0, contribution_z=1.0)
 LINEAR, MLP, SMALL = range(3)  # of the menu of `view`
 EVEN = [[0.3, 0.3, 0.3]]
 
 
 def rule(**config):
-    settings = {"plant_below": 0.9, "weak_below": 0.7, "narrow_from": 0.5, "tie": 1.0, "slack": 0, **config}
+    settings = {"plant_below": 0.9, "weak_below": 0.7, "narrow_from": 0.5, "tie_ratio": 1.0, "spare_steps": 0, **config}
     return Heuristic(HeuristicConfig(**settings), GATES)
 
 
@@ -82,7 +82,7 @@ def test_without_inner_features_it_goes_by_the_stream_alone(view):
 
 def test_without_inner_features_the_first_of_slots_that_are_about_as_thin_wins(view):
     thin = view(may=PLANTABLE, participation=[[0.3, 0.13, 0.1]])
-    assert [decide(thin, tie=tie) for tie in (1.2, 1.4, 4.0)] == [
+    assert [decide(thin, tie_ratio=tie) for tie in (1.2, 1.4, 4.0)] == [
         (Op.GERMINATE, 2),
         (Op.GERMINATE, 1),
         (Op.GERMINATE, 0),
@@ -159,9 +159,9 @@ def test_it_does_not_plant_what_cannot_be_fossilized_in_time(view):
     assert decide(view(may=PLANTABLE, step=17, steps=24)) == (Op.WAIT, 0)
 
 
-def test_slack_ends_planting_earlier(view):
-    assert decide(view(may=PLANTABLE, step=12, steps=24), slack=4) == (Op.GERMINATE, 0)
-    assert decide(view(may=PLANTABLE, step=13, steps=24), slack=4) == (Op.WAIT, 0)
+def test_spare_steps_end_planting_earlier(view):
+    assert decide(view(may=PLANTABLE, step=12, steps=24), spare_steps=4) == (Op.GERMINATE, 0)
+    assert decide(view(may=PLANTABLE, step=13, steps=24), spare_steps=4) == (Op.WAIT, 0)
 
 
 def test_it_does_not_advance_what_cannot_be_fossilized_in_time(view):
@@ -189,8 +189,8 @@ def test_it_keeps_what_brings_in_more_than_a_share_of_its_rent(view, rent_size, 
     may = {Op.FOSSILIZE: [True, False, False], Op.PRUNE: True}
     v = view([[HOLDING, DORMANT, DORMANT]], may, age=2, contribution=0.03, rent=0.1, rent_size=rent_size)
     v = v._replace(host_params=np.array([100]), added_params=np.array([100]))
-    assert decide(v, keep=0.5) == (op, 0)
-    assert decide(v, keep=0.4) == (Op.FOSSILIZE, 0)
+    assert decide(v, keep_above=0.5) == (op, 0)
+    assert decide(v, keep_above=0.4) == (Op.FOSSILIZE, 0)
 
 
 def test_where_the_objective_is_the_loss_it_keeps_by_the_contribution_to_the_loss(view):
@@ -231,14 +231,14 @@ def test_it_prunes_a_seed_that_its_gate_has_refused_for_as_long_as_patience_last
     # the dwell is 2 steps for both, so the decision at age 2 is the first refusal and that at age 4 the third
     for age, expected in ((3, Op.WAIT), (4, Op.PRUNE)):
         v = view([[stage, DORMANT, DORMANT]], {Op.PRUNE: [True, False, False]}, age=age, contribution=0.5)
-        assert decide(v, patience=3, training_patience=3)[0] == expected
+        assert decide(v, holding_patience=3, training_patience=3)[0] == expected
 
 
 @pytest.mark.parametrize(("stage", "onward"), [(TRAINING, Op.ADVANCE), (HOLDING, Op.FOSSILIZE)])
 def test_it_does_not_prune_a_seed_that_passes_its_gate_at_last(view, stage, onward):
     may = {Op.PRUNE: [True, False, False], onward: [True, False, False]}
     v = view([[stage, DORMANT, DORMANT]], may, age=20, gain=0.1, contribution=0.1)
-    assert decide(v, patience=1, training_patience=1) == (onward, 0)
+    assert decide(v, holding_patience=1, training_patience=1) == (onward, 0)
 
 
 def test_it_prunes_only_what_the_masks_allow(view):
@@ -331,7 +331,7 @@ def test_the_reason_of_a_prune_names_the_contribution_the_rent_and_the_key(view)
     v = view([[HOLDING, DORMANT, DORMANT]], {Op.PRUNE: True}, age=2, contribution=-0.02)
     (reason,) = explained(v).reasons()
     assert "contribution -0.0200 ± 0.0100" in reason
-    assert "heuristic.keep" in reason
+    assert "heuristic.keep_above" in reason
 
 
 def test_a_decision_that_plants_removes_and_keeps_nothing_has_no_reason(view):
@@ -365,7 +365,7 @@ def test_the_reason_of_a_planting_in_a_weak_host_names_the_limit_of_the_metric(v
 def test_the_reason_of_a_planting_without_inner_features_names_the_limits_that_hold_then(view):
     reason = planted(view(may=PLANTABLE, metric=0.8))
     assert "inner features are not measured" in reason
-    assert "heuristic.tie" in reason
+    assert "heuristic.tie_ratio" in reason
     assert "under 90% (heuristic.plant_below)" in reason
 
 

@@ -36,7 +36,7 @@ def episode(controller, view, config, *, envs=1, slots=3, steps=24, worth=0.1):
 
 @pytest.fixture
 def config():
-    return Config.model_validate({"heuristic": {"tie": 1.0, "patience": 6, "training_patience": 6}})
+    return Config.model_validate({"heuristic": {"tie_ratio": 1.0, "holding_patience": 6, "training_patience": 6}})
 
 
 def test_the_heuristic_grows_the_two_thinnest_slots_and_keeps_them(view, config):

@@ -40,7 +40,7 @@ def test_the_data_are_the_same_in_every_call(task: Task) -> None:
 
 def test_a_step_of_the_defaults_is_one_epoch(task: Task) -> None:
     data = build_config(task.defaults).data
-    assert data.batch * data.batches_per_step == len(task.train.x)
+    assert data.batch_size * data.batches_per_step == len(task.train.x)
 
 
 @pytest.mark.parametrize("build", [digits, digits_narrow])

@@ -134,7 +134,7 @@ def test_images_of_ones_own_grow_are_exported_and_loaded_with_the_same_outputs(t
     ]
     (tmp_path / "schedule.yaml").write_text(json.dumps(schedule))
     settings = {
-        "envs": 1, "steps": 10, "data": {"batches_per_step": 4}, "lifecycle": {"max_training": 2},
+        "envs": 1, "steps": 10, "data": {"batches_per_step": 4}, "lifecycle": {"max_training_seeds": 2},
         "gates": {"permissive": True},
     }  # fmt: skip
     summary = esper.grow(task, settings, controller=str(tmp_path / "schedule.yaml"), run=tmp_path / "run")

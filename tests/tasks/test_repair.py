@@ -212,7 +212,7 @@ def test_splits_of_digits_are_as_large_as_the_pools_allow() -> None:
 
 
 def test_every_train_split_gives_a_full_batch_of_the_defaults() -> None:
-    batch = build_config(repair().defaults).data.batch
+    batch = build_config(repair().defaults).data.batch_size
     smallest = [f for f in FACTS if f.family == "digits" and f.host.outputs == 2]
     assert min(len(sample(f.key).train.y) for f in smallest) >= batch
 
@@ -451,8 +451,8 @@ def test_the_parts_are_those_of_the_mixture() -> None:
 
 def test_the_defaults_are_those_under_which_there_is_something_to_decide() -> None:
     config = build_config(repair().defaults)
-    assert (config.steps, config.data.batch, config.data.batches_per_step) == (24, 32, 16)
-    assert (config.lifecycle.max_seeds, config.lifecycle.max_training) == (2, 2)
+    assert (config.steps, config.data.batch_size, config.data.batches_per_step) == (24, 32, 16)
+    assert (config.lifecycle.max_seeds, config.lifecycle.max_training_seeds) == (2, 2)
     assert (config.reward.rent, config.reward.rent_size) == (0.1, 0)  # by which the figures of its pages are made
 
 
@@ -460,4 +460,4 @@ def test_the_heuristic_runs_by_the_settings_that_were_tuned_on_training_instance
     config = build_config(repair().defaults)
     gates = config.gates
     assert config.heuristic == HeuristicConfig()
-    assert (gates.gain_z, gates.z, gates.min_contribution) == (-1.0, 0.0, -0.02)
+    assert (gates.gain_z, gates.contribution_z, gates.min_contribution) == (-1.0, 0.0, -0.02)

@@ -45,7 +45,7 @@ def test_features_are_standardized_by_the_train_split(task: Task) -> None:
 def test_a_step_of_the_defaults_is_whole_epochs(task: Task) -> None:
     config = build_config(task.defaults)
     assert config.steps == 24
-    assert len(task.train.y) % config.data.batch == 0
+    assert len(task.train.y) % config.data.batch_size == 0
 
 
 def test_the_host_fits_the_data(task: Task) -> None:
@@ -54,7 +54,7 @@ def test_the_host_fits_the_data(task: Task) -> None:
 
 def test_the_host_solves_the_task_in_two_steps_and_stays_there(task: Task) -> None:
     config = build_config(task.defaults)
-    objective, batch = task.objective, config.data.batch
+    objective, batch = task.objective, config.data.batch_size
     torch.manual_seed(0)
     host = task.host()
     optimizer = torch.optim.AdamW(host.parameters(), lr=config.optimizer.lr, weight_decay=0)

@@ -43,4 +43,4 @@ def test_classes_are_balanced_in_every_split() -> None:
 def test_a_step_of_the_defaults_is_one_epoch() -> None:
     task = spirals()
     data = build_config(task.defaults).data
-    assert data.batch * data.batches_per_step == len(task.train.x)
+    assert data.batch_size * data.batches_per_step == len(task.train.x)

@@ -16,7 +16,7 @@ from esper.tasks.objectives import Classification, Regression
 from esper.tasks.own import OfStandardized, own_objective
 from esper.tolaria.bounds import bounds
 
-SETTINGS = {"envs": 2, "steps": 3, "baselines": ["twin"], "data": {"batch": 16, "batches_per_step": 8}}
+SETTINGS = {"envs": 2, "steps": 3, "baselines": ["twin"], "data": {"batch_size": 16, "batches_per_step": 8}}
 MEAN, DEVIATION = (150.0, -3.0), (77.0, 0.01)
 
 

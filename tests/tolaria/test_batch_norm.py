@@ -67,7 +67,13 @@ def test_each_environment_trains_as_one_network_does_in_a_plain_loop(kind):
             alone = task.host().train()
         optimizer = torch.optim.AdamW(alone.parameters(), lr=config.optimizer.lr, weight_decay=0)
         feed = SharedBatchIterator(
-            [task.train], np.zeros(1, np.int64), np.array([key]), config.seed, config.data.batch, task.inputs, "cpu"
+            [task.train],
+            np.zeros(1, np.int64),
+            np.array([key]),
+            config.seed,
+            config.data.batch_size,
+            task.inputs,
+            "cpu",
         )
         feed.reset(0)
         for _ in range(STEPS * config.data.batches_per_step):

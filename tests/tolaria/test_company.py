@@ -76,7 +76,7 @@ def assert_bitwise(found, expected):
 @pytest.fixture(scope="module", params=["shadow", "ste"])
 def singles(request):
     """The config of an incubation, and each instance grown with no other."""
-    top = {"lifecycle": {"incubation": request.param, "max_training": 2}}
+    top = {"lifecycle": {"incubation": request.param, "max_training_seeds": 2}}
     return top, {key: grown((key,), **top) for key in KEYS}
 
 

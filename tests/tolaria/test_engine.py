@@ -59,7 +59,7 @@ def test_environment_zero_is_bitwise_the_same_in_any_population(decisions, stack
 @pytest.mark.parametrize("decisions", [{}, GROW_ZERO])
 @pytest.mark.parametrize("incubation", ["shadow", "ste"])
 def test_environment_zero_is_bitwise_the_same_when_its_neighbours_grow_and_are_pruned(decisions, incubation):
-    config = small_config(envs=5, lifecycle={"incubation": incubation, "max_training": 2})
+    config = small_config(envs=5, lifecycle={"incubation": incubation, "max_training_seeds": 2})
     busy = {(step, env + 2): decision for (step, env), decision in GROW.items()}
     busy |= {(step, 1): decision for (step, env), decision in GROW.items() if env == 1}
     assert_same(trajectory(config, decisions | busy)[2], trajectory(config, decisions)[2])
@@ -341,7 +341,7 @@ def test_slots_that_were_not_selected_are_never_legal():
     [
         ({"slots": ["nowhere"]}, "no slot 'nowhere'; it has block0, block1"),
         ({"blueprints": ["bypas-mlp"]}, "unknown blueprint 'bypas-mlp'; did you mean 'bypass-mlp'"),
-        ({"data": {"batch": 500}}, "fewer than data.batch"),
+        ({"data": {"batch_size": 500}}, "fewer than data.batch_size"),
         ({"device": "cuda:99"}, "CUDA"),
         ({"device": "cuda:256"}, "CUDA"),  # torch itself reads it as cuda:0
         ({"device": "cuda:01"}, "'cuda:01' is no device"),
@@ -365,7 +365,7 @@ def test_a_decision_of_another_number_of_environments_is_refused():
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_accumulated_gradients_equal_one_large_batch(accumulate):
     config = small_config(
-        steps=1, data={"batch": 12, "batches_per_step": 3}, optimizer={"name": "sgd", "accumulate": accumulate}
+        steps=1, data={"batch_size": 12, "batches_per_step": 3}, optimizer={"name": "sgd", "accumulate": accumulate}
     )
     engine = VectorizedEngine(blobs(dtype=torch.float64), config)
     engine.reset()
@@ -407,7 +407,7 @@ def test_every_environment_of_a_task_of_ours_is_bitwise_the_same_wherever_its_ro
     busy = {(0, env): (Op.GERMINATE, 0, env % 3, env % 3, 1, 3) for env in (0, 3, 4)} | {(2, 3): (Op.ADVANCE, 0)}
 
     def rows(envs, neighbours):
-        config = small_config(envs=envs, steps=5, twin=True, data={"batch": 14, "batches_per_step": 3})
+        config = small_config(envs=envs, steps=5, twin=True, data={"batch_size": 14, "batches_per_step": 3})
         engine, client = VectorizedEngine(task, config), Script(decisions | neighbours)
         view = engine.reset()
         while view.step < 5:
@@ -426,7 +426,7 @@ def test_a_population_that_does_not_fit_into_memory_is_refused_before_anything_i
 
 
 def test_memory_is_counted_by_rows_parameters_and_moments():
-    task, config = get_task("digits-narrow"), build_config({"envs": 10, "data": {"batch": 64}})
+    task, config = get_task("digits-narrow"), build_config({"envs": 10, "data": {"batch_size": 64}})
     parameters = sum(p.numel() for p in task.largest().parameters())
     needed = 20 * (
         parameters * 4 * (4 + 3) + 64 * 64 * 4

@@ -172,5 +172,5 @@ def test_a_split_smaller_than_a_batch_is_refused_in_a_sentence(examples):
     with pytest.raises(InputError) as error:
         make([0], examples=examples, batch=5)
     sentence = str(error.value)
-    assert sentence.startswith(f"the train split has {examples} examples, fewer than data.batch (5);")
+    assert sentence.startswith(f"the train split has {examples} examples, fewer than data.batch_size (5);")
     assert "\n" not in sentence

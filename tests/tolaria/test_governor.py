@@ -147,7 +147,7 @@ def test_a_slot_that_was_emptied_since_the_snapshot_holds_its_fossil_again():
 
 def test_ages_of_resting_slots_are_those_of_the_snapshot():
     script = {(0, 1): (Op.GERMINATE, 0, 1, 0, 2, 3), (1, 1): (Op.PRUNE, 0, 0, 0, 0, 0)}
-    engine, client, _, _ = broken_at(3, client=Script(script), lifecycle={"embargo": 4, "max_training": 2})
+    engine, client, _, _ = broken_at(3, client=Script(script), lifecycle={"embargo": 4, "max_training_seeds": 2})
     assert engine.state.seeds.stage[BAD, 0] == Stage.EMBARGOED
     assert engine.state.seeds.age[BAD, 0] == client.views[3].seeds.age[BAD, 0] == 1
 
@@ -236,7 +236,7 @@ def test_a_new_episode_begins_with_no_rollbacks():
 
 
 def test_a_row_whose_training_blows_up_is_put_back_after_the_patience():
-    engine, client = an_engine(steps=20, governor={"patience": 2})[0], Script({})
+    engine, client = an_engine(steps=20, governor={"confirm_steps": 2})[0], Script({})
     played(engine, client, 10)
     before = client.outcomes[-1].after.loss[BAD]
     engine.population.body.host.rates[BAD] = 2000.0
@@ -262,7 +262,12 @@ def test_a_network_that_gives_all_examples_one_output_is_put_back():
 
 def test_a_metric_that_falls_far_below_its_best_is_put_back():
     digits = get_task("digits-narrow")
-    settings = {"envs": 2, "steps": 12, "twin": False, "governor": {"loss_rise": 1e9, "collapse": 0.0, "patience": 2}}
+    settings = {
+        "envs": 2,
+        "steps": 12,
+        "twin": False,
+        "governor": {"loss_rise_z": 1e9, "collapse": 0.0, "confirm_steps": 2},
+    }
     engine, client = VectorizedEngine(digits, build_config(digits.defaults, settings)), Script({})
     played(engine, client, 6)
     host = engine.population.body.host
@@ -288,7 +293,7 @@ def test_the_governor_is_silent_over_a_training_that_goes_well(name, controller)
 @pytest.mark.parametrize("cut", [2, 4])
 def test_a_row_that_was_not_well_at_a_checkpoint_is_put_back_as_it_would_have_been(cut):
     """The snapshot of such a row is older than the checkpoint, and must be in it."""
-    settings = {"governor": {"patience": 3, "snapshot_every": 1}, "steps": 20}
+    settings = {"governor": {"confirm_steps": 3, "snapshot_every": 1}, "steps": 20}
 
     def sickly():
         engine, client = an_engine(**settings)[0], Script(GROW)
@@ -348,7 +353,7 @@ def planting(envs, slot=0, blueprint=0):
 
 
 def test_a_seed_above_the_cap_is_refused_for_that():
-    engine, rows = an_engine(lifecycle={"max_seeds": 1, "max_training": 2})
+    engine, rows = an_engine(lifecycle={"max_seeds": 1, "max_training_seeds": 2})
     engine.reset()
     assert engine.step(planting(3))[1].refused.tolist() == [Refusal.NONE] * 3
     assert engine.step(planting(3, slot=1))[1].refused.tolist() == [Refusal.SEED_CAP] * 3
@@ -368,7 +373,7 @@ def test_a_seed_above_the_parameter_budget_is_refused_before_anything_is_built()
     engine.reset()
     price = engine.space.cost[0, :, 1] / engine.population.body.host_params[0]
     budget = float(price[0] + 0.5 * price[1])  # room for one of the two
-    engine, _ = an_engine(governor={"param_budget": budget})
+    engine, _ = an_engine(governor={"param_limit": budget})
     engine.reset()
     assert not engine.step(planting(3, slot=0, blueprint=1))[1].refused.any()
     view, outcome = engine.step(planting(3, slot=1, blueprint=1))
@@ -378,7 +383,7 @@ def test_a_seed_above_the_parameter_budget_is_refused_before_anything_is_built()
 
 
 def test_an_incubating_seed_counts_in_the_budget():
-    engine, _ = an_engine(governor={"param_budget": 0.0})
+    engine, _ = an_engine(governor={"param_limit": 0.0})
     engine.reset()
     assert engine.step(planting(3))[1].refused.tolist() == [Refusal.PARAM_BUDGET] * 3
 
@@ -446,7 +451,7 @@ def test_an_entry_of_a_schedule_that_was_refused_is_tried_again(tmp_path):
     engine, _ = an_engine()
     engine.reset()
     price = engine.space.cost[0, :, 1] / engine.population.body.host_params[0]
-    engine, _ = an_engine(governor={"param_budget": float(price.sum() - 1e-9)})
+    engine, _ = an_engine(governor={"param_limit": float(price.sum() - 1e-9)})
     schedule, view, refused = load_schedule(path), engine.reset(), []
     for _ in range(6):
         view, outcome = engine.step(schedule.act(view))

@@ -177,7 +177,7 @@ def run(envs, task=None, *layers, **top):
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("incubation", ["shadow", "ste"])
 def test_an_environment_is_bitwise_the_same_in_any_company(twin, incubation):
-    lifecycle = {"lifecycle": {"incubation": incubation, "max_training": 2}}
+    lifecycle = {"lifecycle": {"incubation": incubation, "max_training_seeds": 2}}
     whole, outcomes = run(5, None, lifecycle, twin=twin)
     for envs in (1, 2, 3):
         part, others = run(envs, None, lifecycle, twin=twin)
@@ -267,7 +267,7 @@ def test_more_images_than_a_pass_takes_are_measured_in_pieces(monkeypatch):
 def test_training_lowers_the_loss():
     engine = VectorizedEngine(
         pictures(host=HOST),
-        build_config({"envs": 2, "steps": 12, "twin": False, "data": {"batch": 16, "batches_per_step": 6}}),
+        build_config({"envs": 2, "steps": 12, "twin": False, "data": {"batch_size": 16, "batches_per_step": 6}}),
     )
     script = Script({})
     engine.run(script)
@@ -285,7 +285,7 @@ def both_kinds():
 @pytest.mark.parametrize("mapping", ["auto", "vmap"])
 def test_a_host_may_have_slots_of_both_kinds(mapping):
     task = pictures(host=both_kinds, menu=("conv-light", "mlp-small"))
-    config = small_config({"lifecycle": {"max_training": 2}}, envs=2, mapping=mapping)
+    config = small_config({"lifecycle": {"max_training_seeds": 2}}, envs=2, mapping=mapping)
     engine = VectorizedEngine(task, config)
     assert engine.space.fits.tolist() == [[True, False], [False, True]]
     script = Script(

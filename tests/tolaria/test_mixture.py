@@ -83,7 +83,7 @@ def grown(task, config, decisions):
 @pytest.mark.parametrize("incubation", ["shadow", "ste"])
 @pytest.mark.parametrize("optimizer", [{"weight_decay": 0.02}, {"name": "sgd", "weight_decay": 0.02, "lr": 0.02}])
 def test_a_padded_row_is_the_same_network_alone_through_a_whole_episode(incubation, optimizer):
-    top = {"optimizer": optimizer, "lifecycle": {"incubation": incubation, "max_training": 2}}
+    top = {"optimizer": optimizer, "lifecycle": {"incubation": incubation, "max_training_seeds": 2}}
     whole, _, views = grown(mixture(), small_config(envs=4, **top), DECISIONS)
     for env in range(4):
         own = {(step, 0): decision for (step, row), decision in DECISIONS.items() if row == env}

@@ -35,7 +35,7 @@ def without(split, *rows):
 
 
 def asked(action="stop", **changes):
-    return small_config({"data": {"nonfinite": action, "batch": 16}}, task="iris", steps=3, **changes)
+    return small_config({"data": {"nonfinite": action, "batch_size": 16}}, task="iris", steps=3, **changes)
 
 
 def figures(task, action="stop"):

@@ -51,8 +51,8 @@ def scaled_loss(y):
 CONFIGS = {
     "plain": {},
     "decayed": {"weight_decay": 0.1},
-    "clipped": {"clip": 0.5},
-    "decayed and clipped": {"weight_decay": 0.1, "clip": 0.5},
+    "clipped": {"max_grad_norm": 0.5},
+    "decayed and clipped": {"weight_decay": 0.1, "max_grad_norm": 0.5},
     "without momentum": {"momentum": 0.0},
 }
 
@@ -72,7 +72,7 @@ def test_every_row_is_moved_as_torch_moves_it(name, settings):
         losses = [modules[row](one) for row, one in zip(rows, x, strict=True)]
         scaled_loss(torch.stack(losses)).backward()
         for row, norm in zip(rows, norms, strict=True):
-            largest = config.clip if config.clip is not None else float("inf")
+            largest = config.max_grad_norm if config.max_grad_norm is not None else float("inf")
             theirs_norm = nn.utils.clip_grad_norm_(modules[row].parameters(), largest)
             torch.testing.assert_close(norm, theirs_norm, rtol=1e-10, atol=1e-12)
             theirs[row].step()
@@ -116,7 +116,7 @@ def everything(stack, rows):
 @BOTH
 @KINDS
 def test_rows_that_are_not_named_do_not_move_moments_included(name, as_rows):
-    stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, clip=0.5))
+    stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5))
     for column in stack.columns.values():
         column[:] = torch.rand_like(column)
     others = [0, 3]
@@ -132,7 +132,7 @@ def test_rows_that_are_not_named_do_not_move_moments_included(name, as_rows):
 @BOTH
 @KINDS
 def test_gradients_become_0_for_the_rows_that_stepped_alone(name, as_rows):
-    stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, clip=0.5))
+    stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5))
     stack.columns["gradient"][:] = 1
     rows = as_rows(1, 3)
     optimizer.step(stack, rows, optimizer.plan(stack, rows, 1)[0])
@@ -143,7 +143,7 @@ def test_gradients_become_0_for_the_rows_that_stepped_alone(name, as_rows):
 def test_a_slice_and_an_index_array_of_the_same_rows_do_the_same_bit_for_bit(name):
     def run(rows):
         torch.manual_seed(1)
-        stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, clip=0.5))
+        stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5))
         stack.steps[:], stack.rates[:] = [0, 5, 2, 9], RATES
         norms = []
         for factors in optimizer.plan(stack, rows, 3):
@@ -171,7 +171,7 @@ def test_rows_in_any_order_are_moved_by_factors_of_their_own(name):
 
 @BOTH
 def test_norms_are_those_before_clipping(name):
-    stack, optimizer, _ = make(OptimizerConfig(name=name, clip=0.5))
+    stack, optimizer, _ = make(OptimizerConfig(name=name, max_grad_norm=0.5))
     gradient = torch.randn(ROWS, stack.size, dtype=torch.float64) * torch.tensor([[1e-3], [1.0], [10.0], [0.0]])
     stack.columns["gradient"][:] = gradient
     rows = slice(0, ROWS)
@@ -185,7 +185,7 @@ def test_norms_are_those_before_clipping(name):
 def test_a_gradient_that_is_not_finite_shows_in_its_row_and_moves_no_other(name, bad, clip):
     def run(poison):
         torch.manual_seed(1)
-        stack, optimizer, _ = make(OptimizerConfig(name=name, clip=clip))
+        stack, optimizer, _ = make(OptimizerConfig(name=name, max_grad_norm=clip))
         stack.columns["gradient"][:] = torch.randn_like(stack.columns["gradient"])
         if poison:
             stack.columns["gradient"][2, 5] = bad
@@ -232,7 +232,7 @@ def test_a_parameter_that_does_not_require_a_gradient_is_not_decayed(name, as_ro
 def test_a_parameter_that_is_fixed_in_one_row_moves_in_the_others(name, as_rows):
     fixed, free = module(), module()
     fixed[0].weight.requires_grad_(False)
-    config = OptimizerConfig(name=name, weight_decay=0.1, clip=0.5)
+    config = OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5)
     optimizer = StackedOptimizer(config)
     stack = Stack(free, 2, moments=optimizer.rule.moments, dtype=torch.float64)
     theirs = [torch_optimizer(config, [p for p in m.parameters() if p.requires_grad], 1.0) for m in (fixed, free)]

@@ -14,7 +14,7 @@ from populations import Script, blobs, small_config
 def grown(envs, slots, live, incubation="shadow"):
     """An engine whose environments have `live` seeds each at the next decision, and a client that waits."""
     menu = ("bypass-mlp", "mlp-small", "bypass-linear")
-    lifecycle = {"max_seeds": 8, "max_training": 8, "incubation": incubation}
+    lifecycle = {"max_seeds": 8, "max_training_seeds": 8, "incubation": incubation}
     config = small_config(envs=envs, steps=40, lifecycle=lifecycle, probe={"sensors_every": 1})
     memory = Memory()
     engine = VectorizedEngine(blobs(hidden=(3,) * slots, menu=menu), config, Hub([memory]))

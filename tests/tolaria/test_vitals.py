@@ -11,7 +11,7 @@ from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Vital
 from esper.tolaria.vitals import History, Signs, examine, lowered
 
-CONFIG = GovernorConfig(patience=2, history=4)
+CONFIG = GovernorConfig(confirm_steps=2, loss_window=4)
 ROWS = 2
 
 
@@ -134,7 +134,7 @@ losses = st.lists(st.floats(0, 100) | st.just(np.nan), min_size=1, max_size=12)
 @settings(deadline=None)
 @given(losses)
 def test_the_rise_is_that_of_the_plain_formula(path):
-    config = GovernorConfig(patience=1, history=4, collapse=0.0)
+    config = GovernorConfig(confirm_steps=1, loss_window=4, collapse=0.0)
     history, kept = History.begin(signs(train_loss=np.nan, loss=2.0), config), []
     for loss in path:
         history, found = examine(history, signs(train_loss=loss), config)

@@ -53,15 +53,15 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
     gain, contribution = measurements.gain, measurements.contribution
     untrained = np.where(seeds.age == 0, np.nan, -1.0)  # in TRAINING, the first batch comes after age 0
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)
-    trained = _dwell("min_training", seeds, config.min_training)
-    held = _dwell("min_holding", seeds, config.min_holding)
+    trained = _dwell("min_training_steps", seeds, config.min_training_steps)
+    held = _dwell("min_holding_steps", seeds, config.min_holding_steps)
     if config.permissive:
         return Gates(
             Gate(Stage.TRAINING, (trained, _measured("incubation gain", gain.mean))),
             Gate(Stage.HOLDING, (held, _measured("contribution", contribution.mean))),
         )
     gained = gain.mean - config.gain_z * gain.se
-    brought = contribution.mean - config.z * contribution.se
+    brought = contribution.mean - config.contribution_z * contribution.se
     return Gates(
         Gate(
             Stage.TRAINING,
@@ -76,7 +76,11 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
             (
                 held,
                 _bound(
-                    "contribution", brought, config.z, config.min_contribution, "gates.z and gates.min_contribution"
+                    "contribution",
+                    brought,
+                    config.contribution_z,
+                    config.min_contribution,
+                    "gates.contribution_z and gates.min_contribution",
                 ),
             ),
         ),

@@ -99,7 +99,7 @@ def legal(seeds: Seeds, gates: Gates, space: Space, config: LifecycleConfig) -> 
 
     seeds_left = among(stage, IN_BUDGET).sum(1) < config.max_seeds
     incubating = (stage == Stage.TRAINING) | (stage == Stage.GERMINATED)
-    room = seeds_left & (incubating.sum(1) < config.max_training)
+    room = seeds_left & (incubating.sum(1) < config.max_training_seeds)
     old_enough = seeds.life >= config.min_prune_age
 
     slot = np.zeros((envs, len(Op), slots), bool)

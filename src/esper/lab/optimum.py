@@ -79,7 +79,9 @@ def solve(sandbox: Sandbox) -> Solution:
     recursion on the mean of V_T over kinds.
     """
     process, config = sandbox.process, sandbox.config
-    assert config.gates.permissive or config.gates.min_training > config.steps, "gates must not depend on the kind"
+    assert config.gates.permissive or config.gates.min_training_steps > config.steps, (
+        "gates must not depend on the kind"
+    )
     assert (config.reward.name, config.reward.baseline, dict(config.reward.fees)) == ("delta", "none", {})
     steps, final = _expand(sandbox)
     kinds = range(process.kinds)
@@ -150,7 +152,7 @@ def canonical(seeds: Seeds, config: Config) -> Seeds:
     """
     stage = seeds.stage
     limit = np.zeros(len(Stage), np.int32)
-    limit[Stage.TRAINING], limit[Stage.HOLDING] = config.gates.min_training, config.gates.min_holding
+    limit[Stage.TRAINING], limit[Stage.HOLDING] = config.gates.min_training_steps, config.gates.min_holding_steps
     limit[[Stage.BLENDING, Stage.EMBARGOED]] = config.steps
     settled = (stage == Stage.HOLDING) | (stage == Stage.FOSSILIZED)
     doomed_life = np.minimum(seeds.life, config.lifecycle.min_prune_age)

@@ -73,7 +73,7 @@ class Blindfolded:
         return self.client.update()
 
 
-LEARNER: Mapping[str, Any] = {"lr": 3e-3, "entropy": 0.05}
+LEARNER: Mapping[str, Any] = {"lr": 3e-3, "entropy_weight": 0.05}
 """Faster and less soon settled than the defaults, under which some seeds of `growth` plant the dearer blueprint everywhere."""
 
 
@@ -130,8 +130,8 @@ GROWTH = Process(
         "steps": 10,
         "envs": 96,
         "ppo": {**LEARNER, "rounds": 60},
-        "lifecycle": {"max_seeds": 2, "max_training": 2, "embargo": 1, "tempos": [0, 1, 2], "targets": [1.0]},
-        "gates": {"permissive": True, "min_training": 1, "min_holding": 1},
+        "lifecycle": {"max_seeds": 2, "max_training_seeds": 2, "embargo": 1, "tempos": [0, 1, 2], "targets": [1.0]},
+        "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
     },
     metric=_grown,
     sense=_grown_sensors,
@@ -146,7 +146,7 @@ _PLANT_ONLY: Mapping[str, Any] = {
     "ppo": {**LEARNER, "rounds": 30},
     "reward": {"rent": 0.0},
     "lifecycle": {"tempos": [0, 1], "targets": [1.0], "min_prune_age": 10**6},
-    "gates": {"min_training": 10**6},
+    "gates": {"min_training_steps": 10**6},
 }
 
 
@@ -219,6 +219,6 @@ def _completed(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
     return np.where(step == CHAIN_STEPS, right.astype(np.float64), 0.0)
 
 
-CHAIN = _planting("chain", len(PLANTINGS), CHAIN_STEPS, _completed, max_seeds=3, max_training=3)
+CHAIN = _planting("chain", len(PLANTINGS), CHAIN_STEPS, _completed, max_seeds=3, max_training_seeds=3)
 """Six decisions must all be right and nothing is paid before the last step. Uniform choice among what is valid, op by op and
 slot by slot, succeeds once in 2^6 * 3! = 384 episodes."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from esper.leyline.config_input import RENAMED
 from esper.leyline.errors import InputError
 
 BROUGHT = (
@@ -18,6 +19,11 @@ BROUGHT = (
 def check_brought(settings: Mapping[str, Any], who: str) -> None:
     """InputError, naming the key, where settings hold one that a controller may not bring; `who` brings them."""
     for key in _dotted(settings):
+        if key in RENAMED:
+            raise InputError(
+                f"{key} is now {RENAMED[key]}, but {who} sets it under the old name; give the new name there, or train the "
+                "controller again"
+            )
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in BROUGHT):
             raise InputError(
                 f"{who} sets {key}, which a controller may not bring along; it may bring {', '.join(BROUGHT)}: leave {key} out "

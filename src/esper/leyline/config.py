@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from esper.leyline.actions import Op
-from esper.leyline.config_input import explain, show, to_sections
+from esper.leyline.config_input import RENAMED, explain, show, to_sections
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import NUMBERS, parse_yaml
 
@@ -39,6 +39,17 @@ class _Section(BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
+    def _renamed(cls, data: Any) -> Any:
+        """Refuse the old name of a key, in a section of a config or in one that stands alone."""
+        unknown = [name for name in data if name not in cls.model_fields] if isinstance(data, Mapping) else []
+        for old, new in RENAMED.items():
+            section, _, name = old.partition(".")
+            if name in unknown and Config.model_fields[section].annotation is cls:
+                raise ValueError(f"{name} is now {new}")
+        return data
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
     def _plain_numbers(cls, data: Any) -> Any:
         """Refuse true for 1, and whole numbers that no array can hold."""
         for name, value in data.items() if isinstance(data, Mapping) else ():
@@ -57,7 +68,7 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """What an optimizer step sees."""
 
-    batch: int = Field(64, ge=1, description="training examples per environment and batch [examples]")
+    batch_size: int = Field(64, ge=1, description="training examples per environment and batch [examples]")
     batches_per_step: int = Field(16, ge=1, description="batches per environment and step [batches]")
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="examples that hold NaN or an infinite value: stop says which, skip leaves them out"
@@ -71,7 +82,9 @@ class OptimizerConfig(_Section):
     lr: float = Field(5e-3, gt=0, description="learning rate")
     weight_decay: float = Field(0.0, ge=0, description="decoupled for adamw, added to the gradient for sgd")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adamw uses betas .9 and .999")
-    clip: float | None = Field(None, gt=0, description="largest gradient norm of a row; null does not clip")
+    max_grad_norm: float | None = Field(
+        None, gt=0, description="gradient norm to which a row's gradient is clipped; null does not clip"
+    )
     accumulate: int = Field(1, ge=1, description="batches whose mean gradient makes one optimizer step [batches]")
 
 
@@ -79,7 +92,9 @@ class LifecycleConfig(_Section):
     """What may be planted, and how it enters the network."""
 
     max_seeds: int = Field(2, ge=0, description="seeds in the budget per environment, fossils included [seeds]")
-    max_training: int = Field(1, ge=1, description="seeds incubating at once per environment [seeds]")
+    max_training_seeds: int = Field(
+        1, ge=1, description="seeds that incubate at once (stage TRAINING) per environment [seeds]"
+    )
     embargo: int = Field(2, ge=0, description="rest of a slot after a prune [steps]")
     min_prune_age: int = Field(1, ge=0, description="life of a seed before it may be pruned [steps]")
     auto_advance: bool = Field(False, description="advance a seed as soon as its gate passes, without an action")
@@ -118,11 +133,19 @@ class LifecycleConfig(_Section):
 class GatesConfig(_Section):
     """What a seed must show before it advances (G2) and before it is kept (G5)."""
 
-    min_training: int = Field(2, ge=0, description="incubation before ADVANCE [steps]")
+    min_training_steps: int = Field(
+        2, ge=0, description="steps of incubation (stage TRAINING) before ADVANCE is allowed [steps]"
+    )
     gain_z: float = Field(1.0, description="incubation gain must exceed this many standard errors")
-    min_holding: int = Field(2, ge=0, description="trial before FOSSILIZE [steps]")
+    min_holding_steps: int = Field(
+        2, ge=0, description="steps of trial (stage HOLDING) before FOSSILIZE is allowed [steps]"
+    )
     min_contribution: float = Field(0.0, description="lower confidence bound of the contribution must exceed it")
-    z: float = Field(1.0, ge=0, description="width of that confidence bound [standard errors]")
+    contribution_z: float = Field(
+        1.0,
+        ge=0,
+        description="width of the confidence bound of the contribution, for min_contribution [standard errors]",
+    )
     permissive: bool = Field(False, description="ask only for the dwell and that the number was measured")
 
 
@@ -164,7 +187,7 @@ class RewardConfig(_Section):
     baseline: Literal["none", "twin", "group"] = Field(
         "none", description="subtracted: nothing, the twin's rise step by step, or the group's mean from the advantage"
     )
-    group: int = Field(8, ge=1, description="environments that share an instance in training [environments]")
+    group_size: int = Field(8, ge=1, description="environments that share an instance in training [environments]")
     param_budget: float | None = Field(
         None, ge=0, description="soft cap of added parameters / host parameters; null for none"
     )
@@ -200,8 +223,10 @@ class TelemetryConfig(_Section):
 class CheckpointConfig(_Section):
     """When the state of a run is written, so that `esper resume` goes on from there. It never changes what is computed."""
 
-    every_steps: int = Field(0, ge=0, description="cadence of checkpoints; 0 for none by steps [steps]")
-    every_seconds: float = Field(30.0, ge=0, description="likewise by the clock; 0 for none by it [seconds]")
+    every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 writes none by steps [steps]")
+    every_seconds: float = Field(
+        30.0, ge=0, description="seconds between checkpoints; 0 writes none by the clock [seconds]"
+    )
     keep: int = Field(2, ge=1, description="checkpoints that are kept, the last ones, beside the best of a training")
 
 
@@ -211,20 +236,41 @@ class GovernorConfig(_Section):
     enabled: bool = Field(True, description="watch every row; else a diverged one stays so to the end of its episode")
     snapshot_every: int = Field(1, ge=1, description="cadence of the snapshots of healthy rows [steps]")
     penalty: float = Field(0.5, ge=0, description="minus the reward of a step that is rolled back")
-    patience: int = Field(
-        3, ge=1, description="steps in a row that a finite sign must last; what is not finite acts at once [steps]"
+    confirm_steps: int = Field(
+        3,
+        ge=1,
+        description="consecutive steps beyond loss_rise_z, collapse or metric_drop_z after which a row is restored; NaN and "
+        "infinite values restore it immediately [steps]",
     )
-    history: int = Field(16, ge=2, description="last losses that a loss is held against [steps]")
-    loss_rise: float = Field(
-        8.0, gt=0, description="loss above the median of its history [robust standard deviations, 1.4826 MAD]"
+    loss_window: int = Field(
+        16, ge=2, description="number of past training losses with which a new loss is compared [steps]"
     )
-    loss_floor: float = Field(
-        0.05, gt=0, description="least such standard deviation, as a share of the loss before training"
+    loss_rise_z: float = Field(
+        8.0,
+        gt=0,
+        description="rise of the training loss above its median over loss_window steps [robust standard deviations, 1.4826 MAD]",
     )
-    collapse: float = Field(1e-3, ge=0, lt=1, description="spread of the outputs over examples / its largest so far")
-    metric_fall: float = Field(5.0, gt=0, description="metric below its best [standard errors of the difference]")
-    least_fall: float = Field(0.2, ge=0, description="and at least by so much")
-    param_budget: float | None = Field(
+    min_loss_std: float = Field(
+        0.05,
+        gt=0,
+        description="lower limit of the standard deviation in loss_rise_z, as a share of the loss before training",
+    )
+    collapse: float = Field(
+        1e-3,
+        ge=0,
+        lt=1,
+        description="a row has collapsed where its outputs spread over the examples by less than this share of the largest "
+        "spread so far",
+    )
+    metric_drop_z: float = Field(
+        5.0, gt=0, description="drop of the metric below its best [standard errors of the difference]"
+    )
+    min_metric_drop: float = Field(
+        0.2,
+        ge=0,
+        description="smallest drop of the metric that counts, whatever its standard error; in units of the metric",
+    )
+    param_limit: float | None = Field(
         None, ge=0, description="hard cap of the parameters of all seeds / host parameters; null for none"
     )
     memory_share: float = Field(
@@ -276,10 +322,11 @@ class HeuristicConfig(_Section):
         gt=0,
         description="a segment is narrow where participation_inner, the share of its inner units in use, is at least this",
     )
-    tie: float = Field(
+    tie_ratio: float = Field(
         1.5,
         ge=1,
-        description="where inner features are not measured, slots up to this many times the lowest participation tie",
+        description="where inner features are not measured, slots whose participation is at most this many times the lowest are "
+        "equally good",
     )
     narrow_blueprints: tuple[str, ...] = Field(
         ("bypass-linear", "bypass-conv-1x1"),
@@ -290,10 +337,20 @@ class HeuristicConfig(_Section):
         ("bypass-mlp", "bypass-conv-3x3"),
         description="what to plant behind any other segment, and where inner features are not measured: the first that fits",
     )
-    slack: int = Field(0, ge=0, description="time left beyond the shortest life of a seed when it is planted [steps]")
-    keep: float = Field(0.5, description="keep a seed whose contribution exceeds this share of the rent for it")
-    patience: int = Field(3, ge=1, description="prune a holding seed that its gate has refused for this long [steps]")
-    training_patience: int = Field(12, ge=1, description="the same for a seed that incubates [steps]")
+    spare_steps: int = Field(
+        0,
+        ge=0,
+        description="steps that must be left in the episode beyond the shortest life of a seed when it is planted [steps]",
+    )
+    keep_above: float = Field(0.5, description="keep a seed whose contribution exceeds this share of the rent for it")
+    holding_patience: int = Field(
+        3, ge=1, description="prune a seed on trial (stage HOLDING) that its gate has refused for so many steps [steps]"
+    )
+    training_patience: int = Field(
+        12,
+        ge=1,
+        description="prune an incubating seed (stage TRAINING) that its gate has refused for so many steps [steps]",
+    )
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -308,20 +365,26 @@ class PPOConfig(_Section):
     """How a controller learns. A round is one episode of every environment and one update."""
 
     rounds: int = Field(100, ge=1, description="rounds of training [rounds]")
-    epochs: int = Field(4, ge=1, description="passes over a round's rollout [epochs]")
+    update_epochs: int = Field(4, ge=1, description="passes over a round's rollout [epochs]")
     minibatches: int = Field(4, ge=1, description="parts of the sequences, each one step of the policy's optimizer")
     lr: float = Field(1e-3, gt=0, description="learning rate of the policy (Adam), annealed to a tenth")
-    clip: float = Field(0.2, gt=0, lt=1, description="largest change of the joint probability ratio that is rewarded")
+    clip_range: float = Field(
+        0.2, gt=0, lt=1, description="largest change of the joint probability ratio that is rewarded"
+    )
     target_kl: float = Field(0.03, gt=0, description="an update ends when the policy has moved this far [nats]")
     gamma: float = Field(1.0, gt=0, le=1, description="discount a step")
-    lam: float = Field(0.98, ge=0, le=1, description="lambda of generalised advantage estimation")
+    gae_lambda: float = Field(
+        0.98, ge=0, le=1, description="lambda of generalised advantage estimation (Schulman et al. 2016)"
+    )
     value_weight: float = Field(0.5, ge=0, description="weight of the critic's loss")
-    entropy: float = Field(0.02, ge=0, description="weight of the entropy of the sampled heads, annealed to a tenth")
+    entropy_weight: float = Field(
+        0.02, ge=0, description="weight of the entropy of the sampled heads, annealed to a tenth"
+    )
     exploration: float = Field(
         0.2, ge=0, lt=1, description="share of the uniform in the choice of slot, blueprint and the rest, annealed to 0"
     )
     exploration_op: float = Field(
-        0.01, ge=0, lt=1, description="likewise of the operation, which is chosen at every step, annealed to 0"
+        0.01, ge=0, lt=1, description="share of the uniform in the choice of the operation, annealed to 0"
     )
     imitation_rounds: int = Field(
         0, ge=0, description="rounds before the first in which the policy learns to do as the heuristic does [rounds]"
@@ -488,7 +551,7 @@ def parse_setting(text: str) -> dict[str, Any]:
     """`a.b=value` as a nested mapping, the value read as YAML. InputError where there is no key or no value."""
     name, equals, value = text.partition("=")
     if not name.strip() or not equals:
-        raise InputError(f"--set {text!r} is not of the form key=value, for example --set data.batch=32")
+        raise InputError(f"--set {text!r} is not of the form key=value, for example --set data.batch_size=32")
     parsed: Any = parse_yaml(value, f"--set {text[:60]!r}", "quote the value")
     for part in reversed(name.strip().split(".")):
         parsed = {part: parsed}

@@ -18,14 +18,45 @@ from esper.leyline.errors import InputError
 
 SYNONYMS: Mapping[str, str] = {
     **dict.fromkeys(("learning_rate", "learningrate", "step_size"), "lr"),
-    **dict.fromkeys(("batch_size", "batchsize", "minibatch"), "batch"),
+    **dict.fromkeys(("batch", "batchsize", "minibatch"), "batch_size"),
     **dict.fromkeys(("epoch", "num_epochs", "n_epochs", "max_epochs"), "epochs"),
     **dict.fromkeys(("num_steps", "n_steps", "max_steps", "iterations"), "steps"),
     **dict.fromkeys(("num_envs", "n_envs", "environments", "population"), "envs"),
     **dict.fromkeys(("random_state", "random_seed"), "seed"),
     **dict.fromkeys(("l2", "decay"), "weight_decay"),
+    **dict.fromkeys(("lam", "lambda_", "gae_lam"), "gae_lambda"),
+    **dict.fromkeys(("clip_coef", "clip_eps", "clip_epsilon"), "clip_range"),
+    **dict.fromkeys(("ent_coef", "entropy_coef"), "entropy_weight"),
+    **dict.fromkeys(("vf_coef", "value_coef"), "value_weight"),
+    **dict.fromkeys(("clip", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
 }
 """The last part of keys as other libraries call it, and as Esper does."""
+
+RENAMED: Mapping[str, str] = {
+    "data.batch": "data.batch_size",
+    "optimizer.clip": "optimizer.max_grad_norm",
+    "lifecycle.max_training": "lifecycle.max_training_seeds",
+    "gates.min_training": "gates.min_training_steps",
+    "gates.min_holding": "gates.min_holding_steps",
+    "gates.z": "gates.contribution_z",
+    "reward.group": "reward.group_size",
+    "governor.patience": "governor.confirm_steps",
+    "governor.history": "governor.loss_window",
+    "governor.loss_rise": "governor.loss_rise_z",
+    "governor.loss_floor": "governor.min_loss_std",
+    "governor.metric_fall": "governor.metric_drop_z",
+    "governor.least_fall": "governor.min_metric_drop",
+    "governor.param_budget": "governor.param_limit",
+    "heuristic.tie": "heuristic.tie_ratio",
+    "heuristic.slack": "heuristic.spare_steps",
+    "heuristic.keep": "heuristic.keep_above",
+    "heuristic.patience": "heuristic.holding_patience",
+    "ppo.epochs": "ppo.update_epochs",
+    "ppo.clip": "ppo.clip_range",
+    "ppo.lam": "ppo.gae_lambda",
+    "ppo.entropy": "ppo.entropy_weight",
+}
+"""The new name of every key that had another one. A config that gives the old name is refused with the new one."""
 
 SHOWN = 60
 """Characters of a value that a sentence shows."""

@@ -12,13 +12,13 @@ def epochs_of(steps: int, config: Config, task: AnyTask) -> float | None:
     """The passes over the train split that so many steps are; None of a mixture, whose train splits have several sizes."""
     if isinstance(task, Mixture):
         return None
-    return round(steps * config.data.batch * config.data.batches_per_step / len(task.train.y), 4)
+    return round(steps * config.data.batch_size * config.data.batches_per_step / len(task.train.y), 4)
 
 
 def with_steps(config: Config, task: AnyTask) -> Config:
     """The config with `steps` from its `epochs`, where it has any.
 
-        steps = ceil(epochs * N / (data.batch * data.batches_per_step))
+        steps = ceil(epochs * N / (data.batch_size * data.batches_per_step))
 
     N is the number of examples in the train split. InputError where the config has other `steps` too, and for a mixture,
     whose instances have train splits of several sizes.
@@ -29,7 +29,7 @@ def with_steps(config: Config, task: AnyTask) -> Config:
         raise InputError(
             f"epochs is {config.epochs:g}, but the instances of {task.name} have train splits of several sizes; give steps"
         )
-    seen, examples = config.data.batch * config.data.batches_per_step, len(task.train.y)
+    seen, examples = config.data.batch_size * config.data.batches_per_step, len(task.train.y)
     steps = max(
         1, math.ceil(round(config.epochs * examples / seen, 9))
     )  # 0.1 epochs of 10,240 examples are 1 step of 1,024

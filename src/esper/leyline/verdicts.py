@@ -9,7 +9,7 @@ class Refusal(IntEnum):
     NONE = 0
     MASKED = 1  # the masks forbade it
     SEED_CAP = 2  # lifecycle.max_seeds seeds are in the environment's budget already
-    PARAM_BUDGET = 3  # its parameters would exceed governor.param_budget
+    PARAM_BUDGET = 3  # its parameters would exceed governor.param_limit
     MEMORY = 4  # its modules would not fit into the memory that is there
 
 

@@ -39,9 +39,9 @@ TRAINING: Mapping[str, Any] = MappingProxyType(
         "envs": 64,
         "baselines": [],
         "models": "none",
-        "gates": {"permissive": True, "min_holding": 1},  # a learner judges for itself what a gate would forbid
+        "gates": {"permissive": True, "min_holding_steps": 1},  # a learner judges for itself what a gate would forbid
         "probe": {"sensors_every": 4},
-        "reward": {"baseline": "group", "group": 8},
+        "reward": {"baseline": "group", "group_size": 8},
         "telemetry": {"level": "run"},
         "early_stopping": {"enabled": False},  # a controller learns from whole episodes
     }

@@ -19,7 +19,7 @@ from esper.leyline.view import Bools, Outcome, Space, View
 REFUSED: Mapping[Refusal, str] = {
     Refusal.MASKED: "the masks forbade it; choose among what view.masks allows",
     Refusal.SEED_CAP: "lifecycle.max_seeds was reached; raise it",
-    Refusal.PARAM_BUDGET: "its parameters exceed governor.param_budget; raise it",
+    Refusal.PARAM_BUDGET: "its parameters exceed governor.param_limit; raise it",
     Refusal.MEMORY: "its modules do not fit into memory; lower envs, or raise governor.memory_share",
 }
 """Why a GERMINATE was refused, and the key that changes it."""
@@ -96,8 +96,8 @@ def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> l
     if moving.any():
         sentences.append(_left(int(moving.sum()), "had not been blended in; raise steps, or plant earlier"))
     for gate, op, keys in (
-        (gates.advance, Op.ADVANCE, "gates.min_training or gates.gain_z"),
-        (gates.fossilize, Op.FOSSILIZE, "gates.min_holding, gates.min_contribution or gates.z"),
+        (gates.advance, Op.ADVANCE, "gates.min_training_steps or gates.gain_z"),
+        (gates.fossilize, Op.FOSSILIZE, "gates.min_holding_steps, gates.min_contribution or gates.contribution_z"),
     ):
         here = stage == gate.stage
         passed = here & gate.passed()

@@ -62,8 +62,8 @@ def is_training(config: Config) -> bool:
 
 FIXED = (
     *("task", "tasks", "cohorts", "controller", "envs", "seed", "twin", "slots", "blueprints"),
-    *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group"),
-    *("governor.enabled", "governor.history", "early_stopping.enabled"),
+    *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group_size"),
+    *("governor.enabled", "governor.loss_window", "early_stopping.enabled"),
 )
 """Keys without which a run is another one: what is grown, on what, and what a decision may be."""
 

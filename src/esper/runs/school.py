@@ -128,7 +128,7 @@ class School:
         reward: Callable[[RewardConfig], Reward] = get_reward,
     ) -> None:
         self.cohorts, self.policy, self.config = cohorts, policy, config
-        group = config.reward.group if config.reward.baseline == "group" else None
+        group = config.reward.group_size if config.reward.baseline == "group" else None
         self.learner = PPO(policy, config.ppo, config.seed, group)
         self.clients = [
             SimicClient(self.learner, reward(cohort.config.reward), cohort.config.governor.penalty)
@@ -146,7 +146,7 @@ class School:
     def learn(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
         """One round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
         self.shown.clear()
-        played = self._play(number, self.clients, self.config.reward.group, interrupt, keeper)
+        played = self._play(number, self.clients, self.config.reward.group_size, interrupt, keeper)
         begin = time.perf_counter()
         figures = self.learner.update([c.rollout() for c in self.clients], [c.menu for c in self.clients])
         return self._close(figures, self.clients, played, time.perf_counter() - begin)
@@ -311,8 +311,10 @@ def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], N
 def cohort_of(task: AnyTask, config: Config) -> Cohort:
     """The population of a task, and the one it is validated on. InputError where the task and the config allow no learning."""
     reward = config.reward
-    if config.envs % reward.group:  # whatever the baseline: instances are drawn by the group
-        raise InputError(f"reward.group is {reward.group}, which does not divide envs, {config.envs}; choose a divisor")
+    if config.envs % reward.group_size:  # whatever the baseline: instances are drawn by the group
+        raise InputError(
+            f"reward.group_size is {reward.group_size}, which does not divide envs, {config.envs}; choose a divisor"
+        )
     if reward.baseline == "twin" and not config.twin:
         raise InputError("reward.baseline is twin, but no twins are trained; give --twin, or another baseline")
     if config.early_stopping.enabled:

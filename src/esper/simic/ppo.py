@@ -118,7 +118,7 @@ class PPO:
         found: list[Tensor] = []
         with self._kept():
             data = self._prepare(rollouts, menus)
-            for epoch in range(self.config.epochs):
+            for epoch in range(self.config.update_epochs):
                 for part in self._minibatches(data, epoch):
                     network, rollout = self.policy.network, part.rollout
                     encoded, value, _ = network(part.batch, network.initial(rollout.value.shape[1]), rollout.starts)
@@ -167,7 +167,9 @@ class PPO:
     def _prepare(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> list[Batched]:
         config, found = self.config, []
         for rollout in rollouts:
-            gains = advantages(rollout.reward, rollout.value, rollout.after, rollout.end, config.gamma, config.lam)
+            gains = advantages(
+                rollout.reward, rollout.value, rollout.after, rollout.end, config.gamma, config.gae_lambda
+            )
             if not bool(torch.isfinite(gains.advantage).all()):
                 where = (~torch.isfinite(gains.advantage)).nonzero()[-1].tolist()
                 raise LearningError(
@@ -201,7 +203,7 @@ class PPO:
         self._check(data)
         steps: list[tuple[Losses, Tensor]] = []
         moved, epochs = 0.0, 0
-        for epoch in range(config.epochs):
+        for epoch in range(config.update_epochs):
             begin = len(steps)
             for part in self._minibatches(data, epoch):
                 losses = self._losses(part)
@@ -229,7 +231,7 @@ class PPO:
         return norm
 
     def _entropy_weight(self) -> float:
-        return anneal(self.config.entropy, self._progress, self.config.entropy / 10)
+        return anneal(self.config.entropy_weight, self._progress, self.config.entropy_weight / 10)
 
     def _judge(self, rollout: Rollout, batch: Batch) -> tuple[Judged, Tensor]:
         network = self.policy.network
@@ -247,13 +249,13 @@ class PPO:
             return (values * part.weight).sum() / total
 
         return Losses(
-            policy=policy_loss(judged.log_prob, rollout.log_prob, part.advantage, part.weight, config.clip)
+            policy=policy_loss(judged.log_prob, rollout.log_prob, part.advantage, part.weight, config.clip_range)
             if bool(part.weight.any())
             else judged.log_prob.sum() * 0,
             value=value_loss(value, part.gains.target, self.policy.network.value_scale),
             entropy=mean(judged.entropy.sum(-1)),
             kl=mean(change.exp() - 1 - change),  # http://joschu.net/blog/kl-approx.html, k3
-            clipped=mean(((change.exp() - 1).abs() > config.clip).float()),
+            clipped=mean(((change.exp() - 1).abs() > config.clip_range).float()),
             heads=_by_head(judged.entropy, rollout.actions[Head.OP], part.weight),
         )
 

@@ -61,7 +61,7 @@ class Heuristic(Rule):
     1. FOSSILIZE the holding seed of the largest contribution, where the mask allows it and the contribution is above
        `keep` times its rent.
     2. ADVANCE the trained seed of the largest incubation gain, if it can still be fossilized in this episode.
-    3. PRUNE the seed of the lowest contribution among those that were on trial for `gates.min_holding` steps and do not
+    3. PRUNE the seed of the lowest contribution among those that were on trial for `gates.min_holding_steps` steps and do not
        bring in that much while no other seed incubates or blends, and those whose gate could have let them through at
        `patience` decisions, `training_patience` of an incubating one, and does not now.
     4. GERMINATE behind a *narrow* segment, if the metric has covered less than `plant_below` of the way from the best
@@ -96,7 +96,7 @@ class Heuristic(Rule):
         """One decision per environment, from its own row of the view alone."""
         may = view.masks.slot
         usual = defaults(view.space)
-        trial = view.space.tempos[usual[Head.TEMPO]] + self.gates.min_holding + 1
+        trial = view.space.tempos[usual[Head.TEMPO]] + self.gates.min_holding_steps + 1
         trials, plans = self._judge(view), self._plan(view, trial)
         advance = may[:, Op.ADVANCE] & (view.steps - view.step >= trial)
         prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused)
@@ -171,16 +171,18 @@ class Heuristic(Rule):
         gates, stage, age, may = self.gates, view.seeds.stage, view.seeds.age, view.masks.slot
         measured = view.measurements
         found = measured.contribution if view.space.objective == "metric" else measured.contribution_loss
-        price = self.config.keep * _rent(view)
+        price = self.config.keep_above * _rent(view)
         pays = found.mean > price
         holding, training = stage == Stage.HOLDING, stage == Stage.TRAINING
         keep = may[:, Op.FOSSILIZE] & pays
         # Of two bottlenecks each hides what the other's bypass is worth, so no seed is judged while another is on its way in.
         coming = ((stage == Stage.TRAINING) | (stage == Stage.BLENDING)) & ~view.seeds.doomed
         alone = ~coming.any(1, keepdims=True)
-        unpaid = holding & alone & (age >= gates.min_holding) & (found.mean <= price)
-        unkept = holding & ~may[:, Op.FOSSILIZE] & (age - gates.min_holding + 1 >= self.config.patience)
-        untrained = training & ~may[:, Op.ADVANCE] & (age - gates.min_training + 1 >= self.config.training_patience)
+        unpaid = holding & alone & (age >= gates.min_holding_steps) & (found.mean <= price)
+        unkept = holding & ~may[:, Op.FOSSILIZE] & (age - gates.min_holding_steps + 1 >= self.config.holding_patience)
+        untrained = (
+            training & ~may[:, Op.ADVANCE] & (age - gates.min_training_steps + 1 >= self.config.training_patience)
+        )
         return _Trials(found.mean, found.se, price, keep, unpaid, holding, unkept | untrained)
 
     def _plan(self, view: View, trial: int) -> _Plans:
@@ -195,12 +197,12 @@ class Heuristic(Rule):
         narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
         none = ~narrow.any(1, keepdims=True)
         # A seed planted now trains from the next step on, and its FOSSILIZE takes a decision of its own.
-        timely = view.steps - view.step >= 1 + self.gates.min_training + trial + config.slack
+        timely = view.steps - view.step >= 1 + self.gates.min_training_steps + trial + config.spare_steps
 
         rank = measured.participation
         lowest = np.where(may & ~np.isnan(rank), rank, np.inf).min(1, keepdims=True)
         # A stream stays thin behind the slot where it became so, hence of about equals the first is the cause.
-        about = np.where(blind, rank <= config.tie * lowest, rank <= lowest) | np.isinf(lowest)
+        about = np.where(blind, rank <= config.tie_ratio * lowest, rank <= lowest) | np.isinf(lowest)
         # What a seed brings in shows from its ramp on; while one incubates, the host may be weak for want of that alone.
         waiting = (view.seeds.stage == Stage.TRAINING).any(1, keepdims=True)
         needy = np.where(blind, share < config.plant_below, (share < config.weak_below) & ~waiting)
@@ -244,7 +246,9 @@ class Heuristic(Rule):
             )
             place = f"the segment in front of {name} is narrow: {inner:.0%} of its inner units are in use, {bound}"
         elif plans.blind[env]:
-            place = f"inner features are not measured, and the stream is about the thinnest at {name} (heuristic.tie)"
+            place = (
+                f"inner features are not measured, and the stream is about the thinnest at {name} (heuristic.tie_ratio)"
+            )
         else:
             place = f"no segment is narrow (heuristic.narrow_from), and the stream is the thinnest at {name}"
         if not narrow and np.isfinite(plans.share[env]):
@@ -260,16 +264,16 @@ class Heuristic(Rule):
         worth, error, price = (field[env, slot] for field in (trials.worth, trials.error, trials.price))
         figures = (
             f"its contribution {worth:+.4f} ± {error:.4f}",
-            f"{price:.4f}, which is {self.config.keep:g} of its rent",
+            f"{price:.4f}, which is {self.config.keep_above:g} of its rent",
         )
         if op == Op.FOSSILIZE:
-            return f"{figures[0]} is above {figures[1]} (heuristic.keep)"
+            return f"{figures[0]} is above {figures[1]} (heuristic.keep_above)"
         if op != Op.PRUNE:
             return None
         if trials.unpaid[env, slot]:
-            return f"{figures[0]} is not above {figures[1]} (heuristic.keep)"
+            return f"{figures[0]} is not above {figures[1]} (heuristic.keep_above)"
         if trials.holding[env, slot]:
-            return f"its gate refused it at {self.config.patience} decisions (heuristic.patience)"
+            return f"its gate refused it at {self.config.holding_patience} decisions (heuristic.holding_patience)"
         return f"its gate refused it at {self.config.training_patience} decisions (heuristic.training_patience)"
 
     def _sentence(self, obstacle: Obstacle, share: Floats) -> str:
@@ -278,7 +282,8 @@ class Heuristic(Rule):
         if obstacle == Obstacle.LATE:
             return (
                 f"a seed that can still be kept has to be planted before the last steps, and the run has {self._steps}; "
-                f"raise steps, or lower heuristic.slack ({config.slack}), gates.min_training or gates.min_holding"
+                f"raise steps, or lower heuristic.spare_steps ({config.spare_steps}), gates.min_training_steps or "
+                "gates.min_holding_steps"
             )
         if obstacle == Obstacle.UNMEASURED:
             return "the metric is not a number; look at the data and the loss"

@@ -33,7 +33,7 @@ class Hindrance(IntEnum):
     EARLY = 1  # its step has not come
     BUSY = 2  # the slot holds a seed, or rests after one
     FULL = 3  # lifecycle.max_seeds seeds are in the environment
-    INCUBATING = 4  # lifecycle.max_training seeds incubate in the environment
+    INCUBATING = 4  # lifecycle.max_training_seeds seeds incubate in the environment
     NO_SEED = 5  # the slot holds no seed at the stage that the operation needs
     GATE = 6  # the gate in front of the seed is shut
     CHOICE = 7  # the masks forbid a head that it names
@@ -198,9 +198,9 @@ class Schedule(Rule):
     def _cause(self, cause: Hindrance, entry: Entry) -> str:
         slot = entry.slot
         gate = (
-            "gates.gain_z or gates.min_training"
+            "gates.gain_z or gates.min_training_steps"
             if entry.op is Op.ADVANCE
-            else "gates.min_holding, gates.min_contribution or gates.z"
+            else "gates.min_holding_steps, gates.min_contribution or gates.contribution_z"
         )
         return {
             Hindrance.NONE: "it became due after the last decision; raise steps",
@@ -208,7 +208,7 @@ class Schedule(Rule):
             "lower `at`, or raise steps",
             Hindrance.BUSY: f"slot {slot} held a seed, or rested after one; name another slot, or lower lifecycle.embargo",
             Hindrance.FULL: "lifecycle.max_seeds seeds were in place already; raise it",
-            Hindrance.INCUBATING: "lifecycle.max_training seeds were incubating; raise it, or steps",
+            Hindrance.INCUBATING: "lifecycle.max_training_seeds seeds were incubating; raise it, or steps",
             Hindrance.NO_SEED: f"slot {slot} held no seed at the stage that it needs; plant one earlier, or raise steps",
             Hindrance.GATE: f"its gate had not let the seed at {slot} pass by the last decision; lower {gate}, set "
             "gates.permissive, or raise steps",

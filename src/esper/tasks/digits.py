@@ -38,7 +38,7 @@ def digits() -> Task:
         scaling=scaling_of(splits.train.x),
         objective=Classification(10),
         menu=VECTOR_MENU,
-        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 16}},
+        defaults={"steps": 24, "data": {"batch_size": 64, "batches_per_step": 16}},
     )
 
 

@@ -41,7 +41,7 @@ def digits_image() -> Task:
         test=parts[3],
         objective=Classification(10),
         menu=MAP_MENU,
-        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 16}},
+        defaults={"steps": 24, "data": {"batch_size": 64, "batches_per_step": 16}},
         pixels=standardizing(parts[0].x),
     )
 
@@ -77,7 +77,7 @@ def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
         test=test,
         objective=Classification(10),
         menu=MAP_MENU,
-        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 32}, "optimizer": {"lr": 2e-3}},
+        defaults={"steps": 24, "data": {"batch_size": 64, "batches_per_step": 32}, "optimizer": {"lr": 2e-3}},
         pixels=standardizing(parts[0].x, pad=4, flip=True),
     )
 

@@ -185,10 +185,10 @@ def repair() -> Mixture:
         menu=VECTOR_MENU,
         defaults={
             "steps": 24,
-            "data": {"batch": 32, "batches_per_step": 16},
-            "lifecycle": {"max_seeds": 2, "max_training": 2},
+            "data": {"batch_size": 32, "batches_per_step": 16},
+            "lifecycle": {"max_seeds": 2, "max_training_seeds": 2},
             "reward": {"rent": 0.1},
-            "gates": {"gain_z": -1.0, "z": 0.0, "min_contribution": -0.02},
+            "gates": {"gain_z": -1.0, "contribution_z": 0.0, "min_contribution": -0.02},
         },
     )
 

@@ -67,7 +67,7 @@ def _task(
         classes=names,
         objective=Classification(len(names)),
         menu=VECTOR_MENU,
-        defaults={"steps": 24, "data": {"batch": batches[0], "batches_per_step": batches[1]}},
+        defaults={"steps": 24, "data": {"batch_size": batches[0], "batches_per_step": batches[1]}},
     )
 
 

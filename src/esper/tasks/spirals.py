@@ -42,7 +42,7 @@ def spirals() -> Task:
         **splits._asdict(),
         objective=Classification(2),
         menu=VECTOR_MENU,
-        defaults={"steps": 24, "data": {"batch": 64, "batches_per_step": 16}},
+        defaults={"steps": 24, "data": {"batch_size": 64, "batches_per_step": 16}},
     )
 
 

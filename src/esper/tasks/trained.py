@@ -50,8 +50,8 @@ class Trained:
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         data = build_config(self._task.defaults).data
-        updates = self._epochs * (len(self._task.train.x) // data.batch)
-        return train_static(self._task, self.architecture, self._pool_size, data.batch, updates)[1]
+        updates = self._epochs * (len(self._task.train.x) // data.batch_size)
+        return train_static(self._task, self.architecture, self._pool_size, data.batch_size, updates)[1]
 
 
 def spirals_trained() -> Task:
@@ -70,7 +70,7 @@ def spirals_trained() -> Task:
         room=roomy(SMALL),
         defaults={
             "steps": 24,
-            "data": {"batch": 64, "batches_per_step": 8},
+            "data": {"batch_size": 64, "batches_per_step": 8},
             "reward": {"rent": 0.02},
             "heuristic": {"plant_below": 1.0, "narrow_from": 0.01, "narrow_blueprints": ("bypass-mlp",)},
         },

@@ -115,8 +115,8 @@ class SharedBatchIterator:
         if self.sizes.min() < batch_size:
             least = int(self.sizes.min())
             raise InputError(
-                f"the train split has {counted(least, 'example')}, fewer than data.batch ({batch_size}); "
-                f"set data.batch to {least} or less, or bring more data"
+                f"the train split has {counted(least, 'example')}, fewer than data.batch_size ({batch_size}); "
+                f"set data.batch_size to {least} or less, or bring more data"
             )
         pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits), scaling)
         self.x, self.y = pooled.x.flatten(0, 1), pooled.y.flatten(0, 1)

@@ -25,7 +25,7 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
     rows, moments = max(config.envs * (1 + config.twin), 2), len(StackedOptimizer(config.optimizer).rule.moments)
     with drawn_with(0):
         host = sum(parameter.nbytes for parameter in task.largest().parameters())
-    inputs = config.data.batch * math.prod(task.inputs) * torch.get_default_dtype().itemsize
+    inputs = config.data.batch_size * math.prod(task.inputs) * torch.get_default_dtype().itemsize
     snapshots = config.governor.enabled + config.early_stopping.enabled
     copies = 2 + moments + snapshots * (1 + moments)
     needed = rows * (host * copies + inputs)

@@ -42,10 +42,10 @@ def preflight(
     if not len(env):
         return refused
     slot, blueprint = actions.slot[env], actions.blueprint[env]
-    if config.param_budget is not None:
+    if config.param_limit is not None:
         price = population.price(env, slot, blueprint, actions.blend[env])
         whole = population.added_params(seeds, IN_BUDGET)[env] + price
-        refused[env[whole > config.param_budget * population.host_params[env]]] = Refusal.PARAM_BUDGET
+        refused[env[whole > config.param_limit * population.host_params[env]]] = Refusal.PARAM_BUDGET
     left = refused[env] == Refusal.NONE
     needed = population.growth(slot[left], blueprint[left])
     if needed and needed > config.memory_share * available_memory(population.device):

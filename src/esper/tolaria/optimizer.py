@@ -110,7 +110,7 @@ class StackedOptimizer:
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.clip = config.clip
+        self.max_grad_norm = config.max_grad_norm
         self.rule: Rule
         self.rule = AdamW(config) if config.name == "adamw" else SGD(config)
 
@@ -150,7 +150,7 @@ class StackedOptimizer:
         if "fixed" in columns:
             gradient.masked_fill_(columns["fixed"], 0)
         norm: Tensor = torch.linalg.vector_norm(gradient, dim=1)
-        if self.clip is not None:
-            gradient.mul_((self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None])
+        if self.max_grad_norm is not None:
+            gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)[:, None])
         self.rule.update(columns, factors)
         return norm

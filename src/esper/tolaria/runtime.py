@@ -123,7 +123,7 @@ class CUDATimer:
 
 LOWER = {
     "apply": "envs or lifecycle.max_seeds",
-    "train": "envs, data.batch or lifecycle.max_seeds",
+    "train": "envs, data.batch_size or lifecycle.max_seeds",
     "probe": "envs, lifecycle.max_seeds or probe.shapley_samples",
 }
 """What a phase's need for memory grows with, by phase."""

@@ -56,7 +56,7 @@ class StackedPopulation:
             use_deterministic_kernels(self.device)
         rows = len(instance)
         seen = config.envs * (2 if config.twin else 1)
-        self.label = f"{counted(seen, 'network')} at data.batch {config.data.batch}"
+        self.label = f"{counted(seen, 'network')} at data.batch_size {config.data.batch_size}"
         self.optimizer = StackedOptimizer(config.optimizer)
         self.objective = task.objective
         self._env = row_environments(config)
@@ -269,7 +269,7 @@ class StackedPopulation:
         assert len(weighed) in (0, len(trains)), "all instances have weights or none"
         config, inputs, weights = self.config, self.task.inputs, weighed or None
         self.feed = SharedBatchIterator(
-            trains, row, instance, config.seed, config.data.batch, inputs, self.device, pixels, scaling, weights
+            trains, row, instance, config.seed, config.data.batch_size, inputs, self.device, pixels, scaling, weights
         )
         probes = [problem.probe for problem in self._problems]
         between = [bounds(self.objective, each.probe, each.target_scaling) for each in self._problems]

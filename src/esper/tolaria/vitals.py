@@ -47,7 +47,7 @@ class History(NamedTuple):
         nothing = np.full(rows, np.nan)
         empty = cls(
             first=signs.loss,
-            loss=np.full((rows, config.history), np.nan),
+            loss=np.full((rows, config.loss_window), np.nan),
             best=nothing,
             best_se=nothing,
             spread=nothing,
@@ -71,38 +71,38 @@ class History(NamedTuple):
 def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[History, NDArray[np.int8]]:
     """What is wrong with each row after a step, (E,) a `Vital`, and the history that the next step is held against.
 
-        RISE      train_loss - median > loss_rise * max(1.4826 MAD, loss_floor * first)      of the row's last losses
-        COLLAPSE  spread < collapse * largest spread so far,  and  train_loss - median > loss_floor * first
-        FALL      best - metric > max(metric_fall * sqrt(se^2 + se_best^2), least_fall)
+        RISE      train_loss - median > loss_rise_z * max(1.4826 MAD, min_loss_std * first)      of the row's last losses
+        COLLAPSE  spread < collapse * largest spread so far,  and  train_loss - median > min_loss_std * first
+        FALL      best - metric > max(metric_drop_z * sqrt(se^2 + se_best^2), min_metric_drop)
 
     1.4826 MAD estimates the standard deviation of a normal sample and is not moved by single large losses (Rousseeuw and
     Croux, "Alternatives to the median absolute deviation", 1993, section 1). A sign that has not lasted yet is a strike: the
-    row's numbers are kept out of its history, and no snapshot is taken of it. Of fewer than `patience` losses no median is held
-    against a row, as one lucky loss would then stay its measure. A network that never told its examples apart
-    loses nothing by not doing so, hence the second condition of a collapse. The loss on the probe split is not held against its
+    row's numbers are kept out of its history, and no snapshot is taken of it. A row's loss is compared with no median of fewer
+    than `confirm_steps` losses, as one lucky loss would then stay its measure. A network that never told its examples apart loses
+    nothing by not doing so, hence the second condition of a collapse. The loss on the probe split is not held against its
     history, since it may rise for a whole episode while a network learns its training examples by heart.
     """
     known = ~np.isnan(history.loss)
-    count, least = known.sum(1), min(config.patience, config.history)
+    count, least = known.sum(1), min(config.confirm_steps, config.loss_window)
     filled = np.where(known, history.loss, np.inf)  # a median over a row's own number of losses
     middle = np.where(count < least, np.nan, _median(filled, count))
     deviation = np.where(known, np.abs(history.loss - middle[:, None]), np.inf)
-    scale = np.maximum(1.4826 * _median(deviation, count), config.loss_floor * history.first)
+    scale = np.maximum(1.4826 * _median(deviation, count), config.min_loss_std * history.first)
     noise = np.sqrt(signs.metric_se**2 + history.best_se**2)
     with np.errstate(invalid="ignore"):  # what is not known compares False
         rise = signs.train_loss - middle
         struck = np.stack(
             [
-                rise > config.loss_rise * scale,
-                (signs.spread < config.collapse * history.spread) & (rise > config.loss_floor * history.first),
-                history.best - signs.metric > np.maximum(config.metric_fall * noise, config.least_fall),
+                rise > config.loss_rise_z * scale,
+                (signs.spread < config.collapse * history.spread) & (rise > config.min_loss_std * history.first),
+                history.best - signs.metric > np.maximum(config.metric_drop_z * noise, config.min_metric_drop),
             ],
             1,
         )
     strikes = np.where(struck, history.strikes + 1, 0)
     found = np.full(len(signs.loss), Vital.GOOD, np.int8)
     for at, vital in reversed(list(enumerate(PATIENT))):
-        found[strikes[:, at] >= config.patience] = vital
+        found[strikes[:, at] >= config.confirm_steps] = vital
     found[~np.isfinite(signs.metric)] = Vital.METRIC
     found[~signs.parameter] = Vital.PARAMETER
     found[~signs.gradient] = Vital.GRADIENT
