@@ -163,3 +163,11 @@ def test_the_picture_of_the_layers_shows_every_package_in_its_place():
     heights = [{drawn[name] for name in layer} for layer in listed]
     assert all(len(layer) == 1 for layer in heights)
     assert all(min(above) < min(below) for above, below in itertools.pairwise(heights))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_config_key_that_a_page_names_is_one(page):
+    keys = {key for key, *_ in reference()}
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    named = re.findall(r"`(?:--set )?([a-z_]+)\.([a-z_]+)(?:=[^`]*)?`", page.read_text(encoding="utf-8"))
+    assert not {f"{part}.{key}" for part, key in named if part in sections} - keys
