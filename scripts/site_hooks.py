@@ -37,7 +37,8 @@ LOADED_RELATIONS = {
 }
 LAYOUT = """
 pre, code { font-size: 85%; }
-.highlight pre { border: 0; margin: 0; padding: 8px 12px; }
+.rst-content .highlight pre { border: 0; margin: 0; }
+.rst-content .highlight pre code { border: 0; padding: 10px 14px; }
 details { margin-bottom: 24px; }
 .wy-nav-content { max-width: 1100px; }
 .wy-table-responsive table td, .wy-table-responsive table th { white-space: normal; }

@@ -11,11 +11,15 @@ import pytest
 import yaml
 
 import esper
+from esper.kasmina import export
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.leyline.actions import Blend, Head, Op
 from esper.leyline.config import reference
 from esper.leyline.slots import Tap
 from esper.leyline.stages import Stage
+from esper.nissa.events import SCHEMA
+from esper.store import checkpoint
+from esper.tamiyo import controller
 from esper.tamiyo.schedule import load_schedule
 
 ROOT = Path(__file__).parents[1]
@@ -171,3 +175,11 @@ def test_every_config_key_that_a_page_names_is_one(page):
     sections = {key.split(".")[0] for key in keys if "." in key}
     named = re.findall(r"`(?:--set )?([a-z_]+)\.([a-z_]+)(?:=[^`]*)?`", page.read_text(encoding="utf-8"))
     assert not {f"{part}.{key}" for part, key in named if part in sections} - keys
+
+
+def test_the_page_on_versions_has_the_number_of_every_format():
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    now = {files.strip("`"): int(number) for files, _, number, _ in rows}
+    formats = {"checkpoints/": checkpoint.FORMAT, "models/env-000/": export.FORMAT, "controller/": controller.VERSION}
+    assert now == formats | {"events.jsonl": SCHEMA}

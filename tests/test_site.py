@@ -38,10 +38,13 @@ def test_every_page_of_the_menu_is_built(site):
         assert "<h1" in built.read_text(encoding="utf-8"), page
 
 
-def test_the_reference_shows_signatures_and_docstrings(site):
+def test_the_reference_shows_docstrings_and_the_comments_beside_fields(site):
     text = (site / "reference.html").read_text(encoding="utf-8")
     assert 'id="esper.grow"' in text
     assert "evaluate it on the test split, and write the run folder" in text
+    assert 'id="esper.View.seeds"' in text
+    assert "(E,) of the seeds in BLENDING, HOLDING or FOSSILIZED" in text  # a comment beside a field
+    assert "<li><code>width</code>: features of the stream" in text  # a line of the docstring of `mlp`
 
 
 def test_no_page_loads_anything_from_another_host(site):
