@@ -183,3 +183,10 @@ def test_the_page_on_versions_has_the_number_of_every_format():
     now = {files.strip("`"): int(number) for files, _, number, _ in rows}
     formats = {"checkpoints/": checkpoint.FORMAT, "models/env-000/": export.FORMAT, "controller/": controller.VERSION}
     assert now == formats | {"events.jsonl": SCHEMA}
+
+
+def test_the_menu_of_the_site_leads_to_every_page():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    outside = {"index.md", "contributing.md", "security.md", "changelog.md"}  # made of pages beside docs/
+    assert set(re.findall(r": ([\w/]+\.md)$", text, re.MULTILINE)) == pages | outside
