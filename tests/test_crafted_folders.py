@@ -281,6 +281,7 @@ def test_names_of_others_in_an_evaluation_are_printed_and_drawn_as_they_are(tmp_
         "task": name,
         "metric": name,
         "sampled": False,
+        "problems": 1,
         "runs_of_each": 2,
         "controllers": [row],
         "comparisons": [pair],

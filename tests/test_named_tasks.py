@@ -326,6 +326,47 @@ def test_an_interrupted_run_on_a_task_of_ones_own_ends_with_the_command_that_res
     assert err.splitlines()[-1] == "interrupted; esper resume r --task mine/own_task.py:written goes on"
 
 
+def test_a_file_without_a_function_is_refused_with_the_functions_that_it_has(command):
+    code, _, err = command("grow", "mine/own_task.py")
+    assert code == 2
+    assert "mine/own_task.py is a file; name the function that returns the task: mine/own_task.py:clusters, " in err
+    assert "own_task.py:sized" not in err, "which takes an argument"
+    assert not Path("touched").exists(), "nothing of it was run"
+    Path("one.py").write_text("def only(): pass\n")
+    assert "returns the task, as in one.py:only\n" in command("grow", "one.py")[2]
+    assert "none.py names no function; give path.py:function" in command("grow", "none.py")[2]
+
+
+FAILING = """
+import torch
+import esper
+from esper.tasks.hosts import MLP
+
+calls = []
+
+def loss(outputs, y):
+    calls.append(1)
+    if len(calls) > 8:
+        raise ValueError("no more")
+    return torch.nn.functional.cross_entropy(outputs, y, reduction="none")
+
+def failing():
+    x = torch.rand(160, 6, generator=torch.Generator().manual_seed(0))
+    return esper.task("failing", x, torch.arange(160) % 3, host=MLP(6, 8, (3, 5), 3), loss=loss)
+"""
+
+
+def test_a_loss_that_fails_is_printed_from_the_users_own_frame_on_with_the_command_that_resumes(command):
+    Path("script_loss.py").write_text(FAILING)
+    code, _, err = command("grow", "script_loss.py:failing", *QUICK, "--run", "r")
+    assert code == 1
+    frames = [line for line in err.splitlines() if line.strip().startswith("File ")]
+    assert len(frames) == 1
+    assert "script_loss.py" in frames[0]
+    assert "ValueError: no more" in err
+    assert "then `esper resume r --task script_loss.py:failing` " in err
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [({"on_interrupt": "no"}, "give one of 'raise', 'return'"), ({"progress": "yes"}, "give 'auto', True or False")],

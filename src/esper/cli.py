@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from esper.leyline.errors import (
     UserCodeError,
     asked_for,
     in_user_code,
+    in_users_words,
     is_shortage,
 )
 from esper.leyline.text import printable
@@ -93,9 +93,10 @@ def _run(arguments: Sequence[str] | None) -> None:
         _fail(error, 1)
     except (OutOfMemory, DataFault) as error:
         _fail(error, 1)
-    except (OSError, MemoryError, RuntimeError) as error:  # outside a run, which says more
+    except Exception as error:  # outside a run, which says more, or of the user's code
         if in_user_code(error):
-            raise
+            typer.echo(in_users_words(error), err=True, nl=False)
+            raise SystemExit(1) from error
         if isinstance(error, OSError):
             _fail(error, 1)
         if not is_shortage(error):
@@ -616,12 +617,8 @@ def _check_length(asked: Sequence[Mapping[str, Any]]) -> None:
 
 def _print_cause(error: UserCodeError) -> None:
     """The traceback of what the user's code raised, from its first frame there on."""
-    cause = error.__cause__
-    assert cause is not None, "it is raised from what the code raised"
-    trace = cause.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("esper", "importlib"):
-        trace = trace.tb_next
-    typer.echo("".join(traceback.format_exception(type(cause), cause, trace)), err=True, nl=False)
+    assert error.__cause__ is not None, "it is raised from what the code raised"
+    typer.echo(in_users_words(error.__cause__), err=True, nl=False)
 
 
 def _say(line: str, err: bool = False) -> None:

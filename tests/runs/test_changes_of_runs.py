@@ -177,7 +177,7 @@ VALUES = {
 @pytest.mark.parametrize("key", FIXED)
 def test_what_makes_a_run_another_one_is_refused(key):
     config = config_of(twin=True)
-    with pytest.raises(InputError, match=f"--set {key} would make this another run") as refused:
+    with pytest.raises(InputError, match=f"changing {key} would make this another run") as refused:
         changed(config, [f"{key}={VALUES[key]}"])
     assert "\n" not in str(refused.value)
 
@@ -275,7 +275,7 @@ def test_a_finished_training_goes_on_for_more_rounds_and_every_cohort_hears_of_i
     ("setting", "sentence"),
     [
         ("ppo.rounds=1", "the training has done 2 rounds"),
-        ("steps=5", "--set steps would make this another run"),
+        ("steps=5", "changing steps would make this another run"),
         ("optimizer.name=sgd", "does not fit"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_folder_whose_config_or_environment_is_not_of_esper_is_left_as_it_is(t
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     before = content(tmp_path)
-    with pytest.raises(InputError, match=r"--overwrite leaves .* as it is; name another folder"):
+    with pytest.raises(InputError, match=r"leaves .* as it is; name another folder"):
         create_folder(tmp_path, overwrite=True)
     assert content(tmp_path) == before
 

@@ -1,4 +1,5 @@
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.config import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.errors import DataWarning, InputError
 from esper.leyline.slots import SlotSpec
 from esper.leyline.task import Task
 from esper.tasks.custom import task_from
@@ -283,12 +284,73 @@ ONE_HOST = mlp()()
         ),
         (lambda: SlotSpec("a", after=0, width=8, inner=0), "inner of slot 'a' is 0; give None, or how many modules of"),
         (lambda: SlotSpec("", after=0, width=8), "the name of a slot is ''; give it a name in quotes, as in 'middle'"),
-        (lambda: task_from("t", X, Y, host=mlp(4)), "the host returns (4,) per example, but the task has 3 outputs"),
+        (
+            lambda: task_from("t", X, Y, host=mlp(4)),
+            "the host returns 4 numbers per example, but y has 3 classes: 0 (30 examples), 1 (30",
+        ),
+        (
+            lambda: task_from("t", X, ["a", "b", "c"] * 29 + ["c", "c", "B"], host=mlp()),
+            "the host returns 3 numbers per example, but y has 4 classes: 'B' (1 example), 'a' (29 examples), 'b' (29 examples), "
+            "'c' (31 examples); give the host 4 outputs",
+        ),
+        (
+            lambda: task_from("t", X, X[:, 0] * 3, host=mlp()),
+            "the host returns 3 numbers per example, but y holds 1 floating-point target per example (for classes give whole "
+            "numbers or text, or kind='classification'); give the host 1 output",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=of(nn.Linear(6, 8), nn.Linear(8, 3))),
+            "an example of x has 4 features, but segment 0 of the host takes 6; make the two the same",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(5, 3)))),
+            "segment 1 of the host cannot run on what it is given: mat1 and mat2",
+        ),
+        (
+            lambda: task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.Sequential(nn.Linear(5, 3)))),
+            "segment 0 of the host returns 8 features, but segment 1 of the host takes 5; make the two the same",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_a_sentence(build: Callable[[], Task], sentence: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
         build()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"host": mlp(), "standardise": True}, "esper.task has no argument 'standardise'; did you mean 'standardize'?"),
+        ({"host": mlp(), "qqq": 1}, "esper.task has no argument 'qqq'; it takes name, x, y, host, kind"),
+        ({}, "esper.task: missing a required argument: 'host'"),
+    ],
+)
+def test_a_wrong_argument_is_told_under_the_name_by_which_the_user_calls(arguments: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(sentence)}"):
+        task_from("t", X, Y, **arguments)
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(-1), nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1))])
+def test_a_host_of_classes_that_ends_with_a_softmax_is_warned_of(last: nn.Module) -> None:
+    with pytest.warns(
+        DataWarning, match="the host ends with a Softmax, but the loss, the cross-entropy, takes the softmax"
+    ):
+        task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 3), last)))
+
+
+def test_a_softmax_before_a_loss_of_ones_own_or_within_the_host_is_nobodys_business() -> None:
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return -output.gather(1, y[:, None])[:, 0].log()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1))), loss=loss)
+        task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.Sequential(nn.Softmax(-1), nn.Linear(8, 3))))
+
+
+def test_a_class_with_a_single_example_is_warned_of() -> None:
+    with pytest.warns(DataWarning, match="^the class 'odd' has a single example, which is in one split alone"):
+        task_from("t", X, ["a", "b"] * 44 + ["a", "odd"], host=mlp())
 
 
 def test_a_tiny_host_of_ones_own_pays_rent_as_a_host_of_a_thousand_parameters_does():

@@ -235,7 +235,7 @@ def test_more_patience_lets_a_stopped_run_go_on(tmp_path, monkeypatch):
     assert more["steps_done"] >= first["steps_done"] + 4
     with pytest.raises(InputError, match=r"early_stopping\.enabled"):
         esper.resume("r", task=task, settings={"early_stopping.enabled": False})
-    with pytest.raises(InputError, match="--set select would make this another run"):
+    with pytest.raises(InputError, match="changing select would make this another run"):
         esper.resume("r", task=task, settings={"select": "objective"})
 
 

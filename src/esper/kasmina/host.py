@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from esper.kasmina.streams import width
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Kind, SlotSpec
+from esper.leyline.text import counted
 
 _Part = TypeVar("_Part", nn.Module, SlotSpec)
 
@@ -88,11 +89,11 @@ def _checked(values: Iterable[_Part], kind: type[_Part], name: str, example: str
 
 
 @torch.no_grad()
-def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
+def check_host(host: nn.Module, x: Tensor, outputs: int, wanted: str = "") -> None:
     """Run a host on a few examples x (B, ...) of its task and hold it against what it declares.
 
-    Raises InputError where it is no SegmentedHost, a slot's place or width is not what it says, or the outputs are not
-    (B, outputs).
+    `wanted` says in words why it is to have so many outputs. Raises InputError where it is no SegmentedHost, a slot's place or
+    width is not what it says, or the outputs are not (B, outputs).
     """
     if not isinstance(host, SegmentedHost):
         raise InputError(f"the host factory returned a {type(host).__name__}; return an esper.SegmentedHost")
@@ -126,6 +127,13 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
         try:
             y = segment(x)
         except Exception as error:  # whatever a person's module raises, its first line says why
+            misfit = _misfit(segment, x)
+            if misfit is not None:
+                given = "an example of x has" if index == 0 else f"segment {index - 1} of the host returns"
+                unit = f"{misfit.unit}{'s' * (misfit.given != 1)}"
+                raise InputError(
+                    f"{given} {misfit.given} {unit}, but segment {index} of the host takes {misfit.taken}; make the two the same"
+                ) from error
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(
                 f"segment {index} of the host cannot run on what it is given: {reason}; mend it"
@@ -146,7 +154,42 @@ def check_host(host: nn.Module, x: Tensor, outputs: int) -> None:
     if not isinstance(whole, Tensor) or whole.shape != x.shape or not torch.allclose(whole, x, equal_nan=True):
         raise InputError("the host's forward is not its segments one after the other; put everything into segments")
     if x.dim() != 2 or x.shape[1] != outputs:
-        raise InputError(f"the host returns {tuple(x.shape[1:])} per example, but the task has {outputs} outputs")
+        returned = counted(x.shape[1], "number") if x.dim() == 2 else f"an output of shape {tuple(x.shape[1:])}"
+        raise InputError(
+            f"the host returns {returned} per example, but {wanted or f'the task has {outputs} outputs'}; give the host "
+            f"{counted(outputs, 'output')}"
+        )
+
+
+class _Misfit(NamedTuple):
+    """A segment that takes another number of features or channels than it is given."""
+
+    unit: str
+    given: int
+    taken: int
+
+
+def _misfit(segment: nn.Module, x: Tensor) -> _Misfit | None:
+    """Whether the first layer with weights that a segment runs on x (B, ...) itself takes another number of features."""
+    called: list[_Misfit] = []
+
+    def look(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if called or arguments[0] is not x:
+            return
+        if isinstance(module, nn.Linear):
+            called.append(_Misfit("feature", x.shape[-1], module.in_features))
+        elif isinstance(module, nn.Conv2d) and x.dim() == 4:
+            called.append(_Misfit("channel", x.shape[1], module.in_channels))
+
+    handles = [module.register_forward_pre_hook(look) for module in segment.modules()]
+    try:
+        segment(x)
+    except Exception:
+        return called[0] if called and called[0].given != called[0].taken else None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
 
 
 def _check_inner(host: SegmentedHost) -> None:

@@ -151,6 +151,10 @@ class GrownNetwork(nn.Module):
     def _examples(self, x: Any, dtype: torch.dtype) -> Tensor:
         """Features as a tensor (B, ...) that the network can take. InputError where they are of another shape, or not finite."""
         examples = as_tensor(by_name(x, self.columns, "x"), "x", dtype)
+        if examples.shape == self.inputs:
+            raise InputError(
+                f"x has shape {tuple(examples.shape)}, which is one example and no batch; give a batch of one, as predict([x])"
+            )
         if examples.shape[1:] != self.inputs or not len(examples):
             mend = f"give at least one example, as (B, {', '.join(map(str, self.inputs))})"
             raise InputError(

@@ -1,13 +1,43 @@
 """Arguments of the Python calls: each is taken as it is meant, or refused in one sentence."""
 
-from collections.abc import Mapping, Sequence
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask, Mixture, Task
+
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
+
+
+def known_as(name: str) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
+    """Have a function raise its TypeErrors under the public name that a user calls it by, with the nearest argument there is."""
+
+    def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+            for given in kwargs:
+                if given not in signature.parameters:
+                    near = difflib.get_close_matches(given, signature.parameters, n=1)
+                    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(signature.parameters)}"
+                    raise TypeError(f"{name} has no argument {given!r}; {hint}")
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
+            return function(*args, **kwargs)
+
+        return called
+
+    return decorate
 
 
 def to_path(value: str | PathLike[str], name: str) -> Path:

@@ -27,7 +27,7 @@ def check_brought(settings: Mapping[str, Any], who: str) -> None:
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in BROUGHT):
             raise InputError(
                 f"{who} sets {key}, which a controller may not bring along; it may bring {', '.join(BROUGHT)}: leave {key} out "
-                "there, and set it for the whole run or evaluation with --set"
+                "there, and set it for the whole run or evaluation (--set, or the config; settings= of esper.evaluate)"
             )
 
 

@@ -72,7 +72,19 @@ def described(error: BaseException) -> dict[str, str]:
 def in_user_code(error: BaseException) -> bool:
     """Whether a frame of an error's traceback is neither Esper's nor that of Python or of an installed package."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return not all(file.startswith("<") or _is_library(file) for file in files)
+    return not all(map(_is_hidden, files))
+
+
+def in_users_words(error: BaseException) -> str:
+    """An error as Python prints it, but without the frames of Esper and of libraries before the first one of the user's code."""
+    trace = error.__traceback__
+    while trace is not None and _is_hidden(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _is_hidden(file: str) -> bool:
+    return file.startswith("<") or _is_library(file)
 
 
 def _is_library(file: str) -> bool:

@@ -46,7 +46,7 @@ def finite(split: Split, name: str, action: Literal["stop", "skip"]) -> Split:
     if action == "stop":
         raise InputError(
             f"{name} holds NaN or infinite values, in {which(bad)}; fill them in, or leave those examples out with "
-            "--set data.nonfinite=skip"
+            "--set data.nonfinite=skip ({'data': {'nonfinite': 'skip'}} in Python)"
         )
     if bad.all():
         raise InputError(f"{name} holds NaN or infinite values in every example; bring other data")

@@ -70,14 +70,16 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
             f"{folder} already holds a run; name another (--run, run=), or replace it (--overwrite, overwrite=True)"
         )
     if content and not is_run(folder):
-        raise InputError(f"{folder} holds other files and no run; name a new or an empty folder with --run")
+        raise InputError(f"{folder} holds other files and no run; name a new or an empty folder (--run, run=)")
     if content:
         check_own(folder)
     place = folder.absolute()
     while not place.exists():
         place = place.parent
     if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"no permission to write to {place}, where the run was to go; name another folder with --run")
+        raise InputError(
+            f"no permission to write to {place}, where the run was to go; name another folder (--run, run=)"
+        )
 
 
 def make_folder(folder: Path) -> None:
@@ -105,23 +107,24 @@ def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], N
 
 def check_own(folder: Path) -> None:
     """See that `--overwrite` may take the place of the run in a folder. InputError, with the reason, where it may not."""
-    mend = "name another folder with --run"
+    mend = "name another folder (--run, run=)"
     if not _is_config(folder / CONFIG):
         raise InputError(
-            f"{folder / CONFIG} does not hold the config of an Esper run, so --overwrite leaves {folder} as it is; {mend}"
+            f"{folder / CONFIG} does not hold the config of an Esper run, so "
+            f"--overwrite (overwrite=True) leaves {folder} as it is; {mend}"
         )
     found = list_contents(folder)
     written = [path for path in found.own if path.name != CONFIG and unfinished(path) is None]
     # a kill between the two leaves a config alone
     if written and not _is_environment(folder / ENVIRONMENT):
         raise InputError(
-            f"{folder / ENVIRONMENT} is missing or does not hold what Esper writes there, so --overwrite leaves {folder} as it "
-            f"is; {mend}"
+            f"{folder / ENVIRONMENT} is missing or does not hold what Esper writes there, so "
+            f"--overwrite (overwrite=True) leaves {folder} as it is; {mend}"
         )
     if found.in_the_way:
         raise InputError(
-            f"{listed(found.in_the_way)} would be lost, which Esper did not write, so --overwrite leaves {folder} as it is; "
-            f"move that elsewhere, or {mend}"
+            f"{listed(found.in_the_way)} would be lost, which Esper did not write, so "
+            f"--overwrite (overwrite=True) leaves {folder} as it is; move that elsewhere, or {mend}"
         )
 
 
@@ -204,4 +207,4 @@ def _unborn(path: Path) -> bool:
 
 
 def _unwritable(error: OSError) -> InputError:
-    return InputError(f"cannot write to {error.filename}: {error.strerror}; name another folder with --run")
+    return InputError(f"cannot write to {error.filename}: {error.strerror}; name another folder (--run, run=)")

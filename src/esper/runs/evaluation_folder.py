@@ -34,14 +34,14 @@ class EvaluationFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"cannot write to {error.filename}: {error.strerror}; name another folder with --out"
+                f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"
             ) from None
         self.lock.take()
         if (self.path / RECORD).exists() and not self.overwrite:
             self.lock.release()
             raise InputError(
-                f"{self.path / RECORD} is the record of an evaluation; name another folder with --out, or replace it with "
-                "--overwrite, which keeps what was grown"
+                f"{self.path / RECORD} is the record of an evaluation; name another folder (--out, out=), or replace "
+                "it (--overwrite, overwrite=True), which keeps what was grown"
             )
         return self
 

@@ -90,7 +90,9 @@ def changed(config: Config, settings: Sequence[str]) -> Config:
     fixed = (*FIXED, *compared, "steps") if trains else (*FIXED, *compared)
     for key in fixed:
         if any(name == key or name.startswith(f"{key}.") for name in names):
-            raise InputError(f"--set {key} would make this another run, which cannot go on from here; start a new one")
+            raise InputError(
+                f"changing {key} would make this another run, which cannot go on from here; start a new one"
+            )
     return with_cohorts(after, config.controller) if trains else after[0]
 
 

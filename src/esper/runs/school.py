@@ -316,7 +316,9 @@ def cohort_of(task: AnyTask, config: Config) -> Cohort:
             f"reward.group_size is {reward.group_size}, which does not divide envs, {config.envs}; choose a divisor"
         )
     if reward.baseline == "twin" and not config.twin:
-        raise InputError("reward.baseline is twin, but no twins are trained; give --twin, or another baseline")
+        raise InputError(
+            "reward.baseline is twin, but no twins are trained; give --twin (the key twin), or another baseline"
+        )
     if config.early_stopping.enabled:
         raise InputError("early_stopping.enabled is true, but a controller learns from whole episodes; leave it out")
     engine = VectorizedEngine(task, config)

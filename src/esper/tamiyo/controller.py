@@ -80,7 +80,8 @@ class Language(NamedTuple):
         if unknown := [name for name in names if name not in self.blueprints]:
             raise InputError(
                 f"the controller does not know blueprint {unknown[0]!r}; it knows {', '.join(self.blueprints)}: choose "
-                "those of them that fit the task's slots with --set blueprints=[...], or train a controller on this menu"
+                "those of them that fit the task's slots with --set blueprints=[...] (the config key blueprints), "
+                "or train a controller on this menu"
             )
 
 

@@ -9,7 +9,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
 from esper.tasks import digits, images, repair, small, spirals, trained
-from esper.tasks.reference import load_task
+from esper.tasks.reference import load_task, unnamed_function
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
     {
@@ -62,6 +62,8 @@ def get_task(name: str) -> AnyTask:
     if is_reference(name):
         return load_task(name)
     if name not in TASKS:
+        if name.endswith(".py"):
+            raise InputError(unnamed_function(name))
         near = difflib.get_close_matches(str(name), TASKS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(

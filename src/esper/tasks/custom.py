@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.regrow import RegrownHost
+from esper.leyline.arguments import known_as
 from esper.leyline.config import build_config, merge_settings
 from esper.leyline.errors import DataWarning, InputError, warn
 from esper.leyline.task import Label, Scaling, Task
@@ -21,6 +22,7 @@ from esper.tasks.objectives import Classification, Regression
 from esper.tasks.own import OfStandardized, OwnObjective, check_objective, own_objective, weights_of_classes
 from esper.tasks.regrown import host_factory
 from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt, scaling_of, sizes_of
+from esper.tasks.suspicions import wanted_outputs, warn_of_single_examples, warn_of_softmax
 
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
 """Of the examples in train, probe, validation and test."""
@@ -41,6 +43,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 """Config of a task of one's own, under the `defaults` that it is given."""
 
 
+@known_as("esper.task")
 def task_from(
     name: str,
     x: Any = None,
@@ -109,7 +112,8 @@ def task_from(
     it is what NumPy makes of any number. Whole-number features (bytes, counts) are converted and not scaled, because a
     host's weights are floating point and only the caller knows their range. Targets take the dtype of the features.
 
-    Raises InputError, in one sentence, for examples, labels, splits, a host or defaults that cannot be used.
+    Raises InputError, in one sentence, for examples, labels, splits, a host or defaults that cannot be used. A `DataWarning`
+    names a class with a single example, and a host that ends with a Softmax where the loss is the cross-entropy.
     """
     _check_settings(name, menu, splits, fractions, seed, standardize)
     brought = read_examples(x, y, splits, sample_weights, workers)
@@ -123,7 +127,11 @@ def task_from(
     base = _objective(four, target, loss, metric, class_weights)
     host = _taken_up(host)
     scaling, target_scaling = _scalings(four, host, standardize)
-    _check_host(host, four, base, scaling, target_scaling)
+    _check_host(host, four, base, scaling, target_scaling, wanted_outputs(four, target.classes, base.outputs))
+    if target.classes is not None:
+        warn_of_single_examples(four, target.classes)
+        if loss is None:
+            _warn_of_host(host)
     if target.classes is None and loss is None and standardize is False and not isinstance(host, RegrownHost):
         _warn_of_targets(four.train.y)
     return Task(
@@ -222,12 +230,18 @@ def _check_host(
     base: Classification | Regression | OwnObjective,
     scaling: Scaling | None,
     target_scaling: Scaling | None,
+    wanted: str,
 ) -> None:
     """InputError where the host, or a loss or metric of the task's own on its outputs, cannot be used."""
     few = 4 if base.outputs == 5 else 5  # so that shapes of losses tell examples from outputs
     x, y = four.train.x[:few], four.train.y[:few]
-    outputs = _check_factory(host, x if scaling is None else scaling.read(x), base.outputs)
+    outputs = _check_factory(host, x if scaling is None else scaling.read(x), base.outputs, wanted)
     check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), y)
+
+
+def _warn_of_host(host: Callable[[], SegmentedHost]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        warn_of_softmax(host())
 
 
 def _warn_of_targets(y: Tensor) -> None:
@@ -294,8 +308,11 @@ def _taken_up(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
         ) from error
 
 
-def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> Tensor:
-    """The outputs (B, C) of a host for a few examples x (B, ...). InputError where the host cannot be used."""
+def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int, wanted: str) -> Tensor:
+    """The outputs (B, C) of a host for a few examples x (B, ...). InputError where the host cannot be used.
+
+    `wanted` says why it is to have so many.
+    """
     with torch.random.fork_rng(devices=[]):  # the check leaves the caller's random state as it was
         first, second = host(), host()
     if first is second:
@@ -307,7 +324,7 @@ def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int) -> Te
                     f"the features are {x.dtype} and the host's {parameter_name} is {parameter.dtype}; "
                     "convert the features, or build the host in their dtype"
                 )
-    check_host(first, x, outputs)
+    check_host(first, x, outputs, wanted)
     with torch.no_grad():
         found: Tensor = first.eval()(x)
     return found

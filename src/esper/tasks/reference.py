@@ -1,5 +1,6 @@
 """Tasks of one's own by the place of the function that makes them: `path.py:function` or `module:function`."""
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -40,6 +41,19 @@ def load_task(reference: str) -> AnyTask:
     if not isinstance(made, Task | Mixture):
         raise InputError(f"{reference} returned a {type(made).__name__}; return what esper.task(...) returns")
     return replace(made, name=reference)
+
+
+def unnamed_function(file: str) -> str:
+    """What is wrong with a Python file that is given without a function: a sentence that names one of it. Nothing of it runs."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return f"{file} names no function; give path.py:function"
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
+    names = [each.name for each in functions if not each.args.args[len(each.args.defaults) :]]
+    tasks = [f"{file}:{name}" for name in names]
+    shown = f", as in {tasks[0]}" if len(tasks) == 1 else f": {', '.join(tasks)}" if tasks else " of it"
+    return f"{file} is a file; name the function that returns the task{shown}"
 
 
 def _check_function(reference: str, made: Any) -> None:

@@ -27,7 +27,8 @@ def resolve_device(text: str) -> torch.device:
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(index or 0) >= there:  # before torch reads it, to which 300 is 44
             raise InputError(
-                f"device {text!r} was asked for, but torch sees {there} CUDA devices; use --device cpu or auto"
+                f"device {text!r} was asked for, but torch sees {there} CUDA devices; "
+                "use cpu or auto (--device, or the config key device)"
             )
     return torch.device(text)
 

@@ -163,7 +163,8 @@ class StackedPopulation:
                 f"the train split of instance {self._instance[row]} of {self.task.name} was finite when it was loaded and "
                 f"holds NaN or infinite values now, in example{'s' * (len(examples) > 1)} "
                 f"{', '.join(map(str, examples[:5].tolist()))} of what environment {self._env[row]} trained on in step "
-                f"{step}; look for what writes into it, or go on without such steps by --set data.nonfinite=skip"
+                f"{step}; look for what writes into it, or go on without such steps: "
+                "--set data.nonfinite=skip, or {'data': {'nonfinite': 'skip'}} in the config"
             )
         return [row for row, _ in found]
 
