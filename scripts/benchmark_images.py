@@ -156,7 +156,7 @@ def compare(task: Task, envs: int, device: str, repeats: int) -> dict[str, Any]:
     return {
         "task": task.name,
         "envs": envs,
-        "training_images": data["batch"] * data["batches_per_step"],
+        "training_images": data["batch_size"] * data["batches_per_step"],
         "probe_images": len(task.probe.y),
         "wall": figures(wall, envs),
         "processor": figures(processor, envs),

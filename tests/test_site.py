@@ -38,12 +38,12 @@ def test_every_page_of_the_menu_is_built(site):
         assert "<h1" in built.read_text(encoding="utf-8"), page
 
 
-def test_the_reference_shows_docstrings_and_the_comments_beside_fields(site):
+def test_the_reference_shows_docstrings_with_fields_and_parameters(site):
     text = (site / "reference.html").read_text(encoding="utf-8")
     assert 'id="esper.grow"' in text
     assert "evaluate it on the test split, and write the run folder" in text
     assert 'id="esper.View.seeds"' in text
-    assert "(E,) of the seeds in BLENDING, HOLDING or FOSSILIZED" in text  # a comment beside a field
+    assert "parameters of the seeds in BLENDING, HOLDING or FOSSILIZED" in text  # a field of a record
     assert "<li><code>width</code>: features of the stream" in text  # a line of the docstring of `mlp`
 
 

@@ -13,18 +13,36 @@ Ints = NDArray[np.int64]
 
 
 class Op(IntEnum):
-    """One operation on one slot, per environment and step."""
+    """One operation on one slot, per environment and step.
+
+    Attributes:
+        WAIT: do nothing
+        GERMINATE: plant a seed in a dormant slot
+        ADVANCE: start blending a trained seed in
+        SET_ALPHA: move a holding seed to another dose
+        PRUNE: remove a seed
+        FOSSILIZE: keep a holding seed for good
+    """
 
     WAIT = 0
-    GERMINATE = 1  # plant a seed in a dormant slot
-    ADVANCE = 2  # start blending a trained seed in
-    SET_ALPHA = 3  # move a holding seed to another dose
-    PRUNE = 4  # remove a seed
-    FOSSILIZE = 5  # keep a holding seed for good
+    GERMINATE = 1
+    ADVANCE = 2
+    SET_ALPHA = 3
+    PRUNE = 4
+    FOSSILIZE = 5
 
 
 class Head(IntEnum):
-    """The parts of a decision, in the order in which they are chosen."""
+    """The parts of a decision, in the order in which they are chosen.
+
+    Attributes:
+        OP: the operation, an `Op`
+        SLOT: the slot, an index
+        BLUEPRINT: what is planted, an index into the menu
+        BLEND: how it enters the stream, a `Blend`
+        TEMPO: length of the ramp, an index into `Space.tempos`
+        TARGET: alpha at the end of the ramp, an index into `Space.targets`
+    """
 
     OP = 0
     SLOT = 1
@@ -35,11 +53,17 @@ class Head(IntEnum):
 
 
 class Blend(IntEnum):
-    """How a seed's change delta enters the stream h at dose alpha."""
+    """How a seed's change delta enters the stream h at dose alpha.
 
-    ADD = 0  # h + alpha * delta
-    GATE = 1  # h + alpha * g(u) * delta
-    MULTIPLY = 2  # h * (1 + alpha * tanh(delta))
+    Attributes:
+        ADD: h + alpha * delta
+        GATE: h + alpha * g(u) * delta
+        MULTIPLY: h * (1 + alpha * tanh(delta))
+    """
+
+    ADD = 0
+    GATE = 1
+    MULTIPLY = 2
 
 
 RELEVANT: NDArray[np.bool_] = np.zeros((len(Op), len(Head)), bool)
@@ -54,14 +78,23 @@ RELEVANT.setflags(write=False)
 
 @brief
 class Actions(NamedTuple):
-    """One decision per environment; every field is (E,) int64. A head that does not matter is not read."""
+    """One decision per environment; every field is (E,) int64. A head that does not matter is not read.
 
-    op: Ints  # an Op
-    slot: Ints  # index of a slot of the task
-    blueprint: Ints  # index into the task's menu
-    blend: Ints  # a Blend
-    tempo: Ints  # index into `Space.tempos`
-    target: Ints  # index into `Space.targets`
+    Attributes:
+        op ((E,) int64): an `Op`
+        slot ((E,) int64): index of a slot of the task
+        blueprint ((E,) int64): index into the task's menu
+        blend ((E,) int64): a `Blend`
+        tempo ((E,) int64): index into `Space.tempos`
+        target ((E,) int64): index into `Space.targets`
+    """
+
+    op: Ints
+    slot: Ints
+    blueprint: Ints
+    blend: Ints
+    tempo: Ints
+    target: Ints
 
     @classmethod
     def wait(cls, envs: int) -> "Actions":

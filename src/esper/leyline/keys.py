@@ -17,22 +17,39 @@ Integers = TypeVar("Integers", NDArray[np.int64], Tensor)
 
 
 class Purpose(IntEnum):
-    """What a draw is for. The values are part of every key, so they never change meaning."""
+    """What a draw is for. The values are part of every key, so they never change meaning.
 
-    HOST = 1  # initial weights of a host
-    BIRTH = 2  # initial weights of a seed
-    ORDER = 3  # order of the training examples
-    POLICY = 4  # a controller's own choices
+    Attributes:
+        HOST: initial weights of a host
+        BIRTH: initial weights of a seed
+        ORDER: order of the training examples
+        POLICY: a controller's own choices
+        DROPOUT: which activations are dropped
+        SPLIT: which examples fall into which split
+        SENSOR: draws of the growth sensors
+        INSTANCE: what a sampled problem is: its host and its data
+        ATTRIBUTION: permutations of sampled attribution
+        AUGMENT: how a training image is shifted and mirrored
+        POLICY_WEIGHTS: initial weights of a policy
+        MINIBATCH: which sequences share a step of the policy's optimizer
+        SAMPLE: which instances a round of training grows
+        VALIDATION: the run seed that a policy is validated under
+    """
+
+    HOST = 1
+    BIRTH = 2
+    ORDER = 3
+    POLICY = 4
     DROPOUT = 5
-    SPLIT = 6  # which examples fall into which split
+    SPLIT = 6
     SENSOR = 7
-    INSTANCE = 8  # what a sampled problem is: its host and its data
-    ATTRIBUTION = 9  # permutations of sampled attribution
-    AUGMENT = 10  # how a training image is shifted and mirrored
-    POLICY_WEIGHTS = 11  # initial weights of a policy
-    MINIBATCH = 12  # which sequences share a step of the policy's optimizer
-    SAMPLE = 13  # which instances a round of training grows
-    VALIDATION = 14  # the run seed that a policy is validated under
+    INSTANCE = 8
+    ATTRIBUTION = 9
+    AUGMENT = 10
+    POLICY_WEIGHTS = 11
+    MINIBATCH = 12
+    SAMPLE = 13
+    VALIDATION = 14
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

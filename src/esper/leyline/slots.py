@@ -9,29 +9,49 @@ from esper.leyline.errors import InputError
 
 
 class Kind(StrEnum):
-    """The shape of the stream at a slot, after the batch axis."""
+    """The shape of the stream at a slot, after the batch axis.
 
-    VECTOR = "vector"  # (D,)
-    MAP = "map"  # (C, H, W)
+    Attributes:
+        VECTOR: (D,)
+        MAP: (C, H, W)
+    """
+
+    VECTOR = "vector"
+    MAP = "map"
 
 
 class Tap(StrEnum):
-    """What a seed reads."""
+    """What a seed reads.
 
-    HERE = "here"  # the stream at the slot: depth
-    BEFORE = "before"  # the stream as it entered the segment in front of the slot: a bypass
-    INPUT = "input"  # the input of the host: a skip
+    Attributes:
+        HERE: the stream at the slot: depth
+        BEFORE: the stream as it entered the segment in front of the slot: a bypass
+        INPUT: the input of the host: a skip
+    """
+
+    HERE = "here"
+    BEFORE = "before"
+    INPUT = "input"
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """A place between two segments of a host where a seed may be planted."""
+    """A place between two segments of a host where a seed may be planted.
+
+    Attributes:
+        name (str): name of the slot
+        after (int): index of the segment whose output the slot changes
+        width (int): features of the stream at the slot; channels of a map
+        kind (Kind): shape of the stream at the slot, also by its name: 'vector' or 'map'
+        inner (int or None): number of modules at the start of that `nn.Sequential` that make its inner features; None lets the
+            host find it
+    """
 
     name: str
-    after: int  # index of the segment whose output the slot changes
-    width: int  # features of the stream at the slot; channels of a map
+    after: int
+    width: int
     kind: Kind = Kind.VECTOR
-    inner: int | None = None  # how many modules of that nn.Sequential make its inner features; None: found by the host
+    inner: int | None = None
 
     if TYPE_CHECKING:  # a type checker takes the kind by its name, too
 

@@ -8,16 +8,27 @@ from numpy.typing import NDArray
 
 
 class Stage(IntEnum):
-    """What a slot holds. The values are stored in arrays and in files, so they never change meaning."""
+    """What a slot holds. The values are stored in arrays and in files, so they never change meaning.
 
-    DORMANT = 0  # the slot is empty
-    GERMINATED = 1  # built in this step, not yet run
-    TRAINING = 2  # incubates behind the host, whose output it does not touch
-    BLENDING = 3  # alpha ramps toward its target
-    HOLDING = 4  # alpha rests at its target, on trial
-    FOSSILIZED = 5  # part of the network for good
-    PRUNED = 6  # removed in this step
-    EMBARGOED = 7  # the slot rests before it may be planted again
+    Attributes:
+        DORMANT: the slot is empty
+        GERMINATED: built in this step, not yet run
+        TRAINING: incubates behind the host, whose output it does not touch
+        BLENDING: alpha ramps toward its target
+        HOLDING: alpha rests at its target, on trial
+        FOSSILIZED: part of the network for good
+        PRUNED: removed in this step
+        EMBARGOED: the slot rests before it may be planted again
+    """
+
+    DORMANT = 0
+    GERMINATED = 1
+    TRAINING = 2
+    BLENDING = 3
+    HOLDING = 4
+    FOSSILIZED = 5
+    PRUNED = 6
+    EMBARGOED = 7
 
 
 LIVE = frozenset({Stage.BLENDING, Stage.HOLDING})

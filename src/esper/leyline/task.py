@@ -16,10 +16,15 @@ _LISTED = 5  # examples that a sentence names
 
 @brief
 class Split(NamedTuple):
-    """Examples that are used together."""
+    """Examples that are used together.
 
-    x: Tensor  # (N, ...) floating point, or uint8 where the task has `pixels`
-    y: Tensor  # (N,) int64 class labels, or (N, C) floating-point targets
+    Attributes:
+        x ((N, ...) tensor): inputs: floating point, or uint8 where the task has `pixels`
+        y ((N,) or (N, C) tensor): int64 class labels (N,), or floating-point targets (N, C)
+    """
+
+    x: Tensor
+    y: Tensor
 
 
 def nonfinite(split: Split) -> Tensor:
@@ -63,11 +68,17 @@ class Pixels:
 
     A training image is cut out of itself with `pad` pixels of the mean around it, at a drawn place, and mirrored left to
     right in half of the draws where `flip` is set. What measures never varies an image.
+
+    Attributes:
+        mean (C floats): mean of each channel [bytes]
+        deviation (C floats): standard deviation of each channel [bytes]
+        pad (int): pixels of the mean around a training image, out of which it is cut
+        flip (bool): whether half of the draws of a training image are mirrored
     """
 
-    mean: tuple[float, ...]  # (C,) [bytes]
-    deviation: tuple[float, ...]  # (C,) [bytes]
-    pad: int = 0  # [pixels]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    pad: int = 0
     flip: bool = False
 
     @property
@@ -96,10 +107,14 @@ class Scaling(NamedTuple):
     """The mean and the standard deviation of features, by which a network reads them, or of targets, by which it returns them.
 
     (x - mean) / deviation
+
+    Attributes:
+        mean (tensor): floating point, of the shape of one example or of one that broadcasts to it
+        deviation (tensor): standard deviation, of the same shape
     """
 
-    mean: Tensor  # floating point, of the shape of one example or of one that broadcasts to it
-    deviation: Tensor  # of the same shape
+    mean: Tensor
+    deviation: Tensor
 
     def read(self, x: Tensor) -> Tensor:
         """x (N, ...) of any dtype -> the same in the dtype of the mean."""
@@ -115,14 +130,23 @@ Label = str | int | float | bool
 
 
 class Interface(NamedTuple):
-    """What a network takes, and what its outputs stand for."""
+    """What a network takes, and what its outputs stand for.
 
-    inputs: tuple[int, ...]  # shape of one example
-    scaling: Scaling | None = None  # applied by the network itself, so that it takes features as they came
-    classes: tuple[Label, ...] | None = None  # what each output is the class of; None where outputs are values
-    target: tuple[int, ...] = ()  # shape of one example's y
-    columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
-    target_scaling: Scaling | None = None  # undone by the network itself, so that it returns targets as they came
+    Attributes:
+        inputs (shape): shape of one example
+        scaling (Scaling or None): applied by the network itself, so that it takes features as they came
+        classes (C labels or None): the class of each output; None where outputs are values
+        target (shape): shape of one example's y
+        columns (names or None): names of the features, where they came in a frame
+        target_scaling (Scaling or None): undone by the network itself, so that it returns targets as they came
+    """
+
+    inputs: tuple[int, ...]
+    scaling: Scaling | None = None
+    classes: tuple[Label, ...] | None = None
+    target: tuple[int, ...] = ()
+    columns: tuple[str, ...] | None = None
+    target_scaling: Scaling | None = None
 
 
 class Objective(Protocol):
@@ -142,19 +166,33 @@ class Objective(Protocol):
 
 @brief
 class Instance(NamedTuple):
-    """One problem to grow a network for: what the rows of one instance share."""
+    """One problem to grow a network for: what the rows of one instance share.
 
-    host: Callable[[], nn.Module]  # returns a freshly initialised `SegmentedHost` drawn from torch's generator
-    train: Split  # read by the optimizer
-    probe: Split  # read by gates, rewards and attribution
-    validation: Split  # read by the selection of models and policies
-    outputs: int  # classes or targets of this instance, at most those of the task's objective
-    pixels: Pixels | None = None  # of images that are kept as bytes
-    scaling: Scaling | None = None  # of features that a host reads standardized
-    classes: tuple[Label, ...] | None = None  # what the outputs are classes of; None numbers them from 0
-    weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
-    columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
-    target_scaling: Scaling | None = None  # of targets that a host returns standardized
+    Attributes:
+        host (callable): returns a freshly initialised `SegmentedHost`, drawn from torch's generator
+        train (Split): read by the optimizer
+        probe (Split): read by gates, rewards and attribution
+        validation (Split): read by the selection of models and policies
+        outputs (int): classes or targets of this instance, at most those of the task's objective
+        pixels (Pixels or None): how images that are kept as bytes are read
+        scaling (Scaling or None): of features that a host reads standardized
+        classes (labels or None): the class of each output; None numbers them from 0
+        weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
+        columns (names or None): names of the features, where they came in a frame
+        target_scaling (Scaling or None): of targets that a host returns standardized
+    """
+
+    host: Callable[[], nn.Module]
+    train: Split
+    probe: Split
+    validation: Split
+    outputs: int
+    pixels: Pixels | None = None
+    scaling: Scaling | None = None
+    classes: tuple[Label, ...] | None = None
+    weights: Tensor | None = None
+    columns: tuple[str, ...] | None = None
+    target_scaling: Scaling | None = None
 
     def read(self, x: Tensor) -> Tensor:
         """Examples of a split as a host reads them: (N, ...) floating point."""
@@ -179,45 +217,74 @@ class Lengths(NamedTuple):
     """Examples that every row has room for; shorter splits are padded to them, whatever the other rows hold.
 
     The last bit of a sum depends on how many numbers are summed, zeros included.
+
+    Attributes:
+        probe (int): most examples of a probe split
+        held (int): most examples of a validation or a test split
     """
 
-    probe: int  # most examples of a probe split
-    held: int  # likewise of a validation or a test split
+    probe: int
+    held: int
 
 
 class Room(NamedTuple):
-    """What the rows of a population are laid out for: a host in whose leading corner every row's host fits."""
+    """What the rows of a population are laid out for: a host in whose leading corner every row's host fits.
+
+    Attributes:
+        host (callable): returns the largest host
+        inputs (shape): shape of one input of the largest host
+        lengths (Lengths or None): lengths of splits; a mixture has them, and None is for rows that share every split
+    """
 
     host: Callable[[], nn.Module]
-    inputs: tuple[int, ...]  # shape of one input of it
-    lengths: Lengths | None = None  # of splits; a mixture has them, and None is for rows that share every split
+    inputs: tuple[int, ...]
+    lengths: Lengths | None = None
 
 
 @brief
 @dataclass(frozen=True)
 class Task:
-    """One data set and one host: every environment is the same problem from another start."""
+    """One data set and one host: every environment is the same problem from another start.
+
+    Attributes:
+        name (str): name of the task
+        summary (str): one line for `esper tasks`
+        host (callable): returns a freshly initialised `SegmentedHost`, drawn from torch's generator
+        train (Split): read by the optimizer
+        probe (Split): read by gates, rewards and attribution
+        validation (Split): read by the selection of models and policies
+        test (Split or None): read by the final evaluation alone; None in the copy that an engine holds
+        objective (Objective): loss, metric and number of outputs
+        menu (names): names of the blueprints that may be planted
+        defaults (mapping): config that the task sets, under the user's own
+        room (Room or None): layout of a row; None lays it out for the host itself
+        pixels (Pixels or None): how images that are kept as bytes are read
+        scaling (Scaling or None): of features that hosts read standardized; the splits hold them as they came
+        classes (labels or None): what the labels of y are called, in order; None numbers them from 0
+        weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
+        columns (names or None): names of the features, where they came in a frame
+        plain (callable or None): from a number of parameters to a function that returns a plain host of at least so many
+        target_scaling (Scaling or None): of targets that hosts return standardized; the splits hold them as they came
+    """
 
     name: str
-    summary: str  # one line for `esper tasks`
+    summary: str
     host: Callable[[], nn.Module]
     train: Split
     probe: Split
     validation: Split
-    test: Split | None  # read by the final evaluation alone; None in the copy that an engine holds
+    test: Split | None
     objective: Objective
-    menu: tuple[str, ...]  # names of blueprints
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # config that the task sets, under the user's own
-    room: Room | None = None  # the layout of a row; None lays it out for the host itself
-    pixels: Pixels | None = None  # of images that are kept as bytes
-    scaling: Scaling | None = None  # of features that hosts read standardized; the splits hold them as they came
-    classes: tuple[Label, ...] | None = None  # what the labels of y are called, in order; None numbers them from 0
-    weights: Tensor | None = None  # (N,) of the train split's examples in the training loss; None counts all alike
-    columns: tuple[str, ...] | None = None  # names of the features, where they came in a frame
-    plain: Callable[[int], Callable[[], nn.Module]] | None = None  # from parameters to a plain host of at least so many
-    target_scaling: Scaling | None = (
-        None  # of targets that hosts return standardized; the splits hold them as they came
-    )
+    menu: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    room: Room | None = None
+    pixels: Pixels | None = None
+    scaling: Scaling | None = None
+    classes: tuple[Label, ...] | None = None
+    weights: Tensor | None = None
+    columns: tuple[str, ...] | None = None
+    plain: Callable[[int], Callable[[], nn.Module]] | None = None
+    target_scaling: Scaling | None = None
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -272,14 +339,25 @@ class Mixture:
     """Many problems, sampled by key: hosts of other widths, other data, one number of segments and slots.
 
     A row of a smaller host sits in the leading corner of the largest, and everything else of it is exactly 0.
+
+    Attributes:
+        name (str): name of the mixture
+        summary (str): one line for `esper tasks`
+        room (Room): layout of a row: the largest host and the longest splits
+        sample (callable): from a key to its `Instance`
+        test (callable or None): from a key to its test `Split`; None in the copy that an engine holds
+        ranges (mapping): disjoint ranges of keys, of 'training', 'validation' and 'heldout' instances
+        objective (Objective): loss, metric and number of outputs
+        menu (names): names of the blueprints that may be planted
+        defaults (mapping): config that the mixture sets, under the user's own
     """
 
     name: str
     summary: str
     room: Room
     sample: Callable[[int], Instance]
-    test: Callable[[int], Split] | None  # by key; None in the copy that an engine holds
-    ranges: Mapping[str, range]  # disjoint keys of 'training', 'validation' and 'heldout' instances
+    test: Callable[[int], Split] | None
+    ranges: Mapping[str, range]
     objective: Objective
     menu: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
