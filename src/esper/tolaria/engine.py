@@ -20,6 +20,7 @@ from esper.leyline.objective import selection_score
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask, Split
+from esper.leyline.trees import as_tree, like
 from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import (
     CoalitionValues,
@@ -117,7 +118,7 @@ class Engine(Generic[P]):
         """
         state, population = self.state, self.population
         if instance is not None:
-            state.instance = self._spread(instance)
+            state.instance = np.asarray(instance[self._env], np.int64)
         state.episode = state.episode + 1 if episode is None else episode
         state.step, state.coalitions = 0, None
         self.fates = Fates()
@@ -144,7 +145,7 @@ class Engine(Generic[P]):
             "step": state.step,
             "instance": state.instance,
             "seeds": state.seeds._asdict(),
-            "measurements": _as_tree(state.measurements),
+            "measurements": as_tree(state.measurements),
             "coalitions": None if state.coalitions is None else state.coalitions._asdict(),
             "scores": state.scores._asdict(),
             **self.population.snapshot(),
@@ -159,10 +160,10 @@ class Engine(Generic[P]):
         Masks follow from the rest.
         """
         state = self.state
-        seeds = _like(state.seeds, tree["seeds"], "seeds")
-        measurements = _like(state.measurements, tree["measurements"], "measurements")
-        scores = _like(state.scores, tree["scores"], "scores")
-        instance = _like(state.instance, tree["instance"], "instance")
+        seeds = like(state.seeds, tree["seeds"], "seeds")
+        measurements = like(state.measurements, tree["measurements"], "measurements")
+        scores = like(state.scores, tree["scores"], "scores")
+        instance = like(state.instance, tree["instance"], "instance")
         state.episode, state.step, state.instance = tree["episode"], tree["step"], instance
         self.population.load(tree, instance, state.episode)
         self.space = self._visible()
@@ -360,10 +361,6 @@ class Engine(Generic[P]):
             state.coalitions = measured.coalitions
         state.masks = self._legal(state.seeds, state.measurements)
 
-    def _spread(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(E,) instances of the environments -> those of every row: twins share them, and a ghost is environment 0."""
-        return np.asarray(keys[self._env], np.int64)
-
     def _visible(self) -> Space:
         """The space of the environments alone."""
         envs, space = slice(0, self.config.envs), self.population.space
@@ -452,20 +449,3 @@ class VectorizedEngine(Engine[StackedPopulation]):
         """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
         assert 0 <= env < self.config.envs
         return self.population.export(self.state.seeds, env)
-
-
-def _as_tree(record: Any) -> Any:
-    """A record of arrays, nested or not, as a tree."""
-    if not isinstance(record, tuple):
-        return record
-    return {name: _as_tree(field) for name, field in zip(type(record)._fields, record, strict=True)}  # type: ignore[attr-defined]
-
-
-def _like(known: Any, tree: Any, name: str) -> Any:
-    """The record that `_as_tree` took apart, of the kind and the shapes of a known one. ValueError where it is not."""
-    if isinstance(known, tuple):
-        fields = zip(type(known)._fields, known, strict=True)  # type: ignore[attr-defined]
-        return type(known)(*(_like(field, tree[key], f"{name}.{key}") for key, field in fields))
-    if isinstance(known, np.ndarray) and (tree.shape, tree.dtype) != (known.shape, known.dtype):
-        raise ValueError(f"{name} is {tree.shape} {tree.dtype}, where {known.shape} {known.dtype} was expected")
-    return tree
