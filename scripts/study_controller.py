@@ -45,7 +45,8 @@ from esper.store.disk import write_atomic
 from esper.store.files import EVENTS, SUMMARY, to_json
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import Learned, Policy, load_policy
-from esper.tamiyo.observation import RELATIVE, Inputs, Observation, input_names
+from esper.tamiyo.features import RELATIVE
+from esper.tamiyo.observation import Inputs, Observation, input_names
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import Facts, describe

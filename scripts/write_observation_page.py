@@ -1,11 +1,10 @@
 """Write docs/observation.md from the table of features and that of the growth sensors, the one source of every column."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from esper.leyline.actions import Blend, Op
-from esper.leyline.stages import Stage
-from esper.tamiyo.observation import CLIP, GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, Feature, slot_features
+from esper.tamiyo.features import GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, Feature, Flag, slot_features
+from esper.tamiyo.observation import CLIP
 from esper.tolaria.sensors import SENSORS
 
 HEAD = f"""# What a trained controller sees
@@ -51,7 +50,7 @@ def page() -> str:
             "## An environment\n",
             _features(GLOBAL),
             "### Flags\n",
-            _flags(zip(GLOBAL_FLAGS, _global_meanings(), strict=True)),
+            _flags(GLOBAL_FLAGS),
             "## A slot\n",
             _features(SLOT),
             "### Growth sensors of a slot\n",
@@ -59,7 +58,7 @@ def page() -> str:
             _features(sensors),
             RELATIVE_LINE,
             "### Flags\n",
-            _flags(zip(SLOT_FLAGS, _slot_meanings(), strict=True)),
+            _flags(SLOT_FLAGS),
             REST,
         ]
     )
@@ -73,25 +72,14 @@ def _features(features: Iterable[Feature]) -> str:
     return "\n".join(["| column | unit | scale | ? | meaning |", "|---|---|---|---|---|", *rows, ""])
 
 
-def _flags(rows: Iterable[tuple[str, str]]) -> str:
-    lines = (f"| `{name}` | {meaning} |" for name, meaning in rows)
+def _flags(flags: Iterable[Flag]) -> str:
+    lines = (f"| `{flag.name}` | {flag.meaning} |" for flag in flags)
     return "\n".join(["| column | 1 where |", "|---|---|", *lines, ""])
 
 
 def _form(sensor: Feature) -> str:
     """How a sensor's value becomes a feature, where it does not enter as it is."""
     return "as a share of gradient_rms^2, between -1 and 1" if sensor.unit == "1" else "as a logarithm"
-
-
-def _global_meanings() -> Sequence[str]:
-    last = (f"the last decision was {op.name}" for op in Op)
-    return (*last, "the last decision was taken, not refused", "there was no decision yet")
-
-
-def _slot_meanings() -> Sequence[str]:
-    stages = (f"the slot is {stage.name}" for stage in Stage)
-    blends = (f"its seed blends by {blend.name}" for blend in Blend)
-    return (*stages, *blends, "its seed ramps down to be pruned")
 
 
 if __name__ == "__main__":

@@ -10,24 +10,8 @@ from esper.leyline.actions import Actions, Blend, Op
 from esper.leyline.stages import Stage
 from esper.leyline.view import CoalitionValues, Estimate
 from esper.simic.attribution import attribute
-from esper.tamiyo.observation import (
-    CLIP,
-    GLOBAL,
-    GLOBAL_FLAGS,
-    RELATIVE,
-    SLOT,
-    SLOT_FLAGS,
-    WINDOWS,
-    Feature,
-    History,
-    Moments,
-    Normaliser,
-    Observation,
-    input_names,
-    normalise,
-    observe,
-    slot_features,
-)
+from esper.tamiyo.features import GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, WINDOWS, Feature, slot_features
+from esper.tamiyo.observation import CLIP, History, Moments, Normaliser, Observation, input_names, normalise, observe
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.sensors import SENSORS
 from populations import Script, blobs, small_config
@@ -185,12 +169,12 @@ def test_a_history_that_is_reset_in_some_rows_is_empty_there_and_whole_elsewhere
 
 def test_flags_tell_the_last_operation_whether_it_was_taken_and_whether_there_was_none(view):
     plain, history = view(np.zeros((3, 2))), History.empty(3)
-    first = dict(zip(GLOBAL_FLAGS, seen(plain, history).env_flags.T, strict=True))
+    first = dict(zip([flag.name for flag in GLOBAL_FLAGS], seen(plain, history).env_flags.T, strict=True))
     assert first["first_step"].tolist() == [1, 1, 1]
     assert not any(first[f"last_{op.name.lower()}"].any() for op in Op)
     ops = np.array([Op.WAIT, Op.PRUNE, Op.GERMINATE])
     history = history.decided(Actions.wait(3)._replace(op=ops), np.array([True, False, True]))
-    after = dict(zip(GLOBAL_FLAGS, seen(plain, history).env_flags.T, strict=True))
+    after = dict(zip([flag.name for flag in GLOBAL_FLAGS], seen(plain, history).env_flags.T, strict=True))
     assert after["first_step"].tolist() == [0, 0, 0]
     assert after["last_accepted"].tolist() == [1, 0, 1]
     for op in Op:
@@ -201,7 +185,7 @@ def test_flags_of_a_slot_tell_its_stage_the_blend_of_a_planted_seed_and_whether_
     stages = [[Stage.DORMANT, Stage.BLENDING, Stage.HOLDING]]
     base = view(stages, doomed=[[False, True, False]])
     planted = base._replace(seeds=base.seeds._replace(blend=np.full((1, 3), Blend.GATE, np.int8)))
-    flags = dict(zip(SLOT_FLAGS, seen(planted).slot_flags[0].T, strict=True))
+    flags = dict(zip([flag.name for flag in SLOT_FLAGS], seen(planted).slot_flags[0].T, strict=True))
     for stage in Stage:
         assert flags[stage.name.lower()].tolist() == [float(s == stage) for s in stages[0]]
     assert flags["blend_gate"].tolist() == [0, 1, 1]
@@ -356,7 +340,7 @@ def test_what_is_not_finite_counts_as_not_measured(measured):
 def test_moments_taken_in_round_by_round_are_those_of_everything_at_once():
     rng = np.random.default_rng(0)
     values = np.where(rng.random((60, 2, 3)) < 0.3, np.nan, 5 + 3 * rng.standard_normal((60, 2, 3))).astype(np.float32)
-    features = [Feature(str(i), "1", 2.0, True, "") for i in range(3)]
+    features = [Feature(str(i), "1", 2.0, True, "", lambda seen: 0.0) for i in range(3)]
     moments = Moments.prior(features)
     for part in np.split(values, [1, 8, 9, 40]):
         moments = moments.including(part)
@@ -367,7 +351,10 @@ def test_moments_taken_in_round_by_round_are_those_of_everything_at_once():
 
 
 def test_a_feature_that_was_never_measured_keeps_the_scale_of_the_table():
-    features = [Feature("seen", "1", 2.0, True, ""), Feature("unseen", "1", 3.0, True, "")]
+    features = [
+        Feature("seen", "1", 2.0, True, "", lambda seen: 0.0),
+        Feature("unseen", "1", 3.0, True, "", lambda seen: 0.0),
+    ]
     values = np.array([[1.0, np.nan], [3.0, np.inf]], np.float32)
     moments = Moments.prior(features).including(values)
     assert moments.mean.tolist() == [2, 0]
@@ -376,7 +363,9 @@ def test_a_feature_that_was_never_measured_keeps_the_scale_of_the_table():
 
 
 def test_taking_in_nothing_changes_no_moments():
-    before = Moments.prior([Feature("a", "1", 2.0, True, "")]).including(np.array([[1.0], [4.0]], np.float32))
+    before = Moments.prior([Feature("a", "1", 2.0, True, "", lambda seen: 0.0)]).including(
+        np.array([[1.0], [4.0]], np.float32)
+    )
     after = before.including(np.full((5, 1), np.nan, np.float32))
     assert [x.tolist() for x in after] == [x.tolist() for x in before]
 

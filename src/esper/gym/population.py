@@ -15,7 +15,8 @@ from esper.leyline.keys import Purpose, key, uniform
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.leyline.view import Bools, Floats, Space, View
 from esper.simic.rewards import get_reward, paid, total
-from esper.tamiyo.observation import CLIP, History, Normaliser, input_names, normalise, observe, slot_features
+from esper.tamiyo.features import slot_features
+from esper.tamiyo.observation import CLIP, History, Normaliser, input_names, normalise, observe
 from esper.tolaria.engine import VectorizedEngine
 
 Arrays = dict[str, Any]

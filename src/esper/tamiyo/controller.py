@@ -25,19 +25,9 @@ from esper.leyline.view import Outcome, Space, View
 from esper.store.disk import Patient, at_once, standing, write_folder
 from esper.store.reading import read_kept
 from esper.tamiyo.baselines import Rule
+from esper.tamiyo.features import GLOBAL, slot_features
 from esper.tamiyo.network import Batch, Encoded, FactoredRecurrentActorCritic, Hidden, Shapes
-from esper.tamiyo.observation import (
-    GLOBAL,
-    History,
-    Inputs,
-    Moments,
-    Normaliser,
-    Observation,
-    input_names,
-    normalise,
-    observe,
-    slot_features,
-)
+from esper.tamiyo.observation import History, Inputs, Moments, Normaliser, Observation, input_names, normalise, observe
 from esper.tamiyo.policy import GREEDY, Decision, decide
 
 VERSION = 1
