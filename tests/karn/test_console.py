@@ -148,9 +148,9 @@ def test_the_length_is_said_in_steps_and_in_epochs_where_the_task_has_a_train_sp
 @pytest.mark.parametrize(
     ("envs", "said"),
     [
-        (1, "one environment gives no interval; --envs 16 gives one"),
-        (2, "intervals over 2 environments are wide; --envs 16 narrows them"),
-        (3, "intervals over 3 environments are wide; --envs 16 narrows them"),
+        (1, "one environment gives no interval; --envs 16 (envs=16 in Python) gives one"),
+        (2, "intervals over 2 environments are wide; --envs 16 (envs=16 in Python) narrows them"),
+        (3, "intervals over 3 environments are wide; --envs 16 (envs=16 in Python) narrows them"),
         (4, None),
     ],
 )

@@ -128,7 +128,7 @@ def test_intervals_over_few_runs_are_called_too_narrow(over, said):
 def test_a_single_run_has_no_interval_and_no_legend_of_one():
     text = printed(record(RULES, problems=1, runs_of_each=1))
     assert "[low, high]" not in text
-    assert "repair: one run of each controller gives no interval; --instances 200 gives one" in text
+    assert "repair: one run of each controller gives no interval; --instances 200 (instances=200) gives one" in text
 
 
 def test_a_difference_that_rounds_to_zero_has_no_minus():

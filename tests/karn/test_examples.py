@@ -10,7 +10,7 @@ SIZES = {"train": 540, "probe": 135, "validation": 90, "test": 135}
 def test_the_size_of_a_shared_test_split_is_said_with_what_the_intervals_cover():
     (line,) = split_lines({"envs": 8, "examples": SIZES})
     assert line == (
-        "test split: 135 examples, the same for every environment; the intervals cover the choice of starts, not of these "
+        "test split: 135 examples, the same for every environment; intervals and ± cover the choice of starts, not of these "
         "examples"
     )
 

@@ -307,15 +307,17 @@ def beside(summary: Mapping[str, Any]) -> list[str]:
         )
         lines.append(f"static networks: {'; '.join(f'{name} is {WHAT[name]}' for name in summary['baselines'])}")
     else:
-        lines.append("no static network stands beside the grown ones; --baselines names some")
+        lines.append("no static network stands beside the grown ones; --baselines (the key baselines) names some")
     if summary["metric"] == "r2":
         lines.append(
             "r2: the share of the variance that is explained; 1 is perfect, 0 is as good as predicting the mean"
         )
     if summary["envs"] == 1:
-        lines.append("one environment gives no interval; --envs 16 gives one")
+        lines.append("one environment gives no interval; --envs 16 (envs=16 in Python) gives one")
     elif summary["envs"] < FEW:
-        lines.append(f"intervals over {summary['envs']} environments are wide; --envs 16 narrows them")
+        lines.append(
+            f"intervals over {summary['envs']} environments are wide; --envs 16 (envs=16 in Python) narrows them"
+        )
     if "twin" in summary.get("baselines", {}):
         lines.append(
             "the twins train in the same population as the grown networks; the seconds of `grown` are those of both"

@@ -59,12 +59,14 @@ def interval_lines(record: Record) -> list[str]:
             f"[low, high]: {record['confidence']:.0%} interval, by a stratified bootstrap of {record['draws']:,} draws"
         )
     if units[least] == 1:
-        lines.append(f"{least}: one run of each controller gives no interval; --instances 200 gives one")
+        lines.append(
+            f"{least}: one run of each controller gives no interval; --instances 200 (instances=200) gives one"
+        )
     elif units[least] < FEW_UNITS:
         noun = "problems" if any(task["task"] == least and task["problems"] > 1 for task in tasks) else "runs"
         lines.append(
             f"{least}: the intervals are too narrow, because they are drawn from {units[least]} {noun} alone and say little "
-            "about others; --instances 200 gives intervals that can be trusted"
+            "about others; --instances 200 (instances=200) gives intervals that can be trusted"
         )
     return lines
 

@@ -18,12 +18,14 @@ def split_lines(summary: Mapping[str, Any]) -> list[str]:
     if isinstance(test, int):
         line = f"test split: {counted(test, 'example')}"
         if several:
-            line += ", the same for every environment; the intervals cover the choice of starts, not of these examples"
+            line += (
+                ", the same for every environment; intervals and ± cover the choice of starts, not of these examples"
+            )
     else:
         line = f"test split: {_range(test)}"
         if several:
             line = (
-                f"test splits: {_range(test)}, for every environment another problem with examples of its own; the intervals "
+                f"test splits: {_range(test)}, for every environment another problem with examples of its own; intervals and ± "
                 "cover the choice of problems, examples and starts together"
             )
     return [line, *_warnings(sizes)]

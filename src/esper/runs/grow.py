@@ -7,35 +7,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
-from esper.kasmina.regrow import RegrownHost
 from esper.kasmina.static import Absent
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, described
 from esper.leyline.length import epochs_of
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import Stage, among
-from esper.leyline.task import AnyTask, Split, Task
+from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
-from esper.leyline.view import Floats, Seeds, View
+from esper.leyline.view import Seeds, View
 from esper.nissa.events import RunRow
 from esper.nissa.hub import Hub
 from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.runs.environment import describe_environment
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
+from esper.runs.figures import Summary, final_figures, test_splits
 from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import Change, fitting
 from esper.runs.run_folder import RunFolder
-from esper.runs.split_sizes import split_sizes
 from esper.runs.stopping import stopping_figures
-from esper.simic.rewards import objective
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import Patient
 from esper.store.files import MODELS
@@ -43,16 +41,6 @@ from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
-
-Summary = dict[str, Any]
-"""The final figures, as they stand in summary.json: strict JSON, null where something was not measured."""
-
-
-class Pair(TypedDict):
-    """One quantity over environments, of the never-grow twins (None without twins) and of the grown networks."""
-
-    host: list[float | None] | None
-    grown: list[float | None]
 
 
 class Watch(Protocol):
@@ -126,7 +114,7 @@ def grow(
         ) as run,
     ):
         engine, found = VectorizedEngine(task.sealed(), with_sensors(config, client), run.hub), run.found
-        engine.population.sound(_tests(engine, task))  # looked at now, as nothing should stop the run at its end
+        engine.population.sound(test_splits(engine, task))  # looked at now, as nothing should stop the run at its end
         if found is None:
             episode = Episode(engine.reset())
             # a controller that does not fit the task says so before anything is written
@@ -151,7 +139,7 @@ def grow(
                 watch.answer(after_growth(played.steps, config))
             ended = engine.view().seeds
             engine.finish()
-            figures = _figures(engine, task, config)
+            figures = final_figures(engine, task, config)
             networks = [engine.export(env) for env in range(config.envs)]
             written = Written([], [])
             if run.path is not None:
@@ -359,24 +347,6 @@ def _asked(engine: VectorizedEngine, task: AnyTask, config: Config, episode: Epi
     }
 
 
-def _figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
-    """Parameters, and every host and grown network on the test and validation splits. The only reader of test data."""
-    name = task.objective.metric
-    test = _evaluate(engine, config, name, _tests(engine, task))
-    validation = _evaluate(engine, config, name, engine.population.validation_splits())
-    figures: Summary = {
-        "metric": name,
-        "objective_formula": _formula(name, config, int(engine.population.body.host_params[: config.envs].min())),
-        "regrown": isinstance(task, Task) and isinstance(task.host, RegrownHost),
-        "examples": split_sizes(task, engine.space.instance),
-        "host_params": _one_or_all(engine.population.body.host_params[: config.envs].tolist()),
-        "grown_params": engine.exported_params()[: config.envs].tolist(),
-        **{f"test_{name}": pair for name, pair in test.items()},
-        **{f"validation_{name}": pair for name, pair in validation.items()},
-    }
-    return figures | {"best": _best(figures, config)}
-
-
 def _static(
     engine: VectorizedEngine,
     task: AnyTask,
@@ -395,11 +365,6 @@ def _static(
     # those of a run that stopped early have the same steps to their own stop
     steps = config.steps if played.status == "finished" else played.steps
     return train_baselines(task, config, grown_of(engine), steps, twin, interrupt, watch.note)
-
-
-def _tests(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
-    """The test split of every environment."""
-    return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
 
 
 def _growth(
@@ -472,46 +437,6 @@ def _kind(topology: Mapping[str, Any]) -> str:
     """What networks have in common that torch.export traces alike: the host, and what grew where."""
     seeds = [[seed[name] for name in ("slot", "blueprint", "blend")] for seed in topology["seeds"]]
     return json.dumps([topology["host"], seeds], sort_keys=True)
-
-
-def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
-    """The metric under its name, the loss and the objective J of every host and grown network on its split."""
-    metric, loss = engine.evaluate(splits)
-    host_params = np.tile(engine.population.body.host_params[: config.envs], engine.rows // config.envs)
-    value = metric if config.reward.objective == "metric" else -loss
-    added = engine.exported_params() - host_params
-    return {
-        name: _pair(metric, config),
-        "loss": _pair(loss, config),
-        "objective": _pair(objective(value, added, host_params, config.reward.rent, config.reward.rent_size), config),
-    }
-
-
-def _one_or_all(values: list[int]) -> int | list[int]:
-    """The one value that all environments share, or each environment's own."""
-    return values[0] if len(set(values)) == 1 else values
-
-
-def _pair(values: Floats, config: Config) -> Pair:
-    """Values over rows, environments first and then their twins, with None for nan."""
-    plain = [None if np.isnan(value) else float(value) for value in values]
-    return Pair(host=plain[config.envs :] if config.twin else None, grown=plain[: config.envs])
-
-
-def _best(figures: Summary, config: Config) -> Summary:
-    """The network that is best on the validation split by what `select` names; one that was not measured comes last."""
-    name = figures["metric"] if config.select == "metric" else "objective"
-    values = figures[f"validation_{name}"]["grown"]
-    env = max(range(len(values)), key=lambda env: (values[env] is not None, values[env] or 0.0))
-    return {"env": env, "select": config.select, "validation": values[env]}
-
-
-def _formula(name: str, config: Config, smallest: int) -> str:
-    """What J is, in a line, for hosts of at least `smallest` parameters."""
-    reward = config.reward
-    value = name if reward.objective == "metric" else "- loss"
-    host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"
-    return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host})"
 
 
 def _exported(config: Config, best: int) -> list[int]:

@@ -17,7 +17,7 @@ from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask
 from esper.leyline.view import View
 from esper.nissa.hub import Hub
-from esper.runs.grow import Summary
+from esper.runs.figures import Summary
 from esper.runs.history import History
 from esper.runs.interrupt import Interrupt
 from esper.simic.client import SimicClient

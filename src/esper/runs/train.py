@@ -15,7 +15,7 @@ from esper.leyline.text import counted
 from esper.nissa.events import RoundRow, RunRow
 from esper.runs.environment import describe_environment
 from esper.runs.failure import Failure, RolledBack, failed_row
-from esper.runs.grow import Summary
+from esper.runs.figures import Summary
 from esper.runs.interrupt import Interrupt
 from esper.runs.resume import PAID, Change, fitting, with_cohorts
 from esper.runs.run_folder import RunFolder

@@ -1,0 +1,87 @@
+"""The figures that a run comes to: its networks on the test and validation splits, and what these figures rest on."""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+
+from esper.kasmina.regrow import RegrownHost
+from esper.leyline.config import Config
+from esper.leyline.task import AnyTask, Split, Task
+from esper.leyline.view import Floats
+from esper.runs.split_sizes import split_sizes
+from esper.simic.rewards import objective
+from esper.tolaria.engine import VectorizedEngine
+
+Summary = dict[str, Any]
+"""The final figures, as they stand in summary.json: strict JSON, null where something was not measured."""
+
+
+class Pair(TypedDict):
+    """One quantity over environments, of the never-grow twins (None without twins) and of the grown networks."""
+
+    host: list[float | None] | None
+    grown: list[float | None]
+
+
+def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
+    """Parameters, and every host and grown network on the test and validation splits. The only reader of test data."""
+    name = task.objective.metric
+    test = _evaluate(engine, config, name, test_splits(engine, task))
+    validation = _evaluate(engine, config, name, engine.population.validation_splits())
+    figures: Summary = {
+        "metric": name,
+        "objective_formula": _formula(name, config, int(engine.population.body.host_params[: config.envs].min())),
+        "regrown": isinstance(task, Task) and isinstance(task.host, RegrownHost),
+        "examples": split_sizes(task, engine.space.instance),
+        "host_params": _one_or_all(engine.population.body.host_params[: config.envs].tolist()),
+        "grown_params": engine.exported_params()[: config.envs].tolist(),
+        **{f"test_{name}": pair for name, pair in test.items()},
+        **{f"validation_{name}": pair for name, pair in validation.items()},
+    }
+    return figures | {"best": _best(figures, config)}
+
+
+def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
+    """The test split of every environment."""
+    return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
+
+
+def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
+    """The metric under its name, the loss and the objective J of every host and grown network on its split."""
+    metric, loss = engine.evaluate(splits)
+    host_params = np.tile(engine.population.body.host_params[: config.envs], engine.rows // config.envs)
+    value = metric if config.reward.objective == "metric" else -loss
+    added = engine.exported_params() - host_params
+    return {
+        name: _pair(metric, config),
+        "loss": _pair(loss, config),
+        "objective": _pair(objective(value, added, host_params, config.reward.rent, config.reward.rent_size), config),
+    }
+
+
+def _one_or_all(values: list[int]) -> int | list[int]:
+    """The one value that all environments share, or each environment's own."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _pair(values: Floats, config: Config) -> Pair:
+    """Values over rows, environments first and then their twins, with None for nan."""
+    plain = [None if np.isnan(value) else float(value) for value in values]
+    return Pair(host=plain[config.envs :] if config.twin else None, grown=plain[: config.envs])
+
+
+def _best(figures: Summary, config: Config) -> Summary:
+    """The network that is best on the validation split by what `select` names; one that was not measured comes last."""
+    name = figures["metric"] if config.select == "metric" else "objective"
+    values = figures[f"validation_{name}"]["grown"]
+    env = max(range(len(values)), key=lambda env: (values[env] is not None, values[env] or 0.0))
+    return {"env": env, "select": config.select, "validation": values[env]}
+
+
+def _formula(name: str, config: Config, smallest: int) -> str:
+    """What J is, in a line, for hosts of at least `smallest` parameters."""
+    reward = config.reward
+    value = name if reward.objective == "metric" else "- loss"
+    host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"
+    return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host})"
