@@ -4,11 +4,11 @@ import ast
 import re
 from typing import Any
 
-from griffe import Attribute, Docstring, Extension, Function
+from griffe import Attribute, Class, Docstring, Extension, Function
 
 
 class Fields(Extension):
-    """Reads `name: type  # description` in the body of a class, and lines `name: description` of a docstring."""
+    """Reads `name: type  # description` in the body of a class, and the lists of fields and parameters in docstrings."""
 
     def on_attribute_instance(self, *, node: Any, attr: Attribute, **_: Any) -> None:
         """Give a field without a docstring the comment at its end."""
@@ -18,6 +18,17 @@ class Fields(Extension):
         _, mark, comment = line.partition("  # ")
         if mark and attr.parent is not None and attr.parent.is_class:
             attr.docstring = Docstring(comment.strip(), lineno=attr.endlineno, parent=attr)
+
+    def on_class_members(self, *, cls: Class, **_: Any) -> None:
+        """Give each field of a record its entry `name (shape): meaning` under "Attributes:" in the docstring of the class."""
+        text, mark, entries = (cls.docstring.value if cls.docstring else "").partition("\n\nAttributes:\n")
+        if not mark or cls.docstring is None:
+            return
+        cls.docstring.value = text
+        for name, kind, meaning in re.findall(r"^    (\w+)(?: \((.+?)\))?: (\S.*(?:\n {8}.*)*)", entries, re.MULTILINE):
+            words = f"{kind}: {meaning}" if kind else meaning
+            member = cls.members[name]
+            member.docstring = Docstring(" ".join(words.split()), lineno=member.lineno, parent=member)
 
     def on_function_instance(self, *, func: Function, **_: Any) -> None:
         """Make a list of the paragraphs that describe one parameter after the other."""

@@ -4,6 +4,7 @@ import ast
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import esper
 import typed_program
 from esper.kasmina.blueprints import BLUEPRINTS
+from esper.leyline.public_names import GROUPS, HOMES
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ast.parse((ROOT / "src" / "esper" / "__init__.py").read_text(encoding="utf-8"))
@@ -21,12 +23,13 @@ def imported_for_type_checkers():
     found = {}
     for node in branch.body:
         if isinstance(node, ast.ImportFrom):
-            found |= {name.asname or name.name: node.module.removeprefix("esper.") for name in node.names}
+            home = node.module.removeprefix("esper.")
+            found |= {name.asname or name.name: (home, name.name) for name in node.names}
     return found
 
 
 def test_type_checkers_see_the_names_that_python_imports_from_the_same_modules():
-    assert imported_for_type_checkers() == esper._HOME
+    assert imported_for_type_checkers() == HOMES
 
 
 def test_all_is_written_out_and_holds_every_public_name():
@@ -35,7 +38,20 @@ def test_all_is_written_out_and_holds_every_public_name():
         for node in SOURCE.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
-    assert written == esper.__all__ == sorted(esper._HOME)
+    assert written == esper.__all__ == sorted(HOMES)
+
+
+def test_every_public_name_stands_once_in_the_table():
+    assert sum(map(len, GROUPS.values())) == len(HOMES)
+
+
+def test_every_type_that_a_view_and_an_outcome_hold_is_public():
+    """What an author of a controller or a reward annotates with."""
+    fields = [*typing.get_type_hints(esper.View).values(), *typing.get_type_hints(esper.Outcome).values()]
+    fields += typing.get_type_hints(esper.Space).values()
+    held = {each for field in fields for each in (field, *typing.get_args(field)) if hasattr(each, "_fields")}
+    assert len(held) > 8
+    assert all(getattr(esper, each.__name__) is each for each in held)
 
 
 @pytest.mark.parametrize("name", sorted(esper.__all__))

@@ -43,7 +43,7 @@ def test_the_reference_shows_docstrings_with_fields_and_parameters(site):
     assert 'id="esper.grow"' in text
     assert "evaluate it on the test split, and write the run folder" in text
     assert 'id="esper.View.seeds"' in text
-    assert "parameters of the seeds in BLENDING, HOLDING or FOSSILIZED" in text  # a field of a record
+    assert "(E,) int64: parameters of the seeds in BLENDING, HOLDING or FOSSILIZED" in text  # a field of a record
     assert "<li><code>width</code>: features of the stream" in text  # a line of the docstring of `mlp`
 
 

@@ -37,16 +37,23 @@ class Planter:
         """GERMINATE where that is allowed."""
         space: esper.Space = view.space
         actions = esper.Actions.wait(len(view.host_params))
-        able = view.masks.op[:, esper.Op.GERMINATE]
+        masks: esper.Masks = view.masks
+        able = masks.op[:, esper.Op.GERMINATE]
         actions.op[able] = esper.Op.GERMINATE
         actions.blend[:] = esper.Blend.ADD
-        actions.slot[able] = view.masks.slot[able, esper.Op.GERMINATE].argmax(1)
+        actions.slot[able] = masks.slot[able, esper.Op.GERMINATE].argmax(1)
         actions.tempo[:] = space.tempos.index(2)
-        assert (view.seeds.stage >= esper.Stage.DORMANT).all()
+        seeds: esper.Seeds = view.seeds
+        assert (seeds.stage >= esper.Stage.DORMANT).all()
+        measurements: esper.Measurements = view.measurements
+        gain: esper.Estimate = measurements.gain
+        assert gain.measured.shape == seeds.stage.shape
         return actions
 
     def store(self, outcome: esper.Outcome) -> None:
         """Keep what came of it."""
+        scores: esper.Scores = outcome.after
+        assert scores.metric.shape == outcome.refused.shape
         self.outcomes.append(outcome)
 
     def update(self) -> Mapping[str, float]:

@@ -11,23 +11,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from esper.leyline.distribution import installed_version, warn_of_another
+from esper.leyline.public_names import HOMES as _HOMES
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_public_names.py holds it to the table
     from esper.api import check_rows, grow, load, train
     from esper.calls import evaluate, resume, show
     from esper.kasmina.blueprints import blueprint
     from esper.kasmina.host import SegmentedHost
     from esper.kasmina.layers import Linear
     from esper.kasmina.network import GrownNetwork
-    from esper.leyline.actions import Actions, Blend, Op
+    from esper.leyline.actions import Actions, Blend, Head, Op
     from esper.leyline.config import Config, RewardConfig, build_config
     from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError
-    from esper.leyline.protocols import PolicyClient, Reward
+    from esper.leyline.protocols import Explains, PolicyClient, Resumable, Reward, Senses
     from esper.leyline.slots import Kind, SlotSpec, Tap
     from esper.leyline.stages import Stage
-    from esper.leyline.task import Mixture, Split, Task
-    from esper.leyline.verdicts import Refusal
-    from esper.leyline.view import Outcome, Space, View
+    from esper.leyline.task import Instance, Interface, Lengths, Mixture, Objective, Pixels, Room, Scaling, Split, Task
+    from esper.leyline.verdicts import Refusal, Vital
+    from esper.leyline.view import (
+        BlueprintInfo,
+        CoalitionValues,
+        Estimate,
+        Masks,
+        Measurements,
+        Outcome,
+        Scores,
+        Seeds,
+        Space,
+        View,
+    )
     from esper.simic.ppo import LearningError
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
@@ -37,70 +49,43 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOME = {
-    "Actions": "leyline.actions",
-    "Blend": "leyline.actions",
-    "Config": "leyline.config",
-    "DataFault": "leyline.errors",
-    "GrownNetwork": "kasmina.network",
-    "InputError": "leyline.errors",
-    "Kind": "leyline.slots",
-    "LearningError": "simic.ppo",
-    "Linear": "kasmina.layers",
-    "Mixture": "leyline.task",
-    "Op": "leyline.actions",
-    "OutOfMemory": "leyline.errors",
-    "Outcome": "leyline.view",
-    "PolicyClient": "leyline.protocols",
-    "Refusal": "leyline.verdicts",
-    "Reward": "leyline.protocols",
-    "RewardConfig": "leyline.config",
-    "SegmentedHost": "kasmina.host",
-    "SlotSpec": "leyline.slots",
-    "Space": "leyline.view",
-    "Split": "leyline.task",
-    "Stage": "leyline.stages",
-    "Tap": "leyline.slots",
-    "Task": "leyline.task",
-    "UserCodeError": "leyline.errors",
-    "VectorizedEngine": "tolaria.engine",
-    "View": "leyline.view",
-    "blueprint": "kasmina.blueprints",
-    "build_config": "leyline.config",
-    "check_rows": "api",
-    "cnn": "tasks.hosts",
-    "evaluate": "calls",
-    "get_controller": "tamiyo.catalog",
-    "get_task": "tasks.catalog",
-    "grow": "api",
-    "load": "api",
-    "mlp": "tasks.hosts",
-    "resume": "calls",
-    "show": "calls",
-    "task": "tasks.custom",
-    "train": "api",
-}
-"""The module of every public name, without `esper`. `task` is called task_from there."""
-
-__all__ = [  # written out, as type checkers run nothing
+__all__ = [  # written out, as type checkers run nothing; tests/test_public_names.py holds it to the table
     "Actions",
     "Blend",
+    "BlueprintInfo",
+    "CoalitionValues",
     "Config",
     "DataFault",
+    "Estimate",
+    "Explains",
     "GrownNetwork",
+    "Head",
     "InputError",
+    "Instance",
+    "Interface",
     "Kind",
     "LearningError",
+    "Lengths",
     "Linear",
+    "Masks",
+    "Measurements",
     "Mixture",
+    "Objective",
     "Op",
     "OutOfMemory",
     "Outcome",
+    "Pixels",
     "PolicyClient",
     "Refusal",
+    "Resumable",
     "Reward",
     "RewardConfig",
+    "Room",
+    "Scaling",
+    "Scores",
+    "Seeds",
     "SegmentedHost",
+    "Senses",
     "SlotSpec",
     "Space",
     "Split",
@@ -110,6 +95,7 @@ __all__ = [  # written out, as type checkers run nothing
     "UserCodeError",
     "VectorizedEngine",
     "View",
+    "Vital",
     "blueprint",
     "build_config",
     "check_rows",
@@ -134,12 +120,13 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return installed_version() or "unknown"
-        if name not in _HOME:
+        if name not in _HOMES:
             raise AttributeError(f"module 'esper' has no attribute {name!r}")
-        found = getattr(import_module(f"esper.{_HOME[name]}"), "task_from" if name == "task" else name)
+        module, attribute = _HOMES[name]
+        found = getattr(import_module(f"esper.{module}"), attribute)
         globals()[name] = found
         return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,94 @@
+"""The public names of the package: the one table behind `import esper`, `esper.__all__` and the Python reference."""
+
+from collections.abc import Mapping
+
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "Grow, train and compare": {
+        "grow": "api",
+        "train": "api",
+        "resume": "calls",
+        "evaluate": "calls",
+        "show": "calls",
+    },
+    "Grown networks": {
+        "load": "api",
+        "GrownNetwork": "kasmina.network",
+        "Interface": "leyline.task",
+    },
+    "Tasks and data": {
+        "task": "tasks.custom:task_from",
+        "get_task": "tasks.catalog",
+        "Task": "leyline.task",
+        "Mixture": "leyline.task",
+        "Instance": "leyline.task",
+        "Split": "leyline.task",
+        "Objective": "leyline.task",
+        "Pixels": "leyline.task",
+        "Scaling": "leyline.task",
+        "Room": "leyline.task",
+        "Lengths": "leyline.task",
+    },
+    "Hosts and blueprints": {
+        "mlp": "tasks.hosts",
+        "cnn": "tasks.hosts",
+        "SegmentedHost": "kasmina.host",
+        "SlotSpec": "leyline.slots",
+        "Kind": "leyline.slots",
+        "Tap": "leyline.slots",
+        "Linear": "kasmina.layers",
+        "blueprint": "kasmina.blueprints",
+        "check_rows": "api",
+    },
+    "Configuration": {
+        "build_config": "leyline.config",
+        "Config": "leyline.config",
+        "RewardConfig": "leyline.config",
+    },
+    "Controllers and the engine": {
+        "PolicyClient": "leyline.protocols",
+        "Resumable": "leyline.protocols",
+        "Senses": "leyline.protocols",
+        "Explains": "leyline.protocols",
+        "get_controller": "tamiyo.catalog",
+        "VectorizedEngine": "tolaria.engine",
+    },
+    "What a controller decides": {
+        "Actions": "leyline.actions",
+        "Head": "leyline.actions",
+        "Op": "leyline.actions",
+        "Blend": "leyline.actions",
+    },
+    "What a controller sees": {
+        "View": "leyline.view",
+        "Space": "leyline.view",
+        "BlueprintInfo": "leyline.view",
+        "Seeds": "leyline.view",
+        "Stage": "leyline.stages",
+        "Masks": "leyline.view",
+        "Measurements": "leyline.view",
+        "Estimate": "leyline.view",
+        "CoalitionValues": "leyline.view",
+    },
+    "What came of a decision": {
+        "Outcome": "leyline.view",
+        "Scores": "leyline.view",
+        "Refusal": "leyline.verdicts",
+        "Vital": "leyline.verdicts",
+        "Reward": "leyline.protocols",
+    },
+    "Errors": {
+        "InputError": "leyline.errors",
+        "DataFault": "leyline.errors",
+        "LearningError": "simic.ppo",
+        "OutOfMemory": "leyline.errors",
+        "UserCodeError": "leyline.errors",
+    },
+}
+"""By heading of the reference: every public name and its module, without `esper`; after a colon, what it is called there."""
+
+HOMES: Mapping[str, tuple[str, str]] = {
+    name: (home.partition(":")[0], home.partition(":")[2] or name)
+    for names in GROUPS.values()
+    for name, home in names.items()
+}
+"""The module of every public name, without `esper`, and what it is called there."""
