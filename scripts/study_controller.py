@@ -37,7 +37,10 @@ from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask, Instance, Mixture, Split
 from esper.runs.configuration import PRESETS, TRAINING
-from esper.runs.evaluation import BEST, ROWS, Contender, Evaluation, evaluate, named, search_schedules
+from esper.runs.contenders import BEST, ROWS, Contender, named
+from esper.runs.evaluation import evaluate
+from esper.runs.evaluation_record import Evaluation
+from esper.runs.schedule_search import search_schedules
 from esper.runs.statistics import interquartile_mean, interval, mean, mean_difference
 from esper.runs.statistics import probability_of_improvement as improvement
 from esper.runs.train import train

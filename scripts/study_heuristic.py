@@ -30,7 +30,8 @@ import esper
 from esper.leyline.actions import Actions
 from esper.leyline.config import Config, HeuristicConfig, build_config
 from esper.leyline.task import Task
-from esper.runs.evaluation import Contender, evaluate, named
+from esper.runs.contenders import Contender, named
+from esper.runs.evaluation import evaluate
 from esper.simic.rewards import objective
 from esper.tamiyo.heuristic import Heuristic
 from esper.tasks.catalog import get_task

@@ -368,7 +368,8 @@ def test_a_parquet_file_that_would_unpack_to_more_than_a_gibibyte_is_refused_bef
 
 
 def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, monkeypatch):
-    from esper.runs.evaluation import Kept, named
+    from esper.runs.contenders import named
+    from esper.runs.evaluation import Kept
 
     task, contender = get_task("iris"), named("never")
     config = small_config(task="iris", envs=1, steps=1, twin=True, data={"batch_size": 16})

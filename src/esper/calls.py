@@ -21,7 +21,8 @@ from esper.leyline.protocols import PolicyClient
 from esper.leyline.resuming import is_reference, resume_call, resume_command
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.recovery import look_at_events
-from esper.runs.evaluation import Contender, named, run_evaluation
+from esper.runs.contenders import Contender, named
+from esper.runs.evaluation import run_evaluation
 from esper.runs.evaluation_folder import FIGURE, RECORD, ROOT, EvaluationFolder
 from esper.runs.grow import grow as grow_run
 from esper.runs.resume import Change, changed, cohort_configs, finished, is_training, read_config

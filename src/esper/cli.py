@@ -390,7 +390,7 @@ def evaluate(
     from esper.calls import evaluate as compare
     from esper.karn.evaluation import print_evaluation
     from esper.leyline.config import parse_setting
-    from esper.runs.evaluation import named
+    from esper.runs.contenders import named
     from esper.runs.evaluation_folder import FIGURE, RECORD, default_folder
     from esper.store.files import to_json
 

@@ -10,21 +10,11 @@ import pytest
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split
-from esper.runs.evaluation import (
-    BEST,
-    RULES,
-    Contender,
-    Evaluation,
-    Figures,
-    _candidates,
-    _try,
-    evaluate,
-    named,
-    run_evaluation,
-    search_schedules,
-    searched_networks,
-)
+from esper.runs.contenders import BEST, RULES, Contender, named
+from esper.runs.evaluation import evaluate, run_evaluation
+from esper.runs.evaluation_record import Evaluation, Figures
 from esper.runs.grow import grow
+from esper.runs.schedule_search import _try, candidate_schedules, search_schedules, searched_networks
 from esper.runs.school import settings_of_policy
 from esper.store.files import to_json
 from esper.tamiyo.baselines import Never
@@ -272,7 +262,7 @@ def test_where_parameters_are_dear_the_best_schedule_plants_nothing(slim):
 
 
 def test_schedules_side_by_side_are_each_as_alone(mixture):
-    plans = [candidate.entries for candidate in _candidates(mixture, [SHORT])[:5]]
+    plans = [candidate.entries for candidate in candidate_schedules(mixture, [SHORT])[:5]]
     keys = np.array(mixture.keys("training")[3:5])
     together = _try(mixture, plans, keys, [SHORT], "training")
     alone = [_try(mixture, [plan], keys, [SHORT], "training") for plan in plans]
@@ -282,7 +272,7 @@ def test_schedules_side_by_side_are_each_as_alone(mixture):
 
 def test_candidates_are_single_seeds_pairs_and_all_slots_within_what_may_be_planted(mixture):
     for most, sizes in ((1, {0, 1}), (2, {0, 1, 2}), (3, {0, 1, 2}), (4, {0, 1, 2, 4})):
-        candidates = _candidates(mixture, [SHORT, {"lifecycle": {"max_seeds": most}}])
+        candidates = candidate_schedules(mixture, [SHORT, {"lifecycle": {"max_seeds": most}}])
         assert {len(candidate.entries) for candidate in candidates} == sizes
 
 

@@ -12,7 +12,7 @@ import esper
 from esper.cli import main
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split
-from esper.runs.evaluation import named
+from esper.runs.contenders import named
 from esper.runs.evaluation_folder import EvaluationFolder, default_folder
 from esper.store.lock import Lock
 from populations import blobs

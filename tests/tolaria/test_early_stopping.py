@@ -14,7 +14,8 @@ from esper.leyline.errors import InputError
 from esper.leyline.objective import selection_score
 from esper.leyline.stages import Stage
 from esper.leyline.view import Scores
-from esper.runs.evaluation import named, run_evaluation
+from esper.runs.contenders import named
+from esper.runs.evaluation import run_evaluation
 from esper.tasks.hosts import MLP
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.engine import VectorizedEngine

@@ -12,142 +12,53 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from esper.kasmina.static import Absent
-from esper.leyline.actions import Actions, Op
-from esper.leyline.brought import check_brought
 from esper.leyline.config import BASELINES, Config, baseline_names, build_config
 from esper.leyline.errors import InputError
-from esper.leyline.length import with_steps
 from esper.leyline.pace import Pace
-from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.text import counted
-from esper.leyline.view import Floats, Outcome, View, take
+from esper.leyline.view import Floats
 from esper.runs.baselines import grown_of
-from esper.runs.environment import describe_environment
-from esper.runs.origin import fingerprint
-from esper.runs.static_contenders import Arrays, grown_as_arrays, grown_from, static_figures
-from esper.runs.statistics import (
-    CONFIDENCE,
-    DRAWS,
-    Interval,
-    Tasks,
-    interquartile_mean,
-    interval,
-    mean,
-    mean_difference,
-    probability_of_improvement,
+from esper.runs.contenders import (
+    BEST,
+    ROWS,
+    RULES,
+    Contender,
+    Say,
+    contender_config,
+    grow_contender,
+    named,
+    tell,
 )
+from esper.runs.environment import describe_environment
+from esper.runs.evaluation_record import (
+    Evaluation,
+    Figures,
+    Record,
+    findings,
+)
+from esper.runs.origin import fingerprint
+from esper.runs.schedule_search import (
+    SEARCHED,
+    candidate_schedules,
+    search_schedules,
+    searched_networks,
+)
+from esper.runs.static_contenders import Arrays, grown_as_arrays, grown_from, static_figures
 from esper.simic.rewards import objective
 from esper.store.disk import file_name, write_atomic
-from esper.store.reading import read_named
-from esper.tamiyo.baselines import Rule
-from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of, trained, with_sensors
-from esper.tamiyo.controller import FACTS, WEIGHTS
-from esper.tamiyo.schedule import Entry, Schedule
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.fitting import instance_keys
-from esper.tolaria.play import play
 from esper.tolaria.runtime import resolve_device
-
-ROWS = 64
-"""Environments that are grown together; the speed of a step is flat beyond, and memory is not [environments]."""
-
-RULES = ("never", "random-valid", "heuristic")
-BEST = "best schedule"
-"""What every evaluation compares with, the fixed schedule found by a search among them."""
-
-SEARCHED = 64
-"""Training instances that the last candidates of a search are grown on."""
-FIRST_RUNG = 8
-SEARCH_SEED = 2**40
-"""Far from the seeds of any evaluation, so that on one data set too no start is searched on that is evaluated."""
-SEARCH_START = 2
-"""The decision from which schedules of a search plant [steps]."""
-PERMISSIVE = {"gates": {"permissive": True}}
 
 ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances", "first_instance", "models")
 """What an evaluation sets by itself, so that its settings may not."""
-
-Say = Callable[[str], None]
-Record = dict[str, Any]
-
-
-class Contender(NamedTuple):
-    """A controller that takes part."""
-
-    name: str
-    settings: Mapping[str, Any]  # over the task's and the evaluation's: its controller, and keys of `leyline.brought`
-    make: Callable[[Config], PolicyClient]  # a fresh controller for a population, which must not learn
-    content: str = ""  # what `make` reads beside the config; kept results of other content are not taken for its own
-
-
-class Figures(NamedTuple):
-    """What grown networks came to; every field has the same shape."""
-
-    objective: Floats  # J on the test split, of the network that would be exported
-    metric: Floats  # of that network on the test split
-    added_params: Floats  # parameters of that network beyond its host's
-    kept: Floats  # seeds that were fossilized
-    seconds: Floats  # of training, probing and deciding: a population's time, in equal shares
-
-
-class Evaluation(NamedTuple):
-    """Contenders on one task, paired by instance and seed."""
-
-    task: str
-    metric: str  # its name
-    contenders: tuple[str, ...]  # (C,) their names
-    instances: NDArray[np.int64]  # (N,) keys
-    seeds: tuple[int, ...]  # (R,)
-    sampled: bool  # instances are problems drawn from a mixture; else they are starts on one data set
-    figures: Figures  # (C, N, R)
-    static: tuple[str, ...] = ()  # the contenders that are static networks
-    absent: Mapping[str, str] = MappingProxyType({})  # static networks that the task's hosts do not have, and why
-    sized_by: str | None = None  # the contender whose grown networks the static ones are sized by
-
-    def problems(self, figure: Floats) -> Floats:
-        """(N, R) of one contender as `statistics` wants it: problems by runs. Every start on one data set is a run of it."""
-        return figure if self.sampled else figure.reshape(1, -1)
-
-
-class Found(NamedTuple):
-    """The best fixed schedule, and what it cost to find."""
-
-    contender: Contender
-    entries: tuple[Entry, ...]
-    objective: float  # mean J on the probe split over the instances that it was grown on
-    candidates: int
-    instances: int  # that the last candidates were grown on
-    episodes: int  # one environment grown once is one
-    seconds: float
-
-
-def named(name_or_path: str) -> Contender:
-    """A contender by the name of its controller, or from a schedule file or the folder of a trained one.
-
-    What is read of the latter two is part of who it is; whatever else a folder holds is not looked at.
-    """
-    path, folder, content = Path(name_or_path), trained(name_or_path), hashlib.sha256()
-    parts = [Path(FACTS), Path(WEIGHTS)] if folder is not None else [Path()]
-    for part in [] if name_or_path in CONTROLLERS else parts:
-        file = (folder or path) / part
-        if file.is_file():
-            data = read_named(file, 64 * 2**20, "give a schedule file, or the folder of a trained controller")
-            content.update(f"{part} {len(data)} ".encode() + data)
-    return Contender(
-        name_or_path,
-        {**settings_of(name_or_path), "controller": name_or_path},
-        lambda config: get_controller(name_or_path, config),
-        content.hexdigest(),
-    )
 
 
 def run_evaluation(
@@ -212,7 +123,7 @@ def run_evaluation(
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
         "environment": describe_environment(where),
-        **_findings(evaluations, searches, static),
+        **findings(evaluations, searches, static),
     }
 
 
@@ -262,7 +173,7 @@ def evaluate(
                 fresh = seconds > runs[contender.name][at][-1]["seconds"].sum() / 2  # else they were kept
                 pace.add(config.envs, seconds if fresh else None)
             done = f"{start + config.envs} of {counted(instances, 'instance')}"
-            _tell(watch, f"{task.name}: {contender.name}, seed {config.seed}, {done}")
+            tell(watch, f"{task.name}: {contender.name}, seed {config.seed}, {done}")
     for name in static:
         sizer = next(contender for contender in contenders if contender.name == sized_by)
         beside: list[list[Arrays]] = [[] for _ in chosen]
@@ -270,18 +181,18 @@ def evaluate(
             trained = kept.train(name, task, sizer, config, runs[sizer.name][at][start // rows])
             if isinstance(trained, Absent):
                 absent[name] = trained.reason
-                _tell(watch, f"{task.name}: {name} is absent: {trained.reason}")
+                tell(watch, f"{task.name}: {name} is absent: {trained.reason}")
                 break
             beside[at].append(trained)
             done = f"{start + config.envs} of {counted(instances, 'instance')}"
-            _tell(watch, f"{task.name}: {name}, seed {config.seed}, {done}")
+            tell(watch, f"{task.name}: {name}, seed {config.seed}, {done}")
         else:
             runs[name] = beside
     return Evaluation(
         task=task.name,
         metric=task.objective.metric,
         contenders=tuple(runs),
-        instances=instance_keys(task, _config(task, contenders[0], settings, base, part, first, instances)),
+        instances=instance_keys(task, contender_config(task, contenders[0], settings, base, part, first, instances)),
         seeds=chosen,
         sampled=isinstance(task, Mixture),
         figures=Figures(*(_stacked(runs, name) for name in Figures._fields)),
@@ -304,83 +215,13 @@ def _populations(
     """Every population of a contender: the index of its seed, its first instance, and its config."""
     for (at, seed), start in itertools.product(enumerate(seeds), range(0, instances, rows)):
         envs = min(rows, instances - start)
-        yield at, start, _config(task, contender, settings, seed, part, first + start, envs)
+        yield at, start, contender_config(task, contender, settings, seed, part, first + start, envs)
 
 
 def _stacked(runs: Mapping[str, Sequence[Sequence[Arrays]]], name: str) -> Floats:
     """(C, N, R) one figure of all contenders, seeds and populations."""
     seeds = [[np.concatenate([chunk[name] for chunk in chunks]) for chunks in each] for each in runs.values()]
     return np.stack([np.stack(each, 1) for each in seeds])
-
-
-def search_schedules(
-    task: AnyTask,
-    settings: Sequence[Mapping[str, Any]] = (),
-    *,
-    instances: int = SEARCHED,
-    part: str = "training",
-    watch: Say | None = None,
-    pace: Pace | None = None,
-) -> Found:
-    """The fixed schedule of the highest mean J on training instances, by successive halving.
-
-    Candidates plant one blueprint from step `SEARCH_START` on, at one slot, at two or at all, within `max_seeds`, and keep
-    what the gates let them keep; each is tried with the gates of the config and with permissive ones, and planting nothing
-    is a candidate too. All of them are grown on a few instances, then the better half on as many more, and so on (Karnin,
-    Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3), one seed each. J is on the
-    probe split: a test split is not needed, and `task` may be sealed.
-    """
-    task = task.sealed()
-    candidates = _candidates(task, settings)
-    count = min(instances, len(task.keys(part)))
-    if count < 1:
-        raise InputError(f"the search for a schedule was given {counted(instances, 'instance')}; give 1 or more")
-    totals, keys = np.zeros(len(candidates)), np.array(task.keys(part)[:count])
-    alive, done, episodes, begin = np.arange(len(candidates)), 0, 0, time.perf_counter()
-    while done < count:
-        more = min(max(done, FIRST_RUNG), count - done)
-        some = counted(len(alive), "schedule") if len(alive) == len(candidates) else f"the better {len(alive)}"
-        where = counted(more, "more training instance" if done else "training instance")
-        _tell(watch, f"{task.name}: search for the best fixed schedule, {some} on {where}")
-        for own in ({}, PERMISSIVE):
-            group = [index for index in alive if candidates[index].settings == own]
-            chosen = [candidates[index].entries for index in group]
-            for start in range(done, done + more, ROWS):
-                instance = keys[start : min(start + ROWS, done + more)]
-                started = time.perf_counter()
-                totals[group] += _try(task, chosen, instance, [*settings, own], part).sum(1)
-                if pace is not None:
-                    pace.add(len(group) * len(instance), time.perf_counter() - started)
-        episodes += more * len(alive)
-        done += more
-        alive = alive[np.argsort(-np.nan_to_num(totals[alive], nan=-np.inf), kind="stable")]
-        alive = alive[: -(-len(alive) // 2)] if done < count else alive[:1]
-    best = candidates[alive[0]]
-    return Found(
-        contender=Contender(
-            BEST,
-            {"controller": BEST, **best.settings},
-            lambda config: Schedule(best.entries, BEST),
-            json.dumps([_line(entry) for entry in best.entries]),
-        ),
-        entries=best.entries,
-        objective=float(totals[alive[0]] / done),
-        candidates=len(candidates),
-        instances=done,
-        episodes=episodes,
-        seconds=time.perf_counter() - begin,
-    )
-
-
-def searched_networks(candidates: int, instances: int) -> int:
-    """How many networks `search_schedules` grows for so many candidates and instances."""
-    alive, done, networks = candidates, 0, 0
-    while done < instances:
-        more = min(max(done, FIRST_RUNG), instances - done)
-        networks += more * alive
-        done += more
-        alive = -(-alive // 2)
-    return networks
 
 
 def _plan(
@@ -395,7 +236,7 @@ def _plan(
     if watch is None:
         return None
     search = sum(
-        searched_networks(len(_candidates(task.sealed(), settings)), min(searched, len(task.keys("training"))))
+        searched_networks(len(candidate_schedules(task.sealed(), settings)), min(searched, len(task.keys("training"))))
         for task in tasks
     )
     grown = len(tasks) * contenders * runs
@@ -404,98 +245,9 @@ def _plan(
     return Pace(search + grown, "networks", watch)
 
 
-class _Candidate(NamedTuple):
-    entries: tuple[Entry, ...]
-    settings: Mapping[str, Any]
-
-
-class _Abreast(Rule):
-    """Schedules side by side, each for as many environments as any other."""
-
-    def __init__(self, schedules: Sequence[Schedule]) -> None:
-        self.schedules = schedules
-
-    def act(self, view: View) -> Actions:
-        """What each schedule decides where masks and seeds are those of its own environments; it reads nothing else."""
-        each = len(view.masks.op) // len(self.schedules)
-        decided = []
-        for index, schedule in enumerate(self.schedules):
-            own = slice(index * each, (index + 1) * each)
-            decided.append(schedule.act(view._replace(masks=take(view.masks, own), seeds=take(view.seeds, own))))
-        return Actions(*map(np.concatenate, zip(*decided, strict=True)))
-
-
-def _try(
-    task: AnyTask,
-    schedules: Sequence[Sequence[Entry]],
-    instance: NDArray[np.int64],
-    settings: Sequence[Mapping[str, Any]],
-    part: str,
-) -> Floats:
-    """(schedules, instances) J on the probe split; several schedules share a population where it has room."""
-    room = max(1, min(ROWS, len(task.keys(part))) // len(instance))
-    if len(schedules) > room:
-        parts = (schedules[:room], schedules[room:])
-        return np.concatenate([_try(task, some, instance, settings, part) for some in parts])
-    if not schedules:
-        return np.zeros((0, len(instance)))
-    contender = Contender("schedules", {}, lambda config: _Abreast([Schedule(entries) for entries in schedules]))
-    config = _config(task, contender, settings, SEARCH_SEED, part, 0, len(schedules) * len(instance))
-    _, outcome, _ = _play(task, contender, config, np.tile(instance, len(schedules)))
-    return _probe_objective(outcome, config).reshape(len(schedules), -1)
-
-
-def _candidates(task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> list[_Candidate]:
-    """The schedules that are tried, each with its gates; planting nothing is the first."""
-    config = build_config(task.defaults, *settings, {"envs": 1, "baselines": []})
-    space = VectorizedEngine(task, config).space
-    at, places = SEARCH_START, range(len(space.slots))
-    sizes = {1, 2, len(places)} & set(range(1, config.lifecycle.max_seeds + 1))
-    found = [_Candidate((), {})]
-    for size in sorted(sizes):
-        for slots, (index, blueprint) in itertools.product(
-            itertools.combinations(places, size), enumerate(space.blueprints)
-        ):
-            if space.fits[list(slots), index].all():
-                entries = tuple(
-                    Entry(at=at, op=Op.GERMINATE, slot=space.slots[slot], blueprint=blueprint.name, keep=True)
-                    for slot in slots
-                )
-                gates = ({},) if config.gates.permissive else ({}, PERMISSIVE)
-                found += [_Candidate(entries, own) for own in gates]
-    return found
-
-
-def _play(
-    task: AnyTask, contender: Contender, config: Config, instance: NDArray[np.int64] | None = None
-) -> tuple[VectorizedEngine, Outcome, float]:
-    """Grow one population for an episode; returns it with its last outcome, and how long the steps took [s].
-
-    instance (E,) names its instances; without it they are those of the config.
-    """
-    client = contender.make(config)
-    engine = VectorizedEngine(task, with_sensors(config, client))
-    engine.reset(instance)
-    begin = time.perf_counter()
-    outcome = play(engine, client)
-    assert outcome is not None, "an episode has a step"
-    exported = engine.finish()
-    if exported is not None:
-        outcome = outcome._replace(exported=exported, seeds=engine.view().seeds)
-    return engine, outcome, time.perf_counter() - begin
-
-
-def _probe_objective(outcome: Outcome, config: Config) -> Floats:
-    """(E,) J on the probe split, of the networks that would be exported."""
-    assert outcome.exported is not None, "the episode is not over"
-    metric, loss, added = outcome.exported
-    value = metric if config.reward.objective == "metric" else -loss
-    return objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size)
-
-
 def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
     """(E,) figures of one population, and what it grew. The only reader of test data here."""
-    engine, outcome, seconds = _play(task.sealed(), contender, config)
+    engine, outcome, seconds = grow_contender(task.sealed(), contender, config)
     tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
     metric, loss = engine.evaluate(tests)
     value = metric if config.reward.objective == "metric" else -loss
@@ -508,30 +260,6 @@ def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
         seconds=np.full(config.envs, seconds / config.envs),
     )
     return {**figures._asdict(), **grown_as_arrays(grown_of(engine))}
-
-
-def _config(
-    task: AnyTask,
-    contender: Contender,
-    settings: Sequence[Mapping[str, Any]],
-    seed: int,
-    part: str,
-    first: int,
-    envs: int,
-) -> Config:
-    """The run of a contender on some instances. InputError where it brings a key that all contenders must share."""
-    ours = {
-        "task": task.name,
-        "seed": seed,
-        "baselines": [],
-        "envs": envs,
-        "instances": part,
-        "first_instance": first,
-        "telemetry": {"level": "off"},
-        "models": "none",
-    }
-    check_brought({name: value for name, value in contender.settings.items() if name != "controller"}, contender.name)
-    return with_steps(build_config(task.defaults, *settings, contender.settings, ours), task)
 
 
 def _check(
@@ -553,8 +281,8 @@ def _check(
     for name in ASKED:
         if any(name in layer for layer in settings):
             raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
-    instance_keys(task, _config(task, contender, settings, base + seeds - 1, part, first, instances))
-    config = _config(task, contender, settings, base, part, first, 1)
+    instance_keys(task, contender_config(task, contender, settings, base + seeds - 1, part, first, instances))
+    config = contender_config(task, contender, settings, base, part, first, 1)
     contender.make(config).act(VectorizedEngine(task.sealed(), config).reset())
 
 
@@ -627,112 +355,3 @@ def _create(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None
-
-
-def _findings(evaluations: Sequence[Evaluation], searches: Sequence[Found], static: Sequence[str]) -> Record:
-    """What came out on every task and, where all have one metric, together; and what it is compared with."""
-    alike = len({evaluation.metric for evaluation in evaluations}) == 1
-    return {
-        "confidence": CONFIDENCE,
-        "draws": DRAWS,
-        "rules": [*RULES, BEST],
-        "baselines": list(static),
-        "sized_by": evaluations[0].sized_by,
-        "tasks": [_task_record(evaluation, found) for evaluation, found in zip(evaluations, searches, strict=True)],
-        "together": _estimates(evaluations) if alike and len(evaluations) > 1 else None,
-    }
-
-
-def _task_record(evaluation: Evaluation, found: Found) -> Record:
-    """One task: estimates, the search, and every run."""
-    problems, runs = evaluation.problems(evaluation.figures.objective[0]).shape
-    return {
-        "task": evaluation.task,
-        "metric": evaluation.metric,
-        "sampled": evaluation.sampled,
-        "problems": problems,
-        "runs_of_each": runs,
-        "search": {
-            "entries": [_line(entry) for entry in found.entries],
-            "permissive_gates": "gates" in found.contender.settings,
-            "probe_objective": _number(found.objective),
-            "candidates": found.candidates,
-            "instances": found.instances,
-            "episodes": found.episodes,
-            "seconds": round(found.seconds, 3),
-        },
-        "absent": dict(evaluation.absent),
-        **_estimates([evaluation]),
-        "instance_keys": evaluation.instances.tolist(),
-        "runs": {
-            contender: {
-                name: [[_number(value) for value in row] for row in figure[index].tolist()]
-                for name, figure in evaluation.figures._asdict().items()
-            }
-            for index, contender in enumerate(evaluation.contenders)
-        },
-    }
-
-
-def _line(entry: Entry) -> Record:
-    """An entry as a line of a schedule file says it."""
-    return {**entry.model_dump(mode="json", exclude_none=True), "op": entry.op.name.lower()}
-
-
-def _estimates(evaluations: Sequence[Evaluation]) -> Record:
-    """Every contender, and every contender against every rule, over one task or several."""
-    contenders = [name for name in evaluations[0].contenders if all(name in each.contenders for each in evaluations)]
-    rules = (*RULES, BEST)
-
-    def tasks(figure: str, contender: int) -> Tasks:
-        return [
-            each.problems(getattr(each.figures, figure)[each.contenders.index(contenders[contender])])
-            for each in evaluations
-        ]
-
-    controllers = [
-        {
-            "name": contender,
-            "rule": contender in rules,
-            "static": contender in evaluations[0].static,
-            "objective": _interval(interval(mean, tasks("objective", index))),
-            "objective_iqm": _interval(interval(interquartile_mean, tasks("objective", index))),
-            "metric": _interval(interval(mean, tasks("metric", index))),
-            "added_params": _interval(interval(mean, tasks("added_params", index))),
-            "kept": _interval(interval(mean, tasks("kept", index))),
-            "seconds": round(float(sum(seconds.sum() for seconds in tasks("seconds", index))), 3),
-        }
-        for index, contender in enumerate(contenders)
-    ]
-    comparisons = [
-        {
-            "controller": contender,
-            "rule": contenders[rule],
-            "difference": _interval(interval(mean_difference, tasks("objective", index), tasks("objective", rule))),
-            "probability": _interval(
-                interval(probability_of_improvement, tasks("objective", index), tasks("objective", rule))
-            ),
-        }
-        for index, contender, rule in _pairs(contenders, (*rules, *evaluations[0].static))
-    ]
-    return {"controllers": controllers, "comparisons": comparisons}
-
-
-def _pairs(contenders: Sequence[str], rules: Sequence[str]) -> Iterator[tuple[int, str, int]]:
-    """Every contender with every rule but itself: (its index, its name, index of the rule)."""
-    for index, contender in enumerate(contenders):
-        yield from ((index, contender, rule) for rule, name in enumerate(contenders) if name in rules and rule != index)
-
-
-def _interval(estimate: Interval) -> Record:
-    return {name: _number(value) for name, value in estimate._asdict().items()}
-
-
-def _number(value: float) -> float | None:
-    """What JSON has for it: null for what is not a finite number."""
-    return float(value) if np.isfinite(value) else None
-
-
-def _tell(watch: Say | None, text: str) -> None:
-    if watch is not None:
-        watch(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from esper.leyline.errors import InputError
-from esper.runs.evaluation import Contender
+from esper.runs.contenders import Contender
 from esper.store.lock import Lock
 
 RECORD, FIGURE, GROWN = "evaluation.json", "evaluation.png", "grown"
