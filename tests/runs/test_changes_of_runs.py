@@ -81,7 +81,7 @@ def left(tmp_path):
 def test_a_run_folder_with_the_old_name_of_a_key_is_refused_with_the_new_name(left):
     path = left / "config.yaml"
     path.write_text(path.read_text().replace("gae_lambda:", "lam:"))
-    with pytest.raises(InputError, match=r"^ppo\.lam is now ppo\.gae_lambda$"):
+    with pytest.raises(InputError, match=r"config\.yaml: ppo\.lam is now ppo\.gae_lambda; .*or start a new run$"):
         read_config(left)
 
 

@@ -219,7 +219,11 @@ def test_what_vmap_cannot_map_runs_in_a_loop():
     [
         (lambda: [nn.Linear(8, 8), nn.Linear(8, 2)], [], "no slots"),
         (lambda: [nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)], [("a", 0, 8)], "in place"),
-        (lambda: [nn.Linear(8, 8), nn.Linear(7, 2)], [("a", 0, 8)], "segment 1 of the host cannot run"),
+        (
+            lambda: [nn.Linear(8, 8), nn.Linear(7, 2)],
+            [("a", 0, 8)],
+            "segment 0 of the host returns 8 features, but segment 1 of the host takes 7; make the two",
+        ),
         (lambda: [nn.Linear(8, 8), nn.Linear(8, 2)], [("a", 0, 9)], "declares width 9"),
     ],
 )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split
+from esper.leyline.text import counted
 from esper.tolaria.data import SharedBatchIterator
 
 CPU = torch.device("cpu")
@@ -172,5 +173,5 @@ def test_a_split_smaller_than_a_batch_is_refused_in_a_sentence(examples):
     with pytest.raises(InputError) as error:
         make([0], examples=examples, batch=5)
     sentence = str(error.value)
-    assert sentence.startswith(f"the train split has {examples} examples, fewer than data.batch_size (5);")
+    assert sentence.startswith(f"the train split has {counted(examples, 'example')}, fewer than data.batch_size (5);")
     assert "\n" not in sentence

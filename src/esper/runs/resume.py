@@ -33,7 +33,11 @@ def read_config(folder: Path) -> Config:
     content = parse_yaml(data, str(folder / CONFIG), _MEND)
     if not isinstance(content, dict):
         raise InputError(f"{folder / CONFIG} holds no mapping of keys; put back what was there, or start a new run")
-    return build_config(content)
+    try:
+        return build_config(content)
+    except InputError as error:
+        mend = "continue with the version of Esper that environment.json names, or start a new run"
+        raise InputError(f"{folder / CONFIG}: {error}; {mend}") from None
 
 
 def cohort_configs(config: Config) -> list[Config]:
