@@ -15,11 +15,13 @@ rounds of training so far, and clipped to {CLIP:g} standard deviations. Before a
 deviation the column's *scale*.
 
 What is marked under `?` is not always measured. It is 0 then, and a further column `name?` beside it is 1 where it was
-measured and 0 where not. Flags are 0 or 1 and are not normalised.
+measured and 0 where not. Flags are 0 or 1 and are not normalised. The stages GERMINATED and PRUNED pass within a step, so
+their columns are 0 at every decision. The tables of `tamiyo/features.py` hold the function that computes each column; the
+[architecture](architecture.md) says where they are read.
 """
 
-RELATIVE_LINE = f"""Every column of the two tables above comes a second time as `name{RELATIVE}`: the same, less its mean over the
-slots of the environment where it was measured. One `name?` serves both.
+RELATIVE_LINE = f"""Every column of the tables "A slot" and "Growth sensors of a slot" comes a second time as `name{RELATIVE}`:
+the same, less its mean over the slots of the environment where it was measured. One `name?` serves both.
 """
 
 REST = """## Blueprints

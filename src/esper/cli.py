@@ -211,7 +211,8 @@ def grow(
 
     from rich.console import Console
 
-    from esper.karn.console import live, print_summary
+    from esper.karn.bars import live
+    from esper.karn.console import print_summary
 
     with live(Console(stderr=True), config.steps, chosen.objective.metric) as watch:
         summary = run_population(chosen, config, client, folder, watch, overwrite=overwrite)
@@ -254,7 +255,8 @@ def train(
     import torch
     from rich.console import Console
 
-    from esper.karn.console import print_training, training
+    from esper.karn.bars import training
+    from esper.karn.console import print_training
     from esper.runs.configuration import load_config_file, training_configs
     from esper.runs.train import train as train_controller
     from esper.simic.ppo import LearningError

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from esper.karn.console import Bar, Lines, by_stage, figures, growth, live, mean_and_error, print_summary
+from esper.karn.bars import Bar, Lines, by_stage, figures, live
+from esper.karn.console import growth, mean_and_error, print_summary
 from esper.leyline.stages import Stage
 from esper.leyline.view import Measurements, Seeds, View
 

@@ -7,7 +7,8 @@ import os
 import pytest
 from rich.console import Console
 
-from esper.karn.console import Lines, live, print_summary
+from esper.karn.bars import Lines, live
+from esper.karn.console import print_summary
 from esper.karn.streams import Steady, lost_output, steady, steady_output
 from esper.store import patience
 from esper.store.patience import DiskFull, Patience

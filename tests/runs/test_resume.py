@@ -23,9 +23,10 @@ from esper.leyline.stages import Stage
 from esper.nissa.events import RunRow, decode
 from esper.nissa.recovery import look_at_events
 from esper.runs.configuration import training_configs
-from esper.runs.grow import Silent, grow
+from esper.runs.grow import grow
 from esper.runs.resume import cohort_configs, is_training, read_config, with_cohorts
 from esper.runs.train import train
+from esper.runs.watching import Silent
 from esper.simic.rewards import Escrow
 from esper.store.checkpoint import Checkpoints, flatten, unflatten
 from esper.tamiyo.catalog import get_controller

@@ -24,7 +24,8 @@ from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.interrupt import Interrupt
 from esper.runs.resume import cohort_configs
 from esper.runs.school import School, sample_instances, settings_of_policy
-from esper.runs.train import Silent, cohort_of, train
+from esper.runs.train import cohort_of, train
+from esper.runs.watching import Silent
 from esper.simic.ppo import LearningError
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import get_controller, settings_of

@@ -2,212 +2,54 @@
 
 import io
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from esper.karn.examples import split_lines
-from esper.karn.streams import steady
-from esper.karn.tables import print_table
+from esper.karn.tables import print_line, print_table
 from esper.leyline.intervals import t_factor
-from esper.leyline.pace import Pace
-from esper.leyline.stages import Stage
 from esper.leyline.text import counted, printable, rounded
-from esper.leyline.view import Seeds, View
 
 _WIDE = 11
 """Characters for a number of parameters, so that the closing table fits into 80 columns."""
-SHOWN = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
-
-
-class Bar:
-    """A progress bar, for a terminal."""
-
-    def __init__(self, console: Console, steps: int, metric: str) -> None:
-        self._metric = metric
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[figures]}", markup=False),
-            console=console,
-        )
-        self._task = self._progress.add_task("grow", total=steps, figures="")
-
-    def step(self, view: View, eps: float, rollbacks: int) -> None:
-        """Move on by one step."""
-        self._progress.update(self._task, completed=view.step, figures=figures(view, eps, self._metric, rollbacks))
-
-    def note(self, text: str) -> None:
-        """A line above the bar."""
-        self._progress.console.print(printable(text), markup=False, highlight=False)
-
-    def answer(self, text: str) -> None:
-        """Likewise."""
-        self.note(text)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-
-class Lines:
-    """Plain lines, for a file or a pipe: the first step, the last, and one every few seconds between them."""
-
-    def __init__(
-        self,
-        console: Console,
-        steps: int,
-        metric: str,
-        seconds: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console, self._steps, self._metric = console, steps, metric
-        self._seconds, self._clock = seconds, clock
-        self._due = -math.inf
-
-    def step(self, view: View, eps: float, rollbacks: int) -> None:
-        """Print a line if it is the first, the last, or due."""
-        now = self._clock()
-        if now >= self._due or view.step == self._steps:
-            self._due = now + self._seconds
-            self.note(f"step {view.step}/{self._steps}  {figures(view, eps, self._metric, rollbacks)}")
-
-    def note(self, text: str) -> None:
-        """Print a line."""
-        _print(self._console, text)
-
-    def answer(self, text: str) -> None:
-        """Likewise."""
-        self.note(text)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing is open."""
-
-
-class Rounds:
-    """The progress of a controller's training: a line a round, over one another where there is a terminal."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
-        self._started = clock()
-        self._pace: Pace | None = None
-        self._status = console.status("growing the first round") if console.file.isatty() else None
-
-    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """Show a round's figures; a round that was validated leaves its line."""
-        line = round_line(number, rounds, figures)
-        if self._status is None or "validation_objective" in figures:
-            self.note(line)
-        if self._status is not None:
-            self._status.update(Text(line))
-        if self._pace is None:
-            self._pace = Pace(rounds - number, "rounds", self.note)
-            self._pace.add(1, self._clock() - self._started)
-
-    def note(self, text: str) -> None:
-        """Print a line."""
-        _print(self._console, text)
-
-    def __enter__(self) -> Self:
-        self._started = self._clock()
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-
-def training(console: Console) -> Rounds:
-    """What looks on while a controller is trained. Output that cannot be written is dropped."""
-    console.file = steady(console.file)
-    return Rounds(console)
-
-
-def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
-    """Return, speed, health of the learner and seeds kept, in one line."""
-    shown = [
-        ("return", "return", ".3f"),
-        ("env_steps_per_second", "environment steps per second", ",.0f"),
-        ("explained_variance", "explained variance", ".2f"),
-        ("entropy", "entropy", ".2f"),
-        ("log_likelihood", "log-likelihood", ".2f"),
-        ("kept", "seeds kept", ".2f"),
-        ("validation_objective", "validation J", ".4f"),
-    ]
-    parts = [f"{label} {format(figures[name], form)}" for name, label, form in shown if name in figures]
-    if figures.get("rollbacks"):
-        parts.append(f"{figures['rollbacks']:.0f} rolled back")
-    place = f"round {number + 1}/{rounds}" if number >= 0 else f"imitation, {-number - 1} to go"
-    return "  ".join([place, *parts])
 
 
 def print_training(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """What a training came to."""
     best, last = summary["best_validation_objective"], summary["last_rounds"]
     if best is None:
-        _print(console, f"{counted(summary['rounds_done'], 'round')}; no controller was validated, so none was kept")
+        print_line(
+            console, f"{counted(summary['rounds_done'], 'round')}; no controller was validated, so none was kept"
+        )
     else:
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
-        _print(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
-        _print(console, "J: the metric of the task, less rent for the parameters that were added (reward.rent)")
+        print_line(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
+        print_line(console, "J: the metric of the task, less rent for the parameters that were added (reward.rent)")
     for line in told(summary):
-        _print(console, line)
+        print_line(console, line)
     figures = {name: value for name, value in last.items() if value is not None}
     if figures:
-        _print(console, "last rounds: " + ", ".join(f"{name.replace('_', ' ')} {v:.3g}" for name, v in figures.items()))
+        print_line(
+            console, "last rounds: " + ", ".join(f"{name.replace('_', ' ')} {v:.3g}" for name, v in figures.items())
+        )
     if summary["controller_share"] is not None:
-        _print(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
+        print_line(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
     if best is not None and folder is not None:
-        _print(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
-
-
-def live(console: Console, steps: int, metric: str) -> Bar | Lines:
-    """A bar where there is a terminal that can move its cursor, whatever the environment forces; lines elsewhere.
-
-    Output that cannot be written is dropped.
-    """
-    if not console.is_jupyter:
-        console.file = steady(console.file)
-    bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
-    return Bar(console, steps, metric) if bar else Lines(console, steps, metric)
-
-
-def figures(view: View, eps: float, metric: str, rollbacks: int = 0) -> str:
-    """Speed, mean metric on the probe split, seeds by stage, and rollbacks where there were any, in one line."""
-    mean = float(np.mean(view.measurements.metric))
-    seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
-    broken = f"  {counted(rollbacks, 'rollback')}" if rollbacks else ""
-    return f"{eps:,.0f} env steps/s  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
-
-
-def by_stage(seeds: Seeds) -> dict[str, int]:
-    """How many seeds of the whole population are in each stage that a step ends in, leaving out empty ones."""
-    counts = np.bincount(seeds.stage.ravel(), minlength=len(Stage))
-    return {stage.name.lower(): int(counts[stage]) for stage in SHOWN if counts[stage]}
+        print_line(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
 
 
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """The closing table of a run, from its summary: grown networks beside static ones, and what grew where."""
-    _print(console, heading(summary))
+    print_line(console, heading(summary))
     if summary.get("regrown"):
-        _print(
+        print_line(
             console, "host: a network that was grown before, with its seeds; every environment starts from its weights"
         )
     print_table(console, comparison(summary))
@@ -218,12 +60,12 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
         *growth(summary),
         *_closing(summary, folder),
     ):
-        _print(console, line)
+        print_line(console, line)
 
 
 def print_error(summary: Mapping[str, Any], console: Console) -> None:
     """Why a run failed."""
-    _print(console, f"error: {summary['error']['message']}")
+    print_line(console, f"error: {summary['error']['message']}")
 
 
 def heading(summary: Mapping[str, Any]) -> str:
@@ -458,7 +300,3 @@ def _closing(summary: Mapping[str, Any], folder: str | None) -> list[str]:
         )
     lines = [took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")]
     return lines if folder is None else [*lines, f"run folder: {folder}"]
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from esper.karn.tables import print_table
+from esper.karn.tables import print_line, print_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
 from esper.store.disk import write_atomic
@@ -24,21 +24,21 @@ FORMATS = (".png", ".svg", ".pdf")
 
 def print_evaluation(record: Record, console: Console) -> None:
     """For every task, and for all together: controllers, comparisons with the rules, and what the search cost."""
-    _print(console, "J: the metric of a task, less rent for the parameters that were added (reward.rent)")
+    print_line(console, "J: the metric of a task, less rent for the parameters that were added (reward.rent)")
     for task in record["tasks"]:
-        _print(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
+        print_line(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
         _print_estimates(console, task, task["metric"], record)
         for line in static_lines(record, task):
-            _print(console, line)
+            print_line(console, line)
         for line in search_lines(task["search"]):
-            _print(console, line)
+            print_line(console, line)
     if record["together"] is not None:
-        _print(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
+        print_line(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
         _print_estimates(console, record["together"], record["tasks"][0]["metric"], record)
     for line in interval_lines(record):
-        _print(console, line)
-    _print(console, "interquartile mean: the mean over the middle half of the runs")
-    _print(
+        print_line(console, line)
+    print_line(console, "interquartile mean: the mean over the middle half of the runs")
+    print_line(
         console,
         "P(better): of one run of each on the same problem, how probably the controller's has the higher J",
     )
@@ -232,7 +232,3 @@ def _cell(text: str) -> Text:
 def _drawn(text: str) -> str:
     """Text for matplotlib, which takes what stands between two dollar signs for a formula."""
     return printable(text).replace("$", r"\$")
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

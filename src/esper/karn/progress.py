@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from rich.console import Console
 
-from esper.karn.console import Bar, Lines, Rounds, live, training
+from esper.karn.bars import Bar, Lines, Rounds, live, training
 from esper.karn.streams import steady
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable

@@ -9,6 +9,8 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
+from esper.leyline.text import printable
+
 
 def print_table(console: Console, table: Table) -> None:
     """Print a table whose columns without wrapping are never cut; where the terminal is narrower, its lines go on below.
@@ -23,3 +25,8 @@ def print_table(console: Console, table: Table) -> None:
     options = console.options.update(width=max(console.width, least))
     lines = console.render_lines(table, options, pad=False, new_lines=True)
     console.print(Segments(chain.from_iterable(lines)), crop=False, no_wrap=True, overflow="ignore", end="")
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print text as it stands, control characters escaped; where the terminal is narrower, it goes on below."""
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

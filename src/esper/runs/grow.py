@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -34,6 +34,7 @@ from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import Change, fitting
 from esper.runs.run_folder import RunFolder
 from esper.runs.stopping import stopping_figures
+from esper.runs.watching import Silent, Watch
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import Patient
 from esper.store.files import MODELS
@@ -41,35 +42,6 @@ from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
-
-
-class Watch(Protocol):
-    """Who looks on while a population grows."""
-
-    def step(self, view: View, eps: float, rollbacks: int) -> None:
-        """A step is done; `eps` are the rows stepped per second so far, and `rollbacks` counts those so far, twins included."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Something else begins."""
-        ...
-
-    def answer(self, text: str) -> None:
-        """What becomes of a run whose user has pressed Ctrl-C, and has to be told even where no progress is shown."""
-        ...
-
-
-class Silent:
-    """A Watch that looks away."""
-
-    def step(self, view: View, eps: float, rollbacks: int) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def answer(self, text: str) -> None:
-        """Nothing."""
 
 
 def grow(

@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError, described
@@ -20,32 +20,10 @@ from esper.runs.interrupt import Interrupt
 from esper.runs.resume import PAID, Change, fitting, with_cohorts
 from esper.runs.run_folder import RunFolder
 from esper.runs.school import Cohort, Keeper, School, Stop, cohort_of, settings_of_policy
+from esper.runs.watching import Progress, Silent
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import Language, Policy, save_policy
-
-
-class Progress(Protocol):
-    """Who looks on while a controller is trained."""
-
-    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """A round is done; those of imitation are numbered below 0."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Something else begins."""
-        ...
-
-
-class Silent:
-    """A Progress that looks away."""
-
-    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
 
 Status = Literal["finished", "interrupted", "failed"]
 """Of a training that is over."""

@@ -179,7 +179,9 @@ SLOT: tuple[Feature, ...] = (
         "steps since germination / steps of an episode",
         lambda s: s.view.seeds.life / s.view.steps,
     ),
-    Feature("alpha", "1", 1.0, False, "dose", lambda s: s.view.seeds.alpha),
+    Feature(
+        "alpha", "1", 1.0, False, "alpha of the seed, which is its dose while it is live", lambda s: s.view.seeds.alpha
+    ),
     Feature("ramp_target", "1", 1.0, False, "alpha at the end of the ramp", lambda s: s.view.seeds.ramp[..., 1]),
     Feature("ramp_length", "steps", 4.0, False, "length of the ramp", lambda s: s.view.seeds.ramp[..., 2]),
     Feature(

@@ -99,9 +99,8 @@ class Engine(Generic[P]):
             step=0,
         )
         self.governor = Governor(population.keeper(seeds), self.rows, config)
-        self.stopping = (
-            EarlyStopping(population.keeper(seeds), self.rows, config) if config.early_stopping.enabled else None
-        )
+        early = config.early_stopping.enabled
+        self.stopping = EarlyStopping(population.keeper(seeds), self.rows, config) if early else None
         self.fates = Fates()
 
     def reset(
