@@ -17,9 +17,9 @@ from esper.leyline.actions import Blend
 from esper.leyline.config import BASELINES, EarlyStoppingConfig, build_config
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.slots import SlotSpec
+from esper.leyline.watching import Silent
 from esper.runs.baselines import Absent, grown_of, train_baseline
 from esper.runs.grow import grow
-from esper.runs.watching import Silent
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tasks.custom import task_from

@@ -9,12 +9,12 @@ import pytest
 
 from crashes import at_every_call
 from esper.leyline.errors import InputError
+from esper.leyline.watching import Silent
 from esper.nissa.events import RunRow, decode
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import FIXED, Change, change_config, changed, cohort_configs, finished, read_config
 from esper.runs.train import train
-from esper.runs.watching import Silent
 from esper.store.changes import read_trail
 from esper.store.checkpoint import Checkpoints, flatten
 from esper.tamiyo.catalog import get_controller

@@ -105,7 +105,7 @@ def test_seeds_count_up_from_that_of_the_config(mixture):
 def test_a_test_split_is_read_when_the_last_decision_is_made(mixture):
     read = []
 
-    def test(key: int) -> Split:
+    def watched(key: int) -> Split:
         read.append(key)
         return mixture.test(key)
 
@@ -114,7 +114,7 @@ def test_a_test_split_is_read_when_the_last_decision_is_made(mixture):
             assert not read
             return super().act(view)
 
-    run(replace(mixture, test=test), [Contender("watchful", {}, lambda config: Watchful())], seeds=1)
+    run(replace(mixture, test=watched), [Contender("watchful", {}, lambda config: Watchful())], seeds=1)
     assert read == list(mixture.keys("heldout")[:3])
 
 

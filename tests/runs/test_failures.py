@@ -12,11 +12,11 @@ import torch
 import esper
 from esper.leyline.actions import Actions
 from esper.leyline.errors import OutOfMemory, RunWarning
+from esper.leyline.watching import Silent
 from esper.nissa.events import RunRow, decode
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.train import train
-from esper.runs.watching import Silent
 from esper.simic.rewards import get_reward
 from esper.store.checkpoint import Checkpoints
 from esper.store.lock import Lock

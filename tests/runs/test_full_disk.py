@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from esper.leyline.watching import Silent
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import read_config
 from esper.runs.train import train
-from esper.runs.watching import Silent
 from esper.store import patience
 from esper.store.patience import DiskFull
 from esper.tamiyo.catalog import get_controller

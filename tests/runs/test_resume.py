@@ -20,13 +20,13 @@ from esper.leyline.config import build_config, dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import Stage
+from esper.leyline.watching import Silent
 from esper.nissa.events import RunRow, decode
 from esper.nissa.recovery import look_at_events
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import cohort_configs, is_training, read_config, with_cohorts
 from esper.runs.train import train
-from esper.runs.watching import Silent
 from esper.simic.rewards import Escrow
 from esper.store.checkpoint import Checkpoints, flatten, unflatten
 from esper.tamiyo.catalog import get_controller

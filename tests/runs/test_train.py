@@ -19,13 +19,13 @@ from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.task import Split
+from esper.leyline.watching import Silent
 from esper.nissa.events import RoundRow, RunRow, decode
 from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.interrupt import Interrupt
 from esper.runs.resume import cohort_configs
 from esper.runs.school import School, sample_instances, settings_of_policy
 from esper.runs.train import cohort_of, train
-from esper.runs.watching import Silent
 from esper.simic.ppo import LearningError
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import get_controller, settings_of

@@ -1,35 +1,23 @@
 """Progress of calls from Python: shown in a terminal or a notebook, in plain lines on request, or not at all."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from rich.console import Console
 
 from esper.karn.bars import Bar, Lines, Rounds, live, training
 from esper.karn.streams import steady
+from esper.leyline import watching
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
-from esper.leyline.view import View
 
 Shown = Literal["auto"] | bool
 """Whether progress is shown on stderr: "auto" shows it where stderr is a terminal, and in a notebook."""
 
 
-class Silent:
+class Silent(watching.Silent):
     """Shows neither the steps of a population nor the rounds of a training."""
-
-    def step(self, view: View, eps: float, rollbacks: int) -> None:
-        """Show nothing."""
-
-    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """Show nothing."""
-
-    def note(self, text: str) -> None:
-        """Show nothing."""
-
-    def answer(self, text: str) -> None:
-        """Show nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -184,7 +184,7 @@ def _misfit(segment: nn.Module, x: Tensor) -> _Misfit | None:
     handles = [module.register_forward_pre_hook(look) for module in segment.modules()]
     try:
         segment(x)
-    except Exception:
+    except Exception:  # whatever the segment raises on what does not fit it; the caller words the error
         return called[0] if called and called[0].given != called[0].taken else None
     finally:
         for handle in handles:

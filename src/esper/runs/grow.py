@@ -23,6 +23,7 @@ from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.leyline.view import Seeds, View
+from esper.leyline.watching import Silent, Watch
 from esper.nissa.events import RunRow
 from esper.nissa.hub import Hub
 from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
@@ -34,7 +35,6 @@ from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import Change, fitting
 from esper.runs.run_folder import RunFolder
 from esper.runs.stopping import stopping_figures
-from esper.runs.watching import Silent, Watch
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import Patient
 from esper.store.files import MODELS

@@ -12,6 +12,7 @@ from esper.leyline.errors import InputError, described
 from esper.leyline.protocols import Reward
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
+from esper.leyline.watching import Progress, Silent
 from esper.nissa.events import RoundRow, RunRow
 from esper.runs.environment import describe_environment
 from esper.runs.failure import Failure, RolledBack, failed_row
@@ -20,7 +21,6 @@ from esper.runs.interrupt import Interrupt
 from esper.runs.resume import PAID, Change, fitting, with_cohorts
 from esper.runs.run_folder import RunFolder
 from esper.runs.school import Cohort, Keeper, School, Stop, cohort_of, settings_of_policy
-from esper.runs.watching import Progress, Silent
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import Language, Policy, save_policy

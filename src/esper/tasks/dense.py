@@ -1,5 +1,6 @@
 """Fully connected hosts: with and without skips, and with blocks that are damaged."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -19,7 +20,7 @@ SCALE = 0.5
 
 
 @dataclass(frozen=True)
-class _Dense:
+class _Dense(ABC):
     """What hosts for vectors share: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
 
     name: ClassVar[str]
@@ -56,8 +57,9 @@ class _Dense:
     def _even(self, width: int) -> Self:
         return replace(self, width=width, hidden=(width,) * len(self.hidden))
 
+    @abstractmethod
     def _block(self, inner: int) -> nn.Module:
-        raise NotImplementedError
+        """A segment of one hidden layer of `inner` units."""
 
     def _layers(self, inner: int, last: float) -> tuple[nn.Module, ...]:
         """The layers of a block whose last one is drawn with a variance of `last`."""

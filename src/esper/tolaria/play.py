@@ -84,7 +84,7 @@ def play(
         if decision is None:
             try:
                 decision = decide(client, view)
-            except Exception:
+            except Exception:  # whatever a controller's code raises; it goes on below
                 for observer in observers:
                     observer.failed(view)
                 raise
