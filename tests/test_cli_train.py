@@ -163,7 +163,7 @@ BAD = {
     "task twice": (["train", "iris", "iris"], "once"),
     "preset": (["train", "iris", "--preset", "endless"], "'endless'"),
     "reward": (["train", "iris", "--set", "reward.name=gold"], "reward.name"),
-    "baseline": (["train", "iris", "--set", "reward.baseline=twin"], "--twin"),
+    "baseline": (["train", "iris", "--set", "reward.relative_to=twin"], "--twin"),
     "group": (["train", "iris", "--envs", "9"], "reward.group_size"),
     "no rounds": (["train", "iris", "--rounds", "0"], "ppo.rounds"),
     "no environments": (["train", "iris", "--envs", "0"], "envs"),

@@ -66,7 +66,7 @@ def alike(one, other):
     return type(one) is type(other) and one == other
 
 
-@pytest.mark.parametrize("reward", [{}, {"name": "sparse"}, {"name": "escrow", "baseline": "twin"}])
+@pytest.mark.parametrize("reward", [{}, {"name": "sparse"}, {"name": "escrow", "relative_to": "twin"}])
 @pytest.mark.parametrize("sensors_every", [0, 2])
 def test_gymnasium_finds_nothing_to_say_of_one_environment(reward, sensors_every, recwarn):
     config = small_config({"probe": {"sensors_every": sensors_every}}, steps=4, reward=reward)
@@ -74,7 +74,7 @@ def test_gymnasium_finds_nothing_to_say_of_one_environment(reward, sensors_every
     assert not [str(warning.message) for warning in recwarn if "WARN" in str(warning.message)]
 
 
-@pytest.mark.parametrize("reward", [{"name": "delta"}, {"name": "escrow", "baseline": "twin"}])
+@pytest.mark.parametrize("reward", [{"name": "delta"}, {"name": "escrow", "relative_to": "twin"}])
 @pytest.mark.parametrize("task", [blobs, repair])
 def test_a_population_is_gymnasiums_own_vector_of_as_many_environments(reward, task):
     config = small_config({"probe": {"sensors_every": 3}}, steps=5, reward=reward)
@@ -308,7 +308,7 @@ def test_stable_baselines_meets_the_same_population():
         (lambda: begun(EsperVectorEnv(blobs(), small_config())).step(np.zeros(6)), "give 3 of 6 heads each"),
         (lambda: EsperEnv("digits"), "make one with esper.get_task"),
         (lambda: EsperVectorEnv(blobs(), small_config(first_instance=3)), r"reset\(seed="),
-        (lambda: EsperEnv(blobs(), small_config(reward={"baseline": "group"})), "choose none or twin"),
+        (lambda: EsperEnv(blobs(), small_config(reward={"relative_to": "group"})), "choose none or twin"),
         (lambda: EsperEnv(blobs(), small_config()).reset(options={"task": 1}), "unknown option 'task'"),
         (lambda: EsperEnv(blobs(), small_config()).reset(options={"instance": -1}), "none of the training instances"),
         (lambda: EsperEnv(blobs(), small_config()).reset(options={"instance": [1, 2]}), "give one key, or 1"),

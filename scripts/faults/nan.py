@@ -33,7 +33,7 @@ SETTINGS: Mapping[str, Any] = {
     "steps": 12,
     "twin": True,
     "telemetry": {"level": "off"},
-    "reward": {"baseline": "none", "group_size": 1},
+    "reward": {"relative_to": "none", "group_size": 1},
     "probe": {"sensors_every": 4},
 }
 QUICK: Mapping[str, Any] = {"envs": 3, "steps": 4, "data": {"batches_per_step": 2}}

@@ -57,7 +57,7 @@ def test_layers_are_left_as_they_were():
         ({"device": "tpu"}, "device"),
         ({"models": "some"}, "models"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
-        ({"optimizer": {"accumulate": 5}}, "optimizer.accumulate"),
+        ({"optimizer": {"accumulation_steps": 5}}, "optimizer.accumulation_steps"),
         ({"lifecycle": {"tempos": [1, 2]}}, "lifecycle.tempos"),
         ({"lifecycle": {"tempos": [0]}}, "lifecycle.tempos"),
         ({"lifecycle": {"targets": [0.5, 1.5]}}, "lifecycle.targets"),

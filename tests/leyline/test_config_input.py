@@ -61,7 +61,10 @@ def test_a_name_with_a_dot_in_the_cohorts_stays_one_name():
         ({"twin": "maybe"}, "twin is 'maybe'; give true or false"),
         ({"reward": {"rent": float("nan")}}, "reward.rent is nan; give a finite number of at least 0"),
         ({"reward": {"fees": 5}}, "reward.fees is 5; give a mapping of names to numbers"),
-        ({"governor.collapse": 1}, "governor.collapse is 1; give a finite number of at least 0 and below 1"),
+        (
+            {"governor.min_output_spread": 1},
+            "governor.min_output_spread is 1; give a finite number of at least 0 and below 1",
+        ),
         ({"probe.coalitions_every": 0}, "probe.coalitions_every is 0; gates and attribution need coalitions"),
         ({"task": "a" * 5000}, None),
         ({"device": "a" * 5000}, "device is 'aaa"),

@@ -305,7 +305,7 @@ class Asking:
 def interrupted_in_a_round(folder, at=40):
     """A training that Ctrl-C ended inside a round of learning, with shares of exploration that are all above 0."""
     task = blobs()
-    explores = {"rounds": 4, "exploration": 0.4, "exploration_op": 0.2}
+    explores = {"rounds": 4, "exploration": 0.4, "op_exploration": 0.2}
     configs = training_configs([task], "quick", SHORT, {"ppo": explores})
     summary = train([replace(task, objective=Asking(task.objective, at))], configs, folder)
     assert summary["status"] == "interrupted"
@@ -317,7 +317,7 @@ def interrupted_in_a_round(folder, at=40):
 
 @pytest.mark.parametrize(
     "setting",
-    ["ppo.rounds=9", "ppo.exploration=0.1", "ppo.exploration_op=0", "ppo.entropy_weight=0.1"],
+    ["ppo.rounds=9", "ppo.exploration=0.1", "ppo.op_exploration=0", "ppo.entropy_weight=0.1"],
 )
 def test_a_training_that_was_interrupted_inside_a_round_goes_on_under_another_schedule(tmp_path, setting):
     assert interrupted_in_a_round(tmp_path / "run")["rounds_done"] < 4

@@ -377,10 +377,10 @@ BAD = {
     "a group that does not divide the environments": (blobs, {"envs": 6}, "reward.group_size is 4.*divisor"),
     "a group without its baseline": (
         blobs,
-        {"envs": 6, "reward": {"baseline": "none"}},
+        {"envs": 6, "reward": {"relative_to": "none"}},
         "reward.group_size is 4.*divisor",
     ),
-    "a twin baseline without twins": (blobs, {"reward": {"baseline": "twin"}}, "--twin"),
+    "a twin baseline without twins": (blobs, {"reward": {"relative_to": "twin"}}, "--twin"),
     "a validation that does not fit": (
         blobs,
         {"ppo": {"validate_envs": 10**9}},

@@ -188,7 +188,7 @@ def test_annealing_is_linear_and_stays_between_its_ends():
 
 
 def test_exploration_falls_from_the_configured_shares_to_none_in_the_last_round(view):
-    learner = a_learner(view, rounds=3, exploration=0.2, exploration_op=0.1)
+    learner = a_learner(view, rounds=3, exploration=0.2, op_exploration=0.1)
     found = []
     for learner.round in range(3):
         found.append((learner.exploration[Head.OP], learner.exploration[Head.SLOT]))

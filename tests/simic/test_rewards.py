@@ -128,7 +128,7 @@ reward_configs = st.builds(
     RewardConfig,
     objective=st.sampled_from(("metric", "log_loss")),
     rent=fractions,
-    baseline=st.sampled_from(("none", "twin", "group")),
+    relative_to=st.sampled_from(("none", "twin", "group")),
     param_budget=st.none() | st.floats(0, 3),
     sparse_reward_scale=st.just(1.0),
     fees=st.dictionaries(st.sampled_from([op.name.lower() for op in Op]), fractions),
@@ -143,7 +143,7 @@ def test_rewards_telescope_to_the_rise_of_the_worth_less_the_fees(drawn, config)
     twins = [scores(row[2:4]) for row in rows]
     first, last = (total(worth(path[end], HOSTS, config)) for end in (0, -1))
     expected = last - first
-    if config.baseline == "twin":
+    if config.relative_to == "twin":
         expected -= total(worth(twins[-1], HOSTS, config)) - total(worth(twins[0], HOSTS, config))
     for op, price in config.fees.items():
         expected -= price * ((ops == Op[op.upper()]) & accepted).sum(0)
@@ -199,7 +199,7 @@ def test_a_reward_names_its_components():
     plain = {"metric", "rent", "budget", "fees"}
     assert set(get_reward(RewardConfig())(step)) == plain
     assert set(get_reward(RewardConfig(name="sparse"))(step)) == plain
-    assert set(get_reward(RewardConfig(name="escrow", baseline="twin"))(step)) == plain | {"twin", "escrow"}
+    assert set(get_reward(RewardConfig(name="escrow", relative_to="twin"))(step)) == plain | {"twin", "escrow"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -246,7 +246,7 @@ def test_sparse_pays_nothing_before_the_end_and_then_the_scaled_rise():
 def test_a_population_that_never_grows_earns_nothing_beyond_its_twins():
     config = small_config(twin=True)
     engine, client = VectorizedEngine(blobs(), config), Never()
-    rewards = [get_reward(RewardConfig(name=name, baseline="twin")) for name in NAMES]
+    rewards = [get_reward(RewardConfig(name=name, relative_to="twin")) for name in NAMES]
     view = engine.reset()
     while view.step < config.steps:
         view, result = engine.step(client.act(view))
@@ -256,12 +256,12 @@ def test_a_population_that_never_grows_earns_nothing_beyond_its_twins():
 
 def test_the_twin_as_baseline_asks_for_twins():
     with pytest.raises(InputError, match="set twin to true"):
-        delta(outcome(scores([0, 0]), scores([0, 0])), RewardConfig(baseline="twin"))
+        delta(outcome(scores([0, 0]), scores([0, 0])), RewardConfig(relative_to="twin"))
 
 
 def test_the_group_as_baseline_leaves_the_reward_alone():
     step = outcome(scores([0.1, 0.2]), scores([0.3, 0.2]))
-    plain, group = (total(delta(step, RewardConfig(baseline=name))) for name in ("none", "group"))
+    plain, group = (total(delta(step, RewardConfig(relative_to=name))) for name in ("none", "group"))
     np.testing.assert_array_equal(plain, group)
 
 

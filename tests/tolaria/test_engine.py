@@ -365,7 +365,9 @@ def test_a_decision_of_another_number_of_environments_is_refused():
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_accumulated_gradients_equal_one_large_batch(accumulate):
     config = small_config(
-        steps=1, data={"batch_size": 12, "batches_per_step": 3}, optimizer={"name": "sgd", "accumulate": accumulate}
+        steps=1,
+        data={"batch_size": 12, "batches_per_step": 3},
+        optimizer={"name": "sgd", "accumulation_steps": accumulate},
     )
     engine = VectorizedEngine(blobs(dtype=torch.float64), config)
     engine.reset()

@@ -56,7 +56,9 @@ class Population:
             update={
                 "task": task.name,
                 "envs": envs or config.envs,
-                "baselines": ("twin",) if config.reward.baseline == "twin" else (),  # rows that the reward reads alone
+                "baselines": ("twin",)
+                if config.reward.relative_to == "twin"
+                else (),  # rows that the reward reads alone
             }
         )
         self.engine = VectorizedEngine(task, config)
@@ -190,8 +192,8 @@ def _check(config: Config) -> None:
             f"first_instance is {config.first_instance}, but here instances are drawn; leave it at 0 and choose with "
             "reset(seed=...) or reset(options={'instance': ...})"
         )
-    if config.reward.baseline == "group":
+    if config.reward.relative_to == "group":
         raise InputError(
-            "reward.baseline is group, which Esper's own learner subtracts from the advantage and no environment can; "
+            "reward.relative_to is group, which Esper's own learner subtracts from the advantage and no environment can; "
             "choose none or twin"
         )

@@ -82,7 +82,7 @@ def solve(sandbox: Sandbox) -> Solution:
     assert config.gates.permissive or config.gates.min_training_steps > config.steps, (
         "gates must not depend on the kind"
     )
-    assert (config.reward.name, config.reward.baseline, dict(config.reward.fees)) == ("delta", "none", {})
+    assert (config.reward.name, config.reward.relative_to, dict(config.reward.fees)) == ("delta", "none", {})
     steps, final = _expand(sandbox)
     kinds = range(process.kinds)
     value = np.stack([_rise(sandbox, kind, final) for kind in kinds], 1)

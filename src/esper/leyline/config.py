@@ -85,7 +85,9 @@ class OptimizerConfig(_Section):
     max_grad_norm: float | None = Field(
         None, gt=0, description="gradient norm to which a row's gradient is clipped; null does not clip"
     )
-    accumulate: int = Field(1, ge=1, description="batches whose mean gradient makes one optimizer step [batches]")
+    accumulation_steps: int = Field(
+        1, ge=1, description="batches whose gradients are averaged into one optimizer step [batches]"
+    )
 
 
 class LifecycleConfig(_Section):
@@ -184,8 +186,10 @@ class RewardConfig(_Section):
     rent_size: int = Field(
         0, ge=0, description="a smaller host pays rent as if it had so many; 1000 for tasks of one's own [parameters]"
     )
-    baseline: Literal["none", "twin", "group"] = Field(
-        "none", description="subtracted: nothing, the twin's rise step by step, or the group's mean from the advantage"
+    relative_to: Literal["none", "twin", "group"] = Field(
+        "none",
+        description="what is subtracted. twin: the rise of J of the never-grow twin, from the reward of each step; "
+        "group: the mean advantage of the group, from the advantage; none: nothing",
     )
     group_size: int = Field(8, ge=1, description="environments that share an instance in training [environments]")
     param_budget: float | None = Field(
@@ -239,8 +243,8 @@ class GovernorConfig(_Section):
     confirm_steps: int = Field(
         3,
         ge=1,
-        description="consecutive steps beyond loss_rise_z, collapse or metric_drop_z after which a row is restored; NaN and "
-        "infinite values restore it immediately [steps]",
+        description="consecutive steps beyond loss_rise_z, min_output_spread or metric_drop_z after which a row is restored; NaN "
+        "and infinite values restore it immediately [steps]",
     )
     loss_window: int = Field(
         16, ge=2, description="number of past training losses with which a new loss is compared [steps]"
@@ -255,7 +259,7 @@ class GovernorConfig(_Section):
         gt=0,
         description="lower limit of the standard deviation in loss_rise_z, as a share of the loss before training",
     )
-    collapse: float = Field(
+    min_output_spread: float = Field(
         1e-3,
         ge=0,
         lt=1,
@@ -383,7 +387,7 @@ class PPOConfig(_Section):
     exploration: float = Field(
         0.2, ge=0, lt=1, description="share of the uniform in the choice of slot, blueprint and the rest, annealed to 0"
     )
-    exploration_op: float = Field(
+    op_exploration: float = Field(
         0.01, ge=0, lt=1, description="share of the uniform in the choice of the operation, annealed to 0"
     )
     imitation_rounds: int = Field(
@@ -482,10 +486,10 @@ class Config(_Section):
 
     @pydantic.model_validator(mode="after")
     def _whole_accumulations(self) -> "Config":
-        if self.data.batches_per_step % self.optimizer.accumulate:
+        if self.data.batches_per_step % self.optimizer.accumulation_steps:
             raise ValueError(
-                f"optimizer.accumulate is {self.optimizer.accumulate}, which does not divide data.batches_per_step "
-                f"({self.data.batches_per_step}); choose a divisor"
+                f"optimizer.accumulation_steps is {self.optimizer.accumulation_steps}, which does not divide "
+                f"data.batches_per_step ({self.data.batches_per_step}); choose a divisor"
             )
         return self
 

@@ -34,12 +34,15 @@ SYNONYMS: Mapping[str, str] = {
 
 RENAMED: Mapping[str, str] = {
     "data.batch": "data.batch_size",
+    "optimizer.accumulate": "optimizer.accumulation_steps",
     "optimizer.clip": "optimizer.max_grad_norm",
     "lifecycle.max_training": "lifecycle.max_training_seeds",
     "gates.min_training": "gates.min_training_steps",
     "gates.min_holding": "gates.min_holding_steps",
     "gates.z": "gates.contribution_z",
+    "reward.baseline": "reward.relative_to",
     "reward.group": "reward.group_size",
+    "governor.collapse": "governor.min_output_spread",
     "governor.patience": "governor.confirm_steps",
     "governor.history": "governor.loss_window",
     "governor.loss_rise": "governor.loss_rise_z",
@@ -55,6 +58,7 @@ RENAMED: Mapping[str, str] = {
     "ppo.clip": "ppo.clip_range",
     "ppo.lam": "ppo.gae_lambda",
     "ppo.entropy": "ppo.entropy_weight",
+    "ppo.exploration_op": "ppo.op_exploration",
 }
 """The new name of every key that had another one. A config that gives the old name is refused with the new one."""
 

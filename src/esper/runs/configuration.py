@@ -41,7 +41,7 @@ TRAINING: Mapping[str, Any] = MappingProxyType(
         "models": "none",
         "gates": {"permissive": True, "min_holding_steps": 1},  # a learner judges for itself what a gate would forbid
         "probe": {"sensors_every": 4},
-        "reward": {"baseline": "group", "group_size": 8},
+        "reward": {"relative_to": "group", "group_size": 8},
         "telemetry": {"level": "run"},
         "early_stopping": {"enabled": False},  # a controller learns from whole episodes
     }

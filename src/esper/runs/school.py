@@ -128,7 +128,7 @@ class School:
         reward: Callable[[RewardConfig], Reward] = get_reward,
     ) -> None:
         self.cohorts, self.policy, self.config = cohorts, policy, config
-        group = config.reward.group_size if config.reward.baseline == "group" else None
+        group = config.reward.group_size if config.reward.relative_to == "group" else None
         self.learner = PPO(policy, config.ppo, config.seed, group)
         self.clients = [
             SimicClient(self.learner, reward(cohort.config.reward), cohort.config.governor.penalty)
@@ -315,9 +315,10 @@ def cohort_of(task: AnyTask, config: Config) -> Cohort:
         raise InputError(
             f"reward.group_size is {reward.group_size}, which does not divide envs, {config.envs}; choose a divisor"
         )
-    if reward.baseline == "twin" and not config.twin:
+    if reward.relative_to == "twin" and not config.twin:
         raise InputError(
-            "reward.baseline is twin, but no twins are trained; give --twin (the key twin), or another baseline"
+            "reward.relative_to is twin, but no twins are trained; give --twin (the key twin), or set "
+            "reward.relative_to to none or group"
         )
     if config.early_stopping.enabled:
         raise InputError("early_stopping.enabled is true, but a controller learns from whole episodes; leave it out")

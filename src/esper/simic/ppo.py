@@ -87,7 +87,7 @@ class PPO:
     def exploration(self) -> dict[Head, float]:
         """Share of the uniform in this round's decisions, by head."""
         config = self.config
-        shares = {head: config.exploration_op if head is Head.OP else config.exploration for head in Head}
+        shares = {head: config.op_exploration if head is Head.OP else config.exploration for head in Head}
         return {head: anneal(share, self._progress, 0.0) for head, share in shares.items()}
 
     @property

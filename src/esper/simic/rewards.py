@@ -53,10 +53,10 @@ def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Componen
     """
     final = outcome.after if outcome.exported is None else outcome.exported
     before, after = (worth(scores, outcome.host_params, config) for scores in (outcome.before, final))
-    if config.baseline == "twin":
+    if config.relative_to == "twin":
         if outcome.twin is None:
             raise InputError(
-                "reward.baseline is twin, but no twins are trained; set twin to true, or the baseline to none"
+                "reward.relative_to is twin, but no twins are trained; set twin to true, or reward.relative_to to none"
             )
         twins = (total(worth(scores, outcome.host_params, config)) for scores in outcome.twin)
         before["twin"], after["twin"] = (-value for value in twins)

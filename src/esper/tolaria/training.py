@@ -77,7 +77,7 @@ def train(
         )
         for part in body.parts
     ]
-    accumulate = config.optimizer.accumulate
+    accumulate = config.optimizer.accumulation_steps
     updates = config.data.batches_per_step // accumulate
     rows = len(seeds.stage)
     host = _group(body.host, slice(0, rows), optimizer, updates)
@@ -127,7 +127,7 @@ def _backward(
     if result.proximal is not None:
         total = total + config.lifecycle.proximal * result.proximal
     if total.requires_grad:  # nothing trains in a host that is frozen whole and bears no seed
-        accumulate = config.optimizer.accumulate
+        accumulate = config.optimizer.accumulation_steps
         (total if accumulate == 1 else total / accumulate).backward()
     return losses.detach()
 

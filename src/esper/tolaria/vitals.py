@@ -94,7 +94,8 @@ def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[His
         struck = np.stack(
             [
                 rise > config.loss_rise_z * scale,
-                (signs.spread < config.collapse * history.spread) & (rise > config.min_loss_std * history.first),
+                (signs.spread < config.min_output_spread * history.spread)
+                & (rise > config.min_loss_std * history.first),
                 history.best - signs.metric > np.maximum(config.metric_drop_z * noise, config.min_metric_drop),
             ],
             1,
