@@ -40,6 +40,7 @@ from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.contenders import BEST, ROWS, Contender, named
 from esper.runs.evaluation import evaluate
 from esper.runs.evaluation_record import Evaluation
+from esper.runs.resume import Opening
 from esper.runs.schedule_search import search_schedules
 from esper.runs.statistics import interquartile_mean, interval, mean, mean_difference
 from esper.runs.statistics import probability_of_improvement as improvement
@@ -333,7 +334,7 @@ def train_one(training: Training, folder: Path, settings: Sequence[Mapping[str, 
     task = task_of(training.task)
     ours = {"task": task.name, "tasks": [task.name], "controller": "ppo", "seed": training.seed}
     config = build_config(task.defaults, TRAINING, PRESETS[training.preset], *settings, ours)
-    summary = train([task], [config], folder, Told(training.name), overwrite=True)
+    summary = train([task], [config], folder, Told(training.name), Opening(overwrite=True))
     return f"{training.name} {summary['status']} in {summary['seconds']:.0f} s"
 
 

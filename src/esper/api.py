@@ -23,6 +23,7 @@ from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.runs.configuration import growth_config, training_configs
 from esper.runs.grow import grow as grow_run
+from esper.runs.resume import Opening
 from esper.runs.train import train as train_run
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import get_controller
@@ -74,7 +75,7 @@ def grow(
     if not isinstance(controller, PolicyClient) or isinstance(controller, type):
         raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
     with growing(progress, config.steps, task.objective.metric) as watch:
-        summary = grow_run(task, config, controller, folder, watch, overwrite=overwrite)
+        summary = grow_run(task, config, controller, folder, watch, Opening(overwrite=overwrite))
     return end_of(summary, folder, on_interrupt)
 
 
@@ -107,7 +108,7 @@ def train(
         check_settings(asked, chosen)
     configs = training_configs(chosen, preset, asked)
     with learning(progress) as watch:
-        summary = train_run(chosen, configs, folder, watch, overwrite=overwrite, reward=reward)
+        summary = train_run(chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward)
     return end_of(summary, folder, on_interrupt)
 
 

@@ -25,7 +25,7 @@ from esper.runs.contenders import Contender, named
 from esper.runs.evaluation import run_evaluation
 from esper.runs.evaluation_folder import FIGURE, RECORD, ROOT, EvaluationFolder
 from esper.runs.grow import grow as grow_run
-from esper.runs.resume import Change, changed, cohort_configs, finished, is_training, read_config
+from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config
 from esper.runs.train import train as train_run
 from esper.store.disk import write_atomic
 from esper.store.files import to_json
@@ -102,15 +102,14 @@ def go_on(
         if wrong is not None:
             warn(wrong, RunWarning)
         return known
+    opening = Opening(resume=True, change=change, other_data=other_data)
     given = [] if task is None else [task] if isinstance(task, Task | Mixture | str) else list(task)
     if is_training(config):
         if controller is not None:
             raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
         tasks = tasks_of(folder, config.tasks, given)
         with learning(progress) as watch:
-            return train_run(
-                tasks, cohort_configs(config), folder, watch, resume=True, change=change, other_data=other_data
-            )
+            return train_run(tasks, cohort_configs(config), folder, watch, opening)
     (chosen,) = tasks_of(folder, (config.task,), given)
     client = controller if controller is not None and not isinstance(controller, str) else None
     if client is None:
@@ -124,7 +123,7 @@ def go_on(
     if "steps" not in config.model_fields_set:  # epochs were given in place of the steps of the run
         config = with_steps(config, chosen)
     with growing(progress, config.steps, chosen.objective.metric) as sight:
-        return grow_run(chosen, config, client, folder, sight, resume=True, change=change, other_data=other_data)
+        return grow_run(chosen, config, client, folder, sight, opening)
 
 
 def evaluate(

@@ -176,6 +176,7 @@ def grow(
 
     from esper.runs.configuration import growth_config, load_config_file
     from esper.runs.grow import grow as run_population
+    from esper.runs.resume import Opening
     from esper.store.disk import file_name
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
@@ -215,7 +216,7 @@ def grow(
     from esper.karn.console import print_summary
 
     with live(Console(stderr=True), config.steps, chosen.objective.metric) as watch:
-        summary = run_population(chosen, config, client, folder, watch, overwrite=overwrite)
+        summary = run_population(chosen, config, client, folder, watch, Opening(overwrite=overwrite))
     if json_:
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
@@ -258,6 +259,7 @@ def train(
     from esper.karn.bars import training
     from esper.karn.console import print_training
     from esper.runs.configuration import load_config_file, training_configs
+    from esper.runs.resume import Opening
     from esper.runs.train import train as train_controller
     from esper.simic.ppo import LearningError
     from esper.store.disk import file_name
@@ -288,7 +290,7 @@ def train(
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
     with training(Console(stderr=True)) as watch:
         try:
-            summary = train_controller(chosen, configs, folder, watch, overwrite=overwrite)
+            summary = train_controller(chosen, configs, folder, watch, Opening(overwrite=overwrite))
         except LearningError as error:
             _fail(error, 1)
     if json_:

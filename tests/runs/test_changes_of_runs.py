@@ -13,7 +13,7 @@ from esper.leyline.watching import Silent
 from esper.nissa.events import RunRow, decode
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
-from esper.runs.resume import FIXED, Change, change_config, changed, cohort_configs, finished, read_config
+from esper.runs.resume import FIXED, Change, Opening, change_config, changed, cohort_configs, finished, read_config
 from esper.runs.train import train
 from esper.store.changes import read_trail
 from esper.store.checkpoint import Checkpoints, flatten
@@ -49,7 +49,7 @@ def set_(folder, *settings, after=None):
     """As `esper resume --set` does."""
     before = read_config(folder)
     config = changed(before, settings)
-    return run(folder, config, after, resume=True, change=Change(before, settings))
+    return run(folder, config, after, opening=Opening(resume=True, change=Change(before, settings)))
 
 
 def content(folder):
@@ -109,8 +109,8 @@ def test_a_changed_run_goes_on_without_set_and_tells_of_the_change_once(left):
     with pytest.raises(Left):
         set_(left, "optimizer.lr=0.001", after=1)  # killed before a checkpoint holds the row of the change
     with pytest.raises(Left):
-        run(left, read_config(left), 2, resume=True)
-    run(left, read_config(left), resume=True)
+        run(left, read_config(left), 2, opening=Opening(resume=True))
+    run(left, read_config(left), opening=Opening(resume=True))
     assert run_rows(left) == [("running", []), ("running", ["optimizer.lr=0.001"]), ("finished", [])]
 
 
@@ -126,7 +126,7 @@ def test_a_changed_config_is_still_guarded_against_an_editor(left):
     path = left / "config.yaml"
     path.write_text(path.read_text().replace("lr: 0.001", "lr: 0.002"))
     with pytest.raises(InputError, match=r"config\.yaml was changed since"):
-        run(left, read_config(left), resume=True)
+        run(left, read_config(left), opening=Opening(resume=True))
 
 
 def test_a_finished_run_is_lengthened_to_the_state_of_a_longer_one(tmp_path):
@@ -249,7 +249,8 @@ def lengthened(tasks, folder, *settings):
     # the objective may be another one than that under which Ctrl-C was pressed
     before = read_config(folder)
     config = changed(before, settings)
-    return train(tasks, cohort_configs(config), folder, resume=True, change=Change(before, settings), other_data=True)
+    opening = Opening(resume=True, change=Change(before, settings), other_data=True)
+    return train(tasks, cohort_configs(config), folder, opening=opening)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from esper.leyline.watching import Silent
 from esper.nissa.events import RunRow, decode
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
+from esper.runs.resume import Opening
 from esper.runs.train import train
 from esper.simic.rewards import get_reward
 from esper.store.checkpoint import Checkpoints
@@ -119,7 +120,7 @@ def test_a_run_whose_controller_failed_goes_on_behind_its_last_whole_step(tmp_pa
         grow(blobs(), config, Raising(Broken("no"), at=3), tmp_path / "run")
     assert Checkpoints(tmp_path / "run", config.checkpoint).read(pytest.fail).number == 3
     resumed, whole = Raising(), Raising()
-    summary = grow(blobs(), config, resumed, tmp_path / "run", resume=True)
+    summary = grow(blobs(), config, resumed, tmp_path / "run", opening=Opening(resume=True))
     straight = grow(blobs(), config, whole, tmp_path / "straight")
     assert (summary["status"], resumed.decided) == ("finished", whole.decided)
     assert summary["test_accuracy"] == straight["test_accuracy"]
@@ -144,7 +145,7 @@ def test_a_failure_says_after_which_step_the_resumed_run_goes_on(tmp_path, where
         def note(self, text):
             told.append(text)
 
-    grow(blobs(), config, Raising(), tmp_path / "run", Told(), resume=True)
+    grow(blobs(), config, Raising(), tmp_path / "run", Told(), opening=Opening(resume=True))
     went_on = next(text for text in told if text.startswith(("going on", "no complete checkpoint")))
     assert (
         went_on
@@ -159,7 +160,7 @@ def test_an_error_of_a_loss_or_a_metric_ends_the_run_as_failed_and_it_can_be_res
     with pytest.raises(Broken, match=f"the {name} is broken"):
         grow(broken, config, Never(), tmp_path / "run")
     assert assert_failed(tmp_path / "run", "Broken", f"the {name} is broken")["steps_done"] < STEPS
-    mended = grow(task, config, Never(), tmp_path / "run", resume=True, other_data=True)
+    mended = grow(task, config, Never(), tmp_path / "run", opening=Opening(resume=True, other_data=True))
     assert mended["status"] == "finished"
 
 
@@ -279,7 +280,7 @@ def test_an_error_of_a_reward_ends_the_training_as_failed_and_it_can_be_resumed(
     with pytest.raises(Broken):
         train(tasks, configs, tmp_path / "run", reward=Payer(5))
     assert_failed(tmp_path / "run", "Broken", "the reward is broken")
-    resumed = train(tasks, configs, tmp_path / "run", resume=True, reward=Payer(10**9))
+    resumed = train(tasks, configs, tmp_path / "run", opening=Opening(resume=True), reward=Payer(10**9))
     assert (resumed["status"], resumed["rounds_done"]) == ("finished", 2)
 
 

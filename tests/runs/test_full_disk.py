@@ -7,7 +7,7 @@ import pytest
 from esper.leyline.watching import Silent
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
-from esper.runs.resume import read_config
+from esper.runs.resume import Opening, read_config
 from esper.runs.train import train
 from esper.store import patience
 from esper.store.patience import DiskFull
@@ -76,12 +76,12 @@ def files(folder):
 def growth(folder, seconds, watch=None, resume=False):
     over = {"steps": 6, "models": "all", "checkpoint": CHECKPOINT, "faults": {"disk_seconds": seconds}}
     config = small_config({"controller": "random-valid"}, over)
-    return grow(blobs(), config, get_controller("random-valid", config), folder, watch, resume=resume)
+    return grow(blobs(), config, get_controller("random-valid", config), folder, watch, opening=Opening(resume=resume))
 
 
 def training(folder, seconds, watch=None, resume=False):
     configs = training_configs([blobs()], "quick", LEARN, {"faults": {"disk_seconds": seconds}})
-    return train([blobs()], configs, folder, watch, resume=resume)
+    return train([blobs()], configs, folder, watch, opening=Opening(resume=resume))
 
 
 @pytest.fixture(scope="module")

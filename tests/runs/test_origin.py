@@ -14,6 +14,7 @@ from esper.nissa.events import RunRow, decode
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.origin import fingerprint
+from esper.runs.resume import Opening
 from esper.runs.train import train
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
@@ -37,7 +38,7 @@ def other(task, name):
 def going_on(folder, task, **how):
     """Go on with a finished run that has lost its summary."""
     (folder / "summary.json").unlink(missing_ok=True)
-    return grow(task, CONFIG, get_controller("random-valid", CONFIG), folder, resume=True, **how)
+    return grow(task, CONFIG, get_controller("random-valid", CONFIG), folder, opening=Opening(resume=True, **how))
 
 
 @pytest.fixture
@@ -169,8 +170,10 @@ def test_a_training_compares_the_data_of_all_its_tasks(tmp_path):
     train(tasks, configs, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(InputError, match="validation of task others"):
-        train([tasks[0], other(tasks[1], "validation")], configs, tmp_path / "run", resume=True)
-    train([tasks[0], other(tasks[1], "test")], configs, tmp_path / "run", resume=True)  # which no training reads
+        train([tasks[0], other(tasks[1], "validation")], configs, tmp_path / "run", opening=Opening(resume=True))
+    train(
+        [tasks[0], other(tasks[1], "test")], configs, tmp_path / "run", opening=Opening(resume=True)
+    )  # which no training reads
 
 
 def test_a_mixture_is_known_by_an_instance_of_each_part():

@@ -25,7 +25,7 @@ from esper.nissa.events import RunRow, decode
 from esper.nissa.recovery import look_at_events
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
-from esper.runs.resume import cohort_configs, is_training, read_config, with_cohorts
+from esper.runs.resume import Opening, cohort_configs, is_training, read_config, with_cohorts
 from esper.runs.train import train
 from esper.simic.rewards import Escrow
 from esper.store.checkpoint import Checkpoints, flatten, unflatten
@@ -133,8 +133,8 @@ def left_and_resumed(config, folder, client, *lefts):
     """Grow until the process is gone after each of some steps, and then to the end."""
     for number, after in enumerate(lefts):
         with pytest.raises(Left):
-            grow(blobs(), config, client(), folder, Leaving(after), resume=number > 0)
-    return grow(blobs(), config, client(), folder, resume=True)
+            grow(blobs(), config, client(), folder, Leaving(after), opening=Opening(resume=number > 0))
+    return grow(blobs(), config, client(), folder, opening=Opening(resume=True))
 
 
 @pytest.mark.parametrize("twin", [True, False])
@@ -255,7 +255,7 @@ def test_rows_from_behind_the_checkpoint_are_cut_into_a_file_beside(tmp_path):
     before = (folder / "events.jsonl").read_bytes()
     watch = Leaving(2)
     with pytest.raises(Left):
-        grow(blobs(), config, client(), folder, watch, resume=True)
+        grow(blobs(), config, client(), folder, watch, opening=Opening(resume=True))
     side = (folder / "events-cut-1.jsonl").read_bytes()
     assert before.endswith(side)
     assert side
@@ -267,7 +267,7 @@ def test_rows_from_behind_the_checkpoint_are_cut_into_a_file_beside(tmp_path):
     assert told.endswith("(nothing is lost)")
     with open(folder / "events.jsonl", "ab") as file:
         file.write(b'{"kind": "ste')  # as a full disk or a kill leaves a row
-    grow(blobs(), config, client(), folder, resume=True)
+    grow(blobs(), config, client(), folder, opening=Opening(resume=True))
     assert (folder / "events-cut-2.jsonl").read_bytes().endswith(b'{"kind": "ste')
     rows = [decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
     assert [row.seq for row in rows] == list(range(len(rows)))
@@ -286,7 +286,9 @@ def test_without_a_checkpoint_a_run_begins_again(tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "environment.json").unlink()
     watch = Leaving(0)
-    assert timeless(grow(blobs(), config, client(), tmp_path / "run", watch, resume=True)) == timeless(straight)
+    assert timeless(grow(blobs(), config, client(), tmp_path / "run", watch, opening=Opening(resume=True))) == timeless(
+        straight
+    )
     assert watch.notes[0].startswith("no complete checkpoint")
     assert events(tmp_path / "run") == events(tmp_path / "straight")
 
@@ -347,7 +349,9 @@ def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
     straight = grow(blobs(), config, client(), tmp_path / "straight")
     first = grow(blobs(), config, client(), tmp_path / "run", Asking())
     assert (first["status"], first["steps_done"]) == ("interrupted", 5)
-    assert timeless(grow(blobs(), config, client(), tmp_path / "run", resume=True)) == timeless(straight)
+    assert timeless(grow(blobs(), config, client(), tmp_path / "run", opening=Opening(resume=True))) == timeless(
+        straight
+    )
     assert events(tmp_path / "run") == events(tmp_path / "straight")
 
 
@@ -362,7 +366,7 @@ def test_of_a_run_that_was_interrupted_in_order_no_events_are_said_to_be_cut(tmp
 
     first, second = Asking(0), Leaving(0)
     grow(blobs(), config, get_controller("never", config), tmp_path / "run", first)
-    grow(blobs(), config, get_controller("never", config), tmp_path / "run", second, resume=True)
+    grow(blobs(), config, get_controller("never", config), tmp_path / "run", second, opening=Opening(resume=True))
     assert "going on after step 5" in second.notes
     assert [note for note in second.notes if "events" in note] == []
 
@@ -383,7 +387,7 @@ def test_a_run_that_is_left_while_its_networks_are_written_has_them_all_in_the_e
 
     with pytest.raises(Left):
         grow(blobs(), config, client(), tmp_path / "run", Exporting())
-    resumed = grow(blobs(), config, client(), tmp_path / "run", resume=True)
+    resumed = grow(blobs(), config, client(), tmp_path / "run", opening=Opening(resume=True))
     straight = grow(blobs(), config, client(), tmp_path / "straight")
     assert timeless(resumed) == timeless(straight)
     for name in ("env-000", "env-001", "env-002"):
@@ -406,7 +410,7 @@ def test_a_schedule_that_was_changed_is_refused(tmp_path):
     (tmp_path / "schedule.yaml").write_text("- {at: 1, op: wait}")
     events_before = (tmp_path / "run" / "events.jsonl").read_bytes()
     with pytest.raises(InputError, match="is not the schedule that the run began with"):
-        grow(blobs(), config, load_schedule(tmp_path / "schedule.yaml"), tmp_path / "run", resume=True)
+        grow(blobs(), config, load_schedule(tmp_path / "schedule.yaml"), tmp_path / "run", opening=Opening(resume=True))
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == events_before
 
 
@@ -458,7 +462,7 @@ def test_damaged_events_are_named_and_a_whole_checkpoint_goes_on_with_the_rows_t
         path.mkdir()
     elif how != "deleted":
         path.write_bytes(damaged(before, how))
-    resumed = grow(blobs(), config, get_controller("random-valid", config), folder, watch, resume=True)
+    resumed = grow(blobs(), config, get_controller("random-valid", config), folder, watch, opening=Opening(resume=True))
     assert timeless(resumed) == timeless(interrupted[1])
     *moved, note = [note for note in watch.notes if str(path) in note and "checkpoint were moved" not in note]
     assert ["no regular file" in line for line in moved] == [True] * (how == "a folder")
@@ -478,7 +482,7 @@ def test_damaged_events_are_named_and_a_whole_checkpoint_goes_on_with_the_rows_t
 def test_whole_events_are_taken_up_without_a_word(tmp_path, interrupted):
     config, watch = config_of(), Leaving(0)
     shutil.copytree(interrupted[0] / "run", tmp_path / "run")
-    grow(blobs(), config, get_controller("random-valid", config), tmp_path / "run", watch, resume=True)
+    grow(blobs(), config, get_controller("random-valid", config), tmp_path / "run", watch, opening=Opening(resume=True))
     assert not [note for note in watch.notes if "damaged" in note or "sha256" in note]
 
 
@@ -513,7 +517,9 @@ def test_events_that_are_lost_during_the_run_are_noticed_and_written_again_where
     wrong = look_at_events(tmp_path / "run")
     assert (wrong is None) == (how in ("deleted", "replaced"))
     (tmp_path / "run" / "summary.json").unlink()
-    again = grow(blobs(), config, get_controller("random-valid", config), tmp_path / "run", resume=True)
+    again = grow(
+        blobs(), config, get_controller("random-valid", config), tmp_path / "run", opening=Opening(resume=True)
+    )
     assert timeless(again) == timeless(summary)
 
 
@@ -560,8 +566,8 @@ def trained(folder, *lefts, **over):
     configs = training_configs(tasks, "quick", SHORT, over)
     for number, after in enumerate(lefts):
         with pytest.raises(Left):
-            train(tasks, configs, folder, resume=number > 0, reward=Payer(after))
-    return train(tasks, configs, folder, resume=bool(lefts), reward=Payer())
+            train(tasks, configs, folder, opening=Opening(resume=number > 0), reward=Payer(after))
+    return train(tasks, configs, folder, opening=Opening(resume=bool(lefts)), reward=Payer())
 
 
 @pytest.fixture(scope="module")
@@ -627,7 +633,7 @@ def test_a_training_that_was_asked_to_end_goes_on_to_the_end(straight, tmp_path)
     payer.__name__ = "payer"
     first = train(tasks, configs, tmp_path / "run", reward=payer)
     assert (first["status"], first["rounds_done"]) == ("interrupted", 0)
-    resumed = train(tasks, configs, tmp_path / "run", resume=True, reward=Payer())
+    resumed = train(tasks, configs, tmp_path / "run", opening=Opening(resume=True), reward=Payer())
     assert timeless(resumed) == timeless(straight[1])
     assert controller(tmp_path / "run") == controller(straight[0])
 
@@ -666,6 +672,6 @@ def test_what_a_kill_left_behind_the_last_checkpoint_is_removed_by_who_goes_on(t
     left = [checkpoints / ".latest.0123456789abcdef.tmp", *(folder / f".{name}.0123456789abcdef.tmp" for name in SOME)]
     for path in left:
         path.write_text("step-")
-    grow(blobs(), config, client_of("random-valid", config, tmp_path), folder, resume=True)
+    grow(blobs(), config, client_of("random-valid", config, tmp_path), folder, opening=Opening(resume=True))
     assert sorted(path.name for path in checkpoints.iterdir()) == there
     assert [path for path in left if path.exists()] == []

@@ -23,7 +23,7 @@ from esper.leyline.watching import Silent
 from esper.nissa.events import RoundRow, RunRow, decode
 from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.interrupt import Interrupt
-from esper.runs.resume import cohort_configs
+from esper.runs.resume import Opening, cohort_configs
 from esper.runs.school import School, sample_instances, settings_of_policy
 from esper.runs.train import cohort_of, train
 from esper.simic.ppo import LearningError
@@ -415,5 +415,5 @@ def test_a_run_is_replaced_only_when_asked(tmp_path):
     with pytest.raises(InputError, match="--overwrite"):
         run(task, tmp_path / "run", None, quick, {"seed": 1})
     assert digest(tmp_path / "run") == before
-    train(task, configs(task, quick, {"seed": 1}), tmp_path / "run", overwrite=True)
+    train(task, configs(task, quick, {"seed": 1}), tmp_path / "run", opening=Opening(overwrite=True))
     assert digest(tmp_path / "run") != before

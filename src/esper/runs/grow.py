@@ -25,18 +25,16 @@ from esper.leyline.text import counted
 from esper.leyline.view import Seeds, View
 from esper.leyline.watching import Silent, Watch
 from esper.nissa.events import RunRow
-from esper.nissa.hub import Hub
 from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.runs.environment import describe_environment
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
 from esper.runs.figures import Summary, final_figures, test_splits
 from esper.runs.interrupt import Interrupt, after_growth, beside
-from esper.runs.resume import Change, fitting
+from esper.runs.resume import NEW, Opening, fitting
 from esper.runs.run_folder import RunFolder
 from esper.runs.stopping import stopping_figures
 from esper.store.checkpoint import Checkpoints
-from esper.store.disk import Patient
 from esper.store.files import MODELS
 from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY
@@ -50,20 +48,17 @@ def grow(
     client: PolicyClient,
     folder: Path | None = None,
     watch: Watch | None = None,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-    change: Change | None = None,
-    other_data: bool = False,
+    opening: Opening = NEW,
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate what came out on the test split, and export it.
 
     Without a folder nothing is written. What was asked for is checked first, so that bad input (InputError) leaves
     nothing behind. SIGINT or SIGTERM ends the growth after the step it fell in; what is done so far is evaluated and
-    exported. With `resume` the run of the folder, of this task, config and a controller as it was at first, goes on at its
-    last checkpoint, or begins again where it has none; checkpoints are written where the controller is `Resumable`. With a
-    `change`, `config` is the changed one, and a finished run goes on too. It goes on with other data than it began with only
-    where `other_data` is set.
+    exported. Checkpoints are written where the controller is `Resumable`.
+
+    Where the `opening` says resume, the run of the folder goes on at its last checkpoint, or begins again where it has none.
+    The task, the config and the controller are then as they were at first; with a change, `config` is the changed one, and a
+    finished run goes on too.
     """
     started = time.perf_counter()
     watch = watch or Silent()
@@ -71,74 +66,84 @@ def grow(
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
         get_blueprint(name)  # a task may lack it; a name that nothing has is a mistake
-    with (
-        Interrupt() as interrupt,
-        RunFolder(
-            folder,
-            config,
-            watch.note,
-            interrupt,
-            overwrite=overwrite,
-            resume=resume,
-            change=change,
-            tasks=[task],
-            other_data=other_data,
-        ) as run,
-    ):
-        engine, found = VectorizedEngine(task.sealed(), with_sensors(config, client), run.hub), run.found
+    with Interrupt() as interrupt, RunFolder(folder, config, watch.note, interrupt, opening, [task]) as run:
+        engine = VectorizedEngine(task.sealed(), with_sensors(config, client), run.hub)
+        growth = Growth(task, config, client, engine, run, watch, interrupt, started)
         engine.population.sound(test_splits(engine, task))  # looked at now, as nothing should stop the run at its end
-        if found is None:
-            episode = Episode(engine.reset())
-            # a controller that does not fit the task says so before anything is written
-            episode.decided = decide(client, episode.view)
-        else:
-            with fitting(found):
-                episode = _restored(engine, client, found.state)
-            if episode.steps > config.steps:
-                raise InputError(
-                    f"steps is {config.steps}, but the run has taken {episode.steps}; give as many or more"
-                )
+        episode = _episode(growth)
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
-        keeper = Keeper(
-            run.store if isinstance(client, Resumable) else None, engine, client, episode, run.hub, started, watch
-        )
-        failure = Failure(run, partial(_run_row, engine, config), partial(_asked, engine, task, config, episode))
+        failure = Failure(run, partial(_run_row, engine, config), partial(_asked, growth, episode))
         with _closing_row(run, engine, watch), failure.recorded(), engine.timer.memory("between steps", users=False):
-            played = _play(engine, client, episode, interrupt, watch, keeper)
+            played = _play(growth, episode)
             if played.status == "interrupted":
                 if beside(config):
                     interrupt.rearm()
                 watch.answer(after_growth(played.steps, config))
-            ended = engine.view().seeds
-            engine.finish()
-            figures = final_figures(engine, task, config)
-            networks = [engine.export(env) for env in range(config.envs)]
-            written = Written([], [])
-            if run.path is not None:
-                written = _write_networks(engine, task, config, run.path, networks, figures, watch, run.patience)
-            seconds = episode.before + time.perf_counter() - started
-            static = _static(engine, task, config, played, figures, interrupt, watch)
-            if cut_off(static):
-                played = played._replace(status="interrupted")
-                watch.answer(f"interrupted: the static networks {', '.join(cut_off(static))} are left out")
-            summary = {
-                **_asked(engine, task, config, episode),
-                "status": played.status,
-                **figures,
-                "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
-                **_growth(engine, [topology for _, topology in networks], ended, played.germinated),
-                **stopping_figures(engine, config, played.steps),
-                **written._asdict(),
-                **engine.governor.record.counts(),
-                **engine.fates.lists(),
-                "explanations": _explanations(engine, client, config, episode, played),
-                "seconds": round(seconds, 3),
-                "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
-                "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
-            }
-            if played.status == "failed":
-                summary["error"] = described(RolledBack(engine.governor.record.counts()["rollbacks"]))
-        run.end(failed_row(_run_row(engine, config, played.status), summary), summary)
+            summary = _close(growth, episode, played)
+        run.end(failed_row(_run_row(engine, config, summary["status"]), summary), summary)
+    return summary
+
+
+class Growth(NamedTuple):
+    """What a run grows, for whom, and where it is kept."""
+
+    task: AnyTask
+    config: Config  # as asked for; that of the engine has the sensors that the controller needs besides
+    client: PolicyClient
+    engine: VectorizedEngine
+    run: RunFolder
+    watch: Watch
+    interrupt: Interrupt
+    started: float  # [seconds of the clock that counts]
+
+
+def _episode(growth: Growth) -> "Episode":
+    """The episode of a new run with its first decision, or that of the checkpoint at which the run goes on."""
+    found, config = growth.run.found, growth.config
+    if found is None:
+        episode = Episode(growth.engine.reset())
+        # a controller that does not fit the task says so before anything is written
+        episode.decided = decide(growth.client, episode.view)
+        return episode
+    with fitting(found):
+        episode = _restored(growth.engine, growth.client, found.state)
+    if episode.steps > config.steps:
+        raise InputError(f"steps is {config.steps}, but the run has taken {episode.steps}; give as many or more")
+    return episode
+
+
+def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
+    """Evaluate and export what was grown, and train the static networks beside it: the summary."""
+    task, config, engine, run, watch = growth.task, growth.config, growth.engine, growth.run, growth.watch
+    ended = engine.view().seeds
+    engine.finish()
+    figures = final_figures(engine, task, config)
+    networks = [engine.export(env) for env in range(config.envs)]
+    written = Written([], [])
+    if run.path is not None:
+        written = _write_networks(growth, run.path, networks, figures)
+    seconds = episode.before + time.perf_counter() - growth.started
+    static = _static(growth, played, figures)
+    if cut_off(static):
+        played = played._replace(status="interrupted")
+        watch.answer(f"interrupted: the static networks {', '.join(cut_off(static))} are left out")
+    summary = {
+        **_asked(growth, episode),
+        "status": played.status,
+        **figures,
+        "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
+        **_growth(engine, [topology for _, topology in networks], ended, played.germinated),
+        **stopping_figures(engine, config, played.steps),
+        **written._asdict(),
+        **engine.governor.record.counts(),
+        **engine.fates.lists(),
+        "explanations": _explanations(growth, episode, played),
+        "seconds": round(seconds, 3),
+        "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
+        "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
+    }
+    if played.status == "failed":
+        summary["error"] = described(RolledBack(engine.governor.record.counts()["rollbacks"]))
     return summary
 
 
@@ -182,12 +187,8 @@ class Keeper(Observer):
     """Writes the checkpoints of an episode; none where there is no folder."""
 
     store: Checkpoints | None
-    engine: VectorizedEngine
-    client: PolicyClient
+    growth: Growth
     episode: Episode
-    hub: Hub
-    started: float
-    watch: Watch
 
     def going(self, view: View) -> bool:
         """Write a checkpoint where it is due."""
@@ -199,7 +200,7 @@ class Keeper(Observer):
         try:
             self.at_end()
         except Exception as error:
-            self.watch.note(f"no checkpoint could be written behind the failure of the controller: {error}")
+            self.growth.watch.note(f"no checkpoint could be written behind the failure of the controller: {error}")
 
     def when_due(self) -> None:
         """Write one where the config's cadences ask for it."""
@@ -211,19 +212,20 @@ class Keeper(Observer):
         episode, store = self.episode, self.store
         if store is None or episode.steps == store.last:
             return
-        assert isinstance(self.client, Resumable)
-        self.hub.flush()
+        client, engine, run = self.growth.client, self.growth.engine, self.growth.run
+        assert isinstance(client, Resumable)
+        run.hub.flush()
         state = {
-            **self.hub.state(),
+            **run.hub.state(),
             "episode": {
                 "steps": episode.steps,
                 "germinated": episode.germinated,
                 "seconds": episode.seconds,
-                "before": episode.before + time.perf_counter() - self.started,
+                "before": episode.before + time.perf_counter() - self.growth.started,
             },
             "attempts": as_tree(episode.attempts),
-            "client": self.client.state(),
-            "engine": self.engine.snapshot(),
+            "client": client.state(),
+            "engine": engine.snapshot(),
         }
         store.begin(episode.steps, state)
 
@@ -264,15 +266,10 @@ class Written(NamedTuple):
     untraced: list[int]  # those of them that torch.export could not trace
 
 
-def _play(
-    engine: VectorizedEngine,
-    client: PolicyClient,
-    episode: Episode,
-    interrupt: Interrupt,
-    watch: Watch,
-    keeper: Keeper,
-) -> Played:
+def _play(growth: Growth, episode: Episode) -> Played:
     """Step to the end of the episode or to an interrupt."""
+    client, engine, interrupt, watch = growth.client, growth.engine, growth.interrupt, growth.watch
+    keeper = Keeper(growth.run.store if isinstance(client, Resumable) else None, growth, episode)
     play(
         engine,
         client,
@@ -303,8 +300,9 @@ def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str
     return episode
 
 
-def _asked(engine: VectorizedEngine, task: AnyTask, config: Config, episode: Episode) -> Summary:
+def _asked(growth: Growth, episode: Episode) -> Summary:
     """What was asked for and what of it was done."""
+    task, config, engine = growth.task, growth.config, growth.engine
     return {
         "status": "failed",
         "task": config.task,
@@ -319,16 +317,9 @@ def _asked(engine: VectorizedEngine, task: AnyTask, config: Config, episode: Epi
     }
 
 
-def _static(
-    engine: VectorizedEngine,
-    task: AnyTask,
-    config: Config,
-    played: Played,
-    figures: Summary,
-    interrupt: Interrupt,
-    watch: Watch,
-) -> dict[str, Trained | Absent]:
+def _static(growth: Growth, played: Played, figures: Summary) -> dict[str, Trained | Absent]:
     """The static networks that the config asks for; the twins, rows of the population, are there already."""
+    config, engine = growth.config, growth.engine
     twin = None
     if config.twin:
         metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
@@ -336,7 +327,7 @@ def _static(
         twin = Trained(metric, loss, params, seconds=None)
     # those of a run that stopped early have the same steps to their own stop
     steps = config.steps if played.status == "finished" else played.steps
-    return train_baselines(task, config, grown_of(engine), steps, twin, interrupt, watch.note)
+    return train_baselines(growth.task, config, grown_of(engine), steps, twin, growth.interrupt, growth.watch.note)
 
 
 def _growth(
@@ -361,39 +352,31 @@ def _growth(
     return {"seeds": seeds, "grown": grown, "unfinished": unfinished}
 
 
-def _explanations(
-    engine: VectorizedEngine, client: PolicyClient, config: Config, episode: Episode, played: Played
-) -> list[str]:
+def _explanations(growth: Growth, episode: Episode, played: Played) -> list[str]:
     """What did not happen, and why; nothing of a run that failed, whose error is the reason for all of it."""
     if played.status == "failed":
         return []
     return [
-        *explanations(episode.attempts, engine.space, client, config.controller),
-        *unfinished(episode.view, config.gates, episode.attempts.allowed_last),
+        *explanations(episode.attempts, growth.engine.space, growth.client, growth.config.controller),
+        *unfinished(episode.view, growth.config.gates, episode.attempts.allowed_last),
     ]
 
 
 def _write_networks(
-    engine: VectorizedEngine,
-    task: AnyTask,
-    config: Config,
-    folder: Path,
-    networks: Sequence[tuple[nn.Module, dict[str, Any]]],
-    figures: Summary,
-    watch: Watch,
-    patience: Patient,
+    growth: Growth, folder: Path, networks: Sequence[tuple[nn.Module, dict[str, Any]]], figures: Summary
 ) -> Written:
     """Export the networks that the config asks for into the run folder."""
-    written = Written(_exported(config, figures["best"]["env"]), [])
+    engine, watch = growth.engine, growth.watch
+    written = Written(_exported(growth.config, figures["best"]["env"]), [])
     if written.exported:
         watch.note(f"exporting {counted(len(written.exported), 'network')}")
     reasons: dict[str, str] = {}  # why torch.export cannot trace a network, by what grew where on which host
     for env in written.exported:
-        problem = task.instance(int(engine.space.instance[env]))
+        problem = growth.task.instance(int(engine.space.instance[env]))
         example = problem.probe.x[:2].cpu()
         path = folder / MODELS / f"env-{env:03d}"
         kind = _kind(networks[env][1])
-        failure = save_network(path, *networks[env], example, patience, reasons.get(kind))
+        failure = save_network(path, *networks[env], example, growth.run.patience, reasons.get(kind))
         if failure is not None:
             reasons[kind] = failure
             written.untraced.append(env)

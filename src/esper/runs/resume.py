@@ -79,6 +79,18 @@ class Change(NamedTuple):
     settings: tuple[str, ...]  # as `--set` named them
 
 
+class Opening(NamedTuple):
+    """How a run takes its folder: by default as a new one, which must not hold a run."""
+
+    overwrite: bool = False  # replace the run that is in the folder
+    resume: bool = False  # continue the run that is in the folder, at its last checkpoint
+    change: Change | None = None  # of the config of the run that continues
+    other_data: bool = False  # the run may continue with other data than it began with
+
+
+NEW = Opening()
+
+
 def changed(config: Config, settings: Sequence[str]) -> Config:
     """The config of a run folder with settings, KEY=VALUE, over it and over every cohort's of a training.
 

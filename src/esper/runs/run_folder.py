@@ -15,7 +15,7 @@ from esper.nissa.recovery import Mark
 from esper.runs.contents import check_folder, create_folder, make_folder, sweep
 from esper.runs.interrupt import Interrupt
 from esper.runs.origin import DATA, Difference, compare_origin, origin_of
-from esper.runs.resume import Change, change_config, fitting, reopen_run, take_up
+from esper.runs.resume import NEW, Opening, change_config, fitting, reopen_run, take_up
 from esper.store.changes import read_trail, record_origin
 from esper.store.checkpoint import Checkpoint, Checkpoints
 from esper.store.disk import Patient, at_once, write_atomic
@@ -37,19 +37,12 @@ class RunFolder:
         config: Config,
         note: Callable[[str], None],
         interrupt: Interrupt,
-        *,
-        overwrite: bool = False,
-        resume: bool = False,
-        change: Change | None = None,
+        opening: Opening = NEW,
         tasks: Sequence[AnyTask] = (),
-        other_data: bool = False,
     ) -> None:
-        """`config` is that of the run or, where it goes on with a `change`, the one that it shall have.
-
-        A run that goes on must read the data that it began with, those of `tasks`, unless `other_data` is set.
-        """
+        """`config` is that of the run or, where the `opening` has a change, the changed one. `tasks` are the run's."""
         self.path, self.config, self.note = path, config, note
-        self.overwrite, self.resume, self.change = overwrite, resume, change
+        self.opening = opening
         self.patience: Patient = at_once
         outputs: list[Output] = []
         if path is not None:
@@ -62,7 +55,6 @@ class RunFolder:
         self.found: Checkpoint | None = None
         self.mark: Mark | None = None  # of the events before the checkpoint that was found
         self.origin = origin_of(tasks) if path is not None else None
-        self.other_data = other_data
         self.differs: Difference | None = None  # from what the run began with
 
     def __enter__(self) -> Self:
@@ -100,14 +92,15 @@ class RunFolder:
 
     def _open(self, path: Path, lock: Lock) -> None:
         """Lock what is there, and read where the run goes on. A folder that is still to be made is locked in `begin`."""
-        if not self.resume:
-            check_folder(path, self.overwrite)
-        if is_run(path) if self.resume else path.is_dir():
+        opening = self.opening
+        if not opening.resume:
+            check_folder(path, opening.overwrite)
+        if is_run(path) if opening.resume else path.is_dir():
             self.patience(lock.path, lock.take)
-        if self.resume:
-            self.store, self.found = take_up(path, self.config, self.change, self.note, self.patience)
-        if self.resume and self.origin is not None and (self.found is not None or (path / ENVIRONMENT).exists()):
-            self.differs = compare_origin(path, self.origin, self.other_data)
+        if opening.resume:
+            self.store, self.found = take_up(path, self.config, opening.change, self.note, self.patience)
+        if opening.resume and self.origin is not None and (self.found is not None or (path / ENVIRONMENT).exists()):
+            self.differs = compare_origin(path, self.origin, opening.other_data)
         if self.found is not None:
             with fitting(self.found):
                 self.hub.seq = operator.index(self.found.state["seq"])
@@ -143,13 +136,13 @@ class RunFolder:
 
     def _make(self, path: Path, lock: Lock, environment: Callable[[], Mapping[str, Any]]) -> None:
         steps, differs = 0 if self.found is None else self.found.number, self.differs
-        if self.change is not None:
-            config, change = self.config, self.change
+        config, change = self.config, self.opening.change
+        if change is not None:
             self.patience(path / CONFIG, lambda: change_config(path, config, change, steps))
         if differs is not None:
             origin = differs.origin._asdict()
             self.patience(path / CHANGES, lambda: record_origin(path, differs.noted, origin, steps))
-        if self.resume:
+        if self.opening.resume:
             self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.mark, self.note))
             sweep(path)
             if self.store is not None:
@@ -159,7 +152,7 @@ class RunFolder:
                 make_folder(path)
                 self.patience(lock.path, lock.take)
             # checked once more, as a run may have come and gone before the lock
-            create_folder(path, self.overwrite, self.note)
+            create_folder(path, self.opening.overwrite, self.note)
             self._write(path / CONFIG, dump_config(self.config))
             self.store = Checkpoints(path, self.config.checkpoint, self.patience)
         if not (path / ENVIRONMENT).exists():  # a kill may have come before it

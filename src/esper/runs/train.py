@@ -18,7 +18,7 @@ from esper.runs.environment import describe_environment
 from esper.runs.failure import Failure, RolledBack, failed_row
 from esper.runs.figures import Summary
 from esper.runs.interrupt import Interrupt
-from esper.runs.resume import PAID, Change, fitting, with_cohorts
+from esper.runs.resume import NEW, PAID, Opening, fitting, with_cohorts
 from esper.runs.run_folder import RunFolder
 from esper.runs.school import Cohort, Keeper, School, Stop, cohort_of, settings_of_policy
 from esper.simic.rewards import get_reward
@@ -34,11 +34,8 @@ def train(
     configs: Sequence[Config],
     folder: Path | None = None,
     watch: Progress | None = None,
+    opening: Opening = NEW,
     *,
-    overwrite: bool = False,
-    resume: bool = False,
-    change: Change | None = None,
-    other_data: bool = False,
     reward: Callable[[RewardConfig], Reward] = get_reward,
 ) -> Summary:
     """Train a controller on tasks, one config each; what concerns the learner is read from the first.
@@ -48,68 +45,64 @@ def train(
     Writes the run folder, its `controller/` whenever a better one is found: better by the mean J of greedy growth on the
     validation split of validation instances. Raises InputError on bad input, before anything is written, and LearningError
     where an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the training after the
-    step. With `resume` the run of the folder, of these tasks, configs and rewards, goes on at its last checkpoint, or begins
-    again where it has none. With a `change`, `configs` are the changed ones, and a finished run goes on too. It goes on with
-    other data than it began with only where `other_data` is set.
+    step. Where the `opening` says resume, the run of the folder, of these tasks, configs and rewards, goes on at its last
+    checkpoint, or begins again where it has none. With a change, `configs` are the changed ones, and a finished run goes on too.
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
-    with (
-        Interrupt() as interrupt,
-        RunFolder(
-            folder,
-            kept,
-            watch.note,
-            interrupt,
-            overwrite=overwrite,
-            resume=resume,
-            change=change,
-            tasks=[task.sealed() for task in tasks],
-            other_data=other_data,
-        ) as run,
-    ):
-        cohorts = [cohort_of(task.sealed(), each) for task, each in zip(tasks, configs, strict=True)]
+    sealed = [task.sealed() for task in tasks]
+    with Interrupt() as interrupt, RunFolder(folder, kept, watch.note, interrupt, opening, sealed) as run:
+        cohorts = [cohort_of(task, each) for task, each in zip(sealed, configs, strict=True)]
         policy = Policy.fresh(
             Language.of([cohort.engine.space for cohort in cohorts]), config.seed, settings_of_policy(config)
         )
-        school, before = School(cohorts, policy, config, reward), 0.0  # seconds of the run until it was taken up
-        if run.found is not None:
-            with fitting(run.found):
-                school.load_state(run.found.state["school"])
-                before = run.found.state["seconds"]
-            if school.number > config.ppo.rounds:
-                raise InputError(
-                    f"ppo.rounds is {config.ppo.rounds}, but the training has done {counted(school.number, 'round')}; give as "
-                    "many or more"
-                )
+        school = School(cohorts, policy, config, reward)
+        started -= _taken_up(school, run)
         run.begin(lambda: _environment(cohorts), _run_row(cohorts[0], "running"))
-        keeper = Keeper(run.store, school, run.hub, started - before)
-
-        def summary(status: Status) -> Summary:
-            return {
-                "status": status,
-                "tasks": [cohort.task.name for cohort in cohorts],
-                "seed": config.seed,
-                "envs": config.envs,
-                "device": str(cohorts[0].engine.device),
-                "rounds": config.ppo.rounds,
-                "rounds_done": school.learner.round,
-                **school.summary(),
-                "seconds": round(before + time.perf_counter() - started, 3),
-            }
-
-        failure = Failure(run, partial(_run_row, cohorts[0]), partial(summary, "failed"))
+        keeper = Keeper(run.store, school, run.hub, started)
+        failure = Failure(run, partial(_run_row, cohorts[0]), partial(_summary, school, started, "failed"))
         try:
             with failure.recorded(), cohorts[0].engine.timer.memory("between steps", users=False):
                 status = _rounds(school, config, run, interrupt, watch, keeper)
         except KeyboardInterrupt:
-            run.end(_run_row(cohorts[0], "interrupted"), summary("interrupted"), at_once=True)
+            run.end(_run_row(cohorts[0], "interrupted"), _summary(school, started, "interrupted"), at_once=True)
             raise
-        whole = summary(status)
+        whole = _summary(school, started, status)
         if status == "failed":
             whole["error"] = described(RolledBack(school.summary()["rollbacks"]))
         run.end(failed_row(_run_row(cohorts[0], status), whole), whole)
     return whole
+
+
+def _taken_up(school: School, run: RunFolder) -> float:
+    """Load the school of the checkpoint at which a run goes on: the seconds that the run has taken until then."""
+    if run.found is None:
+        return 0.0
+    rounds = school.config.ppo.rounds
+    with fitting(run.found):
+        school.load_state(run.found.state["school"])
+        before = float(run.found.state["seconds"])
+    if school.number > rounds:
+        raise InputError(
+            f"ppo.rounds is {rounds}, but the training has done {counted(school.number, 'round')}; give as many or more"
+        )
+    return before
+
+
+def _summary(school: School, started: float, status: Status) -> Summary:
+    """The summary of a training that began at `started` [seconds of the clock that counts], had it never been left."""
+    config, cohorts = school.config, school.cohorts
+    return {
+        "status": status,
+        "tasks": [cohort.task.name for cohort in cohorts],
+        "seed": config.seed,
+        "envs": config.envs,
+        "device": str(cohorts[0].engine.device),
+        "rounds": config.ppo.rounds,
+        "rounds_done": school.learner.round,
+        **school.summary(),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
 
 
 def _environment(cohorts: Sequence[Cohort]) -> dict[str, Any]:
