@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from esper.leyline.config import reference
+from esper.leyline.config_text import reference
 
 HEAD = """# Configuration
 

@@ -15,7 +15,8 @@ from torch import nn
 from esper.cli import main
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint
 from esper.kasmina.blueprints.vector import zero_linear
-from esper.leyline.config import Config, build_config, reference
+from esper.leyline.config import Config, build_config
+from esper.leyline.config_text import reference
 from esper.leyline.slots import Kind, Tap
 from pictures import write_cifar
 from processes import begun

@@ -17,7 +17,8 @@ from esper.karn.console import print_summary
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.kasmina.export import MODEL, TOPOLOGY
 from esper.kasmina.sums import SUMS, sums_of
-from esper.leyline.config import build_config, dump_config, parse_setting
+from esper.leyline.config import build_config, parse_setting
+from esper.leyline.config_text import dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import parse_yaml
 from esper.leyline.text import printable

@@ -15,7 +15,7 @@ import esper
 from esper.kasmina import export
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.leyline.actions import Blend, Head, Op
-from esper.leyline.config import reference
+from esper.leyline.config_text import reference
 from esper.leyline.slots import Tap
 from esper.leyline.stages import Stage
 from esper.nissa.events import SCHEMA

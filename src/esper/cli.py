@@ -465,7 +465,8 @@ def config(
     yaml: Annotated[bool, typer.Option("--yaml", help="Print the defaults as YAML, to start a file from.")] = False,
 ) -> None:
     """Print every configuration key with its default, its type and its meaning."""
-    from esper.leyline.config import Config, dump_config, reference
+    from esper.leyline.config import Config
+    from esper.leyline.config_text import dump_config, reference
 
     if yaml:
         typer.echo(dump_config(Config()), nl=False)

@@ -4,8 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from esper.leyline.brought import check_brought
-from esper.leyline.config import Config, build_config, parse_setting, reference
-from esper.leyline.config_input import RENAMED, SYNONYMS
+from esper.leyline.config import RENAMED, Config, build_config, parse_setting
+from esper.leyline.config_input import SYNONYMS
+from esper.leyline.config_text import reference
 from esper.leyline.errors import InputError
 from esper.runs.configuration import load_config_file
 

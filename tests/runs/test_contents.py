@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from crashes import at_every_call
-from esper.leyline.config import Config, dump_config
+from esper.leyline.config import Config
+from esper.leyline.config_text import dump_config
 from esper.leyline.errors import InputError
 from esper.runs.configuration import training_configs
 from esper.runs.contents import check_folder, create_folder, list_contents

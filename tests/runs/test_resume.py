@@ -16,7 +16,8 @@ from torch import nn
 
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.layers import Linear
-from esper.leyline.config import build_config, dump_config
+from esper.leyline.config import build_config
+from esper.leyline.config_text import dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import Stage

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from esper.leyline.config import Config, build_config, dump_config, parse_setting
+from esper.leyline.config import Config, build_config, parse_setting
+from esper.leyline.config_text import dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.runs.configuration import load_config_file

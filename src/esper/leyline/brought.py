@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from esper.leyline.config_input import RENAMED
+from esper.leyline.config import RENAMED
 from esper.leyline.errors import InputError
 
 BROUGHT = (

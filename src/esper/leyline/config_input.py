@@ -1,13 +1,13 @@
-"""What a person gives for a config: dotted keys as sections, and one sentence for what does not fit.
+"""Input to a config: dotted keys as nested sections, and one sentence for each error of validation.
 
-A sentence names the key, the value that was given, and what is accepted. `model` is the class of a config or of one of its
-sections, whose fields say what that is.
+The sentence names the key, the value that was given, and the values that are accepted. In this file, `model` is the class of a
+config or of one of its sections.
 """
 
 import difflib
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -30,62 +30,32 @@ SYNONYMS: Mapping[str, str] = {
     **dict.fromkeys(("vf_coef", "value_coef"), "value_weight"),
     **dict.fromkeys(("clip", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
 }
-"""The last part of keys as other libraries call it, and as Esper does."""
-
-RENAMED: Mapping[str, str] = {
-    "data.batch": "data.batch_size",
-    "optimizer.accumulate": "optimizer.accumulation_steps",
-    "optimizer.clip": "optimizer.max_grad_norm",
-    "lifecycle.max_training": "lifecycle.max_training_seeds",
-    "gates.min_training": "gates.min_training_steps",
-    "gates.min_holding": "gates.min_holding_steps",
-    "gates.z": "gates.contribution_z",
-    "reward.baseline": "reward.relative_to",
-    "reward.group": "reward.group_size",
-    "governor.collapse": "governor.min_output_spread",
-    "governor.patience": "governor.confirm_steps",
-    "governor.history": "governor.loss_window",
-    "governor.loss_rise": "governor.loss_rise_z",
-    "governor.loss_floor": "governor.min_loss_std",
-    "governor.metric_fall": "governor.metric_drop_z",
-    "governor.least_fall": "governor.min_metric_drop",
-    "governor.param_budget": "governor.param_limit",
-    "heuristic.tie": "heuristic.tie_ratio",
-    "heuristic.slack": "heuristic.spare_steps",
-    "heuristic.keep": "heuristic.keep_above",
-    "heuristic.patience": "heuristic.holding_patience",
-    "ppo.epochs": "ppo.update_epochs",
-    "ppo.clip": "ppo.clip_range",
-    "ppo.lam": "ppo.gae_lambda",
-    "ppo.entropy": "ppo.entropy_weight",
-    "ppo.exploration_op": "ppo.op_exploration",
-}
-"""The new name of every key that had another one. A config that gives the old name is refused with the new one."""
+"""Names of other libraries, each with the last part of Esper's key for the same thing."""
 
 SHOWN = 60
-"""Characters of a value that a sentence shows."""
+"""Longest text of a value in a sentence [characters]."""
 
 
 def to_sections(layer: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """A layer of settings in which `{"optimizer.lr": 1}` has become `{"optimizer": {"lr": 1}}`.
+    """A layer of settings with dotted keys nested: `{"optimizer.lr": 1}` becomes `{"optimizer": {"lr": 1}}`.
 
-    InputError where a key is no text, or one setting is given twice.
+    InputError if a key is no text, or if a setting is given twice.
     """
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, value in layer.items():
         if not isinstance(name, str):
             raise InputError(f"the config key {show(name)} is no text; give keys such as {_example(model)!r}")
         first, dot, rest = name.partition(".")
-        nested = {rest: value} if dot else value
+        inner = {rest: value} if dot else value
         section = _section(model, first)
-        if section is not None and isinstance(nested, Mapping):
-            nested = to_sections(nested, section)
-        found[first] = _joined(found[first], nested, first) if first in found else nested
-    return found
+        if section is not None and isinstance(inner, Mapping):
+            inner = to_sections(inner, section)
+        nested[first] = _joined(nested[first], inner, first) if first in nested else inner
+    return nested
 
 
 def explain(error: pydantic.ValidationError, model: type[BaseModel]) -> str:
-    """The first complaint of a validation as one sentence."""
+    """The first error of a validation as one sentence."""
     first = error.errors()[0]
     place, value = first["loc"], first["input"]
     path = ".".join(map(str, place))
@@ -106,19 +76,16 @@ def explain(error: pydantic.ValidationError, model: type[BaseModel]) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as a sentence shows it: on one line, and no longer than is needed to know it again."""
+    """The `repr` of a value on one line, of at most `SHOWN` characters."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # Python writes no whole number of more than some thousand digits
+    except ValueError:  # repr of an int with more than 4,300 digits
         return "a whole number too long to write"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def accepted(annotation: Any, metadata: Any = ()) -> str:
-    """What a field takes, in words: `a whole number of at least 1`."""
-    if get_origin(annotation) is Annotated:
-        inner, *more = get_args(annotation)
-        return accepted(inner, (*metadata, *more))
+    """The values that a field accepts, in words: `a whole number of at least 1`."""
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [each for each in get_args(annotation) if each is not type(None)]
         return " or ".join([*(accepted(each, metadata) for each in kinds), "null"])
@@ -157,13 +124,13 @@ def _limits(metadata: Any) -> str:
 
 
 def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class of a section; None where the field is none, or there is no such field."""
+    """The class of a section; None if the field is no section, or does not exist."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _locate(model: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[BaseModel]]:
-    """The longest start of a path that is a field or a section, and that."""
+    """The longest leading part of a path that names a field or a section, and that field or section."""
     for index, name in enumerate(place):
         inner = _section(model, str(name))
         if inner is None:
@@ -181,8 +148,8 @@ def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
 
 
 def _near(path: str, model: type[BaseModel]) -> str:
-    """The keys that may have been meant: of the same or an equivalent name, in the section given if it is there; else the most
-    alike.
+    """Suggestions for an unknown key: keys of the same or a synonymous name, in the same section if it has one; else the
+    most similar key.
     """
     keys, section = list(_keys(model)), path.rpartition(".")[0]
     last = path.rpartition(".")[2]
@@ -194,7 +161,7 @@ def _near(path: str, model: type[BaseModel]) -> str:
 
 
 def _joined(one: Any, other: Any, name: str) -> Any:
-    """Two settings of one section in one layer, as one."""
+    """Two values of one section, of the same layer, merged. InputError if both set the same key."""
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         raise InputError(f"the config key {show(name)} is given twice in one mapping; keep one of them")
     joined = dict(one)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from esper.leyline.config import Config, build_config, dump_config, parse_setting
+from esper.leyline.config import Config, build_config, parse_setting
+from esper.leyline.config_text import dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_yaml
 from esper.nissa.recovery import Mark, take_up_events

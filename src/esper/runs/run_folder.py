@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from esper.leyline.config import Config, dump_config
+from esper.leyline.config import Config
+from esper.leyline.config_text import dump_config
 from esper.leyline.errors import described
 from esper.leyline.task import AnyTask
 from esper.nissa.events import RunRow
