@@ -323,7 +323,7 @@ def test_a_topology_whose_host_asks_for_more_than_any_is_refused_at_once(run, ar
     path = run / "models" / "env-000" / TOPOLOGY
     topology = json.loads(path.read_text())
     path.write_text(json.dumps(topology | {"host": {"name": "mlp", "arguments": arguments}}))
-    assert "asks for a size over" in sentence(load, path.parent)
+    assert "has a size over" in sentence(load, path.parent)
 
 
 def test_many_seeds_that_fit_one_by_one_do_not_fit_together(run):

@@ -18,8 +18,8 @@ from esper.runs.resume import Opening
 from esper.runs.train import train
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
+from esper.tasks.custom_objective import CustomObjective
 from esper.tasks.objectives import Classification
-from esper.tasks.own import OwnObjective
 from populations import blobs, small_config
 
 CONFIG = small_config({"controller": "random-valid"}, {"envs": 1, "steps": 4, "models": "none"})
@@ -97,7 +97,7 @@ class Counting:
 
 def test_an_objective_is_the_same_however_often_it_was_called_and_another_with_other_weights():
     def objective(loss):
-        return replace(blobs(), objective=OwnObjective(Classification(3), loss, None, "accuracy", None, 3))
+        return replace(blobs(), objective=CustomObjective(Classification(3), loss, None, "accuracy", None, 3))
 
     counting = Counting()
     known = fingerprint(objective(counting))

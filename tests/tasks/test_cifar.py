@@ -75,7 +75,7 @@ def test_a_partial_folder_is_refused_with_the_file_it_lacks(tmp_path, name):
 def test_a_file_that_is_cut_inside_an_image_is_refused(tmp_path, cut):
     path = write_cifar(tmp_path) / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-cut])
-    assert f"{path} holds {40 * 3073 - cut} bytes, which is no whole number" in refusal(tmp_path)
+    assert f"{path} holds {40 * 3073 - cut} bytes, which is not a multiple of" in refusal(tmp_path)
 
 
 def test_a_file_that_is_cut_between_two_images_is_refused(tmp_path):
@@ -176,7 +176,7 @@ def test_a_parquet_copy_is_read_as_the_binary_files_are(tmp_path):
         ({"side": 16}, "picture of 32 x 16 pixels"),
         ({"names": ("image", "label")}, "has the columns image, label; CIFAR-10 has img and label"),
         ({"label": 11}, "with the label 11"),
-        ({"form": "EPS"}, "row 0 holds no PNG picture that can be read"),
+        ({"form": "EPS"}, "row 0 does not hold a readable PNG picture"),
     ],
 )
 def test_a_parquet_copy_of_something_else_is_refused(tmp_path, options, reason):

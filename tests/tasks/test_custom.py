@@ -163,10 +163,10 @@ ONE_HOST = mlp()()
         (lambda: task_from("t", Endless(), host=mlp()), "x is a Endless without a length; give it __len__"),
         (lambda: task_from("t", Pairs([]), host=mlp()), "x is a Pairs of length 0; give examples"),
         (lambda: task_from("t", DataLoader(Pairs([1])), host=mlp()), "x is a DataLoader; give its data set, x.dataset"),
-        (lambda: task_from("t", Pairs([(X, Y)]), Y, host=mlp()), "x is a Dataset, which brings its own labels"),
+        (lambda: task_from("t", Pairs([(X, Y)]), Y, host=mlp()), "x is a Dataset, which contains its own labels"),
         (
             lambda: task_from("t", Pairs([X[0]]), host=mlp()),
-            "example 0 of the Dataset is no pair but a Tensor; give pairs",
+            "example 0 of the Dataset is a Tensor, not a pair; give pairs",
         ),
         (
             lambda: task_from("t", Pairs([(X[0], 0), (X[0, :2], 1)]), host=mlp()),
@@ -174,7 +174,8 @@ ONE_HOST = mlp()()
         ),
         (
             lambda: task_from("t", Pairs([(X[0], "cat")]), host=mlp()),
-            "the label of example 0 of the Dataset is the text 'cat'; give whole numbers from 0 on, and their names by classes",
+            "the label of example 0 of the Dataset is the text 'cat'; give whole numbers from 0 on, and the names "
+            "of the classes as classes",
         ),
         (lambda: task_from("t", [[1.0], [1.0, 2.0]], Y, host=mlp()), "x is a list that cannot be read as an array"),
         (lambda: task_from("t", X + 0j, Y, host=mlp()), "x or y holds complex numbers; give their real and imaginary"),
@@ -228,13 +229,13 @@ ONE_HOST = mlp()()
         ),
         (
             lambda: task_from("t", X, Y, host=lambda width: mlp()()),
-            "host is a function that needs width, but it is called without arguments; give a function of none, as in "
+            "host is a function that needs width, but it is called without arguments; give a function without, as in "
             "host=lambda: MyHost(width=...)",
         ),
         (
             lambda: task_from("t", X, Y, host=SegmentedHost),
             "host is the class SegmentedHost that needs segments and slots, but it is called without arguments; give a "
-            "function of none, as in host=lambda: SegmentedHost(segments=..., slots=...)",
+            "function without, as in host=lambda: SegmentedHost(segments=..., slots=...)",
         ),
         (
             lambda: task_from("t", X, Y, host=lambda: 1 / 0),

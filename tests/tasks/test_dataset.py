@@ -116,7 +116,8 @@ def test_an_example_that_raises_is_named_with_what_it_raised(workers, event, wor
     with pytest.raises(UserCodeError) as raised:
         task_from("t", Numbered(70, event), host=HOST, workers=workers)
     assert str(raised.value) == (
-        f"example 70 of the Numbered cannot be read: {words}; mend it, or leave it out with torch.utils.data.Subset"
+        f"example 70 of the Numbered cannot be read: {words}; correct the Dataset, or leave the example out "
+        "with torch.utils.data.Subset"
     )
     trace = "".join(traceback.format_exception(raised.value.__cause__))
     assert f"in {event.__name__}" in trace, "the traceback leads to the line of the Dataset"
@@ -127,7 +128,7 @@ def test_an_example_that_raises_is_named_with_what_it_raised(workers, event, wor
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        (lambda index: 3, "example 70 of the Dataset is no pair but a int"),
+        (lambda index: 3, "example 70 of the Dataset is a int, not a pair"),
         (lambda index: (torch.zeros(4), lambda: 0), "the label or target of example 70 is a function"),
         (lambda index: (torch.zeros(5), 0), "example 70 has features of shape (5,) and example 0 of shape (4,)"),
     ],
@@ -166,7 +167,7 @@ def test_no_worker_is_left_behind_where_one_fails():
         (Numbered(), -1, "workers is -1; give a number of processes"),
         (Numbered(), True, "workers is True; give a number of processes"),
         (Numbered(), 1.5, "workers is 1.5; give a number of processes"),
-        (torch.zeros(3, 4), 2, "workers is 2, but x is a Tensor, which is there already; leave workers out"),
+        (torch.zeros(3, 4), 2, "workers is 2, but x is a Tensor, and workers read a Dataset only; leave workers out"),
         (DataLoader(Numbered()), 2, "x is a DataLoader; give its data set"),
     ],
 )

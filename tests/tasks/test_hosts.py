@@ -24,7 +24,7 @@ from esper.tasks.hosts import (
     ResidualCNN,
     ResidualMLP,
     host_from,
-    roomy,
+    room_for,
 )
 
 FACTORY = MLP(inputs=7, width=6, hidden=(3, 1, 4), outputs=5)
@@ -77,7 +77,7 @@ def test_a_plain_network_is_the_smallest_even_one_of_so_many_parameters(factory:
 
 
 def test_a_smaller_residual_host_computes_the_same_in_the_corner_of_its_layout() -> None:
-    host, layout = RESIDUAL().double(), roomy(RESIDUAL).host()
+    host, layout = RESIDUAL().double(), room_for(RESIDUAL).host()
     row = Stack(layout, 1, dtype=torch.float64)
     row.write(0, host)
     x = torch.randn(1, 9, 7, dtype=torch.float64)
@@ -271,8 +271,8 @@ def test_a_host_of_ones_own_goes_through_pickle_and_prints_on_one_line(host: Hos
         (lambda: esper.mlp(5, classes="2"), "classes of esper.mlp is '2'; give a whole number from 1 on"),  # type: ignore[arg-type]
         (
             lambda: esper.mlp(5),
-            "esper.mlp was given classes=None and outputs=None; give one of them: the number of classes, or that of the "
-            "targets of a regression",
+            "esper.mlp was given classes=None and outputs=None; give one of them: classes, the number of classes, "
+            "or outputs, the number of targets of a regression",
         ),
         (
             lambda: esper.cnn((3, 8, 8), classes=2, blocks=1.5),

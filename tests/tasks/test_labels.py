@@ -161,13 +161,13 @@ ONE_HOT = np.eye(3)[INDEX]
         (
             (INDEX > 0).astype(float),
             {},
-            "y holds floating-point numbers, and only 0 and 1, which may be classes or values; give kind='classification' "
+            "y holds only 0 and 1, as floating-point numbers, which may be classes or targets; give kind='classification' "
             "or kind='regression'",
         ),
         (
             torch.from_numpy(INDEX).float(),
             {},
-            "y holds floating-point numbers, and only 3 different whole ones, which may",
+            "y holds only 3 distinct whole values, as floating-point numbers, which may",
         ),
         (
             ONE_HOT,
@@ -187,7 +187,7 @@ ONE_HOT = np.eye(3)[INDEX]
         (
             NAMES,
             {"kind": "regression"},
-            "y holds text, which no regression can predict; give numbers, or leave kind out",
+            "y holds text, which a regression cannot predict; give numbers, or leave kind out",
         ),
         (
             ONE_HOT[:, :2],
@@ -200,11 +200,11 @@ ONE_HOT = np.eye(3)[INDEX]
             "classes is 3, but y holds text; give whole numbers from 0 to 2, or classes as the list",
         ),
         (NAMES, {"classes": ["ant", "dog"]}, "y holds the label 'cat', which is not among the classes ['ant', 'dog']"),
-        (NAMES, {"classes": ["ant", "ant"]}, "classes is ['ant', 'ant']; give at least two names, each of its own"),
+        (NAMES, {"classes": ["ant", "ant"]}, "classes is ['ant', 'ant']; give at least two different names"),
         (
             NAMES,
             {"classes": ["ant", 1]},
-            "classes is ['ant', 1]; give at least two names, each of its own and all of one",
+            "classes is ['ant', 1]; give at least two different names of one",
         ),
         (INDEX, {"classes": 2.0}, "classes is 2.0; give the number of classes as a whole number from 2 on, or a list"),
         (

@@ -178,7 +178,7 @@ def test_instances_of_different_parts_have_other_data(family: str) -> None:
 @pytest.mark.parametrize("key", [-1, RANGES["heldout"].stop])
 def test_a_key_out_of_range_is_refused_with_the_ranges(key: int) -> None:
     sentence = (
-        f"key {key:,} is no instance of 'repair'; the keys are training 0 to 1,048,575, "
+        f"key {key:,} is not an instance of 'repair'; the keys are training 0 to 1,048,575, "
         "validation 1,048,576 to 1,114,111, heldout 1,114,112 to 1,179,647"
     )
     for reads in (describe, sample, held_back):
@@ -269,14 +269,12 @@ def test_as_many_training_labels_are_wrong_as_were_drawn() -> None:
 def test_the_class_of_a_parity_is_that_of_its_first_bits() -> None:
     for facts in first(3, family="parity"):
         for part in splits(facts.key):
-            assert facts.detail is not None
             assert torch.equal((part.x[:, : int(facts.detail)] > 0).sum(1) % 2, part.y)
 
 
 def test_the_class_of_a_checkerboard_is_the_colour_of_its_square() -> None:
     for facts in first(3, family="checker"):
         for part in splits(facts.key):
-            assert facts.detail is not None
             squares = ((part.x.double() / 4 + 0.5) * facts.detail).floor().sum(1).long()
             assert (squares % 2 == part.y).float().mean() > 0.999  # float32 may round over an edge
 
@@ -284,7 +282,6 @@ def test_the_class_of_a_checkerboard_is_the_colour_of_its_square() -> None:
 def test_the_points_of_a_spiral_lie_near_their_arm() -> None:
     for facts in first(3, family="spiral"):
         x, y = sample(facts.key).train
-        assert facts.detail is not None
         t = torch.linspace(0, 1, 2000)
         angle = 2 * math.pi * (facts.detail * t + torch.arange(facts.host.outputs)[:, None] / facts.host.outputs)
         arms = 2 * torch.stack([t * angle.cos(), t * angle.sin()], dim=-1)

@@ -11,9 +11,9 @@ from torch import nn
 
 import esper
 from esper.leyline.errors import DataWarning, InputError
+from esper.tasks.custom_objective import StandardizedObjective, custom_objective
 from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification, Regression
-from esper.tasks.own import OfStandardized, own_objective
 from esper.tolaria.bounds import bounds
 
 SETTINGS = {"envs": 2, "steps": 3, "baselines": ["twin"], "data": {"batch_size": 16, "batches_per_step": 8}}
@@ -62,14 +62,14 @@ def test_loss_and_metric_are_those_of_the_base_one_of_standardized_values_the_ot
     units = torch.tensor(deviation, dtype=torch.float64), torch.tensor(mean, dtype=torch.float64)
     target = (z * units[0] + units[1]).reshape(shape)
     raw = output * units[0] + units[1]
-    plain = OfStandardized(Regression(count), mean, deviation)
+    plain = StandardizedObjective(Regression(count), mean, deviation)
     torch.testing.assert_close(plain.loss(output, target), (output - z).square().mean(-1))
     torch.testing.assert_close(plain.score(output, target), Regression(count).score(raw, target))
 
     def relative(outputs, y):
         return ((outputs - y) / y).abs()
 
-    own = OfStandardized(own_objective(Regression(count), relative, relative, None), mean, deviation)
+    own = StandardizedObjective(custom_objective(Regression(count), relative, relative, None), mean, deviation)
     expected = ((raw - target.reshape(raw.shape)) / target.reshape(raw.shape)).abs().mean(-1)
     torch.testing.assert_close(own.loss(output, target), expected)
     torch.testing.assert_close(own.score(output, target), expected)

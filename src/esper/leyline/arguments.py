@@ -40,6 +40,16 @@ def known_as(name: str) -> Callable[[Callable[_Arguments, _Returned]], Callable[
     return decorate
 
 
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments without which `function` cannot be called; none where its signature is not known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables that are written in C have no signature
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+
+
 def to_path(value: str | PathLike[str], name: str) -> Path:
     """A path that a person gives. InputError where it is none, or empty."""
     path = fspath(value) if isinstance(value, str | PathLike) else None

@@ -64,6 +64,16 @@ def warn(sentence: str, category: type[Warning]) -> None:
     warnings.warn_explicit(sentence, category, frame.f_code.co_filename, frame.f_lineno, place, known)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type where the message is empty."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def typed_line(error: BaseException) -> str:
+    """An error on one line: `ValueError: the first line of the message`, or `ValueError` where the message is empty."""
+    return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+
+
 def described(error: BaseException) -> dict[str, str]:
     """Type and message of an error, as summary.json holds them."""
     return {"type": type(error).__name__, "message": str(error)}

@@ -1,4 +1,4 @@
-"""The tasks that `esper grow` knows by name."""
+"""The built-in tasks by name, and tasks by reference."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -11,53 +11,39 @@ from esper.leyline.task import AnyTask
 from esper.tasks import digits, images, repair, small, spirals, trained
 from esper.tasks.reference import load_task, unnamed_function
 
-TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType(
-    {
-        "repair": repair.repair,
-        "digits": digits.digits,
-        "digits-narrow": digits.digits_narrow,
-        "spirals": spirals.spirals,
-        "spirals-narrow": spirals.spirals_narrow,
-        "spirals-trained": trained.spirals_trained,
-        "iris": small.iris,
-        "iris-plain": partial(small.plain, small.iris, small.IRIS),
-        "wine": small.wine,
-        "wine-plain": partial(small.plain, small.wine, small.WINE),
-        "breast-cancer": small.breast_cancer,
-        "breast-cancer-plain": partial(small.plain, small.breast_cancer, small.BREAST_CANCER),
-        "digits-image": images.digits_image,
-        "digits-image-narrow": images.digits_image_narrow,
-        "cifar10": images.cifar10,
-    }
-)
-
-_SUMMARIES = {
-    "repair": repair.SUMMARY,
-    "digits": digits.SUMMARY,
-    "digits-narrow": digits.NARROW,
-    "spirals": spirals.SUMMARY,
-    "spirals-narrow": spirals.NARROW,
-    "spirals-trained": trained.SUMMARY,
-    **{
-        name + end: summary.format(data)
-        for name, data in {"iris": small.IRIS, "wine": small.WINE, "breast-cancer": small.BREAST_CANCER}.items()
-        for end, summary in {"": small.SUMMARY, "-plain": small.PLAIN}.items()
-    },
-    "digits-image": images.DIGITS,
-    "digits-image-narrow": images.DIGITS_NARROW,
-    "cifar10": images.CIFAR10,
+_BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
+    "repair": (repair.repair, repair.SUMMARY),
+    "digits": (digits.digits, digits.SUMMARY),
+    "digits-narrow": (digits.digits_narrow, digits.NARROW),
+    "spirals": (spirals.spirals, spirals.SUMMARY),
+    "spirals-narrow": (spirals.spirals_narrow, spirals.NARROW),
+    "spirals-trained": (trained.spirals_trained, trained.SUMMARY),
+    "iris": (small.iris, small.SUMMARY.format(small.IRIS)),
+    "iris-plain": (partial(small.plain, small.iris, small.IRIS), small.PLAIN.format(small.IRIS)),
+    "wine": (small.wine, small.SUMMARY.format(small.WINE)),
+    "wine-plain": (partial(small.plain, small.wine, small.WINE), small.PLAIN.format(small.WINE)),
+    "breast-cancer": (small.breast_cancer, small.SUMMARY.format(small.BREAST_CANCER)),
+    "breast-cancer-plain": (
+        partial(small.plain, small.breast_cancer, small.BREAST_CANCER),
+        small.PLAIN.format(small.BREAST_CANCER),
+    ),
+    "digits-image": (images.digits_image, images.DIGITS),
+    "digits-image-narrow": (images.digits_image_narrow, images.DIGITS_NARROW),
+    "cifar10": (images.cifar10, images.CIFAR10),
 }
+
+TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType({name: build for name, (build, _) in _BUILT_IN.items()})
 
 
 def task_names() -> dict[str, str]:
-    """Name and one-line summary of every task, without reading any data."""
-    return dict(_SUMMARIES)
+    """Name and one-line summary of every built-in task. No data is read."""
+    return {name: summary for name, (_, summary) in _BUILT_IN.items()}
 
 
 def get_task(name: str) -> AnyTask:
-    """Build the task of that name, or the one that the function at `path.py:function` or `module:function` returns.
+    """Build the built-in task of this name, or the task that the function at `path.py:function` or `module:function` returns.
 
-    InputError where there is none; UserCodeError where that function raises another error.
+    Raises InputError for an unknown name, and UserCodeError where the referenced code raises an error of its own.
     """
     if is_reference(name):
         return load_task(name)

@@ -1,6 +1,6 @@
-"""CIFAR-10 from files on this machine: the published binary version, or a local copy of the Hugging Face data set.
+"""CIFAR-10 from local files: the published binary version, or a copy of the Hugging Face data set.
 
-Nothing is downloaded, and nothing in the files is executed: the published Python version, which is pickled, is not read.
+This module downloads nothing. It does not read the published Python version, because unpickling can run code.
 """
 
 import io
@@ -15,38 +15,35 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.distribution import pip_install
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, first_line
 from esper.leyline.task import Split
 from esper.leyline.text import counted
 from esper.store.reading import read_named
 
 VARIABLE = "ESPER_DATA"
-"""The environment variable that names the folder of data sets; without it, `data` in the current folder."""
+"""The environment variable that names the folder of data sets. The default folder is `data` in the current folder."""
 BINARY = "cifar-10-batches-bin"
 TRAIN, TEST = tuple(f"data_batch_{k}.bin" for k in range(1, 6)), ("test_batch.bin",)
-LARGEST = 2**30  # bytes that a parquet file may unpack to
+LARGEST = 2**30  # largest unpacked size of a parquet file that is read [bytes]
 CLASSES, SHAPE = 10, (3, 32, 32)
 PUBLISHED = 10_000  # images in each binary file
 RECORD = 1 + 3 * 32 * 32  # a label, then red, green and blue row by row [bytes]
 _MEND = "unpack cifar-10-binary.tar.gz there again"
 
 
-def data_folder() -> Path:
-    """The folder of data sets."""
-    return Path(os.environ.get(VARIABLE) or "data")
-
-
 def read_cifar10(folder: Path | None = None) -> tuple[Split, Split]:
-    """Training and test images, uint8 (N, 3, 32, 32), from a folder, or where None from that of data sets.
+    """Read the training and the test images of CIFAR-10, uint8 (N, 3, 32, 32) with int64 labels (N,).
 
-    Raises InputError where neither format is there, files are missing, or one is truncated, damaged or of another format.
+    folder: the folder of data sets. None takes the one that the environment variable ESPER_DATA names, or `data`.
+
+    Raises InputError where the folder holds neither format, a file is missing, or a file is truncated or damaged.
     """
-    root = folder or data_folder()
+    root = folder or Path(os.environ.get(VARIABLE) or "data")
     for place in (root / BINARY, root):
         if any((place / name).exists() for name in (*TRAIN, *TEST)):
             return _read_binary(place)
     for place in (root / "cifar10", root):
-        if any(place.rglob("*.parquet")) if place.is_dir() else False:
+        if any(place.rglob("*.parquet")):
             return _read_parquet(place)
     python = [place for place in (root / "cifar-10-batches-py", root) if (place / "data_batch_1").exists()]
     if python:
@@ -61,7 +58,6 @@ def read_cifar10(folder: Path | None = None) -> tuple[Split, Split]:
 
 
 def _read_binary(folder: Path) -> tuple[Split, Split]:
-    """The published binary version."""
     missing = [name for name in (*TRAIN, *TEST) if not (folder / name).is_file()]
     if missing:
         raise InputError(f"{folder} lacks {', '.join(missing)} of CIFAR-10; {_MEND}")
@@ -79,7 +75,7 @@ def _records(path: Path) -> NDArray[np.uint8]:
     content = np.frombuffer(read_named(path, PUBLISHED * RECORD, _MEND), np.uint8)
     if not len(content) or len(content) % RECORD:
         raise InputError(
-            f"{path} holds {len(content)} bytes, which is no whole number of CIFAR-10 images of {RECORD} bytes: it is "
+            f"{path} holds {len(content)} bytes, which is not a multiple of the {RECORD} bytes of a CIFAR-10 image: the file is "
             f"truncated, or of another format; {_MEND}"
         )
     records = content.reshape(-1, RECORD)
@@ -99,7 +95,7 @@ def _split(files: Sequence[NDArray[np.uint8]]) -> Split:
 
 
 def _read_parquet(folder: Path) -> tuple[Split, Split]:
-    """A local copy of the Hugging Face data set: train-*.parquet and test-*.parquet with the columns img and label."""
+    """Read train-*.parquet and test-*.parquet of the Hugging Face data set, with the columns img and label."""
     files = {
         part: [path for path in sorted(folder.rglob("*.parquet")) if path.name.startswith(part)]
         for part in ("train", "test")
@@ -113,31 +109,30 @@ def _read_parquet(folder: Path) -> tuple[Split, Split]:
         declared = {name.group(1) for path in paths if (name := re.search(r"-of-([0-9]+)\.parquet$", path.name))}
         if declared and {int(count) for count in declared} != {len(paths)}:
             raise InputError(
-                f"{folder} holds {counted(len(paths), 'file')} of the {part} part of CIFAR-10, whose names say that there are "
-                f"{' or '.join(sorted(declared))}; copy the whole data set once, and nothing else, there"
+                f"{folder} holds {counted(len(paths), 'file')} of the {part} part of CIFAR-10, but the file names say that the "
+                f"part has {' or '.join(sorted(declared))}; copy the whole data set, and nothing else, into the folder"
             )
     try:
         from PIL import Image
         from pyarrow import parquet
     except ImportError:
         raise InputError(
-            f"{folder} holds parquet files, which take pyarrow and pillow to read: {pip_install('vision')}"
+            f"{folder} holds parquet files, and reading them needs pyarrow and pillow: {pip_install('vision')}"
         ) from None
     train, test = (_split([_rows(path, parquet, Image) for path in files[part]]) for part in ("train", "test"))
     return train, test
 
 
 def _rows(path: Path, parquet: Any, image: Any) -> NDArray[np.uint8]:
-    """(n, RECORD) bytes, laid out as in the binary version."""
+    """(n, RECORD) bytes of one parquet file, in the layout of the binary version."""
     try:
-        facts = parquet.read_metadata(path)  # before the file is unpacked, however large it would become
-        sizes = [facts.row_group(index).total_byte_size for index in range(facts.num_row_groups)]
-        if facts.num_rows > 5 * PUBLISHED or sum(sizes) > LARGEST:
-            raise ValueError(f"it says that it holds {facts.num_rows:,} rows of {sum(sizes):,} bytes")
+        metadata = parquet.read_metadata(path)  # checked first, so that a small file cannot unpack to fill the memory
+        size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+        if metadata.num_rows > 5 * PUBLISHED or size > LARGEST:
+            raise ValueError(f"it says that it holds {metadata.num_rows:,} rows of {size:,} bytes")
         table = parquet.read_table(path)
-    except Exception as error:  # pyarrow has its own; whatever it raises, the file cannot be read
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path} is truncated or damaged: {reason}; copy it again") from None
+    except Exception as error:  # pyarrow raises errors of many types for a file that it cannot read
+        raise InputError(f"{path} is truncated or damaged: {first_line(error)}; copy it again") from None
     names = table.column_names
     if "img" not in names or "label" not in names:
         raise InputError(f"{path} has the columns {', '.join(names)}; CIFAR-10 has img and label")
@@ -146,13 +141,13 @@ def _rows(path: Path, parquet: Any, image: Any) -> NDArray[np.uint8]:
         zip(table.column("img").to_pylist(), table.column("label").to_pylist(), strict=True)
     ):
         try:
-            # PNG alone, as they are published: of other formats pillow hands some to programs of their own
+            # The data set is published as PNG. Pillow starts other programs to read some other formats.
             opened = image.open(io.BytesIO(picture["bytes"]), formats=("PNG",))
-            fits = opened.size == SHAPE[1:]  # known before the picture is unpacked, however large it would become
+            fits = opened.size == SHAPE[1:]  # checked first, so that a small file cannot unpack to fill the memory
             pixels = np.asarray(opened.convert("RGB")) if fits else np.zeros(0, np.uint8)
-        except Exception:  # pillow raises errors of many kinds; each means that this is no picture
+        except Exception:  # pillow raises errors of many types for bytes that are not a picture
             raise InputError(
-                f"{path} is damaged: row {index} holds no PNG picture that can be read; copy it again"
+                f"{path} is damaged: row {index} does not hold a readable PNG picture; copy it again"
             ) from None
         if not fits or not isinstance(label, int) or not 0 <= label < CLASSES:
             raise InputError(

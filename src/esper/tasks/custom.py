@@ -1,4 +1,4 @@
-"""A task from one's own examples and host."""
+"""Making a task from a user's examples and host."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,36 +11,42 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.regrow import RegrownHost
-from esper.leyline.arguments import known_as
+from esper.leyline.arguments import known_as, required_arguments
 from esper.leyline.config import build_config, merge_settings
-from esper.leyline.errors import DataWarning, InputError, warn
+from esper.leyline.errors import DataWarning, InputError, typed_line, warn
 from esper.leyline.task import Label, Scaling, Task
-from esper.tasks.examples import Brought, check_classes_train, complete, read_examples, train_weights
+from esper.tasks.custom_objective import (
+    CustomObjective,
+    StandardizedObjective,
+    check_objective,
+    custom_objective,
+    weights_of_classes,
+)
+from esper.tasks.examples import Examples, check_classes_train, drop_nonfinite, read_examples, train_weights
 from esper.tasks.hosts import menu_of
-from esper.tasks.labels import Kind, Target, check_labels, read_target
+from esper.tasks.labels import Kind, check_labels, read_target
 from esper.tasks.objectives import Classification, Regression
-from esper.tasks.own import OfStandardized, OwnObjective, check_objective, own_objective, weights_of_classes
 from esper.tasks.regrown import host_factory
 from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt, scaling_of, sizes_of
 from esper.tasks.suspicions import wanted_outputs, warn_of_single_examples, warn_of_softmax
 
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
-"""Of the examples in train, probe, validation and test."""
+"""Fractions of the examples in train, probe, validation and test."""
 
 FAR = 3.0
-"""Deviations from 0 that the mean of targets may have before a warning says so."""
+"""Largest absolute mean of targets without a warning [standard deviations of the targets]."""
 USUAL = (0.1, 10.0)
-"""Deviations of targets without a warning [units of y]."""
+"""Range of the standard deviation of targets without a warning [units of y]."""
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "early_stopping": {"enabled": True},
         "reward": {"rent_size": 1000},
-        # The narrow segment may hold the only nonlinearity of the host, which a linear bypass around it would not replace.
+        # The narrow segment may contain the only nonlinearity of the host, which a linear bypass would not replace.
         "heuristic": {"narrow_blueprints": ("bypass-mlp", "bypass-conv-3x3")},
     }
 )
-"""Config of a task of one's own, under the `defaults` that it is given."""
+"""Config of every custom task. The `defaults` of a task take precedence."""
 
 
 @known_as("esper.task")
@@ -66,86 +72,89 @@ def task_from(
     workers: int = 0,
     plain: Callable[[int], Callable[[], SegmentedHost]] | None = None,
 ) -> Task:
-    """A task from examples and a host factory.
+    """Make a task from examples and a host factory.
 
-    x, y: tensors, NumPy arrays, pandas frames and series, or what NumPy makes an array of: (N, ...) features, and (N,) labels,
-    which may be text, categories, truth values or whole numbers, or (N,) or (N, C) floating-point targets. Or x alone: a
-    map-style `torch.utils.data.Dataset` of (features, label or target) pairs, read once and in full; what it draws at random
-    is frozen. The task holds copies, on the CPU.
+    x, y: features (N, ...), and labels (N,) or floating-point targets (N,) or (N, C), as tensors, NumPy arrays, pandas frames
+    and series, or lists. Labels may be text, categories, bools or whole numbers. Or x alone: a map-style
+    `torch.utils.data.Dataset` of (features, label or target) pairs, which is read once and in full; random transforms are
+    therefore applied once. The task holds copies on the CPU.
+    host: a function without arguments that returns a freshly initialised `SegmentedHost`, or a grown network, as
+    `lambda: esper.load(folder)`. In the second case every environment starts from the weights of the grown network, its seeds
+    are part of the host, and features and targets keep the scaling of the network.
+    kind: 'classification' or 'regression'. None infers it: text, bools and whole numbers are labels, floating-point numbers are
+    targets, and an ambiguous y raises InputError. Ambiguous are floating-point numbers with few distinct, whole values, one-hot
+    rows, and whole numbers that hardly repeat. A classification accepts one-hot rows, one column per class.
+    classes: None takes the sorted distinct labels. Otherwise the number of classes, which y numbers from 0, or the list of
+    their names, which y contains or numbers from 0. The outputs have the order of the classes.
+    menu: names of the blueprints that a controller may plant. None takes those of the built-in tasks for the kinds of stream at
+    the slots of the host, vectors or maps.
+    loss: the function that training minimises. It takes outputs (B, C) and y, int64 class indices (B,) or targets (B, C), and
+    returns the loss of each example, (B,) or (B, C), whose mean is taken. A loss of torch.nn or torch.nn.functional is called
+    with reduction='none'. None takes the cross-entropy for a classification and the squared error for a regression.
+    metric: the score of a network; higher is better. One of scikit-learn's names, which are 'accuracy', 'balanced_accuracy' and
+    'neg_log_loss' for a classification, and 'r2', 'neg_mean_squared_error' and 'neg_mean_absolute_error' for a regression; or a
+    function with the arguments of a loss, whose mean over a split is the metric. None takes accuracy or R2.
+    class_weights: factors of the loss by class: 'balanced', a mapping from labels to weights, or a list in the order of the
+    classes. They apply to the training loss and to the reported loss, but not to the metric.
+    sample_weights: (N,) factors of the training loss by example. Both kinds of weights are divided by their mean over the train
+    split.
+    splits: a mapping with the keys train, probe, validation and test. The values are pairs (x, y), which replace the arguments
+    x and y, and sample_weights are then those of the train split; or they are indices of the examples of x and y, and an
+    example may be in no split.
+    fractions: fractions of the examples in train, probe, validation and test, stratified by class.
+    seed: seed of the random splits.
+    standardize: True lets the host read (x - mean) / deviation, with the mean and the standard deviation of the train split,
+    and return the targets of a regression in the same way; 'features' leaves targets as they are. The splits and the grown
+    network use the original units, as do a `loss` and a `metric` that are given. A grown network as the host keeps its own
+    means and deviations.
+    summary: one line for `esper tasks`.
+    defaults: nested config of the task. The user's config takes precedence. It is merged into the config of every custom task,
+    which sets early_stopping.enabled (docs/runs.md), reward.rent_size (docs/training.md) and heuristic.narrow_blueprints
+    (docs/tasks.md). With data.nonfinite 'skip', examples with NaN or infinite values are left out with a `DataWarning`.
+    workers: number of processes of torch's DataLoader that read a Dataset; 0 reads it in this process. The result is the same
+    bit for bit unless the Dataset draws random numbers.
+    plain: plain(parameters) returns a factory of hosts with at least that number of parameters, for the baseline `plain`
+    (docs/baselines.md). None derives it from the host.
 
-    host: returns a freshly drawn `SegmentedHost` of any modules each time it is called, or a grown network, as
-    `lambda: esper.load(folder)`: every environment then starts from its weights, its seeds are part of the host, and features
-    and targets are standardized as the network does it.
-    kind: 'classification' or 'regression'. None takes text, truth values and whole numbers for classes and floating-point
-    numbers for targets, and asks where y may be either: floating-point numbers that are few and whole, one-hot rows, and
-    whole numbers that hardly repeat. A classification takes one-hot rows too, one class a column.
-    classes: None takes the distinct labels, sorted. Or how many classes there are, numbered from 0; or the list of their
-    names, which y holds or numbers from 0. The order is that of the outputs.
-    menu: names of the blueprints that a controller may plant. None takes those that Esper's own tasks use, for vectors or for
-    maps, as the slots of the host are.
-    loss: what training minimises, a function of outputs (B, C) and y, (B,) int64 indices of classes or (B, C) targets, that
-    returns the loss of each example, (B,) or (B, C); the mean is taken. A loss of torch.nn or torch.nn.functional is asked
-    for them by reduction='none'. None takes the cross-entropy of the softmax, or the squared error.
-    metric: what is reported, and what growth is judged by; higher is better. A name of scikit-learn's: 'accuracy',
-    'balanced_accuracy' or 'neg_log_loss' of a classification, 'r2', 'neg_mean_squared_error' or 'neg_mean_absolute_error' of a
-    regression; or a function like a loss, whose mean over a split is the metric. None takes accuracy, or R2.
-    class_weights: factors of the loss by class: 'balanced', a mapping from labels, or a list in the order of the classes. The
-    loss that is reported has them too, the metric has none.
-    sample_weights: (N,) factors of the loss by example in training alone. Both kinds of weights are divided by their mean over
-    the train split.
-    splits: four of your own, a mapping with the keys train, probe, validation and test: pairs (x, y), in place of x and y, with
-    sample_weights of the train split; or indices of examples of x and y, of which some may be in no split.
-    fractions: of the examples in train, probe, validation and test, dealt class by class, the same for the same seed.
-    standardize: the host reads features less their mean over the train split, over their standard deviation, and returns the
-    targets of a regression likewise; 'features' leaves the targets as they are. The splits hold both as they came, and a grown
-    network takes and returns them so: means and deviations are part of it. A loss or a metric that the task brings takes outputs
-    and targets in the units of y. A grown network as the host keeps its own means and deviations.
-    defaults: nested config, under what the user of the task sets, and over that of every task of one's own, which sets
-    early_stopping.enabled (docs/runs.md), reward.rent_size (docs/training.md) and heuristic.narrow_blueprints
-    (docs/tasks.md). With data.nonfinite 'skip' examples that are not finite are left out here, with a `DataWarning`.
-    plain: the static network of the baseline `plain`, where it cannot be derived from the host or should be another one:
-    plain(parameters) returns a host factory of at least so many parameters (docs/baselines.md).
-    workers: processes that read a Dataset, by torch's DataLoader; 0 reads it in this one. The task is the same bit for bit
-    where the Dataset draws nothing at random.
+    Features are converted to torch's default dtype, except that a float64 tensor stays float64. Whole-number features, such as
+    bytes, are converted without scaling. Targets get the dtype of the features.
 
-    Features become torch's default dtype, except that a float64 tensor stays float64; NumPy's float64 does not, since
-    it is what NumPy makes of any number. Whole-number features (bytes, counts) are converted and not scaled, because a
-    host's weights are floating point and only the caller knows their range. Targets take the dtype of the features.
-
-    Raises InputError, in one sentence, for examples, labels, splits, a host or defaults that cannot be used. A `DataWarning`
-    names a class with a single example, and a host that ends with a Softmax where the loss is the cross-entropy.
+    Raises InputError for examples, labels, splits, a host or defaults that cannot be used. Issues a `DataWarning` for a class
+    with a single example, for a host that ends with a Softmax before the cross-entropy, and for targets far from 0 to 1.
     """
     _check_settings(name, menu, splits, fractions, seed, standardize)
-    brought = read_examples(x, y, splits, sample_weights, workers)
-    target = read_target(brought.y, kind, classes)
-    skips = build_config(defaults or {}).data.nonfinite == "skip"
-    brought, values = _checked(*complete(brought, target.values, skip=skips), target.classes)
-    parts = _parts(brought, values, fractions, seed)
-    four = cut(brought.x, values, parts)
-    if target.classes is not None and splits is not None:
-        check_classes_train(four, target.classes)
-    base = _objective(four, target, loss, metric, class_weights)
-    host = _taken_up(host)
-    scaling, target_scaling = _scalings(four, host, standardize)
-    _check_host(host, four, base, scaling, target_scaling, wanted_outputs(four, target.classes, base.outputs))
-    if target.classes is not None:
-        warn_of_single_examples(four, target.classes)
+    examples = read_examples(x, y, splits, sample_weights, workers)
+    values, names = read_target(examples.y, kind, classes)
+    if build_config(defaults or {}).data.nonfinite == "skip":
+        examples, values = drop_nonfinite(examples, values)
+    values = _check_values(examples, values, names)
+    parts = _parts(examples, values, fractions, seed)
+    cuts = cut(examples.x, values, parts)
+    if names is not None and splits is not None:
+        check_classes_train(cuts, names)
+    objective = _objective(cuts, names, loss, metric, class_weights)
+    host = _read_host(host)
+    scaling, target_scaling = _scalings(cuts, host, standardize)
+    _check_host(host, cuts, objective, scaling, target_scaling, wanted_outputs(cuts, names, objective.outputs))
+    fresh = _draw(host)
+    if names is not None:
+        warn_of_single_examples(cuts, names)
         if loss is None:
-            _warn_of_host(host)
-    if target.classes is None and loss is None and standardize is False and not isinstance(host, RegrownHost):
-        _warn_of_targets(four.train.y)
+            warn_of_softmax(fresh)
+    elif loss is None and standardize is False and not isinstance(host, RegrownHost):
+        _warn_of_targets(cuts.train.y)
     return Task(
         name=name,
-        summary=summary or f"{len(values):,} examples of your own, {base.outputs} outputs, {base.metric}",
+        summary=summary or f"{len(values):,} examples of your own, {objective.outputs} outputs, {objective.metric}",
         host=host,
-        **four._asdict(),
-        objective=base if target_scaling is None else _of_standardized(base, target_scaling),
-        menu=tuple(menu) if menu is not None else _default_menu(host),
+        **cuts._asdict(),
+        objective=objective if target_scaling is None else _standardized(objective, target_scaling),
+        menu=tuple(menu) if menu is not None else menu_of(fresh),
         defaults=merge_settings(DEFAULTS, defaults or {}),
         scaling=scaling,
-        classes=target.classes,
-        weights=train_weights(brought, parts[0].numpy()),
-        columns=brought.columns,
+        classes=names,
+        weights=train_weights(examples, parts[0].numpy()),
+        columns=examples.columns,
         plain=plain,
         target_scaling=target_scaling,
     )
@@ -154,7 +163,7 @@ def task_from(
 def _check_settings(
     name: Any, menu: Any, splits: Mapping[str, Any] | None, fractions: Sequence[float], seed: Any, standardize: Any
 ) -> None:
-    """InputError where an argument that needs no example to be judged cannot be used."""
+    """Check the arguments that can be checked without the examples. InputError where one cannot be used."""
     if not isinstance(name, str) or not name:
         raise InputError(
             f"the task's name is {name!r}; give it one in quotes, as in task('wine', ...)"
@@ -168,84 +177,81 @@ def _check_settings(
     if menu is not None:
         _check_menu(menu)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed is {seed!r}; give a whole number from 0 on, by which examples are dealt into splits")
+        raise InputError(f"seed is {seed!r}; give a whole number from 0 on, the seed of the random splits")
     if splits is not None and tuple(fractions) != FRACTIONS:
         raise InputError(f"splits and fractions {tuple(fractions)} were given; leave one of them out")
 
 
-def _checked(brought: Brought, values: Tensor, names: tuple[Label, ...] | None) -> tuple[Brought, Tensor]:
-    """The examples, and y as int64 indices of classes, or as targets in the dtype of the features. InputError for bad ones."""
-    if names is None:
-        values = values.to(brought.x.dtype)
-        check_examples(brought.x, values, None)
-    else:
+def _check_values(examples: Examples, values: Tensor, names: tuple[Label, ...] | None) -> Tensor:
+    """y as int64 class indices, or as targets in the dtype of the features. InputError for examples that cannot be used."""
+    if names is not None:
         check_labels(values)
-        values = values.to(torch.int64)
-        check_examples(brought.x, values, len(names))
-    return brought, values
+    values = values.to(examples.x.dtype if names is None else torch.int64)
+    check_examples(examples.x, values, None if names is None else len(names))
+    return values
 
 
-def _parts(brought: Brought, y: Tensor, fractions: Sequence[float], seed: int) -> Sequence[Tensor]:
+def _parts(examples: Examples, y: Tensor, fractions: Sequence[float], seed: int) -> Sequence[Tensor]:
     """The indices of the examples in each of the four splits."""
-    if brought.parts is not None:
-        return [torch.from_numpy(part) for part in brought.parts]
+    if examples.parts is not None:
+        return [torch.from_numpy(part) for part in examples.parts]
     return dealt(y, sizes_of(fractions, len(y)), seed)
 
 
 def _objective(
-    four: Splits, target: Target, loss: Any, metric: Any, class_weights: Any
-) -> Classification | Regression | OwnObjective:
-    """What the task minimises and reports."""
-    y, names, weights = four.train.y, target.classes, None
+    splits: Splits, names: tuple[Label, ...] | None, loss: Any, metric: Any, class_weights: Any
+) -> Classification | Regression | CustomObjective:
+    y, weights = splits.train.y, None
     if names is None and class_weights is not None:
         raise InputError("class_weights was given, but y holds targets of a regression; give sample_weights")
     if names is not None and class_weights is not None:
         weights = weights_of_classes(class_weights, names, torch.bincount(y, minlength=len(names)).tolist())
     base = Regression(y.shape[1] if y.dim() == 2 else 1) if names is None else Classification(len(names))
-    objective = own_objective(base, loss, metric, weights)
+    objective = custom_objective(base, loss, metric, weights)
     if objective.metric == "r2":
-        check_targets(four)
+        check_targets(splits)
     return objective
 
 
 def _scalings(
-    four: Splits, host: Callable[[], SegmentedHost], standardize: bool | Literal["features"]
+    splits: Splits, host: Callable[[], SegmentedHost], standardize: bool | Literal["features"]
 ) -> tuple[Scaling | None, Scaling | None]:
-    """Of features and of targets: those of a grown network as the host, or the mean and deviation of the train split."""
+    """Scalings of the features and of the targets: those of a grown network as the host, or those of the train split."""
     if isinstance(host, RegrownHost):
         return host.scaling, host.target_scaling
-    targets = standardize is True and four.train.y.is_floating_point()
-    return scaling_of(four.train.x) if standardize else None, scaling_of(four.train.y) if targets else None
+    targets = standardize is True and splits.train.y.is_floating_point()
+    return scaling_of(splits.train.x) if standardize else None, scaling_of(splits.train.y) if targets else None
 
 
-def _of_standardized(base: Classification | Regression | OwnObjective, scaling: Scaling) -> OfStandardized:
+def _standardized(base: Classification | Regression | CustomObjective, scaling: Scaling) -> StandardizedObjective:
     assert not isinstance(base, Classification), "classes have no units"
     mean, deviation = (tuple(values.reshape(-1).tolist()) for values in scaling)
-    return OfStandardized(base, mean, deviation)
+    return StandardizedObjective(base, mean, deviation)
 
 
 def _check_host(
     host: Callable[[], SegmentedHost],
-    four: Splits,
-    base: Classification | Regression | OwnObjective,
+    splits: Splits,
+    base: Classification | Regression | CustomObjective,
     scaling: Scaling | None,
     target_scaling: Scaling | None,
     wanted: str,
 ) -> None:
-    """InputError where the host, or a loss or metric of the task's own on its outputs, cannot be used."""
-    few = 4 if base.outputs == 5 else 5  # so that shapes of losses tell examples from outputs
-    x, y = four.train.x[:few], four.train.y[:few]
+    """Run the host, and a user's loss and metric on its outputs. InputError where one of them cannot be used."""
+    few = 4 if base.outputs == 5 else 5  # a number other than C, so that (B,) and (C,) are different shapes
+    x, y = splits.train.x[:few], splits.train.y[:few]
     outputs = _check_factory(host, x if scaling is None else scaling.read(x), base.outputs, wanted)
     check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), y)
 
 
-def _warn_of_host(host: Callable[[], SegmentedHost]) -> None:
+def _draw(host: Callable[[], SegmentedHost]) -> SegmentedHost:
+    """A host. The caller's random state is kept."""
     with torch.random.fork_rng(devices=[]):
-        warn_of_softmax(host())
+        return host()
 
 
 def _warn_of_targets(y: Tensor) -> None:
-    """A DataWarning where targets y (N,) or (N, C) are far from what a host returns at first, numbers of about 0 to 1."""
+    """Issue a DataWarning where targets y (N,) or (N, C) are far from the first outputs of a host, which are about 0 to 1."""
     mean, deviation = (values.reshape(-1) for values in scaling_of(y))
     far = (mean.abs() > FAR * deviation) | (deviation < USUAL[0]) | (deviation > USUAL[1])
     if far.any():
@@ -253,7 +259,8 @@ def _warn_of_targets(y: Tensor) -> None:
         which = f"target {first} has" if len(mean) > 1 else "the targets have"
         warn(
             f"{which} mean {mean[first]:.3g} and standard deviation {deviation[first]:.3g} in the train split, but a host starts "
-            "with outputs near 0 and learns slowly to return such numbers; give standardize=True, or 'features' to leave them so",
+            "with outputs near 0 and learns slowly to return such numbers; give standardize=True, or standardize='features' to "
+            "leave the targets as they are without this warning",
             DataWarning,
         )
 
@@ -267,54 +274,39 @@ def _check_menu(menu: Sequence[str]) -> None:
             raise InputError(f"menu names the blueprint {entry!r} {list(menu).count(entry)} times; name it once")
 
 
-def _default_menu(host: Callable[[], SegmentedHost]) -> tuple[str, ...]:
-    with torch.random.fork_rng(devices=[]):
-        return menu_of(host())
-
-
 def _check_arguments(host: Callable[[], nn.Module]) -> None:
-    """InputError where a host factory cannot be called without arguments."""
+    """Raise InputError where a host factory cannot be called without arguments."""
     if isinstance(host, nn.Module) or not callable(host):
         raise InputError(
             f"host is a {type(host).__name__}; give a function that returns a fresh one, as lambda: MyHost()"
         )
-    try:
-        parameters = inspect.signature(host).parameters.values()
-    except (TypeError, ValueError):  # some callables of C have no signature
-        return
-    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in free]
-    if needed:
+    if needed := required_arguments(host):
         called = getattr(host, "__name__", "<lambda>")
         called = type(host).__name__ if called == "<lambda>" and not inspect.isfunction(host) else called
         what = f"the class {called}" if isinstance(host, type) else "a function"
         raise InputError(
-            f"host is {what} that needs {' and '.join(needed)}, but it is called without arguments; give a function of none, as "
+            f"host is {what} that needs {' and '.join(needed)}, but it is called without arguments; give a function without, as "
             f"in host=lambda: {called if called.isidentifier() else 'MyHost'}({', '.join(f'{each}=...' for each in needed)})"
         )
 
 
-def _taken_up(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
-    """What `host_factory` makes of a person's factory. InputError where it cannot be called, or raises."""
+def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
+    """The result of `host_factory` for a user's factory. InputError where the factory cannot be called, or raises."""
     _check_arguments(host)
     try:
         return host_factory(host)
     except InputError:
         raise
-    except Exception as error:  # whatever a person's factory raises, its first line says why
-        reason = (str(error).splitlines() or [""])[0]
-        raise InputError(
-            f"the host factory raised {type(error).__name__}{f': {reason}' if reason else ''}; mend it"
-        ) from error
+    except Exception as error:
+        raise InputError(f"the host factory raised {typed_line(error)}; correct the function") from error
 
 
-def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int, wanted: str) -> Tensor:
+def _check_factory(host: Callable[[], SegmentedHost], x: Tensor, outputs: int, wanted: str) -> Tensor:
     """The outputs (B, C) of a host for a few examples x (B, ...). InputError where the host cannot be used.
 
-    `wanted` says why it is to have so many.
+    outputs: the required number of outputs C. wanted: the reason for it, for the message.
     """
-    with torch.random.fork_rng(devices=[]):  # the check leaves the caller's random state as it was
-        first, second = host(), host()
+    first, second = _draw(host), _draw(host)
     if first is second:
         raise InputError("the host factory returned the same module twice; build a new one in every call")
     if isinstance(first, SegmentedHost):
@@ -326,5 +318,5 @@ def _check_factory(host: Callable[[], nn.Module], x: Tensor, outputs: int, wante
                 )
     check_host(first, x, outputs, wanted)
     with torch.no_grad():
-        found: Tensor = first.eval()(x)
-    return found
+        result: Tensor = first.eval()(x)
+    return result

@@ -1,4 +1,4 @@
-"""A Dataset of one's own, read once and in full, by this process or by workers."""
+"""Reading a user's Dataset once and in full, in this process or in worker processes."""
 
 import traceback
 from collections.abc import Iterator, Sequence
@@ -11,17 +11,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from esper.leyline.arrays import as_tensor
-from esper.leyline.errors import InputError, UserCodeError
+from esper.leyline.errors import InputError, UserCodeError, first_line, typed_line
 
 CHUNK = 64
-"""Examples that a worker reads before it hands them over."""
+"""Number of examples that a worker sends at a time."""
 
 
 def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Tensor, Tensor]:
-    """All features (N, ...) and labels or targets (N, ...) of a map-style Dataset, read by so many processes, or 0 by this one.
+    """Read all features (N, ...) and labels or targets (N, ...) of a map-style Dataset, on the CPU.
 
-    InputError where it has no length, an example is of another shape, or a worker ends; UserCodeError where reading an example
-    raises, with what it raised as the cause.
+    workers: number of worker processes; 0 reads in this process.
+
+    Raises InputError where the Dataset has no length, examples differ in shape, or a worker ends, and UserCodeError, with the
+    original error as its cause, where the Dataset raises.
     """
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
@@ -36,7 +38,9 @@ def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Tensor, Tensor]:
         raise InputError(f"x is a {name} of length 0; give examples")
     features: list[Tensor] = []
     targets: list[Tensor] = []
-    for index, pair in enumerate(_by_workers(dataset, count, workers) if workers else _one_by_one(dataset, count)):
+    dtype = torch.get_default_dtype()
+    here = (_pair(dataset, index, dtype) for index in range(count))
+    for index, pair in enumerate(_by_workers(dataset, count, workers) if workers else here):
         for values, value, what in zip((features, targets), pair, ("features", "label or target"), strict=True):
             values.append(value)
             if value.shape != values[0].shape:
@@ -47,22 +51,16 @@ def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Tensor, Tensor]:
     return torch.stack(features), torch.stack(targets)
 
 
-def _one_by_one(dataset: Dataset[Any], count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every example, in order."""
-    for index in range(count):
-        yield _pair(dataset, index, torch.get_default_dtype())
-
-
 def _by_workers(dataset: Dataset[Any], count: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same from processes of their own. InputError where one of them cannot be started, or ends."""
+    """Every example in order, read by worker processes. InputError where a worker cannot be started, or ends."""
     chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
     loader = DataLoader(
         _Chunks(dataset, torch.get_default_dtype()),
         batch_size=None,
         sampler=chunks,
         num_workers=workers,
-        collate_fn=_as_it_is,
-        generator=torch.Generator(),  # which seeds the workers, and leaves the caller's random state as it was
+        collate_fn=_identity,
+        generator=torch.Generator(),  # seeds the workers without a draw from the caller's random state
     )
     done = 0
     try:
@@ -76,16 +74,15 @@ def _by_workers(dataset: Dataset[Any], count: int, workers: int) -> Iterator[tup
             done += len(chunk)
     except (InputError, UserCodeError):
         raise
-    except Exception as error:  # a worker that ends, or that cannot be started: its first line says which
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # a worker ended, or could not be started
         raise InputError(
-            f"a worker ended while it read the {type(dataset).__name__}, {done} of {count} examples being there: {reason}; "
+            f"a worker ended while it read the {type(dataset).__name__}, after {done} of {count} examples: {first_line(error)}; "
             "give workers=0 to see which example it is, or fewer workers where memory ran out"
         ) from error
 
 
 class _Packed(NamedTuple):
-    """A tensor as bytes, which go through a pipe: no shared memory can run out, and no file descriptor stays open."""
+    """A tensor as bytes, which are sent through a pipe. Tensors would need shared memory and open file descriptors."""
 
     content: NDArray[np.uint8]
     dtype: torch.dtype
@@ -100,7 +97,7 @@ class _Packed(NamedTuple):
 
 
 class _Chunks(Dataset[Any]):
-    """A Dataset read by several indices at once, in a worker: packed pairs, or the sentence that says what is wrong."""
+    """A Dataset that a worker reads several indices at a time. An item is a list of packed pairs, or an error as data."""
 
     def __init__(self, dataset: Dataset[Any], dtype: torch.dtype) -> None:
         self.dataset, self.dtype = dataset, dtype
@@ -118,36 +115,35 @@ class _Chunks(Dataset[Any]):
 
 
 class _Raised(NamedTuple):
-    """What a Dataset raised in a worker, whose exceptions may not be copied to another process."""
+    """An error of the Dataset in a worker, as text, because some exceptions cannot be pickled."""
 
     sentence: str
     trace: str
 
 
-def _as_it_is(chunk: Any) -> Any:
+def _identity(chunk: Any) -> Any:
     return chunk
 
 
 def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Features and target of one example. UserCodeError where the Dataset raises, InputError where it gives something else."""
+    """Features and target of one example. UserCodeError where the Dataset raises, InputError where the item is not a pair."""
     try:
         item = dataset[index]
-    except Exception as error:  # whatever a person's Dataset raises, its first line says why
-        reason = (str(error).splitlines() or [""])[0]
+    except Exception as error:
         raise UserCodeError(
-            f"example {index} of the {type(dataset).__name__} cannot be read: {type(error).__name__}"
-            f"{f': {reason}' if reason else ''}; mend it, or leave it out with torch.utils.data.Subset"
+            f"example {index} of the {type(dataset).__name__} cannot be read: {typed_line(error)}; correct the Dataset, or leave "
+            "the example out with torch.utils.data.Subset"
         ) from error
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise InputError(
-            f"example {index} of the Dataset is no pair but a {type(item).__name__}; "
+            f"example {index} of the Dataset is a {type(item).__name__}, not a pair; "
             "give pairs of features and a label or target"
         )
     features, target = item
     if isinstance(target, str):
         raise InputError(
-            f"the label of example {index} of the Dataset is the text {target[:40]!r}; give whole numbers from 0 on, and their "
-            "names by classes=[...]"
+            f"the label of example {index} of the Dataset is the text {target[:40]!r}; give whole numbers from 0 on, and the "
+            "names of the classes as classes=[...]"
         )
     return (
         as_tensor(features, f"the features of example {index}", dtype).contiguous(),

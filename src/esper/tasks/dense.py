@@ -1,4 +1,4 @@
-"""Fully connected hosts: with and without skips, and with blocks that are damaged."""
+"""Fully connected hosts: with and without skip connections, and with damaged blocks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ from esper.leyline.task import Room
 from esper.tasks.sizes import check_sizes, linear, smallest
 
 SCALE = 0.5
-"""What the last layer of all residual blocks together is scaled by at birth, chosen on validation data: docs/hosts.md."""
+"""Initial scale of the last layers of all residual blocks together, chosen on validation data (docs/hosts.md)."""
 
 
 @dataclass(frozen=True)
 class _Dense(ABC):
-    """What hosts for vectors share: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
+    """Base of the hosts for vectors: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
 
     name: ClassVar[str]
     called: ClassVar[str]  # in messages
@@ -47,12 +47,12 @@ class _Dense(ABC):
         return host
 
     def plain(self, parameters: int) -> Self:
-        """The network of as many blocks, none of them narrow, of the smallest width with at least so many parameters."""
+        """The network of the same depth, without narrow blocks, of the smallest width with at least `parameters` parameters."""
         return self._even(smallest(self._even, parameters))
 
-    def room(self, others: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
-        """The layout of rows in which others of as many blocks, with up to so many outputs, stand side by side."""
-        return roomy(*others, outputs=outputs)
+    def room(self, hosts: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
+        """The layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
+        return room_for(*hosts, outputs=outputs)
 
     def _even(self, width: int) -> Self:
         return replace(self, width=width, hidden=(width,) * len(self.hidden))
@@ -62,7 +62,7 @@ class _Dense(ABC):
         """A segment of one hidden layer of `inner` units."""
 
     def _layers(self, inner: int, last: float) -> tuple[nn.Module, ...]:
-        """The layers of a block whose last one is drawn with a variance of `last`."""
+        """The layers of a block. `last` is the initial variance of the weights of the last layer."""
         first = linear(self.width, inner, variance=2 / self.width)
         return first, nn.ReLU(), linear(inner, self.width, variance=last)
 
@@ -75,11 +75,11 @@ class MLP(_Dense):
         segment k + 1:  Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)     then slot "block<k>"
         last segment:   Linear(width -> outputs)
 
-    Segments have no residual path, so what a narrow one loses only a bypass can bring back. Weights are drawn from
-    torch's global generator, normal with the scale 1 / sqrt(fan in), or sqrt(2 / fan in) in front of a ReLU; biases
-    are 0.
+    There is no skip connection, so only a bypass can restore the information that a narrow segment loses. Weights are drawn
+    from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
+    elsewhere; biases are 0.
 
-    Raises InputError where a size is not an integer from 1 on, or there is no hidden size.
+    Raises InputError where a size is not a positive integer, or there is no hidden size.
     """
 
     name: ClassVar[str] = "mlp"
@@ -97,11 +97,11 @@ class ResidualMLP(_Dense):
         segment k + 1:  x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)    then slot "block<k>"
         last segment:   Linear(width -> outputs)
 
-    There is no normalisation over the batch, so that no example depends on others. Weights are drawn from torch's global
-    generator, normal with the scale 1 / sqrt(fan in), or sqrt(2 / fan in) in front of a ReLU, except for the last layer of a
-    block, which is SCALE / sqrt(fan in blocks); biases are 0.
+    There is no batch normalization, so no example depends on another. Weights are drawn from torch's global generator, normal
+    with standard deviation sqrt(2 / fan in) in front of a ReLU, SCALE / sqrt(fan in * blocks) in the last layer of a block,
+    and 1 / sqrt(fan in) elsewhere; biases are 0.
 
-    Raises InputError where a size is not an integer from 1 on, or there is no hidden size.
+    Raises InputError where a size is not a positive integer, or there is no hidden size.
     """
 
     name: ClassVar[str] = "residual-mlp"
@@ -114,7 +114,7 @@ class ResidualMLP(_Dense):
 class Floor(nn.Module):
     """max(z, floor), elementwise: the ReLU at floor 0, and the identity at minus infinity.
 
-    The floor is a buffer, so that rows of one stack differ in it. A padded unit, exactly 0, stays 0 under either.
+    The floor is a buffer, so the rows of one stack can have different floors. Padded units are 0 and stay 0 at both floors.
     """
 
     stacks = True
@@ -131,13 +131,13 @@ class Floor(nn.Module):
 
 @dataclass(frozen=True)
 class DamagedMLP:
-    """A factory of hosts as `MLP` makes them, some of whose blocks have no nonlinearity or never train.
+    """A factory of the networks of `MLP` in which some blocks have no nonlinearity or are never trained.
 
         segment k + 1:  Linear(width -> hidden[k]), Floor(linear[k]), Linear(hidden[k] -> width)
 
-    The parameters of block k do not require a gradient where frozen[k]. All of them are drawn as those of the MLP.
+    The parameters of block k do not require a gradient where frozen[k]. The initial weights are those of the MLP.
 
-    Raises InputError where a size is not an integer from 1 on, or there is not one truth value of each kind a block.
+    Raises InputError where a size is not a positive integer, or `linear` or `frozen` does not have one bool per block.
     """
 
     name: ClassVar[str] = "damaged-mlp"
@@ -147,7 +147,7 @@ class DamagedMLP:
     hidden: tuple[int, ...]  # inner width of each block
     outputs: int
     linear: tuple[bool, ...]  # blocks without a nonlinearity
-    frozen: tuple[bool, ...]  # blocks that stay as they were drawn
+    frozen: tuple[bool, ...]  # blocks that keep their initial weights
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", self._undamaged().hidden)
@@ -174,20 +174,18 @@ class DamagedMLP:
         return host
 
     def plain(self, parameters: int) -> MLP:
-        """The undamaged network of as many blocks, none narrow, of the smallest width with at least so many parameters."""
+        """The undamaged network of the same depth, of the smallest width with at least `parameters` parameters."""
         return self._undamaged().plain(parameters)
 
     def _undamaged(self) -> MLP:
         return MLP(self.inputs, self.width, self.hidden, self.outputs)
 
 
-def roomy(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
-    """The layout of rows for hosts of one kind and one number of blocks, whose widths are rounded up to multiples of 4.
+def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
+    """The layout of rows for hosts of one class and depth, with at least `outputs` outputs.
 
-    It has at least so many outputs.
-
-    The last bit of a product can depend on whether a row's result lies on a multiple of 16 bytes, so on where the row stands
-    in the population. With such widths every row does, and a row is bitwise the same wherever it stands.
+    Widths are rounded up to multiples of 4, which aligns every row of a stack to 16 bytes. The last bit of a matrix product
+    can depend on the alignment of its result, so a row's numbers would otherwise depend on its index in the population.
     """
 
     def up(widths: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""The examples that a person brings: x and y, or a Dataset, whole or in four splits of their own. N examples."""
+"""Reading a user's examples: x and y, or a Dataset, all at once or in four splits. N examples."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,26 +15,32 @@ from esper.leyline.errors import InputError
 from esper.leyline.task import Split, finite, nonfinite
 from esper.leyline.text import counted
 from esper.tasks.dataset import read_dataset
-from esper.tasks.labels import as_read, joined
+from esper.tasks.labels import concatenate_y, read_y
 from esper.tasks.splits import Splits
 
 Indices = NDArray[np.int64]
 
 
-class Brought(NamedTuple):
-    """All examples of a task, in one order."""
+class Examples(NamedTuple):
+    """All examples of a task.
 
-    x: Tensor  # (N, ...) floating point, on the CPU
-    y: NDArray[Any]  # (N,) labels or targets, or (N, C), as `labels.read_target` takes them
-    parts: (
-        tuple[Indices, ...] | None
-    )  # which of them are in train, probe, validation and test; None where that is to be dealt
-    weights: NDArray[np.float64] | None  # (N,) of the loss, where they were given
-    columns: tuple[str, ...] | None  # names of the features, where they came in a frame
+    Attributes:
+        x ((N, ...) floating-point tensor): features, on the CPU
+        y ((N,) or (N, C) array): labels or targets, as `labels.read_y` returns them
+        parts (four int64 arrays or None): indices of the train, probe, validation and test examples; None draws them
+        weights ((N,) float64 array or None): weights in the training loss; None where the user gives none
+        columns (names or None): names of the features of a frame
+    """
+
+    x: Tensor
+    y: NDArray[Any]
+    parts: tuple[Indices, ...] | None
+    weights: NDArray[np.float64] | None
+    columns: tuple[str, ...] | None
 
 
-def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int) -> Brought:
-    """What `esper.task` was given, as tensors and arrays. InputError where it cannot be read or does not fit together."""
+def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int) -> Examples:
+    """Read these arguments of `esper.task`. InputError where one cannot be read, or they do not fit together."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
     if splits is not None:
@@ -43,9 +49,14 @@ def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int
         features, values = _read(x, y, workers)
         parts = None if splits is None else _indices(splits, len(features))
         weights = None if sample_weights is None else _weights(sample_weights, len(features), "x")
-        return Brought(features, values, parts, weights, columns_of(x))
+        return Examples(features, values, parts, weights, columns_of(x))
     if y is not None:
-        raise InputError("y was given without x; leave it out, because splits bring their own, or give x too")
+        raise InputError("y was given without x; leave y out, because the splits contain their own y, or give x too")
+    return _read_splits(splits, sample_weights, workers)
+
+
+def _read_splits(splits: Mapping[str, Any], sample_weights: Any, workers: int) -> Examples:
+    """Read four splits, each a pair (x, y) or a Dataset."""
     columns = columns_of(splits["train"][0]) if isinstance(splits["train"], tuple | list) else None
     pairs = [_read_split(name, splits[name], columns, workers) for name in Splits._fields]
     for name, (features, _) in zip(Splits._fields, pairs, strict=True):
@@ -60,56 +71,55 @@ def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int
     if sample_weights is not None:
         weights = np.ones(ends[-1])
         weights[parts[0]] = _weights(sample_weights, len(parts[0]), "the train split")
-    features, values = torch.cat([x for x, _ in pairs]), joined([y for _, y in pairs])
-    return Brought(features, values, parts, weights, columns)
+    features, values = torch.cat([x for x, _ in pairs]), concatenate_y([y for _, y in pairs])
+    return Examples(features, values, parts, weights, columns)
 
 
-def complete(brought: Brought, values: Tensor, *, skip: bool) -> tuple[Brought, Tensor]:
-    """The examples, and y (N, ...) floating point, without those that hold NaN or infinite values where these are skipped."""
-    if not skip or not brought.x.dim() or len(brought.x) != len(values):  # `check_examples` says what is wrong
-        return brought, values
-    kept = ~nonfinite(Split(brought.x, values))
-    features, values = finite(Split(brought.x, values), "x or y", "skip")
-    keep = kept.numpy()
-    place = np.cumsum(keep) - 1
-    parts = None if brought.parts is None else tuple(place[part[keep[part]]] for part in brought.parts)
-    weights = None if brought.weights is None else brought.weights[keep]
-    return Brought(features, brought.y[keep], parts, weights, brought.columns), values
+def drop_nonfinite(examples: Examples, values: Tensor) -> tuple[Examples, Tensor]:
+    """The examples and y (N, ...), floating point, without the examples that hold NaN or infinite values."""
+    if not examples.x.dim() or len(examples.x) != len(values):  # `check_examples` raises InputError for these
+        return examples, values
+    keep = ~nonfinite(Split(examples.x, values)).numpy()
+    features, values = finite(Split(examples.x, values), "x or y", "skip")
+    new_index = np.cumsum(keep) - 1
+    parts = None if examples.parts is None else tuple(new_index[part[keep[part]]] for part in examples.parts)
+    weights = None if examples.weights is None else examples.weights[keep]
+    return Examples(features, examples.y[keep], parts, weights, examples.columns), values
 
 
-def train_weights(brought: Brought, train: Indices) -> Tensor | None:
-    """(n,) weights of the train split in the dtype of the features, of mean 1; None where none were given."""
-    if brought.weights is None:
+def train_weights(examples: Examples, train: Indices) -> Tensor | None:
+    """(n,) weights of the train split, divided by their mean, in the dtype of the features; None where none are given."""
+    if examples.weights is None:
         return None
-    weights = brought.weights[train]
+    weights = examples.weights[train]
     if not weights.any():
         raise InputError(
             "sample_weights is 0 for every example of the train split; give some of them a positive weight"
         )
-    return torch.from_numpy(weights / weights.mean()).to(brought.x.dtype)
+    return torch.from_numpy(weights / weights.mean()).to(examples.x.dtype)
 
 
 def _read(x: Any, y: Any, workers: int) -> tuple[Tensor, NDArray[Any]]:
-    """Features in a floating-point dtype on the CPU, and y as an array."""
+    """Features as a tensor on the CPU, in a floating-point dtype, and y as an array."""
     if workers and x is not None and not isinstance(x, Dataset | DataLoader):
         raise InputError(
-            f"workers is {workers}, but x is a {type(x).__name__}, which is there already; leave workers out"
+            f"workers is {workers}, but x is a {type(x).__name__}, and workers read a Dataset only; leave workers out"
         )
     if isinstance(x, DataLoader):
         raise InputError("x is a DataLoader; give its data set, x.dataset: the task makes its own batches")
     if isinstance(x, Dataset):
         if y is not None:
-            raise InputError("x is a Dataset, which brings its own labels, and y was given too; leave y out")
+            raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
         features, y = read_dataset(x, workers)
     elif x is None:
-        raise InputError("x and y are missing; give examples x and y, a Dataset as x, or splits of your own")
+        raise InputError("x and y are missing; give examples x and y, a Dataset as x, or splits")
     elif y is None:
         raise InputError(
             f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
         )
     else:
         features = as_tensor(x, "x", torch.get_default_dtype())
-    values = as_read(y)
+    values = read_y(y)
     if features.is_complex():
         raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
     return features if features.dtype == torch.float64 else features.to(torch.get_default_dtype()), values
@@ -126,13 +136,13 @@ def _check_names(splits: Any) -> None:
 
 
 def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers: int) -> tuple[Tensor, NDArray[Any]]:
-    """One split, from a pair (x, y), whose columns are taken by name, or from a Dataset."""
+    """Read one split. The columns of a frame are put in the order of `columns`."""
     if isinstance(given, Dataset):
         return _read(given, None, workers)
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise InputError(
-            f"the {name} split is a {type(given).__name__}; give a pair (x, y) or a Dataset, or give x and y of all examples "
-            "beside indices"
+            f"the {name} split is a {type(given).__name__}; give a pair (x, y) or a Dataset, or give indices together with x and "
+            "y of all examples"
         )
     features, values = _read(by_name(given[0], columns, f"the {name} split"), given[1], workers)
     if not features.dim() or len(features) != len(values):
@@ -142,7 +152,7 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
 
 
 def _indices(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
-    """Which examples are in each split. InputError where an index is none, or an example is in two splits."""
+    """The examples of each split. InputError for an index out of range, and for an example that is named twice."""
     parts, owner = [], np.full(examples, -1)
     for place, name in enumerate(Splits._fields):
         given = splits[name]
@@ -161,8 +171,8 @@ def _indices(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
         twice = part[owner[part] >= 0]
         if len(twice):
             raise InputError(
-                f"example {twice[0]} is in the {Splits._fields[owner[twice[0]]]} split and in the {name} split; give every "
-                "example to one"
+                f"example {twice[0]} is in the {Splits._fields[owner[twice[0]]]} split and in the {name} split; put every "
+                "example in one split"
             )
         owner[part] = place
         if len(np.unique(part)) < len(part):
@@ -183,10 +193,10 @@ def _weights(given: Any, examples: int, of: str) -> NDArray[np.float64]:
 
 
 def check_classes_train(splits: Splits, names: Sequence[Any]) -> None:
-    """InputError where a class of another split has no example to train on, which is a mistake in splits of one's own."""
+    """Raise InputError where a class of another split has no example in the train split."""
     for name, split in zip(Splits._fields[1:], splits[1:], strict=True):
         unseen = np.setdiff1d(split.y.numpy(), splits.train.y.numpy())
         if len(unseen):
             raise InputError(
-                f"the {name} split has the class {names[unseen[0]]!r}, of which the train split has no example; give it some"
+                f"the {name} split has the class {names[unseen[0]]!r}, of which the train split has no example; add some"
             )

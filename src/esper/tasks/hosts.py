@@ -1,4 +1,4 @@
-"""The hosts that Esper's own tasks grow, and those that a saved network can name."""
+"""The hosts of the built-in tasks, the hosts that a user builds in one line, and those that a saved network can name."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,14 +13,14 @@ from esper.tasks.convolutional import ResidualCNN as ResidualCNN
 from esper.tasks.dense import MLP as MLP
 from esper.tasks.dense import DamagedMLP as DamagedMLP
 from esper.tasks.dense import ResidualMLP as ResidualMLP
-from esper.tasks.dense import roomy as roomy
+from esper.tasks.dense import room_for as room_for
 from esper.tasks.sizes import check_sizes
 
 VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
-"""The default menu where the stream is a vector. A skip from the input is not in it: it leaves nothing to decide."""
+"""The default menu for streams of vectors. It has no skip from the
+host's input, because such a seed would leave a controller nothing to decide."""
 MAP_MENU = ("bypass-conv-3x3", "bypass-conv-1x1", "conv-light", "squeeze-excite")
-"""The default menu where the stream is a map."""
-
+"""The default menu for streams of maps."""
 
 VectorHost = MLP | ResidualMLP
 
@@ -36,10 +36,10 @@ def mlp(
 
     inputs: features of an example.
     width: features of the stream and of the hidden layer of a block.
-    classes: how many there are to tell apart. A regression gives `outputs` in its place, the number of targets.
-    blocks: residual blocks, each of which is followed by a slot "block0", "block1" and so on.
+    classes: number of classes. For a regression give `outputs`, the number of targets, instead.
+    blocks: number of residual blocks. The slots behind them are named "block0", "block1" and so on.
 
-    Raises InputError where a size is no whole number from 1 on, or not one of `classes` and `outputs` is given.
+    Raises InputError where a size is not a positive integer, or where both or neither of `classes` and `outputs` are given.
     """
     last = _outputs("esper.mlp", classes, outputs)
     check_sizes("esper.mlp", {"inputs": inputs, "width": width, "blocks": blocks})
@@ -57,16 +57,16 @@ def cnn(
     """A host for images, in one line: esper.task("mine", x, y, host=esper.cnn(inputs=(3, 32, 32), classes=10)).
 
     Returns a factory of residual convolutional networks (B, C, H, W) -> (B, classes), with a slot behind each of its blocks.
-    A block halves the resolution and doubles the channels, of which the first has `width`; nothing is normalised over the
-    batch. After the last block come the mean over positions and a linear layer.
+    The first block returns `width` channels, and every further block doubles them. Every block halves the resolution. After
+    the last block come the mean over positions and a linear layer. There is no batch normalization.
 
     inputs: channels, height and width of an image.
     width: channels behind the first block.
-    classes: how many there are to tell apart. A regression gives `outputs` in its place, the number of targets.
-    blocks: residual blocks, each of which is followed by a slot "block0", "block1" and so on.
+    classes: number of classes. For a regression give `outputs`, the number of targets, instead.
+    blocks: number of residual blocks. The slots behind them are named "block0", "block1" and so on.
 
-    Raises InputError where a size is no whole number from 1 on, not one of `classes` and `outputs` is given, or an image is
-    too small to be halved so often.
+    Raises InputError where a size is not a positive integer, where both or neither of `classes` and `outputs` are given, or
+    where an image is too small to be halved in every block.
     """
     last = _outputs("esper.cnn", classes, outputs)
     check_sizes("esper.cnn", {"width": width, "blocks": blocks})
@@ -76,8 +76,8 @@ def cnn(
 def _outputs(of: str, classes: int | None, outputs: int | None) -> int:
     if (classes is None) == (outputs is None):
         raise InputError(
-            f"{of} was given classes={classes!r} and outputs={outputs!r}; give one of them: the number of classes, or that "
-            "of the targets of a regression"
+            f"{of} was given classes={classes!r} and outputs={outputs!r}; give one of them: classes, the number of classes, or "
+            "outputs, the number of targets of a regression"
         )
     name, value = ("outputs", outputs) if classes is None else ("classes", classes)
     check_sizes(of, {name: value})
@@ -86,25 +86,23 @@ def _outputs(of: str, classes: int | None, outputs: int | None) -> int:
 
 
 def menu_of(host: SegmentedHost) -> tuple[str, ...]:
-    """The default menu of a host: blueprints for every kind of stream at its slots."""
+    """The default menu of a host: blueprints for the kinds of stream at its slots."""
     kinds = {slot.kind for slot in host.slots}
-    return tuple(
-        name for kind, menu in {Kind.VECTOR: VECTOR_MENU, Kind.MAP: MAP_MENU}.items() if kind in kinds for name in menu
-    )
+    return VECTOR_MENU * (Kind.VECTOR in kinds) + MAP_MENU * (Kind.MAP in kinds)
 
 
 MOST_BLOCKS, WIDEST = 1024, 2**24
-"""What a file may ask of a host that it names; one that is built from Python may be larger."""
+"""Limits on the sizes of a host that a file names. A host that is built in Python may be larger."""
 
 Host = MLP | ResidualMLP | DamagedMLP | CNN | ResidualCNN
 HOSTS: Mapping[str, type[Host]] = MappingProxyType(
     {factory.name: factory for factory in (MLP, ResidualMLP, DamagedMLP, CNN, ResidualCNN)}
 )
-"""The hosts that a saved network can name; their arguments are what `dataclasses.asdict` gives."""
+"""The host factories that a saved network can name. Their arguments are those of `dataclasses.asdict`."""
 
 
 def host_from(name: str, arguments: Mapping[str, Any]) -> Host:
-    """The host factory that a saved network names, from its JSON arguments. InputError where either is not known."""
+    """The host factory of this name with these JSON arguments. InputError for an unknown name or argument."""
     if name not in HOSTS:
         raise InputError(f"unknown host {name!r}; the hosts that can be rebuilt by name are {', '.join(HOSTS)}")
     wanted = [field.name for field in fields(HOSTS[name])]
@@ -114,7 +112,7 @@ def host_from(name: str, arguments: Mapping[str, Any]) -> Host:
         numbers = value if isinstance(value, list | tuple) else (value,)
         if len(numbers) > MOST_BLOCKS or any(isinstance(number, int) and number > WIDEST for number in numbers):
             raise InputError(
-                f"{argument} of host {name!r} asks for a size over {WIDEST:,} or more than {MOST_BLOCKS:,} of them; "
+                f"{argument} of host {name!r} has a size over {WIDEST:,} or more than {MOST_BLOCKS:,} sizes; "
                 "give the file of a network that was grown"
             )
     return HOSTS[name](**arguments)

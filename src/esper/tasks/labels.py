@@ -1,4 +1,4 @@
-"""Labels and targets of a person's own: which of the two y holds, and what the classes are called. N examples, C columns."""
+"""Reading y: whether it holds class labels or regression targets, and the names of the classes. N examples, C columns."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
@@ -15,28 +15,32 @@ from esper.leyline.task import Label, which
 
 Kind = Literal["classification", "regression"]
 FEW = 20
-"""Most distinct whole numbers of a floating-point y that may be classes, and so are asked about."""
+"""A floating-point y with at most this number of distinct values, all whole, is ambiguous: they may be classes or targets."""
 
 
 class Target(NamedTuple):
-    """y, read."""
+    """Labels or targets.
 
-    values: Tensor  # (N,) float64 index of each example's class, NaN where it has no label; or (N,) or (N, C) targets
-    classes: tuple[Label, ...] | None  # what the classes are called, in the order of the indices; None for targets
+    Attributes:
+        values (float64 tensor): (N,) index of each example's class, NaN where it has no label; or targets, (N,) or (N, C)
+        classes (C labels or None): names of the classes, in the order of the indices; None for targets
+    """
+
+    values: Tensor
+    classes: tuple[Label, ...] | None
 
 
 def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence[Label] | None) -> Target:
-    """y, as `as_read` gives it, as classes or as targets, and the names of the classes.
+    """Labels or targets from y, an array that `read_y` returns.
 
-    kind, classes: as in `esper.task`. Raises InputError where y may be either, or is neither.
+    kind, classes: as in `esper.task`. Raises InputError where y is ambiguous or cannot be used.
     """
-    found = decide(values, kind, classes)
-    if found == "regression":
+    if infer_kind(values, kind, classes) == "regression":
         if values.dtype.kind not in "biuf":
             raise InputError(
-                f"y holds {_said(values)}, which no regression can predict; give numbers, or leave kind out"
+                f"y holds {_content(values)}, which a regression cannot predict; give numbers, or leave kind out"
             )
-        return Target(_plain(values), None)
+        return Target(_as_float64(values), None)
     if values.ndim > 1:
         values = _from_columns(values)
     if classes is None:
@@ -46,8 +50,8 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
     return _named(values, classes)
 
 
-def decide(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
-    """Whether y holds classes or targets. InputError where it may be either."""
+def infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
+    """Whether y holds class labels or targets: `kind` where it is given. InputError where y is ambiguous."""
     if kind is not None and kind not in ("classification", "regression"):
         raise InputError(f"kind is {kind!r}; give 'classification', 'regression', or leave it out")
     if kind == "regression" and classes is not None:
@@ -74,22 +78,20 @@ def decide(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
             )
         return "classification"
     if 2 <= len(distinct) <= FEW and (distinct == distinct.round()).all():
-        shown = " and ".join(f"{value:g}" for value in distinct) if len(distinct) == 2 else f"{len(distinct)} different"
-        lost = torch.from_numpy(np.isnan(values))
-        missing = (
-            f"y is NaN in {which(lost)}; label or drop {'it' if lost.sum() == 1 else 'them'}. Apart from that, "
-            if lost.any()
-            else ""
+        shown = (
+            " and ".join(f"{v:g}" for v in distinct) if len(distinct) == 2 else f"{len(distinct)} distinct whole values"
         )
+        lost = torch.from_numpy(np.isnan(values))
+        missing = f"y is NaN in {which(lost)}; label or drop those examples. Apart from that, " if lost.any() else ""
         raise InputError(
-            f"{missing}y holds floating-point numbers, and only {shown}{' whole ones' if len(distinct) > 2 else ''}, which may "
-            "be classes or values; give kind='classification' or kind='regression'"
+            f"{missing}y holds only {shown}, as floating-point numbers, which may be classes or targets; give "
+            "kind='classification' or kind='regression'"
         )
     return "regression"
 
 
-def as_read(y: Any) -> NDArray[Any]:
-    """y as an array of numbers, truth values or objects; a single column is one entry per example."""
+def read_y(y: Any) -> NDArray[Any]:
+    """y as an array (N,) or (N, C) of numbers, bools or objects; a single column becomes (N,)."""
     if isinstance(y, Tensor):
         y = y.detach().cpu()
         values = y.to(torch.float64).numpy() if y.is_floating_point() else y.numpy()
@@ -104,7 +106,9 @@ def as_read(y: Any) -> NDArray[Any]:
         raise InputError("x and y hold no examples; give at least a few dozen")
     if values.dtype.kind == "c":
         raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
-    if values.dtype.kind in "UT":  # of a list that mixes text and numbers NumPy makes text of all
+    if (
+        values.dtype.kind in "UT"
+    ):  # NumPy converts the numbers of a mixed list to text, so the list is read again as objects
         values = np.array(y, object) if isinstance(y, list | tuple) else values.astype(object)
     if values.dtype.kind not in "biufO":
         raise InputError(
@@ -114,8 +118,8 @@ def as_read(y: Any) -> NDArray[Any]:
     return _of_one_type(values) if values.dtype.kind == "O" else values
 
 
-def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Several y, as `as_read` gives them, as one."""
+def concatenate_y(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """The arrays y of several splits, as `read_y` returns them, as one array."""
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = " and ".join(str(part.shape) for part in parts)
         raise InputError(
@@ -127,7 +131,7 @@ def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _of_one_type(values: NDArray[Any]) -> NDArray[Any]:
-    """Objects as numbers or truth values where all of them are, and else as they are: text, with None for no label."""
+    """An array of objects as numbers or bools where all entries are; otherwise as objects, with None for a missing label."""
     flat = [None if is_missing(entry) else entry for entry in values.ravel().tolist()]
     kinds: dict[str, object] = {}
     for entry in flat:
@@ -158,12 +162,12 @@ def _type_of(entry: object) -> str:
     )
 
 
-def _plain(values: NDArray[Any]) -> Tensor:
+def _as_float64(values: Any) -> Tensor:
     return torch.from_numpy(np.array(values, np.float64))
 
 
 def _is_one_hot(values: NDArray[Any]) -> bool:
-    """Whether every row of (N, C) holds a single 1 and else 0."""
+    """Whether every row of (N, C) holds a single 1 and is 0 elsewhere."""
     if values.dtype.kind not in "biuf" or values.ndim != 2 or values.shape[1] < 2 or not len(values):
         return False
     return bool(np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all())
@@ -176,34 +180,34 @@ def _from_columns(values: NDArray[Any]) -> NDArray[Any]:
             f"y has shape {values.shape} and is not one-hot; give one class label per example, as in (N,), or "
             "kind='regression' for several targets"
         )
-    found: NDArray[Any] = values.argmax(1)
-    return found
+    labels: NDArray[Any] = values.argmax(1)
+    return labels
 
 
 def _numbered(values: NDArray[Any], classes: int) -> Tensor:
-    """Labels that number the classes from 0. The range is checked with the examples."""
+    """Labels that number the classes from 0. `check_examples` checks their range."""
     if values.dtype.kind not in "biuf" or (
         values.dtype.kind == "f" and (values != values.round())[~np.isnan(values)].any()
     ):
         raise InputError(
-            f"classes is {classes}, but y holds {_said(values)}; give whole numbers from 0 to {classes - 1}, or classes as "
+            f"classes is {classes}, but y holds {_content(values)}; give whole numbers from 0 to {classes - 1}, or classes as "
             "the list of the labels"
         )
-    return _plain(values)
+    return _as_float64(values)
 
 
 def _named(values: NDArray[Any], classes: object) -> Target:
-    """Labels that are among the names of the classes, or that number them from 0."""
+    """Labels that are names of classes, or numbers of classes from 0."""
     names = _names(classes)
-    place = {name: index for index, name in enumerate(names)}
-    found = [None if is_missing(entry) else entry for entry in values.tolist()]
-    strange = next((entry for entry in found if entry is not None and entry not in place), None)
-    if strange is None:
-        return Target(_plain(np.array([np.nan if e is None else place[e] for e in found])), names)
-    if isinstance(names[0], str) and values.dtype.kind in "biuf":  # as scikit-learn's target and target_names
+    index = {name: k for k, name in enumerate(names)}
+    labels = [None if is_missing(entry) else entry for entry in values.tolist()]
+    unknown = next((label for label in labels if label is not None and label not in index), None)
+    if unknown is None:
+        return Target(_as_float64([np.nan if label is None else index[label] for label in labels]), names)
+    if isinstance(names[0], str) and values.dtype.kind in "biuf":  # scikit-learn's target and target_names
         return Target(_numbered(values, len(names)), names)
     raise InputError(
-        f"y holds the label {str(strange)[:40]!r}, which is not among the classes {str(list(names))[:80]}; name every class"
+        f"y holds the label {str(unknown)[:40]!r}, which is not among the classes {str(list(names))[:80]}; name every class"
     )
 
 
@@ -217,26 +221,27 @@ def _names(classes: object) -> tuple[Label, ...]:
     kinds = {type(name) for name in names}
     if len(names) < 2 or len(set(names)) < len(names) or len(kinds) > 1 or not kinds <= {str, int, float, bool}:
         raise InputError(
-            f"classes is {str(classes)[:80]}; give at least two names, each of its own and all of one type, text or numbers"
+            f"classes is {str(classes)[:80]}; give at least two different names of one type, text or numbers"
         )
     return names
 
 
 def _distinct(values: NDArray[Any]) -> Target:
-    """The distinct labels, sorted, as scikit-learn numbers them."""
+    """Labels whose classes are the distinct labels, sorted, as in scikit-learn."""
     missing = np.array([is_missing(entry) for entry in values.tolist()], bool)
-    known = values[~missing]
-    names, index = np.unique(np.array(known.tolist()), return_inverse=True)  # of text and of whole numbers, not objects
+    names, index = np.unique(
+        np.array(values[~missing].tolist()), return_inverse=True
+    )  # sorts text and numbers, not objects
     if len(names) < 2:
         only = f"the one class {names[0].item()!r}" if len(names) else "no label"
         raise InputError(f"y holds {only}; give examples of at least two classes")
-    found = np.full(len(values), np.nan)
-    found[~missing] = index
-    return Target(_plain(found), tuple(names.tolist()))
+    labels = np.full(len(values), np.nan)
+    labels[~missing] = index
+    return Target(_as_float64(labels), tuple(names.tolist()))
 
 
 def check_labels(target: Tensor) -> None:
-    """InputError where an example, of (N,) indices of classes, has no label."""
+    """Raise InputError where an example has no label: where an entry of the class indices (N,) is NaN."""
     bad = target.isnan()
     if bad.any():
         raise InputError(
@@ -245,5 +250,5 @@ def check_labels(target: Tensor) -> None:
         )
 
 
-def _said(values: NDArray[Any]) -> str:
+def _content(values: NDArray[Any]) -> str:
     return "text" if values.dtype.kind == "O" else f"values of dtype {values.dtype}"

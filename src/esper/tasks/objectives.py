@@ -1,6 +1,6 @@
-"""Objectives: what a task minimises and what it reports. E rows, B examples, C outputs.
+"""The built-in objectives: the loss that training minimises, and the metric. E rows, B examples, C outputs.
 
-A row's figures are computed from that row alone, by operations whose order does not depend on E.
+Loss and score of a row are computed from that row alone, by operations whose order does not depend on E.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from esper.leyline.task import Objective
 
 @dataclass(frozen=True)
 class Classification(Objective):
-    """Cross-entropy [nats] to minimise, accuracy to report."""
+    """The objective of a classification: the loss is the cross-entropy [nats], the metric the accuracy."""
 
     outputs: int  # C classes
     metric: str = field(default="accuracy", init=False)
@@ -20,8 +20,8 @@ class Classification(Objective):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, C), target (E, B) int64 -> (E, B) [nats].
 
-        What `F.cross_entropy` computes, to the last few bits. On a CPU its kernel goes through so few classes one example
-        at a time, which takes four times as long and made a fifth of a training step.
+        The result equals that of `F.cross_entropy` up to rounding. For few classes on a CPU, `F.cross_entropy` takes four
+        times as long, which was a fifth of a training step.
         """
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
         z = output - output.detach().amax(-1, keepdim=True)
@@ -35,7 +35,7 @@ class Classification(Objective):
 
 @dataclass(frozen=True)
 class Regression(Objective):
-    """Squared error to minimise, R2 to report; both are means over the C targets."""
+    """The objective of a regression: the loss is the squared error, the metric R2; both are means over the C targets."""
 
     outputs: int  # C targets
     metric: str = field(default="r2", init=False)
@@ -47,9 +47,9 @@ class Regression(Objective):
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """mean_c 1 - (output - target)^2 / variance.   Shapes as for `loss`.
 
-        The variance is the mean squared deviation of a row's own targets over B, so only over a whole split is the mean
-        R2, averaged over targets (scikit-learn's `uniform_average`). A split whose targets do not vary has no R2;
-        `splits.split` refuses it.
+        The variance is the mean squared deviation of a row's targets over B. The mean over B of the score of a whole split is
+        therefore R2, averaged over targets (scikit-learn's `uniform_average`). A split whose targets are constant has no R2;
+        `splits.split` raises InputError for it.
         """
         target = self._by_output(output, target)
         variance = (target - target.mean(1, keepdim=True)).square().mean(1, keepdim=True)

@@ -1,10 +1,9 @@
-"""Tasks of one's own by the place of the function that makes them: `path.py:function` or `module:function`."""
+"""Tasks by reference to the function that returns them: `path.py:function` or `module:function`."""
 
 import ast
 import difflib
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -13,16 +12,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from esper.leyline.errors import InputError, UserCodeError
+from esper.leyline.arguments import required_arguments
+from esper.leyline.errors import InputError, UserCodeError, typed_line
 from esper.leyline.task import AnyTask, Mixture, Task
 
 
 def load_task(reference: str) -> AnyTask:
     """Import `path.py:function` or `module:function`, call the function, and name the task it returns by the reference.
 
-    Modules are looked for as Python does, in the current folder first; a file may import what lies beside it. InputError
-    where there is no such file, module or function, where the function takes arguments, or where it returns no task.
-    UserCodeError, whose cause is the original error, where the code raises anything else.
+    A module is imported from the current folder or from `sys.path`. A file can import the modules of its own folder.
+
+    Raises InputError where the file, module or function does not exist, the function takes arguments, or it does not return
+    a task, and UserCodeError, with the original error as its cause, where the code raises another error.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -44,7 +45,7 @@ def load_task(reference: str) -> AnyTask:
 
 
 def unnamed_function(file: str) -> str:
-    """What is wrong with a Python file that is given without a function: a sentence that names one of it. Nothing of it runs."""
+    """The message for a Python file that is given without a function. It names the functions of the file without running it."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -61,18 +62,12 @@ def _check_function(reference: str, made: Any) -> None:
         raise InputError(
             f"{reference} is a {type(made).__name__}; name a function that returns what esper.task(...) returns"
         )
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(made).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
+    if needed := required_arguments(made):
         raise InputError(f"{reference} needs the argument {needed[0]!r}; name a function that takes none")
 
 
 def _read_file(path: Path) -> ModuleType:
-    """A file as a module, with its folder where Python looks for what it imports."""
+    """Import a file as a module, with its folder on `sys.path`."""
     if not path.is_file():
         raise InputError(f"there is no file {path}; give the path of a Python file as path.py:function")
     folder = str(path.resolve().parent)
@@ -83,7 +78,7 @@ def _read_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and pickle look for it
+    sys.modules[name] = module  # dataclasses and pickle look it up here
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -100,14 +95,14 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and imports another that is not
+            raise  # the module exists, and one that it imports does not
         raise InputError(
-            f"there is no module {name!r} here or among those that are installed; give the path of a file as path.py:function"
+            f"there is no module {name!r} here or among the installed ones; give the path of a file as path.py:function"
         ) from None
 
 
 def _run(reference: str, code: Callable[[], Any]) -> Any:
-    """Call code of the user's. UserCodeError, whose cause is the original error, where it raises one of its own."""
+    """Call the user's code. UserCodeError, with the original error as its cause, where it raises one."""
     try:
         return code()
     except (InputError, UserCodeError):
@@ -118,5 +113,4 @@ def _run(reference: str, code: Callable[[], Any]) -> Any:
             "if __name__ == '__main__'"
         ) from None
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UserCodeError(f"the task {reference} raised {type(error).__name__}: {reason}") from error
+        raise UserCodeError(f"the task {reference} raised {typed_line(error)}") from error

@@ -1,4 +1,4 @@
-"""A host factory that returns grown networks, made one that returns hosts."""
+"""Grown networks as hosts."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,16 @@ from esper.leyline.errors import warn
 def host_factory(factory: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
     """The factory itself, or a `RegrownHost` where it returns a grown network, as `lambda: esper.load(folder)` does.
 
-    Slots that have no place in such a host are named in a UserWarning.
+    A UserWarning names the slots of the grown network that the new host does not have.
     """
-    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         network: nn.Module = factory()
     if not isinstance(network, GrownNetwork):
         return factory
     if lost := lost_slots(network):
         warn(
             f"the {'slot' if len(lost) == 1 else 'slots'} {', '.join(lost)} of the grown network cannot be used again, because "
-            "a seed behind it reads the input of the host; the segments up to that seed are one segment now",
+            "a later seed reads the input of the host; the segments up to that seed are one segment now",
             UserWarning,
         )
     return RegrownHost(network)

@@ -1,6 +1,6 @@
-"""Hosts with something to repair: problems of five families on hosts of seven conditions, sampled by key.
+"""The mixture 'repair': problems of five families on hosts with seven kinds of damage, sampled by key.
 
-N examples, D features, C classes. Everything about an instance is a hash of its key and of what is drawn.
+N examples, D features, C classes. Every random number of an instance is a hash of its key, so instances are reproducible.
 """
 
 import math
@@ -51,12 +51,12 @@ DAMAGES: Mapping[str, float] = MappingProxyType(
         "slim_all": 0.05,
     }
 )
-"""Probabilities. A damage is one narrow block or two, blocks without a nonlinearity, both, a slim block that never
-trains, or slim blocks throughout; where it falls is drawn too."""
+"""Probabilities of the kinds of damage: one or two narrow blocks, blocks without a nonlinearity, both, a slim block that is
+never trained, or slim blocks throughout. The damaged blocks are drawn too."""
 
 BLOCKS = 4
 WIDTHS = (8, 12, 16)  # of the stream
-HIDDEN = (6, 8, 12, 16)  # inner widths of a sound block
+HIDDEN = (6, 8, 12, 16)  # inner widths of an undamaged block
 NARROW = (1, 2)  # of a bottleneck
 SLIM = (2, 3)  # of a frozen block, and of every block of a slim host
 INPUTS: Mapping[str, int] = MappingProxyType({"digits": 64, "spiral": 2, "parity": 8, "checker": 2, "teacher": 16})
@@ -70,7 +70,7 @@ REFERENCE = 1000  # inputs by which the classes of a teacher are balanced
 
 
 class Part(IntEnum):
-    """What examples are drawn for; the last is no split."""
+    """A split of an instance, or REFERENCE, the inputs by which the outputs of a teacher are normalized."""
 
     TRAIN = 0
     PROBE = 1
@@ -82,11 +82,11 @@ class Part(IntEnum):
 SIZES: Mapping[Part, int] = MappingProxyType(
     {Part.PROBE: 200, Part.VALIDATION: 200, Part.TEST: 400, Part.REFERENCE: REFERENCE}
 )
-"""Examples; of digits at most, as many as the pool has of the classes. How many train is drawn."""
+"""Numbers of examples. A split of digits has fewer where its pool has fewer of the classes. The size of train is drawn."""
 
 
 class _Draw(IntEnum):
-    """What is drawn, first the facts and from PIXELS on the data. The values are part of every key."""
+    """Names of the random draws: first those of `Facts`, and from PIXELS on those of the data. The values are part of keys."""
 
     FAMILY = 0
     DAMAGE = 1
@@ -114,32 +114,45 @@ class _Draw(IntEnum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What was drawn for an instance, without its data."""
+    """The parameters of an instance, without its data.
+
+    Attributes:
+        key (int): key of the instance
+        family (str): a key of FAMILIES
+        damage (str): a key of DAMAGES
+        host (DamagedMLP): factory of hosts with the features and classes of the data
+        examples (int): size of the train split; a pool of digits may have fewer examples of the classes
+        noise (float): standard deviation of the noise on every feature, in every split
+        label_noise (float): share of training labels that are drawn again
+        digits (C ints or None): digit of each class; None in the other families
+        detail (float): turns of a spiral, bits of a parity, squares in a row of a checkerboard, or units of a teacher;
+            NaN for digits
+    """
 
     key: int
     family: str
     damage: str
-    host: DamagedMLP  # with the features and classes of the data
-    examples: int  # that train; fewer where the pool of digits has fewer of the classes
-    noise: float  # standard deviation of what is added to every feature, in every split
-    label_noise: float  # share of training labels that are drawn again
-    digits: tuple[int, ...] | None  # which digit each class is
-    detail: float | None  # turns of a spiral, bits of a parity, squares in a row of a checkerboard, units of a teacher
+    host: DamagedMLP
+    examples: int
+    noise: float
+    label_noise: float
+    digits: tuple[int, ...] | None
+    detail: float
 
 
 class _Shape(NamedTuple):
-    """What a family varies, apart from its host."""
+    """The values among which the parameters of a family are drawn."""
 
     classes: Sequence[int]
     noise: Sequence[float]
     label_noise: Sequence[float]
     examples: Sequence[int]
-    detail: Sequence[float] | None
+    detail: Sequence[float]
 
 
 _SHAPES: Mapping[str, _Shape] = MappingProxyType(
     {
-        "digits": _Shape(range(2, 11), (0.0, 0.5, 1.0), (0.0, 0.0, 0.15), (120, 400, 1000), None),
+        "digits": _Shape(range(2, 11), (0.0, 0.5, 1.0), (0.0, 0.0, 0.15), (120, 400, 1000), (math.nan,)),
         "spiral": _Shape((2, 3), (SPIRAL_NOISE,), (0.0,), (300, 1000), (0.6, 1.0, 1.4)),
         "parity": _Shape((2,), (PARITY_NOISE,), (0.0,), (1000,), (2, 3, 4)),
         "checker": _Shape((2,), (0.0,), (0.0,), (300, 1000), (2, 3)),
@@ -149,10 +162,10 @@ _SHAPES: Mapping[str, _Shape] = MappingProxyType(
 
 
 def repair() -> Mixture:
-    """Damaged hosts on small data, of which some gain from growth, at some slots, and some do not.
+    """Damaged hosts on small data. Some gain from growth at some slots, and some do not.
 
-    A host has four blocks on a stream of 8, 12 or 16 features, and a slot behind each. Which families, damages and sizes
-    there are, and how often, is the mixture of a study of where growth pays; `describe` tells what a key drew.
+    A host has four blocks on a stream of 8, 12 or 16 features, and a slot behind each block. The probabilities come from a
+    study of the problems in which growth pays. `describe` returns the parameters of a key.
 
         digits    2 to 10 classes of scikit-learn's digits, pixels permuted, with noise on features and labels
         spiral    2 or 3 spiral arms of 0.6 to 1.4 turns
@@ -160,8 +173,8 @@ def repair() -> Mixture:
         checker   a checkerboard of 2 x 2 or 3 x 3 squares
         teacher   the largest output of a random network of 16 inputs and 4 or 16 hidden units, 2 to 6 classes
 
-    Splits are drawn apart from each other, and those of digits come from four sets of digits, the same for all instances:
-    a digit that is tested anywhere is trained on nowhere.
+    The splits of an instance are drawn independently. Those of digits come from four disjoint sets of digits, which are the
+    same for all instances, so no instance trains on a digit that another instance is tested on.
     """
     return Mixture(
         name="repair",
@@ -194,7 +207,7 @@ def repair() -> Mixture:
 
 
 def sample(key: int) -> Instance:
-    """The instance of a key, without its test split. InputError where the key is in no range."""
+    """The instance of a key, without its test split. InputError for a key outside RANGES."""
     facts = describe(key)
     parts = (Part.TRAIN, Part.PROBE, Part.VALIDATION)
     train, probe, validation = (_examples(facts, part) for part in parts)
@@ -202,15 +215,15 @@ def sample(key: int) -> Instance:
 
 
 def held_back(key: int) -> Split:
-    """The test split of the instance of a key. InputError where the key is in no range."""
+    """The test split of the instance of a key. InputError for a key outside RANGES."""
     return _examples(describe(key), Part.TEST)
 
 
 def describe(key: int) -> Facts:
-    """What is drawn for a key, without its data. InputError where the key is in no range."""
+    """The parameters of the instance of a key, without its data. InputError for a key outside RANGES."""
     if not any(part.start <= key < part.stop for part in RANGES.values()):
         known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in RANGES.items())
-        raise InputError(f"key {key:,} is no instance of 'repair'; the keys are {known}")
+        raise InputError(f"key {key:,} is not an instance of 'repair'; the keys are {known}")
     u = keys.uniform(keys.key(keys.Purpose.INSTANCE, key, np.arange(_Draw.PIXELS)[:, None], np.arange(CLASSES)))
     family = _weighted(FAMILIES, u[_Draw.FAMILY, 0])
     damage = _weighted(DAMAGES, u[_Draw.DAMAGE, 0])
@@ -243,16 +256,16 @@ def describe(key: int) -> Facts:
         noise=_one_of(shape.noise, u[_Draw.NOISE, 0]),
         label_noise=_one_of(shape.label_noise, u[_Draw.LABEL_NOISE, 0]),
         digits=tuple(u[_Draw.DIGITS].argsort()[:classes].tolist()) if family == "digits" else None,
-        detail=_one_of(shape.detail, u[_Draw.DETAIL, 0]) if shape.detail is not None else None,
+        detail=_one_of(shape.detail, u[_Draw.DETAIL, 0]),
     )
 
 
 @lru_cache(maxsize=1)
 def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
-    """Four disjoint sets of digits, for train, probe, validation and test: pixels (N, 64) and which digit (N,).
+    """Four disjoint sets of digits, for train, probe, validation and test: pixels (N, 64) float64 and digits (N,) int64.
 
-    Pixels are less their mean over the first set, over PIXEL_SCALE. Every set has nearly its share of every digit, and so
-    has every beginning of it.
+    Pixels are (pixel - mean) / PIXEL_SCALE, with the mean of each pixel over the first set. Every set, and every prefix of a
+    set, has nearly the same share of every digit.
     """
     from sklearn.datasets import load_digits  # a second of imports
 
@@ -264,7 +277,7 @@ def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
 
 
 def _examples(facts: Facts, part: Part) -> Split:
-    """One split, in torch's default dtype and storage of its own."""
+    """One split, in torch's default dtype. It shares no storage."""
     x, y = _GENERATORS[facts.family](facts, part, facts.examples if part == Part.TRAIN else SIZES[part])
     if facts.noise:
         x = x + facts.noise * _normal(facts, _Draw.FEATURE_NOISE, part, *x.shape)
@@ -289,7 +302,6 @@ def _digits(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
 
 def _spiral(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
     """t = sqrt(u),   angle = 2 pi (turns t + y / C),   x = RADIUS t (cos angle, sin angle)."""
-    assert facts.detail is not None
     y = _integers(facts, _Draw.LABEL, part, facts.host.outputs, count)
     t = np.sqrt(_uniform(facts, _Draw.INPUT, part, count))
     angle = 2 * math.pi * (facts.detail * t + y / facts.host.outputs)
@@ -297,25 +309,22 @@ def _spiral(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
 
 
 def _parity(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
-    """x = 2 b - 1,   y = (b_1 + ... + b_k) mod 2,   with k = detail of the bits b."""
-    assert facts.detail is not None
+    """x = 2 b - 1,   y = (b_1 + ... + b_k) mod 2,   with bits b and k = detail."""
     bits = _integers(facts, _Draw.INPUT, part, 2, count, facts.host.inputs)
     return (2 * bits - 1).astype(np.float64), bits[:, : int(facts.detail)].sum(1) % 2
 
 
 def _checker(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
     """x = RADIUS (2 u - 1),   y = (floor(k u_1) + floor(k u_2)) mod 2,   with k = detail squares in a row."""
-    assert facts.detail is not None
     u = _uniform(facts, _Draw.INPUT, part, count, facts.host.inputs)
     return RADIUS * (2 * u - 1), np.floor(u * facts.detail).sum(1).astype(np.int64) % 2
 
 
 def _teacher(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
-    """y = argmax of z = max(x W - 1/2, 0) V,   every output less its mean, over its standard deviation.
+    """y = argmax_c (z_c - mean_c) / deviation_c,   z = max(x W - 1/2, 0) V.
 
-    Both are taken over inputs of no split, so that the labels of one split do not depend on another.
+    Mean and standard deviation are those of the REFERENCE inputs, so the labels of a split do not depend on another split.
     """
-    assert facts.detail is not None
     inputs, units, classes = facts.host.inputs, int(facts.detail), facts.host.outputs
     first = _normal(facts, _Draw.FIRST_MAP, 0, inputs, units) * (2 / math.sqrt(inputs))
     second = _normal(facts, _Draw.SECOND_MAP, 0, units, classes)
@@ -335,7 +344,7 @@ _GENERATORS: Mapping[str, Callable[[Facts, Part, int], tuple[Floats, Labels]]] =
 
 
 def _uniform(facts: Facts, draw: _Draw, part: int, *shape: int) -> Floats:
-    """Draws in [0, 1) of an instance; those of fewer rows are the first of more."""
+    """Uniform draws in [0, 1). A draw of fewer rows is a prefix of a draw of more rows."""
     index = np.arange(math.prod(shape)).reshape(shape)
     return keys.uniform(keys.key(keys.Purpose.INSTANCE, facts.key, draw, part, index))
 

@@ -1,4 +1,4 @@
-"""Two spirals: on a residual host, and on one with a very narrow block."""
+"""Two spirals: on a residual host, and on a host with a very narrow block."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 
 from esper.leyline import keys
 from esper.leyline.task import Task
-from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, roomy
+from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, room_for
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import split
 
@@ -23,14 +23,11 @@ HOST = ResidualMLP(inputs=2, width=32, hidden=(32,) * 3, outputs=2)
 
 
 def spirals() -> Task:
-    """Two Archimedean spirals, the one the other turned by half a turn; 2 features, 2 classes, on a residual host.
+    """Two interleaved Archimedean spirals: 2 features, 2 classes, on a residual host.
 
-        t = sqrt(u),   angle = 2 pi TURNS t + pi y,   r = t + BAND (2 v - 1),   x = RADIUS r (cos angle, sin angle)
-
-    with u, v uniform, so that points lie evenly along a spiral. After the two-spirals problem (Lang and Witbrock,
-    "Learning to tell two spirals apart", 1988), whose 194 points are too few for four splits, with half its turns. The
-    bands do not touch: an accuracy of 1 is possible. The points and splits are the same in every run, and the features
-    have torch's default dtype.
+    The problem follows Lang and Witbrock, "Learning to tell two spirals apart", 1988, with more points, because their 194 are
+    too few for four splits, and with half the turns. The bands do not touch, so an accuracy of 1 is possible. The points and
+    the splits are the same in every run, and the features have torch's default dtype.
     """
     x, y = spiral_points(sum(SIZES))
     splits = split(x, y, sizes=SIZES, seed=0)
@@ -38,7 +35,7 @@ def spirals() -> Task:
         name="spirals",
         summary=SUMMARY,
         host=HOST,
-        room=roomy(HOST),
+        room=room_for(HOST),
         **splits._asdict(),
         objective=Classification(2),
         menu=VECTOR_MENU,
@@ -47,7 +44,7 @@ def spirals() -> Task:
 
 
 def spirals_narrow(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Task:
-    """`spirals` on a damaged host, a test bench for controllers: no skips, and a first block that is too narrow.
+    """`spirals` on a damaged host without skip connections whose first block is too narrow: a test of controllers.
 
     Raises InputError where a width is under 1.
     """
@@ -56,7 +53,12 @@ def spirals_narrow(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Tas
 
 
 def spiral_points(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(count, 2) features and (count,) int64 labels, which alternate."""
+    """(count, 2) features x in torch's default dtype, and (count,) int64 labels y, which alternate between 0 and 1.
+
+        t = sqrt(u),   angle = 2 pi TURNS t + pi y,   r = t + BAND (2 v - 1),   x = RADIUS r (cos angle, sin angle)
+
+    with u and v uniform in [0, 1). The square root spreads the points evenly along a spiral.
+    """
     index = np.arange(count)
     u, v = (keys.uniform(keys.key(draw, index)) for draw in range(2))
     t, y = np.sqrt(u), index % 2

@@ -1,4 +1,4 @@
-"""One set of examples into four splits. N examples, D features."""
+"""Checking examples and splitting them in four. N examples, D features."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 class Splits(NamedTuple):
-    """What a task is made of; no two of them share an example or storage."""
+    """The four splits of a task. No two splits share an example or storage."""
 
     train: Split
     probe: Split
@@ -26,35 +26,25 @@ class Splits(NamedTuple):
 
 
 def check_examples(x: Tensor, y: Tensor, classes: int | None) -> None:
-    """Hold x (N, ...) and y, (N,) integer labels under `classes` or (N, C) targets, against what a task can use.
+    """Check features x (N, ...) and labels y (N,) int64, or where `classes` is None targets y (N, ...), both floating point.
 
-    Raises InputError where there is no example, lengths or shapes do not fit, a feature or target is not finite, or a
-    label is no class.
+    Raises InputError where lengths or shapes do not fit, a feature or a target is not finite, or a label is not in 0 to
+    `classes` - 1.
     """
-    if x.dim() == 0 or y.dim() == 0:
-        raise InputError("x or y is a single number; give one row of features and one label or target per example")
+    if x.dim() == 0:
+        raise InputError("x is a single number; give one row of features per example")
     if len(x) != len(y):
         raise InputError(f"x holds {counted(len(x), 'example')} and y {len(y):,}; give one label or target per example")
-    if len(x) == 0:
-        raise InputError("x and y hold no examples; give at least a few dozen")
     if x.dim() == 1 or x[0].numel() == 0:
         raise InputError(f"x has shape {tuple(x.shape)}; give at least one feature per example, as in (N, D)")
-    if not x.is_floating_point():
-        raise InputError(f"x has dtype {x.dtype}; give floating-point features, for example x.float()")
     _check_finite(Split(x, x.new_zeros(len(x))), "features")
     if classes is None:
-        if not y.is_floating_point():
-            raise InputError(f"y has dtype {y.dtype}; give floating-point targets, for example y.float()")
         if y.dim() > 2 or y[0].numel() == 0:
             raise InputError(
                 f"y has shape {tuple(y.shape)}; give one target per example, as in (N,), or several, as (N, C)"
             )
         _check_finite(Split(y, y.new_zeros(len(y))), "targets")
         return
-    if y.is_floating_point():
-        raise InputError(f"y has dtype {y.dtype}, which holds no class labels; give whole numbers, as in y.long()")
-    if y.dim() != 1:
-        raise InputError(f"y has shape {tuple(y.shape)}; give one class label per example, as in (N,)")
     if (y < 0).any():
         raise InputError(f"y holds negative labels, in {which(y < 0)}; number the classes from 0")
     if classes < 2:
@@ -66,9 +56,9 @@ def check_examples(x: Tensor, y: Tensor, classes: int | None) -> None:
 
 
 def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, int]:
-    """How many of so many examples fall into train, probe, validation and test; they sum to `examples`.
+    """Numbers of examples in train, probe, validation and test, which sum to `examples`.
 
-    Raises InputError where there are not four positive fractions that sum to 1.
+    Raises InputError where `fractions` is not four positive numbers that sum to 1.
     """
     numbers = isinstance(fractions, Sequence) and all(isinstance(f, Real) for f in fractions)
     if not numbers or len(fractions) != 4 or not all(f > 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-6:
@@ -81,13 +71,16 @@ def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, 
 
 
 def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
-    """Deal examples into splits of the given sizes, which sum to N, the same for the same x, y, sizes and seed.
+    """Split examples at random into splits of the given sizes, stratified by class.
 
-    x: (N, ...), y: (N,) labels or (N, C) targets, both on the CPU.  Every split is a copy. Integer labels are dealt
-    class by class: the i-th of a class's n examples, in keyed order, takes the place (i + 1/2) / n in a queue that is
-    then cut, so every split has nearly its share of every class.
+    x: (N, ...) features, y: (N,) labels or (N, C) targets, both on the CPU. Every split is a copy.
+    sizes: four numbers of examples, which sum to N.
 
-    Raises InputError where a split has fewer than two examples, or a target that is the same in all of them.
+    The splits are a function of y, sizes and seed. Stratification: the i-th of the n examples of a class, in random order,
+    gets the position (i + 1/2) / n; all examples are sorted by position and cut into the splits. Every split
+    therefore has nearly the same share of every class.
+
+    Raises InputError where a split has fewer than two examples, or a target is constant in a split.
     """
     splits = cut(x, y, dealt(y, sizes, seed))
     check_targets(splits)
@@ -95,7 +88,7 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
 
 
 def cut(x: Tensor, y: Tensor, parts: Sequence[Tensor]) -> Splits:
-    """The splits that hold the examples of these indices, each a copy. InputError where one has fewer than two examples."""
+    """The splits with the examples of these indices, each a copy. InputError where a split has fewer than two examples."""
     for name, part in zip(Splits._fields, parts, strict=True):
         if len(part) < 2:
             raise InputError(
@@ -106,7 +99,7 @@ def cut(x: Tensor, y: Tensor, parts: Sequence[Tensor]) -> Splits:
 
 
 def check_targets(splits: Splits) -> None:
-    """InputError where a target is the same in all examples of a split, and so has no R2."""
+    """Raise InputError where a target is constant in a split, and therefore has no R2."""
     for name, part in zip(Splits._fields, splits, strict=True):
         if part.y.is_floating_point():
             constant = (part.y == part.y[0]).reshape(len(part.y), -1).all(0).nonzero().flatten().tolist()
@@ -118,35 +111,35 @@ def check_targets(splits: Splits) -> None:
 
 
 def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
-    """Indices of the examples of labels or targets y that fall into parts of the given sizes, as `split` deals them."""
+    """Indices of the examples in parts of the given sizes, as in `split`."""
     assert sum(sizes) == len(y), (sizes, y.shape)
     order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), _CPU)[0]
     if not y.is_floating_point():
-        order = order[_places(y[order]).argsort(stable=True)]
+        order = order[_positions(y[order]).argsort(stable=True)]
     parts: tuple[Tensor, ...] = order.split(list(sizes))
     return parts
 
 
 def scaling_of(x: Tensor) -> Scaling:
-    """Mean and standard deviation of every feature of x (N, ...); a feature that is constant in x is only centred."""
+    """Mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1."""
     mean, deviation = x.mean(0), x.std(0, correction=0)
     return Scaling(mean, torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation)))
 
 
-def _places(labels: Tensor) -> Tensor:
-    """(N,) labels -> (N,) float64 places in (0, 1): (i + 1/2) / n for the i-th of a class's n examples."""
-    places = torch.empty(len(labels), dtype=torch.float64)
+def _positions(labels: Tensor) -> Tensor:
+    """(N,) labels -> (N,) float64 positions in (0, 1): (i + 1/2) / n for the i-th of the n examples of a class."""
+    positions = torch.empty(len(labels), dtype=torch.float64)
     for label in labels.unique():
         of_class = labels == label
         count = int(of_class.sum())
-        places[of_class] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return places
+        positions[of_class] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return positions
 
 
 def _check_finite(values: Split, what: str) -> None:
     bad = nonfinite(values)
     if bad.any():
         raise InputError(
-            f"the {what} hold NaN or infinite values, in {which(bad)}; drop those examples, fill them in, or give the task "
+            f"the {what} hold NaN or infinite values, in {which(bad)}; drop those examples, fill in the values, or give the task "
             "defaults={'data': {'nonfinite': 'skip'}}"
         )

@@ -1,4 +1,4 @@
-"""What of a person's labels and host is probably not meant so: sentences for errors, and warnings."""
+"""Sentences and warnings about labels and hosts that are probably mistakes."""
 
 from collections.abc import Sequence
 
@@ -12,48 +12,50 @@ from esper.leyline.text import counted
 from esper.tasks.splits import Splits
 
 LISTED = 8
-"""Classes that a sentence names with their counts."""
+"""Largest number of classes that a message lists."""
 
 
-def wanted_outputs(four: Splits, classes: Sequence[Label] | None, outputs: int) -> str:
-    """Why a host is to have so many outputs: the classes with how many examples each has, or the targets."""
+def wanted_outputs(splits: Splits, classes: Sequence[Label] | None, outputs: int) -> str:
+    """Why a host needs this number of outputs: the number of examples of each class, or the number of targets."""
     if classes is None:
         targets = counted(outputs, "floating-point target")
         return f"y holds {targets} per example (for classes give whole numbers or text, or kind='classification')"
-    counts = _counts(four, len(classes))
-    order = sorted(range(len(classes)), key=lambda index: counts[index])[:LISTED]  # a stray label is rare
+    counts = _counts(splits, len(classes))
+    order = sorted(range(len(classes)), key=lambda index: counts[index])[
+        :LISTED
+    ]  # rarest first: they may be typing errors
     listed = ", ".join(f"{repr(classes[index])[:40]} ({counted(counts[index], 'example')})" for index in order)
     which = "" if len(classes) <= LISTED else ", the rarest of them"
     return f"y has {len(classes)} classes{which}: {listed}"
 
 
-def warn_of_single_examples(four: Splits, classes: Sequence[Label]) -> None:
-    """A DataWarning where a class has a single example, which is in one split alone."""
-    counts = _counts(four, len(classes))
+def warn_of_single_examples(splits: Splits, classes: Sequence[Label]) -> None:
+    """Issue a DataWarning where a class has a single example, which is then missing from three of the splits."""
+    counts = _counts(splits, len(classes))
     single = [repr(name)[:40] for name, count in zip(classes, counts, strict=True) if count == 1]
     if single:
         listed = ", ".join(single[:LISTED]) + (", ..." if len(single) > LISTED else "")
         has = f"the class {listed} has" if len(single) == 1 else f"the classes {listed} have"
         warn(
-            f"{has} a single example, which is in one split alone, so that what is learnt of it cannot be tested; bring more "
-            "examples, or mend the label if it is stray",
+            f"{has} a single example, which is in one split alone, so the class cannot be both learnt and tested; give more "
+            "examples, or correct the label",
             DataWarning,
         )
 
 
 def warn_of_softmax(host: SegmentedHost) -> None:
-    """A DataWarning where a host of classes, trained by cross-entropy, ends with a softmax."""
+    """Issue a DataWarning where a host that is trained with cross-entropy ends with a softmax."""
     last: nn.Module = host.segments[-1]
     while isinstance(last, nn.Sequential) and len(last):
         last = last[-1]
     if isinstance(last, nn.Softmax):
         warn(
-            "the host ends with a Softmax, but the loss, the cross-entropy, takes the softmax of its outputs itself, so that "
-            "it is taken twice and the host learns slowly; end the host with the layer before it",
+            "the host ends with a Softmax, but the loss, the cross-entropy, takes the softmax of the host's outputs itself, so "
+            "the softmax is taken twice and the host learns slowly; end the host with the layer before the Softmax",
             DataWarning,
         )
 
 
-def _counts(four: Splits, classes: int) -> list[int]:
-    counts: list[int] = torch.bincount(torch.cat([split.y for split in four]), minlength=classes).tolist()
+def _counts(splits: Splits, classes: int) -> list[int]:
+    counts: list[int] = torch.bincount(torch.cat([split.y for split in splits]), minlength=classes).tolist()
     return counts

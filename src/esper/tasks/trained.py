@@ -1,50 +1,50 @@
-"""Hosts that were trained before a run begins, and the plain loop that trains them. E networks, B examples."""
+"""Hosts that are trained before a run begins, and the loop that trains them. E networks, B examples."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.config import build_config
 from esper.leyline.task import Task
-from esper.tasks.hosts import ResidualMLP, VectorHost, roomy
+from esper.tasks.hosts import ResidualMLP, VectorHost, room_for
 from esper.tasks.spirals import DATA, spirals
 
 POOL = 16
-"""Trained hosts that environments start from."""
+"""Number of trained hosts; every environment starts from one of them."""
 EPOCHS = 24
 SMALL = ResidualMLP(inputs=2, width=8, hidden=(4, 4), outputs=2)
 SUMMARY = f"{DATA}; a small residual network after {EPOCHS} epochs of training, to be grown further"
 
 
 class Trained:
-    """A factory of hosts that were trained without growth: a call returns one of a pool, drawn by torch's global generator.
+    """A factory of hosts that were trained without growth: a call returns one of a pool, drawn from torch's global generator.
 
-    The pool is trained at the first call, from the same draws in every process, by the batches, the loss and the learning rate
-    of the task.
+    The pool is trained at the first call, with the loss, the batch size and the learning rate of the task. Its weights are the
+    same in every process.
     """
 
     def __init__(self, architecture: VectorHost, task: Task, epochs: int = EPOCHS, pool: int = POOL) -> None:
-        self.architecture = architecture  # by which a saved network names its host; the weights are in its file
+        self.architecture = architecture  # a saved network names its host by it; the file holds the weights
         self._task, self._epochs, self._pool_size = task, epochs, pool
 
     def __repr__(self) -> str:
         return f"Trained({self.architecture}, epochs={self._epochs})"
 
     def __call__(self) -> SegmentedHost:
-        """One of the trained hosts, with weights of its own."""
+        """A copy of one of the trained hosts."""
         start = int(torch.randint(self._pool_size, (1,)))
         host = self.architecture()
         host.load_state_dict({name: values[start] for name, values in self._weights.items()})
         return host
 
     def plain(self, parameters: int) -> Callable[[], SegmentedHost]:
-        """An untrained network of at least so many parameters without a narrow block."""
+        """A factory of untrained networks without narrow blocks and with at least `parameters` parameters."""
         return self.architecture.plain(parameters)
 
     @cached_property
@@ -55,11 +55,11 @@ class Trained:
 
 
 def spirals_trained() -> Task:
-    """`spirals` on a host that was trained while it was too small, and that is not to be trained again from scratch.
+    """`spirals` on a trained host that is too small: the task is to grow it further rather than to train a larger one.
 
-    The host is a residual network of 194 parameters, trained without growth for 24 epochs when it is first drawn. A run has
-    batches for another 12 epochs. The heuristic widens every block, and a seed's rent is low: the host is so small that a
-    seed of its own size would cost 7 points of accuracy.
+    The host is a residual network of 194 parameters, trained without growth for 24 epochs before the run. The run trains for
+    12 more epochs. The heuristic widens every block. The rent is low, because under the default rent a seed as large as this
+    small host would cost 7 points of accuracy.
     """
     task = spirals()
     return replace(
@@ -67,7 +67,7 @@ def spirals_trained() -> Task:
         name="spirals-trained",
         summary=SUMMARY,
         host=Trained(SMALL, task),
-        room=roomy(SMALL),
+        room=room_for(SMALL),
         defaults={
             "steps": 24,
             "data": {"batch_size": 64, "batches_per_step": 8},
@@ -80,9 +80,10 @@ def spirals_trained() -> Task:
 def train_static(
     task: Task, factory: Callable[[], SegmentedHost], starts: int, batch: int, updates: int
 ) -> tuple[SegmentedHost, dict[str, Tensor]]:
-    """Train hosts of a factory without growth: AdamW at the task's learning rate, an own order of examples for each.
+    """Train `starts` hosts of a factory without growth, by AdamW at the task's learning rate.
 
-    Returns a host, and the weights of all: every parameter with a leading axis, (starts, *shape).
+    Every host has its own initial weights and its own order of examples. Returns a host, and the weights of all hosts: every
+    parameter with a leading axis, (starts, *shape).
     """
     hosts = []
     for start in range(starts):
@@ -103,20 +104,16 @@ def train_static(
 
 
 def run_static(host: SegmentedHost, values: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Outputs (E, B, C) of hosts with stacked parameters on x (E, B, ...)."""
+    """Outputs (E, B, C) of E hosts on x (E, B, ...). `values` holds every parameter with a leading axis E."""
     if host.stacks:
-        return _call(host, values, x)
+        y: Tensor = functional_call(host, values, (x,))
+        return y
     rows = [{name: value[row] for name, value in values.items()} for row in range(len(x))]
-    return torch.stack([_call(host, own, examples) for own, examples in zip(rows, x, strict=True)])
-
-
-def _call(host: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:
-    y: Tensor = functional_call(host, values, (x,))
-    return y
+    return torch.stack([functional_call(host, row, (examples,)) for row, examples in zip(rows, x, strict=True)])
 
 
 def _batches(examples: int, starts: int, batch: int, total: int) -> Iterator[Tensor]:
-    """So many batches of indices (starts, batch), from one permutation of all examples after another for every start."""
+    """`total` batches of indices (starts, batch). Every start goes through permutations of all examples, one after another."""
     generator = torch.Generator().manual_seed(0)
     at, order = 0, torch.empty(starts, 0, dtype=torch.int64)
     for _ in range(total):

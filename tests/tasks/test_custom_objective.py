@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 from esper.leyline.errors import DataWarning, InputError
 from esper.leyline.task import Task
 from esper.tasks.custom import task_from
+from esper.tasks.custom_objective import METRICS, CustomObjective
 from esper.tasks.hosts import MLP
 from esper.tasks.objectives import Classification, Regression
-from esper.tasks.own import METRICS, OwnObjective
 from esper.tolaria.engine import VectorizedEngine
 from populations import GROW, Script, small_config
 
@@ -96,7 +96,7 @@ def test_targets_without_their_axis_reach_a_loss_with_it() -> None:
     objective = regressed(T[:, 0], loss=nn.L1Loss()).objective
     output, target = torch.randn(E, B, 1), torch.randn(E, B)
     assert torch.equal(objective.loss(output, target), (output[..., 0] - target).abs())
-    assert isinstance(objective, OwnObjective)
+    assert isinstance(objective, CustomObjective)
     assert torch.equal(objective.score(output, target), Regression(1).score(output, target))
 
 
@@ -180,7 +180,7 @@ def test_balanced_weights_are_those_of_scikit_learn_and_have_mean_1() -> None:
     from sklearn.utils.class_weight import compute_class_weight
 
     task = classified(class_weights="balanced")
-    assert isinstance(task.objective, OwnObjective)
+    assert isinstance(task.objective, CustomObjective)
     expected = compute_class_weight("balanced", classes=np.arange(3), y=task.train.y.numpy())
     np.testing.assert_allclose(task.objective.class_weights, expected)
     usual = Classification(3).loss(OUTPUT, LABELS)
@@ -192,8 +192,8 @@ def test_balanced_weights_are_those_of_scikit_learn_and_have_mean_1() -> None:
 def test_weights_by_label_and_in_order_are_the_same_and_only_their_ratios_count() -> None:
     by_label = classified(NAMES, class_weights={"dog": 30, "ant": 10, "cat": 20}).objective
     in_order = classified(NAMES, class_weights=[1, 2, 3]).objective
-    assert isinstance(by_label, OwnObjective)
-    assert isinstance(in_order, OwnObjective)
+    assert isinstance(by_label, CustomObjective)
+    assert isinstance(in_order, CustomObjective)
     assert by_label.class_weights == pytest.approx(in_order.class_weights)
     assert np.array(by_label.class_weights)[classified(NAMES).train.y].mean() == pytest.approx(1, abs=1e-6)
 
@@ -276,7 +276,7 @@ def alone(**options: Any) -> Task:
         ),
         (
             lambda: classified(loss=lambda o, t: F.cross_entropy(o, t)),
-            "loss returned a tensor of shape () for outputs (5, 3) and y (5,); return one number per example and not",
+            "loss returned a tensor of shape () for outputs (5, 3) and y (5,); return one number per example instead",
         ),
         (
             lambda: classified(loss=lambda o, t: o.detach().sum(1)),
@@ -284,7 +284,7 @@ def alone(**options: Any) -> Task:
         ),
         (
             lambda: classified(loss=lambda o, t: (o - o.mean(0)).square().sum(1)),
-            "loss of an example depends on the other examples of its batch; compute it from its own alone",
+            "loss of an example depends on the other examples of its batch; compute it from the outputs and y of that example",
         ),
         (lambda: classified(loss=lambda o, t: o @ o.T), "loss returned a tensor of shape (5, 5) for outputs (5, 3)"),
         (
@@ -296,7 +296,7 @@ def alone(**options: Any) -> Task:
             lambda: regressed(T[:, 0], loss=lambda o, t: (o[:, 0] - t) ** 2),
             "loss returned a tensor of shape (5, 5) for outputs (5, 1) and y (5, 1); return one number per example",
         ),
-        (lambda: classified(loss=nn.Sequential(nn.Linear(3, 3))), "loss is a Sequential with parameters to train"),
+        (lambda: classified(loss=nn.Sequential(nn.Linear(3, 3))), "loss is a Sequential with trainable parameters"),
         (
             lambda: classified(metric="roc_auc"),
             "metric is 'roc_auc'; give accuracy, balanced_accuracy, neg_log_loss for a",
@@ -349,7 +349,7 @@ def alone(**options: Any) -> Task:
         ),
         (
             lambda: classified(splits=INDICES | {"test": [49, 85]}),
-            "example 49 is in the train split and in the test split; give every example to one",
+            "example 49 is in the train split and in the test split; put every example in one split",
         ),
         (
             lambda: classified(splits=INDICES | {"test": [85, 85]}),
@@ -371,10 +371,10 @@ def alone(**options: Any) -> Task:
         ),
         (
             lambda: alone(splits=INDICES),
-            "the train split is a range; give a pair (x, y) or a Dataset, or give x and y of",
+            "the train split is a range; give a pair (x, y) or a Dataset, or give indices together",
         ),
-        (lambda: alone(y=Y, splits=PAIRS), "y was given without x; leave it out, because splits bring their own"),
-        (lambda: alone(), "x and y are missing; give examples x and y, a Dataset as x, or splits of your own"),
+        (lambda: alone(y=Y, splits=PAIRS), "y was given without x; leave y out, because the splits contain their own"),
+        (lambda: alone(), "x and y are missing; give examples x and y, a Dataset as x, or splits"),
         (
             lambda: alone(splits=PAIRS | {"test": (X[:5, :3], Y[:5])}),
             "the test split has features of shape (3,) and the train split of shape (4,); give every example one shape",
@@ -385,7 +385,7 @@ def alone(**options: Any) -> Task:
         ),
         (
             lambda: classified(NAMES, splits=dict(zip(INDICES, np.split(Y.argsort(), [50, 70, 80]), strict=True))),
-            "the validation split has the class 'dog', of which the train split has no example; give it some",
+            "the validation split has the class 'dog', of which the train split has no example; add some",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A loss, a metric and weights of a task's own, for a stack of rows. E rows, B examples, C outputs."""
+"""Losses, metrics and class weights that a user gives, for a stack of rows. E rows, B examples, C outputs."""
 
 import copy
 import difflib
@@ -7,60 +7,70 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, first_line
 from esper.leyline.task import Label, Objective, Scaling
 from esper.tasks.objectives import Classification, Regression
 
 Function = Callable[[Tensor, Tensor], Tensor]
-"""outputs (B, C) and labels (B,) int64 or targets (B, C) -> a number for each example."""
+"""A function of outputs (B, C) and of labels (B,) int64 or targets (B, C), which returns a number for each example."""
 
 
 @dataclass(frozen=True, eq=False)
-class OwnObjective(Objective):
-    """The loss or the metric of `base`, and what the task brings in place of the other.
+class CustomObjective(Objective):
+    """The objective `base` with another loss, another metric, or class weights.
 
-    A function of one's own sees the rows of a stack as one batch, (E B, C), so an example's number must not depend on others.
+    A user's function is called once with the rows of a stack as one batch, (E B, C), so the number that it returns for an
+    example must not depend on the other examples.
+
+    Attributes:
+        base (Classification or Regression): provides the loss or the metric where none is given
+        user_loss (callable or None): takes the place of the loss of `base`
+        user_score (callable or None): takes the place of the score of `base`; an entry of METRICS takes whole splits
+            (E, B, C) and (E, B)
+        metric (str): name of the metric
+        class_weights (C floats or None): factors of the loss by class; the metric has none
+        outputs (int): C
     """
 
     base: Classification | Regression
-    own_loss: Function | None
-    own_score: Function | None  # of whole splits, (E, B, C) and (E, B), where it is one of METRICS
+    user_loss: Function | None
+    user_score: Function | None
     metric: str
-    class_weights: tuple[float, ...] | None  # (C,), of the loss alone
+    class_weights: tuple[float, ...] | None
     outputs: int
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, C), target (E, B) or (E, B, C) -> (E, B), times the weight of the example's class."""
-        losses = self.base.loss(output, target) if self.own_loss is None else _each(self.own_loss, output, target)
+        losses = self.base.loss(output, target) if self.user_loss is None else _each(self.user_loss, output, target)
         if self.class_weights is None:
             return losses
-        weights = _row_of(self.class_weights, losses.device, losses.dtype)
+        weights = _tensor_on(self.class_weights, losses.device, losses.dtype)
         return losses * weights.index_select(0, target.reshape(-1)).view_as(target)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, C), target (E, B) or (E, B, C), a whole split -> (E, B) whose mean over B is the metric."""
-        if self.own_score is None:
+        if self.user_score is None:
             return self.base.score(output, target)
-        if self.metric in METRICS and self.own_score is METRICS[self.metric].score:
-            return self.own_score(output, target)
-        return _each(self.own_score, output, target)
+        if self.metric in METRICS and self.user_score is METRICS[self.metric].score:
+            return self.user_score(output, target)
+        return _each(self.user_score, output, target)
 
 
 @dataclass(frozen=True, eq=False)
-class OfStandardized(Objective):
+class StandardizedObjective(Objective):
     """The objective of a regression whose networks return standardized targets, (y - mean) / deviation.
 
-    The squared error and R2 are those of standardized targets, of which R2 is the same. A loss or a metric that the task brings
-    takes outputs and targets in the units of y.
+    The squared error is that of standardized targets. R2 is the same in both units. A loss or a metric that a user gives takes
+    outputs and targets in the units of y.
     """
 
-    base: Regression | OwnObjective
+    base: Regression | CustomObjective
     mean: tuple[float, ...]  # (C,) [units of y]
     deviation: tuple[float, ...]  # (C,) [units of y]
     metric: str = field(init=False)
@@ -72,75 +82,70 @@ class OfStandardized(Objective):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, C) standardized, target (E, B) or (E, B, C) in the units of y -> (E, B)."""
-        brought = isinstance(self.base, OwnObjective) and self.base.own_loss is not None
-        return self.base.loss(*self._in_units(output, target, brought))
+        in_units_of_y = isinstance(self.base, CustomObjective) and self.base.user_loss is not None
+        return self.base.loss(*self._in_units(output, target, in_units_of_y))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, C) standardized, target (E, B) or (E, B, C) in the units of y, a whole split -> (E, B)."""
-        brought = isinstance(self.base, OwnObjective) and self.base.own_score is not None
-        return self.base.score(*self._in_units(output, target, brought))
+        in_units_of_y = isinstance(self.base, CustomObjective) and self.base.user_score is not None
+        return self.base.score(*self._in_units(output, target, in_units_of_y))
 
-    def _in_units(self, output: Tensor, target: Tensor, of_y: bool) -> tuple[Tensor, Tensor]:
-        """Both in the units of y, or both standardized."""
-        scaling = _scaling_on(self.mean, self.deviation, output.device, output.dtype)
-        return (scaling.restore(output), target) if of_y else (output, scaling.read(target.reshape(output.shape)))
-
-
-@lru_cache
-def _scaling_on(
-    mean: tuple[float, ...], deviation: tuple[float, ...], device: torch.device, dtype: torch.dtype
-) -> Scaling:
-    """Mean and deviation (C,), brought to the device once."""
-    return Scaling(*(torch.tensor(values, dtype=dtype).to(device) for values in (mean, deviation)))
-
-
-def _each(function: Function, output: Tensor, target: Tensor) -> Tensor:
-    """(E, B, C), (E, B) or (E, B, C) -> (E, B) in the dtype of the outputs, by one call for all rows."""
-    rows, examples, outputs = output.shape
-    if target.is_floating_point():
-        target = target.reshape(rows, examples, outputs)
-    found = _on(function, output.device)(output.flatten(0, 1), target.flatten(0, 1)).to(output.dtype)
-    return found.reshape(rows, examples, -1).mean(-1)
-
-
-def _on(function: Function, device: torch.device) -> Function:
-    """The function with its tensors on the device of the outputs, where it is a module."""
-    return _moved(function, device) if isinstance(function, nn.Module) else function
+    def _in_units(self, output: Tensor, target: Tensor, units_of_y: bool) -> tuple[Tensor, Tensor]:
+        """Outputs and targets, both in the units of y or both standardized."""
+        mean, deviation = (_tensor_on(each, output.device, output.dtype) for each in (self.mean, self.deviation))
+        scaling = Scaling(mean, deviation)
+        return (scaling.restore(output), target) if units_of_y else (output, scaling.read(target.reshape(output.shape)))
 
 
 @lru_cache
-def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+def _tensor_on(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Constants (C,) as a tensor, which is copied to the device once."""
+    return torch.tensor(values, dtype=dtype).to(device)
+
+
+@lru_cache
+def _module_on(module: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(module).to(device)
 
 
-@lru_cache
-def _row_of(weights: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(weights, dtype=dtype, device=device)
+def _each(function: Function, output: Tensor, target: Tensor) -> Tensor:
+    """Call a function once for all rows: (E, B, C), (E, B) or (E, B, C) -> (E, B) in the dtype of the outputs."""
+    rows, examples, outputs = output.shape
+    if target.is_floating_point():
+        target = target.reshape(rows, examples, outputs)
+    if isinstance(function, nn.Module):
+        function = _module_on(function, output.device)
+    values = function(output.flatten(0, 1), target.flatten(0, 1)).to(output.dtype)
+    return values.reshape(rows, examples, -1).mean(-1)
 
 
-# Metrics by name, as scikit-learn calls them.
+# Metrics by the names that scikit-learn gives them.
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric that is a mean over the examples of a split."""
+class Metric(NamedTuple):
+    """A metric that is a mean over the examples of a split.
 
-    score: Function  # (E, B, C), (E, B) or (E, B, C) -> (E, B)
-    kind: str  # of tasks that have it
+    Attributes:
+        score (callable): (E, B, C), (E, B) or (E, B, C) -> (E, B)
+        kind (str): 'classification' or 'regression'
+    """
+
+    score: Function
+    kind: str
 
 
-def _right(output: Tensor, target: Tensor) -> Tensor:
+def _correct(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(-1) == target).to(output.dtype)
 
 
 def balanced(output: Tensor, target: Tensor) -> Tensor:
-    """B / (K n_y) where the largest output is the label's, else 0; n_y of the B examples have label y, of K that occur.
+    """B / (K n_y) where the largest output is that of the label y, else 0, with K labels in the split and n_y examples of y.
 
-    Its mean is the mean over classes of the share that is right (scikit-learn's `balanced_accuracy_score`).
+    The mean over B is the mean over classes of their accuracies (scikit-learn's `balanced_accuracy_score`).
     """
     counts = F.one_hot(target, output.shape[-1]).sum(-2)  # (E, C)
     share = target.shape[-1] / ((counts > 0).sum(-1, keepdim=True) * counts).to(output.dtype)
-    return _right(output, target) * share.gather(-1, target)
+    return _correct(output, target) * share.gather(-1, target)
 
 
 def _by_output(output: Tensor, target: Tensor) -> Tensor:
@@ -148,7 +153,7 @@ def _by_output(output: Tensor, target: Tensor) -> Tensor:
 
 
 METRICS: Mapping[str, Metric] = {
-    "accuracy": Metric(_right, "classification"),
+    "accuracy": Metric(_correct, "classification"),
     "balanced_accuracy": Metric(balanced, "classification"),
     "neg_log_loss": Metric(
         lambda output, target: output.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1), "classification"
@@ -163,30 +168,32 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-# What a person brings, checked on examples of theirs.
-
-
-def own_objective(
+def custom_objective(
     base: Classification | Regression, loss: Any, metric: Any, class_weights: tuple[float, ...] | None
-) -> Classification | Regression | OwnObjective:
-    """The objective of a task; `base` itself where nothing takes the place of its own. InputError for what cannot be used."""
-    score, name = _metric_of(metric, "classification" if isinstance(base, Classification) else "regression")
+) -> Classification | Regression | CustomObjective:
+    """The objective of a task: `base`, with a user's loss, metric and class weights in place of its own.
+
+    `base` itself where the user gives none of them. Raises InputError for a loss or a metric that cannot be used.
+    """
+    score, name = _read_metric(metric, "classification" if isinstance(base, Classification) else "regression")
     if loss is None and class_weights is None and name in (None, base.metric):
         return base
-    used = None if loss is None else _loss_of(loss)
-    return OwnObjective(base, used, score, name or base.metric, class_weights, base.outputs)
+    loss_by_example = None if loss is None else _unreduced(loss)
+    return CustomObjective(base, loss_by_example, score, name or base.metric, class_weights, base.outputs)
 
 
-def _loss_of(loss: Any) -> Function:
-    """A loss that gives each example's, made of one that gives their mean where it can be asked for them."""
+def _unreduced(loss: Any) -> Function:
+    """A loss that returns a number for each example: with reduction='none' where the loss has that argument."""
     if isinstance(loss, type) or not callable(loss):
         given = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise InputError(
-            f"loss is {given}; give a function of outputs (B, C) and y, such as torch.nn.HuberLoss() with its brackets"
+            f"loss is {given}; give a function of outputs (B, C) and y, such as torch.nn.HuberLoss() with parentheses"
         )
     if isinstance(loss, nn.Module):
         if any(parameter.requires_grad for parameter in loss.parameters()):
-            raise InputError(f"loss is a {type(loss).__name__} with parameters to train, and only networks are trained")
+            raise InputError(
+                f"loss is a {type(loss).__name__} with trainable parameters, which no optimizer would train; give a loss without"
+            )
         if vars(loss).get("reduction", "none") != "none":
             loss = copy.deepcopy(loss)
             loss.reduction = "none"
@@ -194,14 +201,14 @@ def _loss_of(loss: Any) -> Function:
         return module
     try:
         reduces = "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # some callables of C have no signature
+    except (TypeError, ValueError):  # some callables that are written in C have no signature
         reduces = False
     function: Function = partial(loss, reduction="none") if reduces else loss
     return function
 
 
-def _metric_of(metric: Any, kind: str) -> tuple[Function | None, str | None]:
-    """The scores of a metric and its name; neither where there is none, or it is the usual one of the kind."""
+def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
+    """The score function of a metric and its name; two None where no metric is given."""
     if metric is None:
         return None, None
     known = [name for name, each in METRICS.items() if each.kind == kind]
@@ -231,55 +238,58 @@ def _metric_of(metric: Any, kind: str) -> tuple[Function | None, str | None]:
 
 
 def check_objective(objective: Objective, output: Tensor, target: Tensor) -> None:
-    """Hold a task's own loss and metric against outputs (B, C) and targets of its training examples.
+    """Call a user's loss and metric on outputs (B, C) and targets, (B,) or (B, C), of training examples.
 
-    Raises InputError where either cannot run, has no number for each example, or makes it depend on other examples, and
-    where the loss has no gradient.
+    Raises InputError where either raises, does not return a finite number for each example, or lets examples depend on each
+    other, and where the loss has no finite gradient.
     """
-    if not isinstance(objective, OwnObjective):
+    if not isinstance(objective, CustomObjective):
         return
     output = output.detach().clone().requires_grad_()
     if output.dtype.is_floating_point and target.is_floating_point():
         target = target.reshape(output.shape)
-    if objective.own_loss is not None:
-        losses = _numbers("loss", objective.own_loss, output, target)
+    if objective.user_loss is not None:
+        losses = _numbers("loss", objective.user_loss, output, target)
         (gradient,) = torch.autograd.grad(losses.sum(), output, allow_unused=True) if losses.requires_grad else (None,)
         if gradient is None or not gradient.isfinite().all():
             raise InputError(
-                "loss has no finite gradient with respect to the outputs; compute it from them by torch alone"
+                "loss has no finite gradient with respect to the outputs; compute the loss from the outputs by torch alone"
             )
-    if objective.own_score is not None and objective.metric not in METRICS:
-        _numbers("metric", objective.own_score, output.detach(), target)
+    if objective.user_score is not None and objective.metric not in METRICS:
+        _numbers("metric", objective.user_score, output.detach(), target)
 
 
 def _numbers(what: str, function: Function, output: Tensor, target: Tensor) -> Tensor:
-    """What a function gives for each example, (B,) or (B, C)."""
+    """The numbers that a user's function returns for the examples, (B,) or (B, C). InputError where they cannot be used."""
     shapes = f"outputs {tuple(output.shape)} and y {tuple(target.shape)}"
     try:
         whole, part = function(output, target), function(output[:2], target[:2])
-    except Exception as error:  # whatever a person's function raises, its first line says why
-        reason = (str(error).splitlines() or [""])[0]
-        raise InputError(f"{what} raised {type(error).__name__} for {shapes}: {reason}; mend it") from error
+    except Exception as error:
+        name = type(error).__name__
+        raise InputError(f"{what} raised {name} for {shapes}: {first_line(error)}; correct the {what}") from error
     if not isinstance(whole, Tensor) or whole.shape not in (output.shape[:1], output.shape):
         got = f"a tensor of shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
         raise InputError(
-            f"{what} returned {got} for {shapes}; return one number per example and not their mean, a tensor of shape "
+            f"{what} returned {got} for {shapes}; return one number per example instead of their mean, as a tensor of shape "
             f"{tuple(output.shape[:1])}"
         )
     if not whole.isfinite().all():
-        raise InputError(f"{what} is NaN or infinite for {shapes} of the training examples; mend it")
+        raise InputError(f"{what} is NaN or infinite for {shapes} of the training examples; correct the {what}")
     if not torch.allclose(whole[:2].to(output.dtype), part.to(output.dtype), rtol=1e-3, atol=1e-5):
         raise InputError(
-            f"{what} of an example depends on the other examples of its batch; compute it from its own alone"
+            f"{what} of an example depends on the other examples of its batch; compute it from the outputs and y of that example"
         )
     return whole
 
 
 def weights_of_classes(given: Any, classes: Sequence[Label], counts: Sequence[int]) -> tuple[float, ...]:
-    """(C,) the weight of each class, divided by their mean over the training examples, of which each class has `counts`.
+    """The weight of each class (C,), divided by the mean weight of the training examples.
 
-    given: 'balanced', which weighs a class by the inverse of its share, a mapping from labels to weights, or weights in the
-    order of the classes. InputError where it is none of them.
+    given: 'balanced', which gives a class the inverse of its share as its weight; a mapping from labels to weights; or the
+    weights in the order of the classes.
+    counts: number of training examples of each class.
+
+    Raises InputError where `given` is none of these.
     """
     if isinstance(given, str) and given == "balanced":
         present = sum(count > 0 for count in counts)
