@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Head, Op
 from esper.leyline.config import Config, GatesConfig, HeuristicConfig, build_config
+from esper.leyline.masks import complete, defaults
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
 from esper.leyline.view import View
 from esper.simic.rewards import objective
-from esper.tamiyo.baselines import Never, RandomValid, Rule, complete, defaults
+from esper.tamiyo.baselines import Never, RandomValid, Rule
 from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tasks.catalog import get_task

@@ -16,11 +16,10 @@ from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_suppo
 from stable_baselines3.common.vec_env import VecMonitor
 
 from esper.gym import EsperEnv, EsperVectorEnv, sb3
-from esper.gym.decisions import allowed_decisions, enumerate_decisions
-from esper.kasmina.lifecycle import allowed
 from esper.lab.poison import poisoned
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.errors import InputError
+from esper.leyline.masks import allowed, allowed_of, every_decision
 from esper.leyline.view import take
 from esper.tasks.repair import repair
 from populations import blobs, small_config
@@ -45,7 +44,7 @@ def padded(decision):
 
 def drawn(generator, masks, decisions):
     """A row of decisions: mostly valid ones, and now and then one that is not even a choice."""
-    found = [decisions[generator.choice(np.flatnonzero(row))] for row in allowed_decisions(masks, decisions)]
+    found = [decisions[generator.choice(np.flatnonzero(row))] for row in allowed_of(masks, decisions)]
     astray = generator.random(len(found)) < 0.2
     return np.where(astray[:, None], generator.integers(-1, 9, (len(found), len(Head))), np.array(found))
 
@@ -85,7 +84,7 @@ def test_a_population_is_gymnasiums_own_vector_of_as_many_environments(reward, t
     assert population.observation_space == singles.observation_space
     assert population.action_space == singles.action_space
     assert population.metadata["autoreset_mode"] == singles.metadata["autoreset_mode"]
-    generator, decisions = np.random.default_rng(0), enumerate_decisions(population.space)
+    generator, decisions = np.random.default_rng(0), every_decision(population.space)
     assert alike(population.reset(seed=7), singles.reset(seed=7))
     grown = 0
     for _ in range(3 * config.steps):
@@ -125,7 +124,7 @@ def test_without_a_seed_the_config_seeds_the_first_episode():
 
 def test_every_observation_is_finite_and_in_its_space():
     env = EsperVectorEnv(blobs(), small_config(steps=6))
-    generator, decisions = np.random.default_rng(1), enumerate_decisions(env.space)
+    generator, decisions = np.random.default_rng(1), every_decision(env.space)
     seen, _ = env.reset(seed=0)
     for _ in range(18):
         assert env.observation_space.contains(seen)
@@ -234,7 +233,7 @@ def test_what_is_returned_may_be_written_into():
 @pytest.mark.parametrize("prefix", range(len(LIFE) + 1))
 def test_an_engine_accepts_exactly_the_decisions_that_the_flat_mask_allows(prefix):
     settings = {"lifecycle": FEW, "blueprints": ("bypass-linear", "mlp-small")}
-    table = enumerate_decisions(EsperEnv(blobs(), small_config(settings)).space)
+    table = every_decision(EsperEnv(blobs(), small_config(settings)).space)
     env = sb3(EsperVectorEnv(blobs(), small_config(settings, steps=len(LIFE) + 1, envs=len(table))))
     env.set_options({"instance": 11})
     env.reset()
@@ -251,11 +250,11 @@ def test_an_engine_accepts_exactly_the_decisions_that_the_flat_mask_allows(prefi
 
 def test_the_flat_mask_is_the_lifecycles_own_decision_by_decision():
     env = EsperVectorEnv(blobs(), small_config(steps=10))
-    generator, table = np.random.default_rng(2), enumerate_decisions(env.space)
+    generator, table = np.random.default_rng(2), every_decision(env.space)
     env.reset(seed=1)
     for _ in range(10):
         masks = env.population.view.masks
-        flat = allowed_decisions(masks, table)
+        flat = allowed_of(masks, table)
         for row in range(env.num_envs):
             one = [np.repeat(field, len(table), axis=0) for field in take(masks, slice(row, row + 1))]
             assert np.array_equal(flat[row], allowed(type(masks)(*one), Actions(*table.T)))
@@ -269,12 +268,12 @@ def test_the_table_holds_every_decision_that_differs_once():
     distinct = np.unique(np.where(RELEVANT[everything[:, Head.OP]], everything, 0), axis=0)
     slot_in_use = (distinct[:, Head.OP] == Op.WAIT) | (distinct[:, Head.SLOT] == env.space.slots.index("block1"))
     planted_at_once = (distinct[:, Head.OP] == Op.GERMINATE) & (distinct[:, Head.TEMPO] == 0)
-    assert np.array_equal(enumerate_decisions(env.space), distinct[slot_in_use & ~planted_at_once])
+    assert np.array_equal(every_decision(env.space), distinct[slot_in_use & ~planted_at_once])
 
 
 def test_fewer_heads_make_fewer_actions():
     space = EsperEnv(blobs(), small_config()).space
-    table = enumerate_decisions(space, ["op", "slot", "blueprint"])
+    table = every_decision(space, [Head.OP, Head.SLOT, Head.BLUEPRINT])
     assert len(table) == 1 + 2 * 3 + 4 * 2
     planted = table[table[:, Head.OP] == Op.GERMINATE]
     assert {(space.tempos[t], space.targets[a]) for t, a in planted[:, [Head.TEMPO, Head.TARGET]]} == {(2, 1.0)}

@@ -3,12 +3,12 @@ import itertools
 import numpy as np
 import pytest
 
-from esper.kasmina.lifecycle import allowed
 from esper.lab.formula import trained_steps
-from esper.lab.optimum import Optimal, canonical, every_decision, solve
+from esper.lab.optimum import Optimal, canonical, decisions_of, solve
 from esper.lab.sandbox import ARMS, CHAIN, GROWTH, KINDS, PLANTINGS, Sandbox, bandit, blindfolded, play
 from esper.leyline.actions import Actions, Op
 from esper.leyline.errors import InputError
+from esper.leyline.masks import allowed
 from esper.leyline.stages import ADDED, IN_BUDGET, LIVE, Stage, among
 from esper.leyline.view import Measurements, take
 from esper.simic.attribution import attribute
@@ -187,8 +187,8 @@ def brute_force(sandbox: Sandbox) -> np.ndarray:
         return np.zeros(envs)
     before = sandbox.snapshot()
     best = np.full(envs, -np.inf)
-    for heads in zip(*every_decision(sandbox.space), strict=True):
-        actions = Actions(*(np.full(envs, choice) for choice in heads))
+    for decision in decisions_of(sandbox.space):
+        actions = Actions(*(np.full(envs, choice) for choice in decision))
         if allowed(masks, actions).any():
             sandbox.restore(before)
             _, outcome = sandbox.step(actions)

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from esper.leyline.actions import RELEVANT, Actions, Head, Op
+from esper.leyline.actions import RELEVANT, Head, Op
 from esper.leyline.stages import Stage
-from esper.leyline.view import Masks, take
-from esper.tamiyo.baselines import Never, RandomValid, choices, complete, defaults
+from esper.leyline.view import take
+from esper.tamiyo.baselines import Never, RandomValid
 
 
 def test_never_waits(random_view):
@@ -68,42 +68,3 @@ def test_random_valid_reaches_every_choice_of_every_head(view):
     planted = actions.op == Op.GERMINATE
     reached = [np.unique(field[planted]).tolist() for field in actions[1:]]
     assert reached == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 2, 3, 4], [0, 1, 2, 3]]
-
-
-def test_choices_of_a_head_that_does_not_matter_are_all_open(view):
-    masks = view(may={Op.ADVANCE: True}).masks
-    op, slot = np.array([Op.ADVANCE]), np.array([0])
-    assert choices(masks, Head.TEMPO, op, slot).all()
-
-
-def test_choices_may_be_asked_for_several_decisions_an_environment(random_view):
-    view = random_view(4, 2)
-    op, slot = np.full((4, 2), Op.PRUNE), np.array([[0, 3]] * 4)
-    both = choices(view.masks, Head.TEMPO, op, slot)
-    for i in range(2):
-        assert np.array_equal(both[:, i], choices(view.masks, Head.TEMPO, op[:, i], slot[:, i]))
-
-
-def test_a_wanted_choice_that_is_refused_gives_way_to_the_first_allowed(view):
-    doomed = view([[Stage.BLENDING] * 3], {Op.PRUNE: True}, doomed=True)
-    masks: Masks = doomed.masks
-    actions = complete(masks, np.array([Op.PRUNE]), np.array([1]), {**defaults(doomed.space), Head.TEMPO: 3})
-    assert actions.tempo == [0]
-
-
-def test_a_completed_wait_is_all_zero(view):
-    v = view(may={Op.GERMINATE: True})
-    actions = complete(v.masks, np.array([Op.WAIT]), np.array([2]), defaults(v.space))
-    assert np.array_equal(np.stack(actions), np.stack(Actions.wait(1)))
-
-
-def test_a_decision_that_names_no_ramp_takes_two_steps_to_the_full_dose(view):
-    space = view().space
-    chosen = defaults(space)
-    assert (space.tempos[chosen[Head.TEMPO]], space.targets[chosen[Head.TARGET]]) == (2, 1.0)
-
-
-def test_without_a_ramp_of_two_the_first_positive_one_is_taken_and_the_largest_dose(view):
-    space = view(tempos=(0, 4, 1), targets=(0.5, 0.75, 0.25)).space
-    chosen = defaults(space)
-    assert (space.tempos[chosen[Head.TEMPO]], space.targets[chosen[Head.TARGET]]) == (4, 0.75)

@@ -7,9 +7,9 @@ from scipy.stats import chi2
 
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.keys import key, uniform
+from esper.leyline.masks import choices
 from esper.leyline.stages import Stage
 from esper.leyline.view import take
-from esper.tamiyo.baselines import choices
 from esper.tamiyo.network import Batch, Encoded, FactoredRecurrentActorCritic, Shapes
 from esper.tamiyo.policy import GREEDY, decide, judge, probabilities
 

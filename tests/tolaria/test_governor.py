@@ -266,7 +266,7 @@ def test_a_metric_that_falls_far_below_its_best_is_put_back():
         "envs": 2,
         "steps": 12,
         "twin": False,
-        "governor": {"loss_rise_z": 1e9, "collapse": 0.0, "confirm_steps": 2},
+        "governor": {"loss_rise_z": 1e9, "min_output_spread": 0.0, "confirm_steps": 2},
     }
     engine, client = VectorizedEngine(digits, build_config(digits.defaults, settings)), Script({})
     played(engine, client, 6)

@@ -7,10 +7,11 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from esper.gym.decisions import allowed_decisions, enumerate_decisions
 from esper.gym.environments import EsperVectorEnv
 from esper.gym.population import Arrays, row
+from esper.leyline.actions import Head
 from esper.leyline.errors import InputError
+from esper.leyline.masks import allowed_of, every_decision
 from esper.leyline.view import Bools
 
 try:
@@ -30,7 +31,7 @@ class FlatVecEnv(VecEnv):
 
     def __init__(self, env: EsperVectorEnv, heads: Collection[str] | None = None) -> None:
         self._population = env.population
-        self.decisions = enumerate_decisions(env.space, heads)  # (N, 6)
+        self.decisions = every_decision(env.space, _named(heads))  # (N, 6)
         self._chosen = np.zeros(env.num_envs, np.int64)
         super().__init__(env.num_envs, env.single_observation_space, spaces.Discrete(len(self.decisions)))
 
@@ -39,7 +40,7 @@ class FlatVecEnv(VecEnv):
         view = self._population.view
         if view is None:
             raise InputError("there is no mask before the first reset()")
-        return allowed_decisions(view.masks, self.decisions)
+        return allowed_of(view.masks, self.decisions)
 
     def reset(self) -> Arrays:
         """The first observations; seeds and options are those given to `seed` and `set_options` for it."""
@@ -86,3 +87,14 @@ class FlatVecEnv(VecEnv):
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
         """No environment is wrapped."""
         return [False for _ in self._get_indices(indices)]
+
+
+def _named(heads: Collection[str] | None) -> frozenset[Head]:
+    """The heads that are free; None frees all. InputError where one is no head, or op or slot is missing."""
+    if heads is None:
+        return frozenset(Head)
+    names = [head.name.lower() for head in Head]
+    if isinstance(heads, str) or not {"op", "slot"} <= set(heads) <= set(names):
+        given = heads if isinstance(heads, str) else ", ".join(map(str, heads))
+        raise InputError(f"heads are {given}; give op, slot, and any of {', '.join(names[2:])}, as a list of names")
+    return frozenset(Head[name.upper()] for name in heads)

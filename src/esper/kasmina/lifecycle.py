@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from esper.kasmina.gates import Gates
 from esper.leyline.actions import RELEVANT, Actions, Head, Ints, Op
 from esper.leyline.config import LifecycleConfig
+from esper.leyline.masks import allowed
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.view import Bools, Masks, Seeds, Space, Transitions
 
@@ -118,34 +119,6 @@ def legal(seeds: Seeds, gates: Gates, space: Space, config: LifecycleConfig) -> 
     op[:, Op.WAIT] = True
     germinable = slot[:, Op.GERMINATE, :, None]
     return Masks(op, slot, germinable & space.fits, germinable & space.blends, tempo, target)
-
-
-def allowed(masks: Masks, actions: Actions) -> Bools:
-    """(E,): whether the masks allow the decision, head by head; a choice out of range is not allowed."""
-    envs = np.arange(len(masks.op))
-    sizes = {
-        Head.OP: len(Op),
-        Head.SLOT: masks.slot.shape[2],
-        Head.BLUEPRINT: masks.blueprint.shape[2],
-        Head.BLEND: masks.blend.shape[2],
-        Head.TEMPO: masks.tempo.shape[3],
-        Head.TARGET: masks.target.shape[3],
-    }
-    chosen = [np.clip(actions[head], 0, size - 1) for head, size in sizes.items()]
-    op, slot, blueprint, blend, tempo, target = chosen
-    valid = np.stack(
-        [
-            masks.op[envs, op],
-            masks.slot[envs, op, slot],
-            masks.blueprint[envs, slot, blueprint],
-            masks.blend[envs, slot, blend],
-            masks.tempo[envs, op, slot, tempo],
-            masks.target[envs, op, slot, target],
-        ],
-        axis=1,
-    )
-    in_range = np.stack([chosen[head] == actions[head] for head in Head], axis=1)
-    return np.asarray(((valid & in_range) | ~RELEVANT[op]).all(1) & in_range[:, Head.OP])
 
 
 def apply(

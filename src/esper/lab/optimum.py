@@ -8,11 +8,12 @@ from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, dormant, legal, tick
 from esper.lab.formula import FormulaPopulation
 from esper.lab.sandbox import Sandbox
-from esper.leyline.actions import RELEVANT, Actions, Head, Ints, Op
+from esper.leyline.actions import Actions, Head, Ints
 from esper.leyline.config import Config
 from esper.leyline.keys import key
+from esper.leyline.masks import allowed_of, every_decision
 from esper.leyline.stages import Stage
-from esper.leyline.view import Bools, Floats, Masks, Scores, Seeds, Space, View, take
+from esper.leyline.view import Floats, Scores, Seeds, Space, View, take
 from esper.simic.rewards import total, worth
 from esper.tamiyo.baselines import Rule
 from esper.tolaria.measuring import measure, unmeasured
@@ -28,7 +29,7 @@ class Plan(NamedTuple):
 class Solution(NamedTuple):
     """The best that can be done, as returns under the reward `delta`."""
 
-    decisions: Actions  # (D,) every decision there is
+    decisions: Ints  # (D, 6) every decision there is whose blend is ADD
     plans: tuple[Plan, ...]  # one a step
     never: Floats  # (kinds,) of WAIT alone
     optimum: Floats  # (kinds,)
@@ -64,7 +65,7 @@ class _Edges(NamedTuple):
 
     code: Ints  # (n,) ascending, of the states that can be reached
     state: Ints  # index of the state in which a decision is made
-    decision: Ints  # index into `every_decision`
+    decision: Ints  # index into `Solution.decisions`
     target: Ints  # index of the state that it leads to, among those of the next step
 
 
@@ -98,13 +99,13 @@ def solve(sandbox: Sandbox) -> Solution:
         plans.append(Plan(code, best))
     waiting = np.concatenate([_rise(sandbox, kind, dormant(1, len(process.slots))) for kind in kinds])
     plans.reverse()
-    return Solution(every_decision(sandbox.space), tuple(plans), waiting, value[0, :-1], float(value[0, -1]))
+    return Solution(decisions_of(sandbox.space), tuple(plans), waiting, value[0, :-1], float(value[0, -1]))
 
 
 def _expand(sandbox: Sandbox) -> tuple[list[_Edges], Seeds]:
     """Every state that can be reached, step by step, and the states at the end; each step is one population."""
     space, config = sandbox.space, sandbox.config
-    decisions = every_decision(space)
+    decisions = decisions_of(space)
     states, code, _ = _merged(dormant(1, len(space.slots)), config)
     steps = []
     for step in range(config.steps):
@@ -113,7 +114,7 @@ def _expand(sandbox: Sandbox) -> tuple[list[_Edges], Seeds]:
         measured = measure(population, states, nothing, step).measurements
         masks = legal(states, judge(states, measured, config.gates), space, config.lifecycle)
         rows: Any
-        rows, chosen = np.nonzero(_valid(masks, decisions))
+        rows, chosen = np.nonzero(allowed_of(masks, decisions))
         applied, _, _ = apply(take(states, rows), _pick(decisions, chosen), take(masks, rows), space, config.lifecycle)
         gates = judge(applied, take(measured, rows), config.gates)
         states, following, target = _merged(tick(applied, gates, config.lifecycle), config)
@@ -122,27 +123,9 @@ def _expand(sandbox: Sandbox) -> tuple[list[_Edges], Seeds]:
     return steps, states
 
 
-def every_decision(space: Space) -> Actions:
-    """(D,) every decision there is, WAIT first; heads that do not matter are 0, and the blend is ADD."""
-    sizes = [len(Op), len(space.slots), len(space.blueprints), 1, len(space.tempos), len(space.targets)]
-    heads = np.indices(sizes).reshape(len(Head), -1)
-    once = ((heads.T == 0) | RELEVANT[heads[Head.OP]]).all(1)
-    return Actions(*heads[:, once])
-
-
-def _valid(masks: Masks, decisions: Actions) -> Bools:
-    """(E, D): whether each environment's masks allow each decision."""
-    op, slot, blueprint, blend, tempo, target = decisions
-    allowed = [
-        masks.op[:, op],
-        masks.slot[:, op, slot],
-        masks.blueprint[:, slot, blueprint],
-        masks.blend[:, slot, blend],
-        masks.tempo[:, op, slot, tempo],
-        masks.target[:, op, slot, target],
-    ]
-    valid: Bools = np.logical_and.reduce([mask | ~RELEVANT[op, head] for head, mask in zip(Head, allowed, strict=True)])
-    return valid
+def decisions_of(space: Space) -> Ints:
+    """(D, 6) every decision there is whose blend is ADD; no formula reads the blend."""
+    return every_decision(space, [head for head in Head if head != Head.BLEND])
 
 
 def canonical(seeds: Seeds, config: Config) -> Seeds:
@@ -202,5 +185,5 @@ def _of_one_kind(sandbox: Sandbox, kind: int, rows: int, step: int) -> FormulaPo
     return population
 
 
-def _pick(decisions: Actions, index: Ints) -> Actions:
-    return Actions(*(head[index] for head in decisions))
+def _pick(decisions: Ints, index: Ints) -> Actions:
+    return Actions(*decisions[index].T)

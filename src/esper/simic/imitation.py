@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
-from esper.leyline.actions import Actions, Head
+from esper.leyline.actions import Actions
 from esper.leyline.config import GovernorConfig
+from esper.leyline.masks import offered
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.view import View
 from esper.simic.client import SimicClient, drawn
 from esper.simic.ppo import PPO
-from esper.tamiyo.baselines import choices
 from esper.tamiyo.policy import GREEDY
 
 
@@ -38,7 +38,7 @@ class Apprentice(SimicClient):
         envs = len(view.host_params)
         thought = self.mind.think(view, greedy=False)
         shown = self.teacher.act(view)
-        valid = [choices(view.masks, head, shown.op, shown.slot) for head in Head]
+        valid = offered(view.masks, shown)
         self.keep(view, drawn(thought, GREEDY)._replace(actions=shown, valid=valid, log_prob=torch.zeros(envs)))
         follows = np.arange(envs) < round(self.led * envs)
         own = thought.decision.actions

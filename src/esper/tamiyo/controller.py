@@ -18,13 +18,13 @@ from esper.leyline.actions import Actions, Blend, Head, Op
 from esper.leyline.brief import brief
 from esper.leyline.brought import check_brought
 from esper.leyline.errors import InputError
-from esper.leyline.keys import Purpose, key, scalar, uniform
+from esper.leyline.keys import Purpose, scalar
 from esper.leyline.parsing import parse_json
 from esper.leyline.stages import Stage
 from esper.leyline.view import Outcome, Space, View
 from esper.store.disk import Patient, at_once, standing, write_folder
 from esper.store.reading import read_kept
-from esper.tamiyo.baselines import Rule
+from esper.tamiyo.baselines import Rule, draws
 from esper.tamiyo.features import GLOBAL, slot_features
 from esper.tamiyo.network import Batch, Encoded, FactoredRecurrentActorCritic, Hidden, Shapes
 from esper.tamiyo.observation import History, Inputs, Moments, Normaliser, Observation, input_names, normalise, observe
@@ -161,8 +161,8 @@ class Mind:
         observation = observe(view, self.history)
         with torch.no_grad():
             encoded, value, self.hidden = self._look(observation, view.space, self.hidden)
-            draws = None if greedy else _draws(view)
-            decision = decide(self.policy.network, encoded, view.masks, draws, exploration)
+            drawn = None if greedy else draws(view)
+            decision = decide(self.policy.network, encoded, view.masks, drawn, exploration)
         thought = Thought(observation, decision, value[0], self._begins)
         self._begins = np.zeros(envs, bool)
         return thought
@@ -369,12 +369,3 @@ def _vocabulary() -> dict[str, list[str]]:
         "blends": [blend.name for blend in Blend],
         "stages": [stage.name for stage in Stage],
     }
-
-
-def _draws(view: View) -> NDArray[np.float64]:
-    """(heads, E) in [0, 1), keyed by environment, so that what one does depends on no other."""
-    space, envs = view.space, np.arange(len(view.host_params))
-    draws: NDArray[np.float64] = uniform(
-        key(space.seed, Purpose.POLICY, envs[None], view.episode, view.step, np.array(list(Head))[:, None])
-    )
-    return draws

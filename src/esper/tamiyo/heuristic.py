@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Head, Ints, Op
 from esper.leyline.config import GatesConfig, HeuristicConfig
+from esper.leyline.masks import complete, defaults
 from esper.leyline.stages import Stage
 from esper.leyline.view import Bools, Floats, Outcome, View
-from esper.tamiyo.baselines import Rule, complete, defaults
+from esper.tamiyo.baselines import Rule
 
 DEAD = 0.02
 """Relative participation under which the inner features of a segment pass on nothing."""

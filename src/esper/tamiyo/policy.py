@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.actions import RELEVANT, Actions, Head
-from esper.leyline.view import Masks
-from esper.tamiyo.baselines import choices
+from esper.leyline.actions import RELEVANT, Actions, Head, Ints
+from esper.leyline.masks import chosen_in_turn, offered
+from esper.leyline.view import Bools, Masks
 from esper.tamiyo.network import Encoded, FactoredRecurrentActorCritic
 
 GREEDY: Mapping[Head, float] = dict.fromkeys(Head, 0.0)
@@ -64,11 +64,9 @@ def decide(
 
     draws (heads, E) in [0, 1) picks by the inverse of the cumulated probabilities; None is greedy, the first of equals.
     """
-    envs = len(masks.op)
-    chosen = Actions.wait(envs)
-    log_prob, valid = torch.zeros(envs), []
-    for head in Head:
-        may = choices(masks, head, chosen.op, chosen.slot)
+    log_prob = torch.zeros(len(masks.op))
+
+    def choose(head: Head, may: Bools, chosen: Actions) -> Ints:
         op, slot = (torch.from_numpy(x)[None] for x in (chosen.op, chosen.slot))
         p = probabilities(network.logits(head, encoded, op, slot)[0], torch.from_numpy(may), exploration[head])
         if draws is None:
@@ -77,11 +75,11 @@ def decide(
             cumulated = p.double().cumsum(-1)
             passed = cumulated <= torch.from_numpy(draws[head])[:, None] * cumulated[:, -1:]
             choice = passed.sum(-1).clamp(max=p.shape[-1] - 1)
-        matters = _RELEVANT[op[0], head]
-        log_prob += torch.where(matters, p.gather(-1, choice[:, None])[:, 0].log(), 0.0)
-        chosen = chosen._replace(**{head.name.lower(): torch.where(matters, choice, 0).numpy()})
-        valid.append(may)
-    return Decision(chosen, tuple(valid), log_prob)
+        log_prob.add_(torch.where(_RELEVANT[op[0], head], p.gather(-1, choice[:, None])[:, 0].log(), 0.0))
+        return choice.numpy()
+
+    actions = chosen_in_turn(masks, choose)
+    return Decision(actions, offered(masks, actions), log_prob)
 
 
 def judge(

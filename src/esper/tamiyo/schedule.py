@@ -18,12 +18,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Ints, Op
 from esper.leyline.errors import InputError
+from esper.leyline.masks import OPEN, allowed_of, complete, defaults
 from esper.leyline.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted
-from esper.leyline.view import Bools, Masks, Outcome, Space, View
+from esper.leyline.view import Bools, Outcome, Space, View
 from esper.store.reading import read_named
-from esper.tamiyo.baselines import Rule, choices, complete, defaults
+from esper.tamiyo.baselines import Rule
 
 
 class Hindrance(IntEnum):
@@ -41,7 +42,6 @@ class Hindrance(IntEnum):
     REFUSED = 9  # the engine refused it
 
 
-_OPEN = (Head.BLUEPRINT, Head.BLEND, Head.TEMPO, Head.TARGET)  # what follows once the op and the slot are chosen
 _Name = TypeVar("_Name", bound=IntEnum)
 
 
@@ -82,7 +82,7 @@ class Entry(BaseModel):
     @pydantic.model_validator(mode="after")
     def _heads_that_matter(self) -> "Entry":
         op = self.op.name
-        for head in (Head.SLOT, *_OPEN):
+        for head in (Head.SLOT, *OPEN):
             name = head.name.lower()
             given = getattr(self, name) is not None
             if given and not RELEVANT[self.op, head]:
@@ -100,13 +100,21 @@ class _Plan(NamedTuple):
     """The entries as indices into a space: those listed, each followed by what its `keep` adds, then a closing WAIT."""
 
     at: Ints  # (N,) steps
-    op: Ints  # (N,) Op
-    slot: Ints  # (N,)
-    wanted: Ints  # (N, heads) choice of each later head
+    decisions: Ints  # (N, heads) choice of each head
     free: Bools  # (N, heads) the entry left the head out, so that any choice will do
     listed: Bools  # (N,) pending from the start; what a `keep` adds waits for its GERMINATE
     starts: Bools  # (N, N) carrying out i makes j pending
     ends: Bools  # (N, N) carrying out i ends the pendency of j
+
+    @property
+    def op(self) -> Ints:
+        """(N,) an `Op`."""
+        return self.decisions[:, Head.OP]
+
+    @property
+    def slot(self) -> Ints:
+        """(N,) index of a slot."""
+        return self.decisions[:, Head.SLOT]
 
 
 class Schedule(Rule):
@@ -141,14 +149,14 @@ class Schedule(Rule):
             self._pending = np.tile(plan.listed, (len(view.masks.op), 1))
             self._refused = None
             self._hindered = np.zeros(self._pending.shape, np.int8)
-        ready = self._pending & (plan.at <= view.step) & _valid(plan, view.masks)
+        ready = self._pending & (plan.at <= view.step) & allowed_of(view.masks, plan.decisions, plan.free)
         if self._refused is not None:
             ready &= ~self._refused
         turn = ready.argmax(1)  # the WAIT at the end is always ready
         self._remember(plan, view, ready)
         self._turn, self._refused = (turn, self._pending), None
         self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
-        return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.wanted[turn, head] for head in _OPEN})
+        return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.decisions[turn, head] for head in OPEN})
 
     def store(self, outcome: Outcome) -> None:
         """What was refused is pending again."""
@@ -303,16 +311,14 @@ def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
             free[row, head] = value is None
             wanted[row, head] = usual[head] if value is None else known.index(value)
 
-    op = np.array([entry.op for entry, _ in rows], np.int64)
+    wanted[:, Head.OP] = op = np.array([entry.op for entry, _ in rows], np.int64)
     slot = wanted[:, Head.SLOT]
     parent = np.array([planting for _, planting in rows], np.int64)
     plants = (op == Op.GERMINATE)[:, None]
     itself = np.eye(len(rows), dtype=bool) & (np.arange(len(rows)) < len(rows) - 1)  # the closing WAIT stays
     return _Plan(
         at=np.array([entry.at for entry, _ in rows], np.int64),
-        op=op,
-        slot=slot,
-        wanted=wanted,
+        decisions=wanted,
         free=free,
         listed=parent < 0,
         starts=parent == np.arange(len(rows))[:, None],
@@ -364,15 +370,3 @@ def _hindrances(plan: _Plan, view: View) -> NDArray[np.int8]:
         found[acts & able & (op in (Op.ADVANCE, Op.FOSSILIZE))] = Hindrance.GATE
         found[acts & ~able] = Hindrance.NO_SEED
     return found
-
-
-def _valid(plan: _Plan, masks: Masks) -> Bools:
-    """(E, N): whether the masks allow an entry now, with the choices that it names."""
-    shape = len(masks.op), len(plan.op)
-    op, slot = np.broadcast_to(plan.op, shape), np.broadcast_to(plan.slot, shape)
-    entry = np.arange(len(plan.op))
-    valid = choices(masks, Head.SLOT, op, slot)[:, entry, plan.slot]
-    for head in _OPEN:
-        allowed = choices(masks, head, op, slot)
-        valid &= np.where(plan.free[:, head], allowed.any(2), allowed[:, entry, plan.wanted[:, head]])
-    return valid

@@ -11,11 +11,12 @@ from torch import nn
 
 from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
-from esper.leyline.actions import Actions, checked
+from esper.leyline.actions import Actions, Op, checked
 from esper.leyline.brief import brief
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.length import with_steps
+from esper.leyline.masks import barred
 from esper.leyline.objective import selection_score
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage, among
@@ -41,7 +42,7 @@ from esper.tolaria.coalitions import Sampling
 from esper.tolaria.early_stopping import UNDER_WAY, EarlyStopping
 from esper.tolaria.fates import Fates
 from esper.tolaria.fitting import check_memory, instance_keys
-from esper.tolaria.governor import Governor, Verdicts, barred, preflight
+from esper.tolaria.governor import Governor, Verdicts, preflight
 from esper.tolaria.measuring import Measured, measure, unmeasured, without
 from esper.tolaria.play import play
 from esper.tolaria.population import Indices, Population, row_environments
@@ -187,7 +188,7 @@ class Engine(Generic[P]):
                 self.population, state.seeds, every, state.masks, config.lifecycle.max_seeds, config.governor
             )
             self.governor.count(refused)
-            masks = barred(state.masks, refused)
+            masks = barred(state.masks, Op.GERMINATE, refused != Refusal.NONE)
             after, changes, _ = apply(state.seeds, every, masks, self.population.space, config.lifecycle)
             self.population.edit(changes, after, state.step)
             state.seeds = after

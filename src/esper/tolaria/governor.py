@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.lifecycle import allowed, uprooted
+from esper.kasmina.lifecycle import uprooted
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import Config, GovernorConfig
+from esper.leyline.masks import allowed
 from esper.leyline.stages import IN_BUDGET, among
 from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import Bools, Masks, Seeds
@@ -51,13 +52,6 @@ def preflight(
     if needed and needed > config.memory_share * available_memory(population.device):
         refused[env[left]] = Refusal.MEMORY
     return refused
-
-
-def barred(masks: Masks, refused: Verdicts) -> Masks:
-    """The masks with GERMINATE forbidden to rows that the preflight refused it."""
-    op = masks.op.copy()
-    op[refused != Refusal.NONE, Op.GERMINATE] = False
-    return masks._replace(op=op)
 
 
 class Record(NamedTuple):
