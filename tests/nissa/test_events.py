@@ -37,6 +37,7 @@ def space() -> Space:
         sensors=(),
         max_seeds=2,
         seed=0,
+        number=np.arange(ENVS),
         instance=np.arange(ENVS),
         floor=np.zeros(ENVS),
         ceiling=np.ones(ENVS),

@@ -23,6 +23,7 @@ def build_space(envs: int, slots: int, **fields: Any) -> Space:
         sensors=(),
         max_seeds=slots,
         seed=3,
+        number=np.arange(envs),
         instance=np.arange(envs),
         floor=np.zeros(envs),
         ceiling=np.ones(envs),

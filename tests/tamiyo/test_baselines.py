@@ -31,7 +31,14 @@ def test_random_valid_draws_for_an_environment_alone_as_in_a_population(random_v
 
 
 def take_space(view, envs):
-    return view.space._replace(instance=view.space.instance[:envs])
+    return view.space._replace(number=view.space.number[:envs], instance=view.space.instance[:envs])
+
+
+def test_random_valid_draws_by_the_number_of_an_environment_wherever_it_stands(random_view):
+    view, order = random_view(16, 5), np.random.default_rng(0).permutation(16)
+    whole = RandomValid().act(view)
+    moved = view._replace(masks=take(view.masks, order), space=view.space._replace(number=order))
+    assert np.array_equal(np.stack(RandomValid().act(moved)), np.stack(take(whole, order)))
 
 
 @pytest.mark.parametrize("change", [{"step": 6}, {"episode": 1}])

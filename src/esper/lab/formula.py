@@ -18,7 +18,7 @@ from esper.leyline.keys import Purpose, key
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.text import counted
 from esper.leyline.view import BlueprintInfo, Bools, Floats, Seeds, Space, choose, take
-from esper.tolaria.population import Asked, Figures, Indices, Keeper, TrainedFigures
+from esper.tolaria.population import Asked, Figures, Indices, Keeper, TrainedFigures, row_numbers
 from esper.tolaria.training import doses
 
 HOST_PARAMS = 1000
@@ -74,6 +74,7 @@ class FormulaPopulation:
             sensors=process.sensors,
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
+            number=row_numbers(config),
             instance=instance,
             floor=np.full(rows, np.nan),
             ceiling=np.full(rows, np.nan),

@@ -183,6 +183,7 @@ class Space(NamedTuple):
         sensors (F names): names of the growth sensors
         max_seeds (int): seeds in the budget of an environment, fossils included, `lifecycle.max_seeds`
         seed (int): seed of the run
+        number ((E,) int64): number of each environment among all that are grown, here and in other populations; it keys draws
         instance ((E,) int64): key of the instance of each environment
         floor ((E,) float64): metric on the probe split of the best constant prediction; nan where it is not known
         ceiling ((E,) float64): metric on the probe split of a prediction that is always right; nan where it is not known
@@ -202,6 +203,7 @@ class Space(NamedTuple):
     sensors: tuple[str, ...]
     max_seeds: int
     seed: int
+    number: NDArray[np.int64]
     instance: NDArray[np.int64]
     floor: Floats
     ceiling: Floats

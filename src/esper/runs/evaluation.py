@@ -146,10 +146,10 @@ def evaluate(
     """Grow N instances from R seeds under every contender, and score what would be exported on the test split.
 
     Instance n of seed r has one host, one data order and one set of births, whatever the contender. Seeds count up from that
-    of the config. At most `rows` environments are grown at once; what becomes of one does not depend on the others, but a
-    controller that draws by row, as random-valid does, draws alike in every population. With a `folder` each population's
-    figures are kept there, and those that are there already are not grown again. `static` names networks that do not grow,
-    which stand as further contenders behind the others: each instance has those of what the contender `sized_by` grew there.
+    of the config. At most `rows` environments are grown at once; what becomes of one does not depend on the others. With a
+    `folder` each population's figures are kept there, and those that are there already are not grown again. `static` names
+    networks that do not grow, which stand as further contenders behind the others: each instance has those of what the
+    contender `sized_by` grew there.
     Raises InputError before anything is grown.
     """
     assert contenders

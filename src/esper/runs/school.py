@@ -288,11 +288,11 @@ class School:
 
 
 def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int64]:
-    """(E,) training instances of a round, by key; runs of `group` environments share one."""
+    """(E,) training instances of a round, by key; runs of `group` environments, by their numbers, share one."""
     config = cohort.config
     keys = cohort.task.keys("training")
-    drawn = key(config.seed, Purpose.SAMPLE, number, np.arange(config.envs // group)) & ((1 << 62) - 1)
-    return np.repeat(keys.start + drawn % len(keys), group)
+    drawn = key(config.seed, Purpose.SAMPLE, number, cohort.engine.space.number // group) & ((1 << 62) - 1)
+    return keys.start + drawn % len(keys)
 
 
 def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -311,10 +311,11 @@ def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], N
 def cohort_of(task: AnyTask, config: Config) -> Cohort:
     """The population of a task, and the one it is validated on. InputError where the task and the config allow no learning."""
     reward = config.reward
-    if config.envs % reward.group_size:  # whatever the baseline: instances are drawn by the group
-        raise InputError(
-            f"reward.group_size is {reward.group_size}, which does not divide envs, {config.envs}; choose a divisor"
-        )
+    for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
+        if count % reward.group_size:  # whatever the baseline: instances are drawn by the group
+            raise InputError(
+                f"reward.group_size is {reward.group_size}, which does not divide {name}, {count}; choose a divisor"
+            )
     if reward.relative_to == "twin" and not config.twin:
         raise InputError(
             "reward.relative_to is twin, but no twins are trained; give --twin (the key twin), or set "

@@ -43,8 +43,8 @@ class Never(Rule):
 class RandomValid(Rule):
     """Uniform over the valid operations, then over the valid choices of each head that matters, in the order of `Head`.
 
-    A draw is a hash of (run seed, environment, episode, step, head), so what an environment does depends neither on the
-    others nor on what was drawn before.
+    A draw is a hash of (run seed, number of the environment, episode, step, head), so what an environment does depends neither
+    on the others nor on what was drawn before.
     """
 
     def act(self, view: View) -> Actions:
@@ -53,6 +53,9 @@ class RandomValid(Rule):
 
 
 def draws(view: View) -> Floats:
-    """(heads, E) in [0, 1) for the decisions of a step, keyed by environment, so that what one does depends on no other."""
-    envs, heads = np.arange(len(view.masks.op)), np.array(list(Head))[:, None]
-    return uniform(key(view.space.seed, Purpose.POLICY, envs, view.episode, view.step, heads))
+    """(heads, E) in [0, 1) for the decisions of a step, keyed by the number of each environment.
+
+    So what an environment does depends neither on the others nor on its place in a population.
+    """
+    space, heads = view.space, np.array(list(Head))[:, None]
+    return uniform(key(space.seed, Purpose.POLICY, space.number, view.episode, view.step, heads))

@@ -364,7 +364,7 @@ class Engine(Generic[P]):
     def _visible(self) -> Space:
         """The space of the environments alone."""
         envs, space = slice(0, self.config.envs), self.population.space
-        of_envs = ("cost", "width", "instance", "floor", "ceiling")
+        of_envs = ("cost", "width", "number", "instance", "floor", "ceiling")
         return space._replace(**{name: getattr(space, name)[envs] for name in of_envs})
 
     def _sampling(self, terminal: bool) -> Sampling | None:

@@ -133,3 +133,8 @@ def row_environments(config: Config) -> Indices:
     """
     rows = config.envs * (2 if config.twin else 1)
     return np.arange(rows) % config.envs if rows > 1 else np.zeros(2, np.int64)
+
+
+def row_numbers(config: Config) -> Indices:
+    """(R,) the number of each row's environment among all that are grown, of which a population may hold a part."""
+    return config.first_instance + row_environments(config)

@@ -26,7 +26,7 @@ from esper.tolaria.coalitions import coalitions
 from esper.tolaria.data import Examples, SharedBatchIterator, stack_splits
 from esper.tolaria.fitting import menu_of, selected
 from esper.tolaria.optimizer import StackedOptimizer
-from esper.tolaria.population import Asked, Figures, Indices, TrainedFigures, row_environments
+from esper.tolaria.population import Asked, Figures, Indices, TrainedFigures, row_environments, row_numbers
 from esper.tolaria.probe import Probed, probe, sense
 from esper.tolaria.runtime import (
     hold_freed_memory,
@@ -88,6 +88,7 @@ class StackedPopulation:
             sensors=tuple(sensor.name for sensor in SENSORS),
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
+            number=row_numbers(config),
             instance=instance,
             floor=self._bounds[:, 0],
             ceiling=self._bounds[:, 1],
