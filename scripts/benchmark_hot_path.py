@@ -164,7 +164,7 @@ def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
     return {
         "title": case.title(),
         "case": asdict(case),
-        "host_params": int(first.population.body.host_params.max()),
+        "host_params": int(first.population.body.table.host_params.max()),
         "slots": len(first.space.slots),
         "table": table,
         "phases": {name: shares(engine) for name, engine in engines.items()},

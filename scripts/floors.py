@@ -114,8 +114,8 @@ class BareStack:
         self.rows = torch.from_numpy(own).to(engine.device) if len(own) < rows else None
         self.optimizer = torch.optim.AdamW(params, lr=config.optimizer.lr, weight_decay=0.0, fused=True)
         self.real_outputs: Tensor | None = None
-        if (body.outputs < task.objective.outputs).any():
-            real = np.arange(task.objective.outputs) < body.outputs[:, None, None]
+        if (body.table.outputs < task.objective.outputs).any():
+            real = np.arange(task.objective.outputs) < body.table.outputs[:, None, None]
             self.real_outputs = torch.from_numpy(real).to(engine.device)
         self._load(task, state.instance, engine.device)
 

@@ -6,8 +6,8 @@ import torch
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import dormant, edits
-from esper.leyline.slots import Kind
 from esper.leyline.stages import IN_BUDGET, Stage
+from esper.leyline.streams import Kind
 from esper.tasks.hosts import MLP
 
 ALL = tuple(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
@@ -49,7 +49,7 @@ def shake(body, seeds, env, slot, scale, *, key=0):
     with drawn_with(key):
         for parameter in seed.parameters():
             parameter += scale * torch.randn(parameter.shape).to(parameter.dtype)
-    at = slot, int(body.form_of[slot, seeds.blueprint[env, slot]])
+    at = slot, int(body.layout.form_of[slot, seeds.blueprint[env, slot]])
     row = int(np.flatnonzero(body.envs[at] == env)[0])
     body.stacks[at].write(row, seed)
 

@@ -5,7 +5,7 @@ import torch
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
 from esper.kasmina.body import Body
-from esper.leyline.slots import Kind
+from esper.leyline.streams import Kind
 from esper.leyline.task import Pixels, Split, Task
 from esper.tasks.hosts import CNN, MAP_MENU
 from esper.tasks.objectives import Classification

@@ -17,7 +17,8 @@ from esper.kasmina.blueprints import BLUEPRINTS, Blueprint
 from esper.kasmina.blueprints.vector import zero_linear
 from esper.leyline.config import Config, build_config
 from esper.leyline.config_text import reference
-from esper.leyline.slots import Kind, Tap
+from esper.leyline.slots import Tap
+from esper.leyline.streams import Kind
 from pictures import write_cifar
 from processes import begun
 

@@ -24,8 +24,10 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.leyline.config import Config, RewardConfig, build_config
     from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError
     from esper.leyline.protocols import Explains, PolicyClient, Resumable, Reward, Senses
-    from esper.leyline.slots import Kind, SlotSpec, Tap
+    from esper.leyline.sites import Site
+    from esper.leyline.slots import SlotSpec, Tap
     from esper.leyline.stages import Stage
+    from esper.leyline.streams import Kind, Map, Sequence, Stream, Vector
     from esper.leyline.task import Instance, Interface, Lengths, Mixture, Objective, Pixels, Room, Scaling, Split, Task
     from esper.leyline.verdicts import Refusal, Vital
     from esper.leyline.view import (
@@ -67,6 +69,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "LearningError",
     "Lengths",
     "Linear",
+    "Map",
     "Masks",
     "Measurements",
     "Mixture",
@@ -86,13 +89,17 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "Seeds",
     "SegmentedHost",
     "Senses",
+    "Sequence",
+    "Site",
     "SlotSpec",
     "Space",
     "Split",
     "Stage",
+    "Stream",
     "Tap",
     "Task",
     "UserCodeError",
+    "Vector",
     "VectorizedEngine",
     "View",
     "Vital",

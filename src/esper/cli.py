@@ -555,7 +555,7 @@ def _rows() -> Iterator[tuple[bool, str]]:
 
     from esper.kasmina.blueprints import BLUEPRINTS
     from esper.kasmina.invariance import blends_that_vary, segments_that_vary
-    from esper.leyline.slots import Kind
+    from esper.leyline.streams import Kind
     from esper.tasks.catalog import TASKS, get_task
 
     torch.set_num_threads(1)

@@ -10,8 +10,9 @@ from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint, check, co
 from esper.kasmina.blueprints.vector import MLP, zero_linear
 from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Kind, Tap
+from esper.leyline.slots import Tap
 from esper.leyline.stages import Stage
+from esper.leyline.streams import Kind
 from esper.tolaria.training import doses
 
 VECTORS = sorted(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
@@ -114,9 +115,9 @@ def test_the_built_in_blueprints_are_those_of_a_vector_stream():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_change_is_exactly_0_at_birth_and_some_gradient_is_not(name, blend, dtype):
     body, x = make_body(2, [name], dtype=dtype), torch.randn(2, 9, 6, dtype=dtype)
-    without = body.forward(x, doses(empty(body)), empty(body)).output
+    without = body.run(x, body.route(doses(empty(body)), empty(body))).output
     seeds = set_seed(body, empty(body), 0, 1, 0, blend=blend, jolt=0)
-    output = body.forward(x, doses(seeds), seeds).output
+    output = body.run(x, body.route(doses(seeds), seeds)).output
     assert torch.equal(output, without)
     output.square().sum().backward()
     (at,) = [key for key, envs in body.envs.items() if len(envs)]
@@ -285,8 +286,8 @@ def test_a_registered_blueprint_grows_like_a_built_in_one(registry):
     x = torch.randn(2, 9, 6)
     body = make_body(2, ["mlp-small", "mine"])
     seeds = set_seed(body, empty(body), 0, 0, 1, stage=Stage.HOLDING)
-    without = body.forward(x, doses(empty(body)), seeds).output
-    grown = body.forward(x, doses(seeds), seeds).output
+    without = body.run(x, body.route(doses(empty(body)), seeds)).output
+    grown = body.run(x, body.route(doses(seeds), seeds)).output
     assert not torch.equal(grown[0], without[0])
     assert torch.equal(grown[1], without[1])
 

@@ -7,7 +7,7 @@ import torch
 from bodies import ALL, empty, make_body, set_seed, shake
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.export import GrownNetwork, grown_network
-from esper.kasmina.route import Branches
+from esper.kasmina.plan import Branches
 from esper.leyline.actions import Blend
 from esper.leyline.stages import Stage
 from esper.leyline.task import Interface
@@ -23,19 +23,19 @@ def test_an_empty_slot_gives_the_host_bit_for_bit():
     body, x = make_body(4), torch.randn(4, 7, 6)
     host = body.host(x, slice(0, 4))
     seeds = empty(body)
-    assert torch.equal(body.forward(x, doses(seeds), seeds).output, host)
+    assert torch.equal(body.run(x, body.route(doses(seeds), seeds)).output, host)
 
 
 @pytest.mark.parametrize("blend", Blend)
 def test_a_seed_at_dose_zero_gives_the_host_bit_for_bit_even_if_it_holds_nan(blend):
     body, x = make_body(4), torch.randn(4, 7, 6)
     seeds = empty(body)
-    without = body.forward(x, doses(seeds), seeds).output
+    without = body.run(x, body.route(doses(seeds), seeds)).output
     for index in range(len(ALL)):
         seeds = set_seed(body, seeds, index % 4, index // 4, index, blend=blend)
     for stack in body.stacks.values():
         stack.columns["value"].fill_(torch.nan)
-    assert torch.equal(body.forward(x, np.zeros_like(seeds.alpha), seeds).output, without)
+    assert torch.equal(body.run(x, body.route(np.zeros_like(seeds.alpha), seeds)).output, without)
 
 
 @pytest.mark.parametrize("incubation", ["shadow", "ste"])
@@ -50,7 +50,7 @@ def test_an_incubating_seed_leaves_host_outputs_and_gradients_bit_identical(incu
             for env, slot, name in ((0, 1, "bypass-mlp"), (1, 0, "gated"), (1, 1, "skip-mlp"), (3, 0, "affine")):
                 seeds = set_seed(body, seeds, env, slot, ALL.index(name), stage=Stage.TRAINING)
                 if poison:
-                    at = slot, int(body.form_of[slot, ALL.index(name)])
+                    at = slot, int(body.layout.form_of[slot, ALL.index(name)])
                     body.stacks[at].columns["value"][body.envs[at].tolist().index(env)] = torch.nan
         route = body.route(doses(seeds), seeds, shadows(seeds), train=True, straight=incubation == "ste")
         result = body.run(x, route)
@@ -74,7 +74,7 @@ def test_an_incubating_seed_learns(straight):
     result = body.run(x, route)
     loss = result.output.square().sum()
     (loss if result.branches is None else loss + result.branches.square().sum()).backward()
-    stack = body.stacks[0, int(body.form_of[0, ALL.index("bypass-mlp")])]
+    stack = body.stacks[0, int(body.layout.form_of[0, ALL.index("bypass-mlp")])]
     assert all(
         stack.parameter(name, "gradient")[0].count_nonzero() for name in ("delta.inner.weight", "delta.out.weight")
     )
@@ -86,7 +86,7 @@ def test_a_shadow_minimises_the_loss_of_the_network_with_this_one_seed_at_dose_o
     seeds = set_seed(body, seeds, 1, 0, ALL.index("bypass-mlp"), stage=Stage.TRAINING)
     result = body.run(x, body.route(doses(seeds), seeds, shadows(seeds), train=True))
     result.branches.square().mean().backward()
-    at = 0, int(body.form_of[0, ALL.index("bypass-mlp")])
+    at = 0, int(body.layout.form_of[0, ALL.index("bypass-mlp")])
 
     network, _ = grown_network(
         MLP(6, 8, (3, 5), 3), body, fossilized(seeds, {(1, 0): 1.0, (1, 1): 0.5}), 1, Interface((6,))
@@ -96,7 +96,7 @@ def test_a_shadow_minimises_the_loss_of_the_network_with_this_one_seed_at_dose_o
         shape = tuple(slice(0, k) for k in parameter.shape)
         torch.testing.assert_close(body.stacks[at].parameter(name, "gradient")[0][shape], parameter.grad)
     assert not body.host.columns["gradient"].count_nonzero()
-    other = body.stacks[1, int(body.form_of[1, ALL.index("mlp-small")])]
+    other = body.stacks[1, int(body.layout.form_of[1, ALL.index("mlp-small")])]
     assert not other.columns["gradient"].count_nonzero()
 
 
@@ -125,7 +125,7 @@ def test_evaluation_at_a_dose_equals_a_separate_network_built_without_that_seed(
     dose[np.arange(6), [slot for _, slot in asked]] = 0
     branches, order = Branches.at(np.repeat(np.arange(3), 2), np.tile(np.arange(2), 3), dose)
     with torch.no_grad():
-        result = body.forward(x, doses(seeds), seeds, branches)
+        result = body.run(x, body.route(doses(seeds), seeds, branches))
     factory = MLP(6, 8, (3, 5), 3)
     for env in range(3):
         whole, _ = grown_network(
@@ -151,7 +151,7 @@ def test_a_row_is_bitwise_the_same_in_any_group_for_every_blueprint_and_blend(wi
     for row in range(1, 6):
         body.host.copy(0, row)
     for index in range(len(ALL)):
-        stack_key = 0, int(body.form_of[0, index])
+        stack_key = 0, int(body.layout.form_of[0, index])
         for blend in Blend:
             body.clear()
             seeds = empty(body)
@@ -188,7 +188,7 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours_carry(plain):
             seeds = set_seed(body, seeds, env, 0, other, blend=other_blend, alpha=0.25)
         result = body.run(x, body.route(doses(seeds), seeds))
         result.output.square().sum().backward()
-        at = 0, int(body.form_of[0, index])
+        at = 0, int(body.layout.form_of[0, index])
         row = body.envs[at].tolist().index(0)
         return result.output[0].detach(), body.host.columns["gradient"][0], body.stacks[at].columns["gradient"][row]
 
@@ -206,7 +206,7 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours_carry(plain):
 
 def test_blueprints_that_differ_only_in_width_or_tap_share_one_stack():
     body = make_body(3)
-    forms = {name: int(body.form_of[0, ALL.index(name)]) for name in ALL}
+    forms = {name: int(body.layout.form_of[0, ALL.index(name)]) for name in ALL}
     assert forms["mlp-small"] == forms["mlp-large"] == forms["bypass-mlp"]
     assert len({forms[name] for name in ("affine", "gated", "bypass-linear", "mlp-small")}) == 4
 
@@ -215,7 +215,7 @@ def test_padded_units_of_a_shared_stack_stay_exactly_zero_through_training():
     body = make_body(2)
     small = ALL.index("mlp-small")
     seeds = set_seed(body, empty(body), 0, 0, small)
-    stack = body.stacks[0, int(body.form_of[0, small])]
+    stack = body.stacks[0, int(body.layout.form_of[0, small])]
     optimizer = torch.optim.SGD([stack.columns["value"]], lr=0.1)
     for _ in range(5):
         result = body.run(torch.randn(2, 7, 6), body.route(doses(seeds), seeds))
@@ -235,7 +235,7 @@ def test_a_birth_and_a_prune_leave_every_other_seed_bit_identical():
     seeds = empty(body)
     for env in range(5):
         seeds = set_seed(body, seeds, env, 0, ALL.index("bypass-mlp"))
-    at = 0, int(body.form_of[0, ALL.index("bypass-mlp")])
+    at = 0, int(body.layout.form_of[0, ALL.index("bypass-mlp")])
     for column in body.stacks[at].columns.values():
         column.copy_(torch.randn(column.shape))
 
@@ -282,4 +282,4 @@ def test_parameters_are_counted_by_what_the_blend_uses():
     seeds = set_seed(body, empty(body), 0, 0, ALL.index("bypass-linear"))
     seeds = set_seed(body, seeds, 1, 0, ALL.index("bypass-linear"), blend=Blend.GATE)
     seeds = set_seed(body, seeds, 2, 0, ALL.index("bypass-linear"), stage=Stage.TRAINING)
-    assert body.added_params(seeds).tolist() == [8 * 8 + 8, 8 * 8 + 8 + 9, 0]
+    assert body.table.added_params(seeds).tolist() == [8 * 8 + 8, 8 * 8 + 8 + 9, 0]

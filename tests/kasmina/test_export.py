@@ -69,7 +69,7 @@ def engine_output(body, seeds, x, env=1):
     """What the population gives for x (B, inputs) in one environment, unfinished seeds at dose 0."""
     final = np.where(seeds.stage == Stage.FOSSILIZED, seeds.alpha, np.float32(0))
     rows = x.expand(body.host.capacity, *x.shape)
-    return body.forward(rows, final, seeds).output[env].detach()
+    return body.run(rows, body.route(final, seeds)).output[env].detach()
 
 
 def close(a, b):
@@ -95,10 +95,10 @@ def test_the_network_gives_what_the_population_gives(name, blend, dtype):
 def test_the_network_has_the_parameters_that_the_population_counts(blend):
     body, seeds = grown(dict(enumerate(ALL)), slots=len(ALL), blend=blend)
     network, topology = network_of(body, seeds)
-    added = body.added_params(seeds, frozenset({Stage.FOSSILIZED}))[1]
+    added = body.table.added_params(seeds, frozenset({Stage.FOSSILIZED}))[1]
     assert topology["parameters"] == sum(p.numel() for p in network.parameters())
-    assert topology["parameters"] == body.host_params[1] + added
-    assert topology["host_parameters"] == body.host_params[1]
+    assert topology["parameters"] == body.table.host_params[1] + added
+    assert topology["host_parameters"] == body.table.host_params[1]
 
 
 def test_a_network_that_did_not_grow_is_the_host():
@@ -347,7 +347,7 @@ def test_a_host_with_tied_weights_and_buffers_is_saved_and_loaded(tmp_path):
     for slot in range(2):
         seeds = set_seed(body, seeds, 1, slot, 0, stage=Stage.FOSSILIZED)
     body.train(True)
-    body.forward(torch.randn(2, 16, INPUTS), doses(seeds), seeds)
+    body.run(torch.randn(2, 16, INPUTS), body.route(doses(seeds), seeds))
     body.train(False)
     network, topology = grown_network(tied_host, body, seeds, 1, INTERFACE)
     x = torch.randn(7, INPUTS)

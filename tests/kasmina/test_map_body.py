@@ -13,8 +13,9 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Kind, SlotSpec, Tap
+from esper.leyline.slots import SlotSpec, Tap
 from esper.leyline.stages import Stage
+from esper.leyline.streams import Kind
 from esper.tolaria.training import doses, shadows
 from pictures import HOST, INPUTS, MAPS, map_body
 
@@ -29,7 +30,7 @@ def obvious(body, seeds, env, x, dose):
         before, h = h, segment(h)
         if index >= len(body.slots) or not dose[index]:
             continue
-        seed, entry = body.seed_module(seeds, env, index), body.menu[seeds.blueprint[env, index]]
+        seed, entry = body.seed_module(seeds, env, index), body.layout.menu[seeds.blueprint[env, index]]
         u = F.adaptive_avg_pool2d({Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x}[entry.tap], h.shape[-2:])
         delta = seed.delta(u)
         change = {
@@ -59,7 +60,7 @@ def populated(rows, blend=Blend.ADD, *, first=0, **options):
 def test_a_network_with_seeds_computes_what_the_formulas_say(blend, mapping):
     body, seeds = populated(5, blend, dtype=torch.float64, mapping=mapping)
     x = torch.randn(5, 7, *INPUTS, dtype=torch.float64)
-    output = body.forward(x, doses(seeds), seeds).output
+    output = body.run(x, body.route(doses(seeds), seeds)).output
     for env in range(5):
         torch.testing.assert_close(output[env], obvious(body, seeds, env, x[env], doses(seeds)[env]))
 
@@ -129,7 +130,7 @@ def test_parts_of_a_pass_are_the_whole_pass_with_its_branches():
 
 def test_an_incubating_seed_leaves_the_host_bit_for_bit_alone():
     body, x = map_body(2), torch.randn(2, 7, *INPUTS)
-    without = body.forward(x, doses(empty(body)), empty(body)).output
+    without = body.run(x, body.route(doses(empty(body)), empty(body))).output
     without.square().sum().backward()
     alone = body.host.columns["gradient"].clone()
     for straight in (False, True):
@@ -169,7 +170,7 @@ def test_a_batch_norm_in_a_users_host_keeps_its_own_statistics_in_each_row():
     body = map_body(2, ["conv-light"], host=_Fixed(made))
     body.train(True)
     x = torch.randn(2, 6, *INPUTS)
-    body.forward(x, doses(empty(body)), empty(body))
+    body.run(x, body.route(doses(empty(body)), empty(body)))
     alone = copy.deepcopy(made).train()
     body.host.read(1, alone)
     torch.testing.assert_close(
@@ -208,7 +209,7 @@ def test_a_seed_at_dose_0_is_not_run():
     for stack in body.stacks.values():
         stack.columns["value"].fill_(torch.nan)
     x = torch.randn(2, 5, *INPUTS)
-    assert body.forward(x, np.zeros((2, 2), np.float32), seeds).output.isfinite().all()
+    assert body.run(x, body.route(np.zeros((2, 2), np.float32), seeds)).output.isfinite().all()
 
 
 def test_a_slot_of_an_unknown_kind_is_refused():

@@ -15,6 +15,7 @@ from esper.kasmina.network import Graft, GrownNetwork
 from esper.kasmina.regrow import RegrownHost, as_host, lost_slots
 from esper.leyline.actions import Blend, Op
 from esper.leyline.slots import Tap
+from esper.leyline.streams import Kind
 from esper.leyline.task import Interface, Scaling
 from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
@@ -51,7 +52,7 @@ def grown(*seeds, scaling=None):
         if blend != Blend.GATE:
             del seed.gate
         modules.append(seed)
-        grafts.append(Graft(after, entry.tap, blend, 0.75))
+        grafts.append(Graft(after, entry.tap, blend, 0.75, Kind.VECTOR))
     return trained(GrownNetwork(host, modules, grafts, Interface((6,), scaling, ("a", "b", "c")))).eval()
 
 
@@ -133,7 +134,7 @@ def network_on(host, after, name, original=None):
     entry = get_blueprint(name)
     seed = Seed(entry.build(6 if entry.tap == Tap.INPUT else 8, 8), 8)
     del seed.gate
-    graft = Graft(after, entry.tap, Blend.ADD, 1.0)
+    graft = Graft(after, entry.tap, Blend.ADD, 1.0, Kind.VECTOR)
     return trained(GrownNetwork(host, [seed], [graft], Interface((6,)), original)).eval()
 
 

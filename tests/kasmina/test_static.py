@@ -8,7 +8,8 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.layers import Linear, PositionMean
 from esper.kasmina.static import Absent, Skipped, Widened, skip_places, widened, without_bottlenecks
-from esper.leyline.slots import Kind, SlotSpec
+from esper.leyline.slots import SlotSpec
+from esper.leyline.streams import Kind
 
 
 def vectors(*, last=None):

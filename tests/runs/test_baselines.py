@@ -94,12 +94,12 @@ def test_same_size_equals_a_plain_loop_over_the_grown_topology_from_step_0(task,
         host = task.host()
     blueprint = int(grown.kept.blueprint[1, 0])
     with drawn_with(scalar(seed, Purpose.BIRTH, key, 0, 0, 0)):
-        delta = engine.population.body.menu[blueprint].build(8, 8)
+        delta = engine.population.body.layout.menu[blueprint].build(8, 8)
         gate = nn.Linear(8, 1)
         nn.init.zeros_(gate.weight), nn.init.zeros_(gate.bias)
     alpha = float(grown.kept.alpha[1, 0])
     assert 0 < alpha < 1, "or this test shows less than it could"
-    assert engine.population.body.menu[blueprint].tap == "before"
+    assert engine.population.body.layout.menu[blueprint].tap == "before"
 
     def network(x):
         before = host.segments[0](x)
@@ -438,7 +438,7 @@ def test_rows_of_a_mixture_have_plain_networks_and_skips_of_their_own():
     wanted = grown._replace(params=grown.params + np.array([0, 500, 900]))
     plain = train_baseline("plain", task, config, wanted, steps=2)
     skips = train_baseline("skips", task, config, grown, steps=2)
-    assert skips.params.tolist() == engine.population.body.host_params[:3].tolist()
+    assert skips.params.tolist() == engine.population.body.table.host_params[:3].tolist()
     for env, key in enumerate(grown.instance.tolist()):
         host = task.instance(key).host.plain(int(wanted.params[env]))
         assert plain.params[env] == count(host()) >= wanted.params[env]

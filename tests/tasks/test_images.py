@@ -10,7 +10,7 @@ import torch
 import esper
 from esper.kasmina.blueprints import count, drawn_with
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Kind
+from esper.leyline.streams import Kind
 from esper.tasks.convolutional import scaled_to
 from esper.tasks.digits import digits
 from esper.tasks.hosts import CNN, ResidualCNN, host_from

@@ -9,7 +9,8 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.actions import Actions, Op
 from esper.leyline.keys import Purpose, scalar
-from esper.leyline.slots import Kind, SlotSpec
+from esper.leyline.slots import SlotSpec
+from esper.leyline.streams import Kind
 from esper.tasks.custom import task_from
 from esper.tolaria.data import SharedBatchIterator
 from esper.tolaria.engine import VectorizedEngine

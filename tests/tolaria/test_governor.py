@@ -371,7 +371,7 @@ def test_what_the_masks_forbid_is_refused_for_that():
 def test_a_seed_above_the_parameter_budget_is_refused_before_anything_is_built():
     engine, _ = an_engine()
     engine.reset()
-    price = engine.space.cost[0, :, 1] / engine.population.body.host_params[0]
+    price = engine.space.cost[0, :, 1] / engine.population.body.table.host_params[0]
     budget = float(price[0] + 0.5 * price[1])  # room for one of the two
     engine, _ = an_engine(governor={"param_limit": budget})
     engine.reset()
@@ -400,7 +400,7 @@ def test_room_is_weighed_only_where_stacks_grow():
     engine.reset()
     body = engine.population.body
     slot, blueprint = np.zeros(3, np.int64), np.zeros(3, np.int64)
-    assert body.growth(slot, blueprint) == 3 * 4 * 4 * sum(p.numel() for p in body.forms[0, 0].parameters())
+    assert body.growth(slot, blueprint) == 3 * 4 * 4 * sum(p.numel() for p in body.layout.forms[0, 0].parameters())
     engine.step(planting(3))
     stack = next(iter(body.stacks.values()))
     assert body.growth(slot[: stack.capacity - 3], blueprint[: stack.capacity - 3]) == 0
@@ -450,7 +450,7 @@ def test_an_entry_of_a_schedule_that_was_refused_is_tried_again(tmp_path):
     )
     engine, _ = an_engine()
     engine.reset()
-    price = engine.space.cost[0, :, 1] / engine.population.body.host_params[0]
+    price = engine.space.cost[0, :, 1] / engine.population.body.table.host_params[0]
     engine, _ = an_engine(governor={"param_limit": float(price.sum() - 1e-9)})
     schedule, view, refused = load_schedule(path), engine.reset(), []
     for _ in range(6):

@@ -9,7 +9,8 @@ from esper.kasmina.host import SegmentedHost
 from esper.kasmina.layers import Linear, PositionMean
 from esper.leyline.actions import Op
 from esper.leyline.config import build_config
-from esper.leyline.slots import Kind, SlotSpec
+from esper.leyline.slots import SlotSpec
+from esper.leyline.streams import Kind, Map, Vector
 from esper.leyline.task import Pixels
 from esper.store.checkpoint import flatten, unflatten
 from esper.tamiyo.baselines import RandomValid
@@ -17,7 +18,7 @@ from esper.tasks.custom import task_from
 from esper.tasks.hosts import CNN
 from esper.tolaria.data import SharedBatchIterator, draws, stack_splits, varied
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.positions import for_positions, positions
+from esper.tolaria.probe import for_positions
 from esper.tolaria.reads import counted_reads
 from pictures import HOST, INPUTS, PIXELS, drawn, pictures
 from populations import Script, small_config
@@ -133,7 +134,7 @@ def test_a_feed_that_is_set_to_a_position_draws_the_same_crops():
 
 def test_positions_are_an_even_grid_of_examples():
     stream = torch.arange(2 * 3 * 5 * 8 * 8).view(2, 3, 5, 8, 8)
-    found = positions(stream)
+    found = Map.positions(stream)
     assert found.shape == (2, 3 * 16, 5)
     expected = [stream[1, 2, :, i, j] for i in (1, 3, 5, 7) for j in (1, 3, 5, 7)]
     assert torch.equal(found[1, 32:], torch.stack(expected))
@@ -141,10 +142,9 @@ def test_positions_are_an_even_grid_of_examples():
 
 def test_a_small_map_gives_all_its_positions_and_a_vector_itself():
     stream = torch.randn(2, 3, 5, 2, 3)
-    assert torch.equal(positions(stream), stream.movedim(2, -1).flatten(1, 3))
-    assert positions(stream[..., 0, 0]) is not None
-    assert torch.equal(positions(stream[..., 0, 0]), stream[..., 0, 0])
-    assert positions(torch.randn(2, 3, 4, 9, 9), stream).shape == (2, 3 * 6, 4)
+    assert torch.equal(Map.positions(stream), stream.movedim(2, -1).flatten(1, 3))
+    assert torch.equal(Vector.positions(stream[..., 0, 0]), stream[..., 0, 0])
+    assert Map.positions(torch.randn(2, 3, 4, 9, 9), stream).shape == (2, 3 * 6, 4)
 
 
 def test_a_position_is_real_where_its_example_is():

@@ -13,18 +13,27 @@ def sigmoid(x: Tensor) -> Tensor:
     return (1 + torch.tanh(x / 2)) / 2
 
 
-def blend_change(h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None) -> Tensor:
+def blend_change(
+    h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | float | None, blend: Tensor | Blend | None
+) -> Tensor:
     """The change c of a slot, whose output is y = h + c.
 
         ADD       c = alpha * delta
         GATE      c = alpha * g * delta,           g = sigmoid(gate)
         MULTIPLY  c = alpha * h * tanh(delta)
 
-    h, delta: (n, B, D); gate: (n, B, 1), None when no row gates; alpha, blend: (n, 1, 1); alpha None when it is 1 in every row,
-    blend None when every row is ADD.
-    Rows are selected, never multiplied by a mask: 0 times nan is nan.
+    h, delta: (B, ...) of one network, alpha a number and blend a `Blend`; or (n, B, ...) of rows of a population, alpha and
+    blend (n, 1, ...). gate: of a shape that broadcasts over h, None when no row gates; alpha None when it is 1 in every row,
+    blend None when every row is ADD. Rows are selected, never multiplied by a mask: 0 times nan is nan.
     """
     change = delta
+    if isinstance(blend, Blend):
+        if blend == Blend.GATE:
+            assert gate is not None
+            change = sigmoid(gate) * delta
+        elif blend == Blend.MULTIPLY:
+            change = h * torch.tanh(delta)
+        return change if alpha is None else alpha * change
     if gate is not None:
         assert blend is not None
         change = torch.where(blend.eq(Blend.GATE), sigmoid(gate) * delta, change)

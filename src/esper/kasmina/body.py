@@ -4,43 +4,29 @@ E environments, S slots, K blueprints of the menu, B examples, X branches.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.kasmina import streams as stream_rows
-from esper.kasmina.blending import Straight, blend_change
-from esper.kasmina.blueprints import Blueprint, count, drawn_with
-from esper.kasmina.blueprints.vector import zero_linear
+from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.host import SegmentedHost
+from esper.kasmina.host_table import HostTable
+from esper.kasmina.layout import Layout
 from esper.kasmina.lifecycle import Edits
-from esper.kasmina.route import Branches, Call, Indices, Join, Pass, Route, Streams
-from esper.kasmina.stack import Mapping, Rows, Stack
-from esper.leyline.actions import Blend
-from esper.leyline.keys import key
-from esper.leyline.slots import Kind, SlotSpec, Tap
+from esper.kasmina.passes import Kept, Pass, Step
+from esper.kasmina.plan import Branches, Indices, PlanCache, Route
+from esper.kasmina.planning import OneDose, Planner
+from esper.kasmina.slot import Seed
+from esper.kasmina.stack import Mapping, Stack
+from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
+from esper.leyline.streams import Kind
 from esper.leyline.view import Bools, Seeds
 
-
-class Seed(nn.Module):
-    """What a slot holds: the change of a blueprint, and the map of the GATE blend, which starts at g = 1/2."""
-
-    def __init__(self, delta: nn.Module, reads: int) -> None:
-        super().__init__()
-        self.delta = delta
-        self.gate = zero_linear(reads, 1)
-        self.draws = getattr(delta, "draws", True)
-
-
-class Widths(NamedTuple):
-    """True widths of a host's streams, 0 where a stream is of another kind than its slot's or there is none."""
-
-    reads: Indices  # (S, K) what each blueprint would read at each slot, 0 where it does not fit
-    taps: Indices  # (S, 4) at each slot: the stream, what entered the segment, the host's input, the inner features
+PLANS = 256
+"""Plans of passes that a body keeps what it prepared for."""
 
 
 class Body:
@@ -49,7 +35,8 @@ class Body:
     `host` is one stack, run segment by segment, so that its optimizer is one operation whatever the number of segments.
     `stacks[slot, form]` holds the seeds of one form at one slot, and `envs[slot, form]` which environment each row belongs
     to. Rows are kept in the order: those that train with the host, doomed ones, incubating ones, ones not run yet; each by
-    environment. Every pass then reads a contiguous run of rows.
+    environment. Every pass then reads a contiguous run of rows. `layout` says what all rows have in common, `table` what the
+    host of each row is, and `plans` counts how often what was prepared for a pass served again.
     """
 
     def __init__(
@@ -71,55 +58,38 @@ class Body:
         with drawn_with(0):
             host = factory()
         assert isinstance(host, SegmentedHost)
-        self.slots: tuple[SlotSpec, ...] = host.slots
-        self.menu = tuple(menu)
-        self._skips = any(entry.tap == Tap.INPUT for entry in self.menu)
-        self._tap_of = np.array([_TAPS.index(entry.tap) for entry in self.menu], np.int64)
         self.isolated = isolated
         self.device = torch.device(device)
         self.dtype = example.dtype
         self._moments = tuple(moments)
         self.host = Stack(host, rows, mapping=mapping, moments=moments, device=device, dtype=self.dtype)
-        self._by_row = self.host.convolves and self.device.type == "cpu" and mapping != "vmap"
-        self.segments = len(host.segments)
+        self.by_row = self.host.convolves and self.device.type == "cpu" and mapping != "vmap"
         self._mapping: Mapping = mapping
-        self._slot_after = {slot.after: index for index, slot in enumerate(self.slots)}
-        self.widest = self.widths(host, example)
-        self.fits: Bools = self.widest.reads > 0  # (S, K)
-        shape = rows, len(self.slots), len(self.menu)
-        self.host_params = np.zeros(rows, np.int64)
-        self.reads = np.zeros(shape, np.int64)  # (E, S, K) the true width that a blueprint would read
-        self.taps = np.zeros((*shape[:2], 4), np.int64)  # (E, S, 4) true widths, as `Widths.taps`
-        self.cost = np.zeros(shape, np.int64)  # (E, S, K) parameters that a blueprint would add
-        self.outputs = np.zeros(rows, np.int64)  # (E,)
+        self.layout = Layout(host, menu, example, self.dtype)
+        self.slots: tuple[SlotSpec, ...] = self.layout.slots
+        self.table = HostTable(rows, self.layout)
         with torch.no_grad():
             self._widest_output = int(host.eval()(example.to("cpu")).shape[1])
         self._real_outputs: Tensor | None = None  # (E, 1, C) bool, where some row has fewer outputs than others
-        self.forms, self.form_of = self._forms()
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
+        self.plans: PlanCache[Step] = PlanCache(PLANS)
 
     # Surgery.
 
     def plant_host(self, rows: Sequence[int], module: nn.Module, example: Tensor, outputs: int) -> None:
         """Put a freshly initialised host into rows; example (B, ...) is some input of it, at its true width."""
         assert isinstance(module, SegmentedHost)
-        own = self.widths(module, example)
-        cost = [
-            [entry.parameters(r, w) if r else 0 for entry, r in zip(self.menu, reads, strict=True)]
-            for reads, w in zip(own.reads.tolist(), own.taps[:, 0].tolist(), strict=True)
-        ]
+        self.table.plant(rows, module, self.layout.widths(module, example), outputs)
         for row in rows:
             self.host.write(row, module)
-            self.reads[row], self.taps[row] = own.reads, own.taps
-            self.cost[row] = np.reshape(cost, own.reads.shape)
-            self.host_params[row], self.outputs[row] = count(module), outputs
 
     def mask_outputs(self) -> None:
         """Give outputs that a row does not have the value -inf; called when every host is planted."""
         self._real_outputs = None
-        if (self.outputs < self._widest_output).any():
-            real = np.arange(self._widest_output) < self.outputs[:, None, None]
+        outputs = self.table.outputs
+        if (outputs < self._widest_output).any():
+            real = np.arange(self._widest_output) < outputs[:, None, None]
             self._real_outputs = torch.from_numpy(real).to(self.device)
 
     def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
@@ -151,7 +121,7 @@ class Body:
         """All that a later pass or edit depends on, as a tree of arrays; tensors share memory."""
         return {
             "host": self.host.state(),
-            "widths": {name: getattr(self, name) for name in _WIDTHS},
+            "widths": self.table.state(),
             "seeds": [
                 {"slot": slot, "form": form, "envs": self.envs[slot, form], "stack": stack.state()}
                 for (slot, form), stack in self.stacks.items()
@@ -164,18 +134,12 @@ class Body:
         The stacks of the seeds are built first, in the order in which they came to be, and then filled.
         """
         self.host.load_state(state["host"])
-        for name in _WIDTHS:
-            given, known = state["widths"][name], getattr(self, name)
-            if given.shape != known.shape or given.dtype != known.dtype:
-                raise ValueError(
-                    f"{name} is {given.shape} {given.dtype}, where {known.shape} {known.dtype} was expected"
-                )
-            known[...] = given
+        self.table.load_state(state["widths"])
         self.mask_outputs()
         self.stacks, self.envs = {}, {}
         for entry in state["seeds"]:
             at = entry["slot"], entry["form"]
-            if at not in self.forms:
+            if at not in self.layout.forms:
                 raise ValueError(f"there is no form {at[1]} at slot {at[0]}")
             self._make_room(at, len(entry["stack"]["steps"]))
             self.stacks[at].load_state(entry["stack"])
@@ -189,28 +153,17 @@ class Body:
             chosen[slot, form] = [_run(ranks == _WITH_HOST), _run(ranks == _INCUBATING)]
         return chosen
 
-    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """(E,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
-        counted = among(seeds.stage, stages)
-        env, slot = (np.arange(size) for size in seeds.stage.shape)
-        env = env[:, None]
-        price = self.price(env, slot, np.maximum(seeds.blueprint, 0), seeds.blend)
-        return np.asarray(np.where(counted, price, 0).sum(1), np.int64)
-
-    def price(self, env: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """Parameters that seeds add, the gate where it is used; the arrays broadcast."""
-        gate = np.where(blend == Blend.GATE, self.reads[env, slot, blueprint] + 1, 0)
-        return np.asarray(self.cost[env, slot, blueprint] + gate, np.int64)
-
     def growth(self, slot: Indices, blueprint: Indices) -> int:
         """Bytes that further seeds (n,) take while the stacks that they go into grow; 0 where there is room for them."""
         needed = 0
-        forms, counts = np.unique(np.stack([slot, self.form_of[slot, blueprint]], 1), axis=0, return_counts=True)
+        forms, counts = np.unique(np.stack([slot, self.layout.form_of[slot, blueprint]], 1), axis=0, return_counts=True)
         for (s, form), more in zip(forms.tolist(), counts.tolist(), strict=True):
             stack, rows = self.stacks.get((s, form)), more + len(self.envs.get((s, form), ()))
             capacity = stack.capacity if stack is not None else 0
             if rows > capacity:
-                row = sum(parameter.nbytes for parameter in self.forms[s, form].parameters()) * (2 + len(self._moments))
+                row = sum(parameter.nbytes for parameter in self.layout.forms[s, form].parameters()) * (
+                    2 + len(self._moments)
+                )
                 needed += max(rows, 2 * capacity) * row
         return needed
 
@@ -219,27 +172,27 @@ class Body:
         total = self.host.columns["value"].sum(1)
         for at, envs in self.envs.items():
             if len(envs):
-                total = total.index_add(0, self._send(envs), self.stacks[at].columns["value"][: len(envs)].sum(1))
+                total = total.index_add(
+                    0,
+                    torch.from_numpy(envs).to(self.device, non_blocking=True),
+                    self.stacks[at].columns["value"][: len(envs)].sum(1),
+                )
         return total
 
     def seed_module(self, seeds: Seeds, env: int, slot: int) -> Seed:
         """A copy of a seed as a module of its own, at its true widths."""
         blueprint = int(seeds.blueprint[env, slot])
-        key = slot, int(self.form_of[slot, blueprint])
-        row = int(np.flatnonzero(self.envs[key] == env)[0])
-        seed = self._build(slot, blueprint, 0, int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, 0]))
-        self.stacks[key].read(row, seed)
+        at = slot, int(self.layout.form_of[slot, blueprint])
+        row = int(np.flatnonzero(self.envs[at] == env)[0])
+        seed = self.layout.build(slot, blueprint, 0, *self.table.widths_of(env, slot, blueprint))
+        self.stacks[at].read(row, seed)
         return seed
 
     # The forward pass.
 
-    def forward(self, x: Tensor, dose: NDArray[np.float32], seeds: Seeds, branches: Branches | None = None) -> Pass:
-        """Run every host at given doses: x (E, B, ...), dose (E, S) -> outputs (E, B, C). Changes no state."""
-        return self.run(x, self.route(dose, seeds, branches))
-
     def route(
         self,
-        dose: NDArray[np.float32],
+        dose: OneDose,
         seeds: Seeds,
         branches: Branches | None = None,
         *,
@@ -254,105 +207,35 @@ class Body:
         adds at its slot learns, all else is constant. With `straight`, incubating seeds run behind the host in the pass itself.
         With `frozen` no seed's parameters get gradients.
         """
-        part = part or slice(0, len(dose))
-        envs = np.arange(part.start, part.stop)
-        base = []
-        for s in range(len(self.slots)):
-            calls = self._calls(s, envs, dose[envs, s], seeds, frozen=frozen)
-            if straight:
-                incubating = np.where(seeds.stage[envs, s] == Stage.TRAINING, np.float32(1), np.float32(0))
-                calls += self._calls(s, envs, incubating, seeds, frozen=False, straight=True)
-            base.append(tuple(calls))
-        if branches is None or not len(branches.env):
-            return Route(part, tuple(base), (), (), None, np.zeros(0, np.int64))
-        branch, joins = [], []
-        for segment in range(self.segments):
-            at = self._slot_after.get(segment)
-            running = int(np.searchsorted(branches.slot, self._first_slot(segment)))
-            owners = branches.env[:running]
-            host: Rows = part if np.array_equal(owners, envs) else owners
-            joining = branches.env[branches.slot == at] - part.start if at is not None else np.zeros(0, np.int64)
-            joins.append(Join(host, self._send(joining) if len(joining) else None))
-            if at is not None:
-                there = running + len(joining)
-                joined = np.arange(there) >= running
-                doses = branches.dose[:there, at]
-                if train:
-                    old, new = np.where(joined, np.float32(0), doses), np.where(joined, doses, np.float32(0))
-                    calls = self._calls(at, branches.env[:there], old, seeds, frozen=True)
-                    calls += self._calls(at, branches.env[:there], new, seeds, frozen=False)
-                else:
-                    calls = self._calls(at, branches.env[:there], doses, seeds, frozen=True)
-                branch.append(tuple(calls))
-        owners = branches.env - part.start
-        return Route(part, tuple(base), tuple(branch), tuple(joins), self._send(owners), owners)
+        planner = Planner(self, seeds, train=train, straight=straight, frozen=frozen)
+        return planner.route(dose, branches, part or slice(0, len(dose)))
 
-    def run(
-        self,
-        x: Tensor,
-        route: Route,
-        *,
-        streams: Literal["none", "here", "all"] = "none",
-        keys: Indices | None = None,
-    ) -> Pass:
-        """Run a route over a batch of its part, x (n, B, ...); `keys` (n,) seeds dropout in training mode.
+    def run(self, x: Tensor, route: Route, *, streams: Kept = "none", keys: Indices | None = None) -> Pass:
+        """Run a route over a batch of its part, x (n, B, ...) -> outputs (n, B, C); `keys` (n,) seeds dropout in training mode.
 
         With streams "here" the stream and what entered its segment are kept for each slot; with "all" also inner features,
-        parameters are constants, and the streams are part of a graph that begins at the first slot.
+        parameters are constants, and the streams are part of a graph that begins at the first slot. Changes no state but the
+        buffers of modules in training mode.
         """
-        h = x = stream_rows.laid_out(x)
-        if self._by_row and route.bare and streams == "none" and not self.host.draws:
-            # A loop saves a call a segment; the kernels are the same.
-            return self._masked(self.host(x, route.part), None, route)
-        kept, penalty = [], None
-        frozen = streams == "all"
-        extra: Tensor | None = None
-        origin: Tensor | None = None
-        rows = route.part
-        for segment in range(self.segments):
-            before, h = h, self.host(h, rows, part=f"segments.{segment}", frozen=frozen, keys=_of(keys, segment))
-            at = self._slot_after.get(segment)
-            extra_before = extra
-            if extra is not None:
-                extra = self.host(extra, route.joins[segment].host, part=f"segments.{segment}", frozen=True)
-            if at is None:
-                continue
-            env = route.joins[segment].env if route.joins else None
-            if env is not None:
-                extra = stream_rows.append(extra, stream_rows.rows(h.detach(), env))
-                extra_before = stream_rows.append(extra_before, stream_rows.rows(before.detach(), env))
-                origin = stream_rows.append(origin, stream_rows.rows(x, env)) if self._skips else None
-            if frozen and not h.requires_grad:
-                h = h.detach().requires_grad_()
-            if streams != "none":
-                kept.append(Streams(h, before, self._inner(at, before, rows) if frozen else None))
-            for call in route.base[at]:
-                h, proximal = self._grow(call, h, before, x, _of(keys, self.segments + at))
-                if proximal is not None:
-                    penalty = proximal if penalty is None else penalty + proximal
-            if extra is not None:
-                assert extra_before is not None
-                there = keys[route.owners[: len(extra)]] if keys is not None else None
-                for call in route.branch[at]:
-                    extra, _ = self._grow(call, extra, extra_before, origin, _of(there, self.segments + at))
-        return self._masked(h, extra, route)._replace(streams=tuple(kept), proximal=penalty)
+        step = self.plans.get(route.plan, lambda plan: Step(self, plan))
+        return step(x, route.doses, streams, keys)
 
-    def _masked(self, output: Tensor, branches: Tensor | None, route: Route) -> Pass:
+    def masked(self, result: Pass, route: Route) -> Pass:
         """Outputs, with -inf where a row does not have one."""
-        if self._real_outputs is not None:
-            padded = ~self._real_outputs[route.part]
-            output = output.masked_fill(padded, -torch.inf)
-            if branches is not None:
-                assert route.origin is not None
-                branches = branches.masked_fill(padded.index_select(0, route.origin), -torch.inf)
-        return Pass(output, branches, (), None)
+        if self._real_outputs is None:
+            return result
+        padded, branches = ~self._real_outputs[route.part], result.branches
+        if branches is not None:
+            assert route.origin is not None
+            branches = branches.masked_fill(padded.index_select(0, route.origin), -torch.inf)
+        return result._replace(output=result.output.masked_fill(padded, -torch.inf), branches=branches)
 
     @property
     def draws(self) -> bool:
         """Whether some module may draw in training mode, so that a pass needs keys: what runs in a loop may, and so may what
         vmap is yet to find out that it cannot map.
         """
-        stacks = [(self.host, f"segments.{k}") for k in range(self.segments)]
+        stacks = [(self.host, path) for path in self.layout.chain.paths]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
         return any(stack.draws and stack.part(path).way != "direct" for stack, path in stacks)
 
@@ -363,7 +246,7 @@ class Body:
         The activations of one network then stay in the processor's cache from its forward to its backward pass.
         """
         capacity = self.host.capacity
-        if not self._by_row:
+        if not self.by_row:
             return [slice(0, capacity)]
         return [slice(row, row + 1) for row in range(capacity)]
 
@@ -375,172 +258,26 @@ class Body:
 
     # Inside.
 
-    def _inner(self, slot: int, before: Tensor, rows: slice) -> Tensor | None:
-        """The inner features of the segment in front of a slot, run again; None where the host does not offer them."""
-        spec, z = self.slots[slot], before.detach()
-        for index in range(spec.inner or 0):
-            z = self.host(z, rows, part=f"segments.{spec.after}.{index}", frozen=True)
-        return z if spec.inner else None
-
-    def _grow(
-        self, call: Call, h: Tensor, before: Tensor, x: Tensor | None, keys: Indices | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The stream behind a slot, and the proximal term of straight-through seeds."""
-        sources = {Tap.HERE: h, Tap.BEFORE: before}
-        if x is not None:
-            sources[Tap.INPUT] = x
-        first, *others = call.taps
-        u = stream_rows.fitted(stream_rows.rows(sources[first], call.where), h)
-        for tap in others:
-            u = torch.where(call.tap[tap], stream_rows.fitted(stream_rows.rows(sources[tap], call.where), h), u)
-        stream = stream_rows.rows(h, call.where) if call.blend is not None or call.straight else h
-        if call.straight:
-            u, stream = u.detach(), stream.detach()
-        elif call.attached is not None:
-            u = torch.where(call.attached, u, u.detach())
-        drawn = keys[call.places] if keys is not None else None
-        delta = call.stack(u, call.rows, part="delta", frozen=call.frozen, keys=drawn)
-        gate = None
-        if call.gated:
-            gate = call.stack(stream_rows.pooled(u), call.rows, part="gate", frozen=call.frozen)
-            gate = gate.view(*gate.shape, *(1,) * (delta.dim() - gate.dim()))
-        change = blend_change(stream, delta, gate, call.alpha, call.blend)
-        if call.straight:
-            where = call.where if call.where is not None else torch.arange(len(h), device=h.device)
-            tiny = torch.finfo(stream.dtype).tiny  # a dead stream is all 0
-            ratio = stream_rows.energy(change) / stream_rows.energy(stream).clamp(min=tiny)
-            return Straight.apply(h, change, where), ratio.sum()  # type: ignore[no-untyped-call]
-        grown = h + change if call.where is None else h.index_add(0, call.where, change)
-        return stream_rows.as_laid_out(grown, h), None
-
-    def _calls(
-        self, slot: int, envs: Indices, dose: NDArray[np.float32], seeds: Seeds, *, frozen: bool, straight: bool = False
-    ) -> list[Call]:
-        """The forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
-        calls, dims = [], stream_rows.DIMENSIONS[self.slots[slot].kind]
-        for (at, form), owners in self.envs.items():
-            if at != slot or not len(owners):
-                continue
-            row_of = np.full(len(seeds.stage), -1, np.int64)
-            row_of[owners] = np.arange(len(owners))
-            where = np.flatnonzero((dose > 0) & (row_of[envs] >= 0))
-            if not len(where):
-                continue
-            # In the order of the stack's rows, so that a pass over the environments reads them in one contiguous run.
-            where = where[np.argsort(row_of[envs[where]], kind="stable")]
-            rows, env = row_of[envs[where]], envs[where]
-            contiguous = np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
-            blend = seeds.blend[env, slot]
-            some_less = bool((dose[where] < 1).any())
-            taps = self._tap_of[seeds.blueprint[env, slot]]
-            used = np.unique(taps).tolist()
-            detached = np.zeros(len(env), bool)
-            if self.isolated:
-                detached = seeds.stage[env, slot] != Stage.FOSSILIZED
-            calls.append(
-                Call(
-                    stack=self.stacks[slot, form],
-                    rows=slice(int(rows[0]), int(rows[0]) + len(rows)) if contiguous else rows,
-                    where=None if np.array_equal(where, np.arange(len(envs))) else self._send(where),
-                    places=where,
-                    taps=tuple(_TAPS[t] for t in used),
-                    tap={_TAPS[t]: self._column(taps == t, dims) for t in used[1:]},
-                    alpha=self._column(dose[where].astype(np.float64), dims).to(self.dtype) if some_less else None,
-                    blend=self._column(blend.astype(np.int64), dims) if blend.any() else None,
-                    gated=bool((blend == Blend.GATE).any()),
-                    attached=self._column(~detached, dims) if detached.any() else None,
-                    frozen=frozen,
-                    straight=straight,
-                )
-            )
-        return calls
-
     def _germinate(self, env: int, slot: int, seeds: Seeds, key: int) -> None:
         blueprint = int(seeds.blueprint[env, slot])
-        at = slot, int(self.form_of[slot, blueprint])
+        at = slot, int(self.layout.form_of[slot, blueprint])
         if at not in self.stacks:
             self._make_room(at, 2)
         stack, envs = self.stacks[at], self.envs[at]
         stack.reserve(len(envs) + 1)
-        reads, writes = int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, 0])
-        stack.write(len(envs), self._build(slot, blueprint, key, reads, writes))
+        stack.write(len(envs), self.layout.build(slot, blueprint, key, *self.table.widths_of(env, slot, blueprint)))
         self.envs[at] = np.append(envs, env)
 
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
         """An empty stack of a form at a slot."""
-        mapping: Mapping = "loop" if self._by_row and self.slots[at[0]].kind == Kind.MAP else self._mapping
+        mapping: Mapping = "loop" if self.by_row and self.slots[at[0]].kind == Kind.MAP else self._mapping
+        module = self.layout.forms[at]
         self.stacks[at] = Stack(
-            self.forms[at], capacity, mapping=mapping, moments=self._moments, device=self.device, dtype=self.dtype
+            module, capacity, mapping=mapping, moments=self._moments, device=self.device, dtype=self.dtype
         )
         self.envs[at] = np.zeros(0, np.int64)
 
-    def _build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
-        with drawn_with(key):
-            return Seed(self.menu[blueprint].build(reads, writes), reads).to(self.dtype)
 
-    def widths(self, host: SegmentedHost, example: Tensor) -> Widths:
-        """The true widths of a host, from running it on an input of its own, example (B, ...)."""
-        training = host.training
-        host = host.to(dtype=example.dtype).eval()
-        seen = [example.to("cpu")]
-        with torch.no_grad():
-            for segment in host.segments:
-                seen.append(segment(seen[-1]))
-            taps = []
-            for slot in self.slots:
-                inner = None
-                if slot.inner is not None:
-                    segment = host.segments[slot.after]
-                    assert isinstance(segment, nn.Sequential), "inner features are those of an nn.Sequential"
-                    inner = seen[slot.after]
-                    for module in list(segment)[: slot.inner]:
-                        inner = module(inner)
-                streams = seen[slot.after + 1], seen[slot.after], seen[0], inner
-                taps.append([stream_rows.width(x, slot.kind) for x in streams])
-        host.train(training)
-        widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
-        fits = np.array([[entry.kind == slot.kind for entry in self.menu] for slot in self.slots], bool)
-        return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self._tap_of], 0), widths)
-
-    def _forms(self) -> tuple[dict[tuple[int, int], Seed], Indices]:
-        """Group the menu of each slot into forms: one module class and width read, run as one stack.
-
-        The module of a form is its largest member, which holds the others in its leading corner.
-        """
-        forms: dict[tuple[int, int], Seed] = {}
-        form_of = np.full(self.fits.shape, -1, np.int64)
-        for s in range(len(self.slots)):
-            groups: dict[tuple[object, int], list[int]] = {}
-            for k, entry in enumerate(self.menu):
-                if self.fits[s, k]:
-                    delta = self._largest(s, k).delta
-                    same = type(delta) if getattr(delta, "pads", False) else entry.name
-                    groups.setdefault((same, int(self.widest.reads[s, k])), []).append(k)
-            for index, members in enumerate(groups.values()):
-                forms[s, index] = max((self._largest(s, k) for k in members), key=count)
-                form_of[s, members] = index
-        return forms, form_of
-
-    def _largest(self, slot: int, blueprint: int) -> Seed:
-        """A seed at the widths of the largest host."""
-        widest = self.widest
-        return self._build(slot, blueprint, 0, int(widest.reads[slot, blueprint]), int(widest.taps[slot, 0]))
-
-    def _first_slot(self, segment: int) -> int:
-        """Index of the first slot that is not in front of a segment."""
-        return sum(slot.after < segment for slot in self.slots)
-
-    def _send(self, rows: Indices) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
-
-    def _column(self, values: NDArray[np.generic], dims: int) -> Tensor:
-        """(n,) on the host -> (n, 1, ...) of so many dimensions on the device."""
-        sent = torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
-        return sent.view(-1, *(1,) * (dims - 1))
-
-
-_TAPS = tuple(Tap)
-_WIDTHS = ("host_params", "reads", "taps", "cost", "outputs")  # what `plant_host` knows of every row
 _WITH_HOST, _DOOMED, _INCUBATING, _IDLE = range(4)
 
 
@@ -560,8 +297,3 @@ def _run(chosen: Bools) -> slice:
     """The contiguous run of rows that are chosen."""
     rows = np.flatnonzero(chosen)
     return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
-
-
-def _of(keys: Indices | None, place: int) -> Indices | None:
-    """The keys of one place of the network, so that no two places draw alike."""
-    return None if keys is None else key(keys, place)

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
-from esper.kasmina.body import Body, Seed
+from esper.kasmina.body import Body
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network import Graft, GrownNetwork
 from esper.kasmina.regrow import RegrownHost, as_host
+from esper.kasmina.slot import Seed
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
@@ -103,11 +104,12 @@ def grown_network(
             unfinished.append(slot.name)
         if stage != Stage.FOSSILIZED:
             continue
-        entry, blend = body.menu[seeds.blueprint[env, s]], Blend(seeds.blend[env, s])
-        alpha, reads = float(seeds.alpha[env, s]), int(body.reads[env, s, seeds.blueprint[env, s]])
+        blueprint, blend = int(seeds.blueprint[env, s]), Blend(seeds.blend[env, s])
+        entry, alpha = body.layout.menu[blueprint], float(seeds.alpha[env, s])
+        reads, writes = body.table.widths_of(env, s, blueprint)
         seed = body.seed_module(seeds, env, s)
         modules.append(_trim(seed, blend))
-        grafts.append(Graft(slot.after, entry.tap, blend, alpha))
+        grafts.append(Graft(slot.after, entry.tap, blend, alpha, slot.kind))
         grown.append(
             {
                 "slot": slot.name,
@@ -116,7 +118,7 @@ def grown_network(
                 "blend": blend.name.lower(),
                 "alpha": alpha,
                 "reads": reads,
-                "writes": int(body.taps[env, s, 0]),
+                "writes": writes,
             }
         )
     network = GrownNetwork(host, modules, grafts, interface, _original(factory)).to("cpu").eval()
@@ -130,7 +132,7 @@ def grown_network(
         "target": list(interface.target),
         "columns": None if interface.columns is None else list(interface.columns),
         "parameters": count(network),
-        "host_parameters": int(body.host_params[env]),
+        "host_parameters": int(body.table.host_params[env]),
         "seeds": grown,
         "unfinished": unfinished,
     }
@@ -254,7 +256,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         parameters += entry.parameters(seed["reads"], seed["writes"]) + gate
         check_size(folder, parameters)
         modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
-        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"]))
+        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"], kinds[seed["after"]]))
     network = GrownNetwork(base, modules, grafts, _interface(folder, topology), original)
     network = network.to(getattr(torch, topology["dtype"]))
     try:

@@ -1,6 +1,6 @@
 """The contract of a host: segments with named slots between them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from esper.kasmina.streams import width
+from esper.kasmina.chain import Chain
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Kind, SlotSpec
+from esper.leyline.sites import Flow, Site, Taps
+from esper.leyline.slots import SlotSpec
+from esper.leyline.streams import Kind
 from esper.leyline.text import counted
 
 _Part = TypeVar("_Part", nn.Module, SlotSpec)
@@ -36,6 +38,17 @@ class SegmentedHost(nn.Module):
         self.segments = nn.ModuleList(_checked(segments, nn.Module, "segments", "[nn.Linear(4, 8), nn.Linear(8, 2)]"))
         checked = _checked(slots, SlotSpec, "slots", "[esper.SlotSpec('middle', after=0, width=8)]")
         self.slots = tuple(self._completed(slot) for slot in checked)
+        self.chain = Chain(len(self.segments), [slot.after for slot in self.slots])
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The slots as sites: what a bypass reads is what enters the segment in front of the slot."""
+        paths = [self.chain.paths[slot.after] for slot in self.slots]
+        return tuple(Site(slot.name, path, path, slot.stream) for slot, path in zip(self.slots, paths, strict=True))
+
+    def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
+        """Implements `leyline.sites.Host`."""
+        return self.chain.run(call, batch, visit)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) -> (B, C), without any seed."""
@@ -90,7 +103,7 @@ def _checked(values: Iterable[_Part], kind: type[_Part], name: str, example: str
 
 @torch.no_grad()
 def check_host(host: nn.Module, x: Tensor, outputs: int, wanted: str = "") -> None:
-    """Run a host on a few examples x (B, ...) of its task and hold it against what it declares.
+    """Run a host on a few examples x (B, ...) of its task and compare it with what it declares.
 
     `wanted` says in words why it is to have so many outputs. Raises InputError where it is no SegmentedHost, a slot's place or
     width is not what it says, or the outputs are not (B, outputs).
@@ -98,6 +111,35 @@ def check_host(host: nn.Module, x: Tensor, outputs: int, wanted: str = "") -> No
     if not isinstance(host, SegmentedHost):
         raise InputError(f"the host factory returned a {type(host).__name__}; return an esper.SegmentedHost")
     _check_initialised(host)
+    _check_places(host)
+    if host.slots[0].kind == Kind.MAP and x.dim() != 4:
+        raise InputError(
+            f"the host reads images, but an example of the task has shape {tuple(x.shape[1:])}; give x as (N, C, H, W)"
+        )
+    _check_inner(host)
+    training = host.training
+    host.eval()
+    by_segments = host.run(_CheckedCall(host), x, _check_stream(host))
+    whole = host(x)
+    host.train(training)
+    if (
+        not isinstance(whole, Tensor)
+        or whole.shape != by_segments.shape
+        or not torch.allclose(whole, by_segments, equal_nan=True)
+    ):
+        raise InputError("the host's forward is not its segments one after the other; put everything into segments")
+    if whole.dim() != 2 or whole.shape[1] != outputs:
+        returned = (
+            counted(whole.shape[1], "number") if whole.dim() == 2 else f"an output of shape {tuple(whole.shape[1:])}"
+        )
+        raise InputError(
+            f"the host returns {returned} per example, but {wanted or f'the task has {outputs} outputs'}; give the host "
+            f"{counted(outputs, 'output')}"
+        )
+
+
+def _check_places(host: SegmentedHost) -> None:
+    """InputError where the slots of a host have no places between its segments, or share a name."""
     if len(host.segments) < 2:
         raise InputError(
             f"the host has {len(host.segments) or 'no'} segment{'s' * (not host.segments)}; give at least two, because a slot "
@@ -114,25 +156,26 @@ def check_host(host: nn.Module, x: Tensor, outputs: int, wanted: str = "") -> No
         )
     if not host.slots:
         raise InputError("the host has no slots; give it at least one, or there is nothing to grow")
-    if host.slots[0].kind == Kind.MAP and x.dim() != 4:
-        raise InputError(
-            f"the host reads images, but an example of the task has shape {tuple(x.shape[1:])}; give x as (N, C, H, W)"
-        )
-    _check_inner(host)
-    training, first = host.training, x
-    host.eval()
-    slots = {slot.after: slot for slot in host.slots}
-    for index, segment in enumerate(host.segments):
-        before = x.clone()
+
+
+class _CheckedCall:
+    """Runs segments of a host; InputError in words where one fails or does what a segment must not do."""
+
+    def __init__(self, host: SegmentedHost) -> None:
+        self._host = host
+
+    def __call__(self, path: str, x: Tensor) -> Tensor:
+        segment, index = self._host.get_submodule(path), self._host.chain.paths.index(path)
+        given = x.clone()
         try:
             y = segment(x)
-        except Exception as error:  # whatever a person's module raises, its first line says why
+        except Exception as error:  # a person's module can raise anything; the first line says why
             misfit = _misfit(segment, x)
             if misfit is not None:
-                given = "an example of x has" if index == 0 else f"segment {index - 1} of the host returns"
+                source = "an example of x has" if index == 0 else f"segment {index - 1} of the host returns"
                 unit = f"{misfit.unit}{'s' * (misfit.given != 1)}"
                 raise InputError(
-                    f"{given} {misfit.given} {unit}, but segment {index} of the host takes {misfit.taken}; make the two the same"
+                    f"{source} {misfit.given} {unit}, but segment {index} of the host takes {misfit.taken}; make the two the same"
                 ) from error
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(
@@ -140,25 +183,25 @@ def check_host(host: nn.Module, x: Tensor, outputs: int, wanted: str = "") -> No
             ) from error
         if not isinstance(y, Tensor):
             raise InputError(f"segment {index} of the host returns a {type(y).__name__}; return one tensor")
-        if not torch.equal(x, before):
+        if not torch.equal(x, given):
             raise InputError(f"segment {index} of the host changes its input in place, which a seed may read; do not")
-        x = y
-        slot = slots.get(index)
-        if slot is not None and width(x, slot.kind) != slot.width:
+        return y
+
+
+def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Tensor]], Tensor]:
+    """A visit that raises InputError where the stream at a slot is not what the slot declares."""
+
+    def visit(site: int, taps: Taps[Tensor]) -> Tensor:
+        slot = host.slots[site]
+        if slot.stream.width_of(taps.here) != slot.width:
             raise InputError(
                 f"slot {slot.name!r} declares width {slot.width} and kind {str(slot.kind)!r}, but the stream there has shape "
-                f"{tuple(x.shape[1:])}; declare the width of the segment's output, and kind 'map' for (C, H, W)"
+                f"{tuple(taps.here.shape[1:])}; declare the width of the segment's output, and kind 'map' for (C, H, W) or "
+                "'sequence' for (L, C)"
             )
-    whole = host(first)
-    host.train(training)
-    if not isinstance(whole, Tensor) or whole.shape != x.shape or not torch.allclose(whole, x, equal_nan=True):
-        raise InputError("the host's forward is not its segments one after the other; put everything into segments")
-    if x.dim() != 2 or x.shape[1] != outputs:
-        returned = counted(x.shape[1], "number") if x.dim() == 2 else f"an output of shape {tuple(x.shape[1:])}"
-        raise InputError(
-            f"the host returns {returned} per example, but {wanted or f'the task has {outputs} outputs'}; give the host "
-            f"{counted(outputs, 'output')}"
-        )
+        return taps.here
+
+    return visit
 
 
 class _Misfit(NamedTuple):

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blending import blend_change
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.body import Seed
 from esper.kasmina.host import SegmentedHost
+from esper.kasmina.slot import Seed, slot_output
 from esper.kasmina.stack import Stack
 from esper.leyline.actions import Blend
+from esper.leyline.streams import Vector
 from esper.leyline.text import counted
 
 ROWS = 5
@@ -34,8 +34,7 @@ class Blended(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """(B, D) -> (B, D), or (N, B, D) -> (N, B, D)."""
-        alpha, blend = h.new_full((1, 1), 0.5), torch.full((1, 1), int(self.blend), device=h.device)
-        return h + blend_change(h, self.seed.delta(h), self.seed.gate(h), alpha, blend)
+        return slot_output(Vector, h, h, self.seed, 0.5, self.blend)
 
 
 def segments_that_vary(factory: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
@@ -45,7 +44,7 @@ def segments_that_vary(factory: Callable[[], nn.Module], x: Tensor) -> dict[str,
     """
     hosts = [_jolted(factory, row) for row in range(ROWS)]
     assert isinstance(hosts[0], SegmentedHost)
-    return _vary(hosts, x, [f"segments.{k}" for k in range(len(hosts[0].segments))])
+    return _vary(hosts, x, hosts[0].chain.paths)
 
 
 def blends_that_vary(entry: Blueprint, width: int) -> dict[str, str]:

@@ -1,20 +1,22 @@
 """A grown network as one plain module: features as they came in, labels as they were given out. B examples, C outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.kasmina.blending import sigmoid
+from esper.kasmina.chain import Chain, calling
 from esper.kasmina.host import SegmentedHost
+from esper.kasmina.slot import Seed, slot_output
 from esper.leyline.actions import Blend
 from esper.leyline.arrays import as_tensor, by_name
 from esper.leyline.errors import InputError
+from esper.leyline.sites import Taps
 from esper.leyline.slots import Tap
+from esper.leyline.streams import STREAMS, Kind
 from esper.leyline.task import Interface, Scaling, Split, nonfinite, which
 
 CHUNK = 4096
@@ -22,12 +24,21 @@ CHUNK = 4096
 
 
 class Graft(NamedTuple):
-    """A fossilized seed of one network."""
+    """A fossilized seed of one network.
 
-    after: int  # segment whose output it changes
+    Attributes:
+        after (int): index of the segment whose output it changes
+        tap (Tap): what it reads
+        blend (Blend): how its change enters the stream
+        alpha (float): the dose at which it was kept
+        kind (Kind): the kind of the stream
+    """
+
+    after: int
     tap: Tap
     blend: Blend
     alpha: float
+    kind: Kind
 
 
 class _Scaled(nn.Module):
@@ -171,26 +182,11 @@ class GrownNetwork(nn.Module):
 
 
 def run_segments(x: Tensor, segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft]) -> Tensor:
-    """Segments one after the other, each with the seeds that are grafted behind it: (B, ...) -> (B, ...)."""
-    h = x
-    for index, segment in enumerate(segments):
-        before, h = h, segment(h)
-        for seed, graft in zip(seeds, grafts, strict=True):
-            if graft.after == index:
-                h = _grow(seed, graft, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x})
-    return h
+    """Segments one after the other, each with the seed that is grafted behind it: (B, ...) -> (B, ...)."""
 
+    def grown(site: int, taps: Taps[Tensor]) -> Tensor:
+        graft, seed = grafts[site], cast(Seed, seeds[site])
+        read = {Tap.HERE: taps.here, Tap.BEFORE: taps.before, Tap.INPUT: taps.input}[graft.tap]
+        return slot_output(STREAMS[graft.kind], taps.here, read, seed, graft.alpha, graft.blend)
 
-def _grow(seed: nn.Module, graft: Graft, sources: Mapping[Tap, Tensor]) -> Tensor:
-    h, u = sources[Tap.HERE], sources[graft.tap]
-    is_map = h.dim() == 4
-    if is_map and u.shape[-2:] != h.shape[-2:]:
-        u = F.adaptive_avg_pool2d(u, tuple(h.shape[-2:]))  # type: ignore[arg-type]
-    delta = seed.get_submodule("delta")(u)
-    if graft.blend == Blend.GATE:
-        gate = sigmoid(seed.get_submodule("gate")(u.mean((-2, -1)) if is_map else u))
-        delta = (gate[:, :, None, None] if is_map else gate) * delta
-    elif graft.blend == Blend.MULTIPLY:
-        delta = h * torch.tanh(delta)
-    grown: Tensor = h + graft.alpha * delta
-    return grown
+    return Chain(len(segments), [graft.after for graft in grafts]).run(calling(segments), x, grown)

@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import edits
+from esper.kasmina.plan import Indices
 from esper.kasmina.stack import Stack
 from esper.leyline.stages import Stage
 from esper.leyline.view import Bools, Seeds, choose
-
-Indices = NDArray[np.int64]
 
 
 class Rows:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
-from esper.kasmina import streams
+from esper.kasmina.memory import stack_rows
 from esper.leyline.errors import InputError, is_shortage
 
 # A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not
@@ -365,10 +365,10 @@ class Stack:
         parts = [replicas[row].get_submodule(part) for row in chosen]
         values = x.unbind(0)
         if frozen or not self.module.training:
-            return streams.stack([module(v) for module, v in zip(parts, values, strict=True)])
+            return stack_rows([module(v) for module, v in zip(parts, values, strict=True)])
         assert keys is not None or not self.random, "dropout in training mode is drawn by key"
         if keys is None or not self.draws:
-            return streams.stack([module(v) for module, v in zip(parts, values, strict=True)])
+            return stack_rows([module(v) for module, v in zip(parts, values, strict=True)])
         outputs, generator = [], self._generator()
         state = generator.get_state()
         try:
@@ -377,7 +377,7 @@ class Stack:
                 outputs.append(module(v))
         finally:
             generator.set_state(state)
-        return streams.stack(outputs)
+        return stack_rows(outputs)
 
     def _generator(self) -> torch.Generator:
         """The generator that modules on the stack's device draw from."""

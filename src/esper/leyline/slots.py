@@ -6,18 +6,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 from esper.leyline.errors import InputError
-
-
-class Kind(StrEnum):
-    """The shape of the stream at a slot, after the batch axis.
-
-    Attributes:
-        VECTOR: (D,)
-        MAP: (C, H, W)
-    """
-
-    VECTOR = "vector"
-    MAP = "map"
+from esper.leyline.streams import STREAMS, Kind, Stream
 
 
 class Tap(StrEnum):
@@ -83,6 +72,11 @@ class SlotSpec:
         if self.kind not in list(Kind):
             raise InputError(f"slot {self.name!r} is of kind {self.kind!r}; choose one of {', '.join(Kind)}")
         object.__setattr__(self, "kind", Kind(self.kind))
+
+    @property
+    def stream(self) -> Stream:
+        """The stream at the slot."""
+        return STREAMS[self.kind](self.width)
 
 
 def _set_whole(slot: SlotSpec, name: str, least: int, sentence: str) -> None:

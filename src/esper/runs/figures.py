@@ -31,10 +31,10 @@ def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
     validation = _evaluate(engine, config, name, engine.population.validation_splits())
     figures: Summary = {
         "metric": name,
-        "objective_formula": _formula(name, config, int(engine.population.body.host_params[: config.envs].min())),
+        "objective_formula": _formula(name, config, int(engine.population.body.table.host_params[: config.envs].min())),
         "regrown": isinstance(task, Task) and isinstance(task.host, RegrownHost),
         "examples": split_sizes(task, engine.space.instance),
-        "host_params": _one_or_all(engine.population.body.host_params[: config.envs].tolist()),
+        "host_params": _one_or_all(engine.population.body.table.host_params[: config.envs].tolist()),
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
         **{f"validation_{name}": pair for name, pair in validation.items()},
@@ -50,7 +50,7 @@ def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
     """The metric under its name, the loss and the objective J of every host and grown network on its split."""
     metric, loss = engine.evaluate(splits)
-    host_params = np.tile(engine.population.body.host_params[: config.envs], engine.rows // config.envs)
+    host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
     value = metric if config.reward.objective == "metric" else -loss
     added = engine.exported_params() - host_params
     return {

@@ -323,7 +323,7 @@ def _static(growth: Growth, played: Played, figures: Summary) -> dict[str, Train
     twin = None
     if config.twin:
         metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
-        params = engine.population.body.host_params[: config.envs].copy()
+        params = engine.population.body.table.host_params[: config.envs].copy()
         twin = Trained(metric, loss, params, seconds=None)
     # those of a run that stopped early have the same steps to their own stop
     steps = config.steps if played.status == "finished" else played.steps
@@ -410,5 +410,5 @@ def _run_row(engine: VectorizedEngine, config: Config, status: Any) -> RunRow:
         device=str(engine.device),
         slots=engine.space.slots,
         blueprints=[blueprint.name for blueprint in engine.space.blueprints],
-        host_param_counts=engine.population.body.host_params[: config.envs],
+        host_param_counts=engine.population.body.table.host_params[: config.envs],
     )

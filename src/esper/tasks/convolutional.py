@@ -11,7 +11,8 @@ from torch import nn
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.layers import PositionMean, Residual
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Kind, SlotSpec
+from esper.leyline.slots import SlotSpec
+from esper.leyline.streams import Kind
 from esper.tasks.dense import SCALE
 from esper.tasks.sizes import check_sizes, conv, is_size, linear, smallest
 

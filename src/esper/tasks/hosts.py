@@ -7,7 +7,7 @@ from typing import Any
 
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Kind
+from esper.leyline.streams import Kind
 from esper.tasks.convolutional import CNN as CNN
 from esper.tasks.convolutional import ResidualCNN as ResidualCNN
 from esper.tasks.dense import MLP as MLP

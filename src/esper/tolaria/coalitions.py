@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.kasmina.route import Branches, Indices
+from esper.kasmina.plan import Branches, Indices
 from esper.leyline.keys import key, permutations
 from esper.leyline.stages import LIVE, Stage, among
 from esper.leyline.view import Seeds

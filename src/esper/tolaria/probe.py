@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.kasmina.body import Body
-from esper.kasmina.route import Branches, Indices, Route
-from esper.kasmina.streams import fitted
+from esper.kasmina.layout import BEFORE, HERE, INNER, INPUT
+from esper.kasmina.passes import Streams
+from esper.kasmina.plan import Branches, Indices, Route
 from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.data import Examples, Targets
-from esper.tolaria.positions import for_positions, positions
 from esper.tolaria.sensors import Sample, Widths, growth_sensors, participation_ratio
 from esper.tolaria.training import doses
 
@@ -45,7 +45,7 @@ def probe(
     body.train(False)
     output, branches, streams = _swept(body, seeds, examples, asked.branches, signs=signs)
     loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
-    widths = torch.from_numpy(body.taps[..., 0]).to(loss).unbind(1)
+    widths = torch.from_numpy(body.table.taps[..., HERE]).to(loss).unbind(1)
     ratios = [
         participation_ratio(here, width, for_positions(examples.real, here))
         for here, width in zip(streams, widths, strict=len(streams) > 0)
@@ -99,7 +99,12 @@ def _swept(
         passes, seen = [], []
         for route in routes:
             found = body.run(x[route.part], route, streams="here" if signs else "none")
-            seen.append([positions(stream.here) for stream in found.streams])
+            seen.append(
+                [
+                    kind.positions(slot.here)
+                    for kind, slot in zip(body.layout.streams, found.streams, strict=bool(signs))
+                ]
+            )
             passes.append((found.output, found.branches))
         outputs.append(_joined([output for output, _ in passes], 0))
         others.append([branch for _, branch in passes if branch is not None])
@@ -156,7 +161,7 @@ def sense(body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Ob
     body.train(False)
     routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
     measured, other = (_samples(body, routes, examples, objective) for examples in (fit, held))
-    true = torch.from_numpy(body.taps.astype(np.float64)).to(body.device, body.dtype)
+    true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype)
     widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
     return growth_sensors(measured, other, widths)
 
@@ -183,29 +188,28 @@ def _sample(
         real = None if examples.real is None else examples.real[route.part, piece]
         total = (loss if real is None else loss.masked_fill(~real, 0)).sum()
         gradients = torch.autograd.grad(total, [seen.here for seen in result.streams])
-    samples = []
-    for seen, gradient in zip(result.streams, gradients, strict=True):
-        here = seen.here.detach()
-        samples.append(
-            Sample(
-                positions(here),
-                _beside(seen.before.detach(), here),
-                _beside(x, here),
-                None if seen.inner is None or seen.inner.dim() != here.dim() else positions(seen.inner, here),
-                positions(gradient),
-                None,
-            )
-        )
-    return samples
+    seen = zip(range(len(body.slots)), result.streams, gradients, strict=True)
+    return [_sample_of(body, slot, streams, x, gradient) for slot, streams, gradient in seen]
 
 
-def _beside(u: Tensor, here: Tensor) -> Tensor:
-    """What a tap reads, by example, as the stream `here` is. A stream of another kind, which no seed there can read, is one
+def _sample_of(body: Body, slot: int, streams: Streams, x: Tensor, gradient: Tensor) -> Sample:
+    """What a slot sees, by example and position. A tap of another kind than the stream, which no seed there can read, is one
     feature of 0, whose true width is 0: what it could explain is nan.
     """
-    if u.dim() != here.dim():
-        return positions(torch.zeros_like(here[:, :, :1]))
-    return positions(fitted(u, here))
+    kind, there = body.layout.streams[slot], body.layout.widest.taps[slot] > 0
+    here = streams.here.detach()
+    nothing = torch.zeros_like(kind.positions(here)[:, :, :1])
+    before = kind.positions(kind.fitted(streams.before.detach(), here)) if there[BEFORE] else nothing
+    given = kind.positions(kind.fitted(x, here)) if there[INPUT] else nothing
+    inner = kind.positions(streams.inner, here) if streams.inner is not None and there[INNER] else None
+    return Sample(kind.positions(here), before, given, inner, kind.positions(gradient), None)
+
+
+def for_positions(real: Tensor | None, features: Tensor) -> Tensor | None:
+    """(n, N) bool, which examples are real -> the same for every position of theirs, as features (n, N P, D) need it."""
+    if real is None or real.shape[1] == features.shape[1]:
+        return real
+    return real.repeat_interleave(features.shape[1] // real.shape[1], 1)
 
 
 def _merged(samples: Sequence[Sample], dimension: int) -> Sample:

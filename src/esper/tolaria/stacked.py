@@ -12,6 +12,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network
 from esper.kasmina.host import check_host
+from esper.kasmina.layout import HERE
 from esper.kasmina.lifecycle import Edits, dormant, exported
 from esper.kasmina.snapshot import Snapshot
 from esper.leyline.config import Config
@@ -76,14 +77,14 @@ class StackedPopulation:
             moments=self.optimizer.rule.moments,
             device=self.device,
         )
-        self.host_params = body.host_params
+        self.host_params = body.table.host_params
         self.space = Space(
             slots=tuple(slot.name for slot in body.slots),
             blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
             tempos=config.lifecycle.tempos,
             targets=config.lifecycle.targets,
-            cost=np.zeros((rows, *body.fits.shape), np.int64),  # known when the hosts are planted
-            fits=body.fits & selected(body, config)[:, None],
+            cost=np.zeros((rows, *body.layout.fits.shape), np.int64),  # known when the hosts are planted
+            fits=body.layout.fits & selected(body, config)[:, None],
             width=np.zeros((rows, len(body.slots)), np.int64),  # likewise
             sensors=tuple(sensor.name for sensor in SENSORS),
             max_seeds=config.lifecycle.max_seeds,
@@ -171,11 +172,11 @@ class StackedPopulation:
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         """(R,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
-        return self.body.added_params(seeds, stages)
+        return self.body.table.added_params(seeds, stages)
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
         """(n,) parameters that seeds would add, the gate where it is used."""
-        return self.body.price(rows, slot, blueprint, blend)
+        return self.body.table.price(rows, slot, blueprint, blend)
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
         """Bytes that further seeds (n,) take while the stacks that they go into grow; 0 where there is room for them."""
@@ -242,8 +243,8 @@ class StackedPopulation:
     def _survey(self) -> None:
         """Take what the hosts cost and how wide they are into the space."""
         self.space = self.space._replace(
-            cost=self.body.cost.copy(),
-            width=self.body.taps[..., 0].copy(),
+            cost=self.body.table.cost.copy(),
+            width=self.body.table.taps[..., HERE].copy(),
             instance=self._instance,
             floor=self._bounds[:, 0],
             ceiling=self._bounds[:, 1],

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.body import Body
-from esper.kasmina.route import Branches, Indices, Route
+from esper.kasmina.plan import Branches, Indices, Route
 from esper.kasmina.stack import Rows, Stack
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, key

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints.vector import MLP, Affine, Gated, LinearMap, LowRank
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Kind, Tap
+from esper.leyline.slots import Tap
+from esper.leyline.streams import Kind
 
 Build = Callable[[int, int], nn.Module]
 Count = Callable[[int, int], int]

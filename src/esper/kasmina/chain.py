@@ -1,0 +1,40 @@
+"""Segments run one after the other, with a visit at each site between them."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from esper.leyline.sites import Flow, Taps
+
+
+class Chain:
+    """The order of computation of a network in segments.
+
+    paths: the dotted path of every segment, in order.
+    """
+
+    def __init__(self, segments: int, after: Sequence[int]) -> None:
+        """`after` names the segment in front of each site, in order: no two sites share one."""
+        self.paths = tuple(f"segments.{index}" for index in range(segments))
+        self._site_after = {segment: site for site, segment in enumerate(after)}
+
+    def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
+        """Implements `leyline.sites.Host.run`: a site's `before` is what entered the segment in front of it."""
+        flow = batch
+        for segment, path in enumerate(self.paths):
+            before, flow = flow, call(path, flow)
+            site = self._site_after.get(segment)
+            if site is not None:
+                flow = visit(site, Taps(flow, before, batch))
+        return flow
+
+
+def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[str, Tensor], Tensor]:
+    """The `call` of a plain network: runs the segments themselves."""
+    by_path = {f"segments.{index}": segment for index, segment in enumerate(segments)}
+
+    def call(path: str, x: Tensor) -> Tensor:
+        y: Tensor = by_path[path](x)
+        return y
+
+    return call

@@ -1,0 +1,112 @@
+"""What the rows of a population are laid out for: one largest host, and the forms that seeds of a menu take at its slots.
+
+S slots, K blueprints of the menu, B examples.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import Blueprint, count, drawn_with
+from esper.kasmina.chain import Chain, calling
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.plan import Indices
+from esper.kasmina.slot import Seed
+from esper.leyline.sites import Taps
+from esper.leyline.slots import SlotSpec, Tap
+from esper.leyline.streams import STREAMS, Stream
+from esper.leyline.view import Bools
+
+TAPS = tuple(Tap)
+HERE, BEFORE, INPUT, INNER = range(4)
+"""Columns of `Widths.taps`."""
+
+
+class Widths(NamedTuple):
+    """True widths of a host's streams, 0 where a stream is of another kind than its slot's or there is none.
+
+    Attributes:
+        reads ((S, K) int): what each blueprint would read at each slot, 0 where it does not fit
+        taps ((S, 4) int): at each slot the stream, what entered the segment, the host's input, the inner features
+    """
+
+    reads: Indices
+    taps: Indices
+
+
+class Layout:
+    """The slots of a population's hosts, its menu, and the groups of seeds that share a stack.
+
+    Seeds of one module class that read the same width at one slot share a *form*, and the form's module is its largest
+    member, which holds the others in its leading corner.
+
+    slots (S), menu (K): as given. chain: the order of computation of every host. streams (S): the kind of stream at each slot.
+    widest: widths of the largest host. fits (S, K): which blueprints of the menu a slot can take. tap_of (K,): what each
+    blueprint reads, as an index into `TAPS`. forms: the module of each (slot, form). form_of (S, K): the form of each
+    blueprint, -1 where it does not fit.
+    """
+
+    def __init__(self, host: SegmentedHost, menu: Sequence[Blueprint], example: Tensor, dtype: torch.dtype) -> None:
+        """`host` is the largest one; example (B, ...) is some input of it; dtype that of all parameters."""
+        self.slots: tuple[SlotSpec, ...] = host.slots
+        self.menu = tuple(menu)
+        self.chain: Chain = host.chain
+        self.streams: tuple[type[Stream], ...] = tuple(STREAMS[slot.kind] for slot in self.slots)
+        self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)
+        self.dtype = dtype
+        self.widest = self.widths(host, example)
+        self.fits: Bools = self.widest.reads > 0
+        self.reads_input = any(entry.tap == Tap.INPUT for entry in self.menu)
+        self.forms, self.form_of = self._forms()
+
+    @torch.no_grad()
+    def widths(self, host: SegmentedHost, example: Tensor) -> Widths:
+        """The true widths of a host, from running it on an input of its own, example (B, ...)."""
+        training = host.training
+        host = host.to(dtype=self.dtype).eval()
+        taps: list[list[int]] = []
+
+        def measure(site: int, seen: Taps[Tensor]) -> Tensor:
+            slot, stream = self.slots[site], self.streams[site]
+            inner = None
+            if slot.inner is not None:
+                segment, inner = host.segments[slot.after], seen.before
+                assert isinstance(segment, nn.Sequential), "inner features are those of an nn.Sequential"
+                for module in list(segment)[: slot.inner]:
+                    inner = module(inner)
+            taps.append([stream.width_of(x) for x in (*seen, inner)])
+            return seen.here
+
+        host.chain.run(calling(host.segments), example.to("cpu"), measure)
+        host.train(training)
+        widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
+        fits = np.array([[entry.kind == slot.kind for entry in self.menu] for slot in self.slots], bool)
+        return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self.tap_of], 0), widths)
+
+    def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
+        """A newborn seed of a blueprint at these widths, its weights drawn by the key."""
+        with drawn_with(key):
+            return Seed(self.menu[blueprint].build(reads, writes), reads).to(self.dtype)
+
+    def _forms(self) -> tuple[dict[tuple[int, int], Seed], Indices]:
+        forms: dict[tuple[int, int], Seed] = {}
+        form_of = np.full(self.fits.shape, -1, np.int64)
+        for s in range(len(self.slots)):
+            groups: dict[tuple[object, int], list[int]] = {}
+            for k, entry in enumerate(self.menu):
+                if self.fits[s, k]:
+                    delta = self._largest(s, k).delta
+                    same = type(delta) if getattr(delta, "pads", False) else entry.name
+                    groups.setdefault((same, int(self.widest.reads[s, k])), []).append(k)
+            for index, members in enumerate(groups.values()):
+                forms[s, index] = max((self._largest(s, k) for k in members), key=count)
+                form_of[s, members] = index
+        return forms, form_of
+
+    def _largest(self, slot: int, blueprint: int) -> Seed:
+        """A seed at the widths of the largest host."""
+        reads, writes = self.widest.reads[slot, blueprint], self.widest.taps[slot, HERE]
+        return self.build(slot, blueprint, 0, int(reads), int(writes))

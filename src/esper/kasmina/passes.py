@@ -1,0 +1,195 @@
+"""Runs a pass over a body as its plan says. n rows, S slots, B examples, C outputs, X branches."""
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.blending import Straight
+from esper.kasmina.layout import BEFORE, INPUT
+from esper.kasmina.memory import append_rows, channels_last, energy, in_layout_of, select_rows
+from esper.kasmina.plan import CallDoses, CallPlan, Doses, Indices, Plan, Route, Run
+from esper.kasmina.slot import slot_change
+from esper.kasmina.stack import Rows, Stack
+from esper.leyline.keys import key
+from esper.leyline.sites import Taps
+from esper.leyline.slots import Tap
+from esper.leyline.streams import Stream
+
+if TYPE_CHECKING:
+    from esper.kasmina.body import Body
+
+Kept = Literal["none", "here", "all"]
+
+
+class Streams(NamedTuple):
+    """What one slot sees of a pass.
+
+    Attributes:
+        here ((n, B, ...) tensor): the stream in front of any seed
+        before ((n, B, ...) tensor): what entered the segment
+        inner ((n, B, ...) tensor or None): the features inside the segment, where the host offers them and they were asked for
+    """
+
+    here: Tensor
+    before: Tensor
+    inner: Tensor | None
+
+
+class Pass(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        output ((n, B, ...) tensor): of the environments
+        branches ((X, B, ...) tensor or None): of the branches, in their order
+        streams (S Streams): one for each slot, where asked for
+        proximal (() tensor or None): the sum over straight-through seeds of |c|^2 / |h|^2
+    """
+
+    output: Tensor
+    branches: Tensor | None
+    streams: tuple[Streams, ...]
+    proximal: Tensor | None
+
+
+class _Flow(NamedTuple):
+    """What runs through the segments: the rows of a pass, and the branches that have left them so far."""
+
+    base: Any  # (n, B, ...) tensor; a batch in front of the first segment
+    extra: Tensor | None  # (m, B, ...)
+
+
+class _Rows(NamedTuple):
+    """Rows of a stack of seeds, as one seed."""
+
+    stack: Stack
+    rows: Rows
+    frozen: bool
+    keys: Indices | None
+
+    def delta(self, u: Tensor) -> Tensor:
+        return self.stack(u, self.rows, part="delta", frozen=self.frozen, keys=self.keys)
+
+    def gate(self, u: Tensor) -> Tensor:
+        return self.stack(u, self.rows, part="gate", frozen=self.frozen)
+
+
+class Step:
+    """The computation of a plan: a function of a body's columns, the doses of the plan, and a batch."""
+
+    def __init__(self, body: "Body", plan: Plan) -> None:
+        self.body, self.plan = body, plan
+        self.segment_of = {path: index for index, path in enumerate(body.layout.chain.paths)}
+
+    def __call__(self, x: Any, doses: Doses, kept: Kept, keys: Indices | None) -> Pass:
+        """Run the plan over a batch of its part, x (n, B, ...); the arguments are those of `Body.run`."""
+        body, plan = self.body, self.plan
+        x = channels_last(x)
+        if body.by_row and plan.bare and kept == "none" and not body.host.draws:
+            # A loop saves a call a segment; the kernels are the same.
+            return body.masked(Pass(body.host(x, slice(*plan.part)), None, (), None), Route(plan, doses))
+        running = _Running(self, doses, kept, keys)
+        flow = body.layout.chain.run(running.call, _Flow(x, None), running.visit)
+        result = Pass(flow.base, flow.extra, tuple(running.streams), running.proximal)
+        return body.masked(result, Route(plan, doses))
+
+
+class _Running:
+    """One run of a plan: `call` and `visit` of its chain, and what they gather."""
+
+    def __init__(self, step: Step, doses: Doses, kept: Kept, keys: Indices | None) -> None:
+        self.step, self.doses, self.kept, self.keys = step, doses, kept, keys
+        self.body, self.plan = step.body, step.plan
+        self.part = slice(*step.plan.part)
+        self.frozen = kept == "all"
+        self.origin: Tensor | None = None  # the network's input of every branch that runs already
+        self.streams: list[Streams] = []
+        self.proximal: Tensor | None = None
+
+    def call(self, path: str, flow: _Flow) -> _Flow:
+        """Run a segment of the hosts."""
+        host, segment = self.body.host, self.step.segment_of[path]
+        base = host(flow.base, self.part, part=path, frozen=self.frozen, keys=_of(self.keys, segment))
+        extra = flow.extra
+        if extra is not None:
+            rows = _rows(self.plan.joins[segment].run, self.doses.joins[segment].rows)
+            extra = host(extra, rows, part=path, frozen=True)
+        return _Flow(base, extra)
+
+    def visit(self, slot: int, taps: Taps[_Flow]) -> _Flow:
+        """Let branches leave, keep the streams that were asked for, and add what the seeds of a slot change."""
+        (h, extra), before, x = taps.here, taps.before.base, taps.input.base
+        layout = self.body.layout
+        segment, place = layout.slots[slot].after, len(self.step.segment_of) + slot
+        extra_before = taps.before.extra
+        env = self.doses.joins[segment].env if self.plan.joins else None
+        if env is not None:
+            extra = append_rows(extra, select_rows(h.detach(), env))
+            if layout.widest.taps[slot, BEFORE]:
+                extra_before = append_rows(extra_before, select_rows(before.detach(), env))
+            if layout.reads_input and layout.widest.taps[:, INPUT].any():
+                self.origin = append_rows(self.origin, select_rows(x, env))
+        if self.frozen and not h.requires_grad:
+            h = h.detach().requires_grad_()
+        if self.kept != "none":
+            inner = self._inner(slot, before) if self.frozen else None
+            self.streams.append(Streams(h, before, inner))
+        for plan, doses in zip(self.plan.base[slot], self.doses.base[slot], strict=True):
+            h = self._grown(plan, doses, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x}, _of(self.keys, place))
+        if extra is not None:
+            keys = None if self.keys is None else _of(self.keys[self.doses.owners[: len(extra)]], place)
+            for plan, doses in zip(self.plan.branch[slot], self.doses.branch[slot], strict=True):
+                sources = {Tap.HERE: extra, Tap.BEFORE: extra_before, Tap.INPUT: self.origin}
+                extra = self._grown(plan, doses, sources, keys)
+        return _Flow(h, extra)
+
+    def _inner(self, slot: int, before: Tensor) -> Tensor | None:
+        """The inner features of the segment in front of a slot, run again; None where the host does not offer them."""
+        spec, z = self.body.slots[slot], before.detach()
+        for index in range(spec.inner or 0):
+            z = self.body.host(z, self.part, part=f"segments.{spec.after}.{index}", frozen=True)
+        return z if spec.inner else None
+
+    def _grown(self, plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
+        """The stream behind the seeds of one call."""
+        stream, h = self.body.layout.streams[plan.slot], sources[Tap.HERE]
+        u = _read(plan, doses, sources, stream)
+        acts_on = select_rows(h, doses.where) if plan.blended or plan.straight else h
+        if plan.straight:
+            u, acts_on = u.detach(), acts_on.detach()
+        elif doses.attached is not None:
+            u = torch.where(doses.attached, u, u.detach())
+        drawn = keys[doses.places] if keys is not None else None
+        seed = _Rows(self.body.stacks[plan.slot, plan.form], _rows(plan.run, doses.rows), plan.frozen, drawn)
+        change = slot_change(stream, acts_on, u, seed, doses.alpha, doses.blend, gated=plan.gated)
+        if plan.straight:
+            where = doses.where if doses.where is not None else torch.arange(len(h), device=h.device)
+            tiny = torch.finfo(acts_on.dtype).tiny  # a dead stream is all 0
+            proximal = (energy(change) / energy(acts_on).clamp(min=tiny)).sum()
+            self.proximal = proximal if self.proximal is None else self.proximal + proximal
+            return Straight.apply(h, change, where)  # type: ignore[no-any-return,no-untyped-call]
+        grown = h + change if doses.where is None else h.index_add(0, doses.where, change)
+        return in_layout_of(h, grown)
+
+
+def _read(plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], stream: type[Stream]) -> Tensor:
+    """What the rows of a call read, each by its own tap, at the resolution of the stream."""
+    first, *others = plan.taps
+    h = sources[Tap.HERE]
+    u = stream.fitted(select_rows(sources[first], doses.where), h)
+    for tap in others:
+        u = torch.where(doses.tap[tap], stream.fitted(select_rows(sources[tap], doses.where), h), u)
+    return u
+
+
+def _rows(run: Run, gathered: Indices | None) -> Rows:
+    if isinstance(run, tuple):
+        return slice(*run)
+    assert gathered is not None, "the doses are of another plan"
+    assert len(gathered) == run, "the doses are of another plan"
+    return gathered
+
+
+def _of(keys: Indices | None, place: int) -> Indices | None:
+    """The keys of one place of the network, so that no two places draw alike."""
+    return None if keys is None else key(keys, place)
