@@ -27,7 +27,7 @@ def iris():
         (lambda task: esper.grow("irises", QUICK), "unknown task 'irises'"),
         (
             lambda task: esper.grow(task, QUICK | {"task": "digits"}, run="x"),
-            "config names the task 'digits', but the task that is given is 'iris'; leave the key out",
+            "config names the task 'digits', but the given task is 'iris'; leave the key out",
         ),
         (lambda task: esper.grow(task, QUICK | {"seed": 1.5}, run="x"), "seed is 1.5; give a whole number"),
         (lambda task: esper.load(5), "folder is 5; give the path of a folder"),

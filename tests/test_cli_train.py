@@ -249,7 +249,7 @@ FOREIGN = {
 @pytest.mark.parametrize("command", [["grow", "spirals-narrow", "--controller"], ["eval", "--tasks", "spirals-narrow"]])
 def test_a_controller_whose_settings_hold_another_key_is_refused_by_its_name(esper, trained, command, name):
     found = esper(*command, forged(trained, settings=FOREIGN[name]))
-    refused(found, f"sets {name.split()[-1]}, which a controller may not bring along")
+    refused(found, f"sets {name.split()[-1]}, which a controller may not set")
     assert not Path("runs").exists()
 
 

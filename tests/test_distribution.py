@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import esper
-from esper.leyline.distribution import DISTRIBUTION, EXTRAS, pip_install, warn_of_another
+from esper.leyline.distribution import DISTRIBUTION, EXTRAS, pip_install, warn_of_conflict
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -90,7 +90,7 @@ def test_a_distribution_that_has_no_file_of_the_package_is_not_warned_of(tmp_pat
     (tmp_path / "esper_grow-0.1.0.dist-info" / "RECORD").write_text("esper/__init__.py,sha256=x,1\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_another(str(tmp_path))
+        warn_of_conflict(str(tmp_path))
 
 
 def test_an_import_of_esper_loads_no_metadata_of_distributions():

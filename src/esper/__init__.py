@@ -10,7 +10,7 @@ Names are imported when they are first used, so that `esper --help` does not wai
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from esper.leyline.distribution import installed_version, warn_of_another
+from esper.leyline.distribution import installed_version, warn_of_conflict
 from esper.leyline.public_names import HOMES as _HOMES
 
 if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_public_names.py holds it to the table
@@ -119,7 +119,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "train",
 ]
 
-warn_of_another()
+warn_of_conflict()
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that is there

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
-from esper.leyline.distribution import DISTRIBUTION, EXTRAS, installed_version, pip_install, warn_of_another
+from esper.leyline.distribution import DISTRIBUTION, EXTRAS, installed_version, pip_install, warn_of_conflict
 from esper.leyline.errors import (
     DataFault,
     DataWarning,
@@ -31,7 +31,7 @@ from esper.leyline.errors import (
 )
 from esper.leyline.text import printable
 
-warn_of_another()  # esper/__init__.py, which warns too, may be that of the other library
+warn_of_conflict()  # esper/__init__.py, which warns too, may be that of the other library
 
 app = typer.Typer(
     name="esper",

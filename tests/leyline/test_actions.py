@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.actions import Actions, checked
+from esper.leyline.actions import Actions, checked_actions
 from esper.leyline.errors import InputError
 from esper.runs.grow import grow
 from populations import blobs, small_config
@@ -13,10 +13,10 @@ FIELDS = "op, slot, blueprint, blend, tempo, target"
 
 @pytest.mark.parametrize("kind", [np.int32, np.uint8, np.int64])
 def test_whole_numbers_of_any_kind_are_taken_as_int64(kind):
-    found = checked(Actions.wait(ENVS)._replace(op=np.array([0, 1, 5], kind), slot=[0, 1, 0]), ENVS)
+    found = checked_actions(Actions.wait(ENVS)._replace(op=np.array([0, 1, 5], kind), slot=[0, 1, 0]), ENVS)
     assert [field.dtype for field in found] == [np.int64] * 6
     assert found.op.tolist() == [0, 1, 5]
-    assert checked(Actions.wait(ENVS)._replace(op=torch.tensor([2, 0, 0])), ENVS).op.tolist() == [2, 0, 0]
+    assert checked_actions(Actions.wait(ENVS)._replace(op=torch.tensor([2, 0, 0])), ENVS).op.tolist() == [2, 0, 0]
 
 
 BAD = {
@@ -35,13 +35,13 @@ BAD = {
 def test_a_decision_that_is_no_array_of_whole_numbers_is_one_sentence_with_its_field(name):
     value, words = BAD[name]
     with pytest.raises(InputError, match=f"act of the controller returned {words}") as refused:
-        checked(Actions.wait(ENVS)._replace(op=value), ENVS)
+        checked_actions(Actions.wait(ENVS)._replace(op=value), ENVS)
     assert "\n" not in str(refused.value)
 
 
 def test_a_decision_that_is_no_actions_is_told_the_fields():
     with pytest.raises(InputError, match=rf"returned a dict; return esper.Actions with the fields {FIELDS}"):
-        checked({"op": [0]}, ENVS)
+        checked_actions({"op": [0]}, ENVS)
 
 
 class Broken:

@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from esper.leyline.brought import check_brought
 from esper.leyline.config import RENAMED, Config, build_config, parse_setting
 from esper.leyline.config_input import SYNONYMS
 from esper.leyline.config_text import reference
+from esper.leyline.controller_settings import check_controller_settings
 from esper.leyline.errors import InputError
 from esper.runs.configuration import load_config_file
 
@@ -149,4 +149,4 @@ def test_keys_of_one_last_name_mean_the_same():
 
 def test_a_controller_that_brings_an_old_name_is_refused_with_the_new_one():
     with pytest.raises(InputError, match=r"^gates\.z is now gates\.contribution_z, but old/controller.json sets it"):
-        check_brought({"gates": {"z": 0.5}}, "old/controller.json")
+        check_controller_settings({"gates": {"z": 0.5}}, "old/controller.json")

@@ -16,8 +16,8 @@ from esper.kasmina.static import Skipped, Widened
 from esper.leyline.actions import Blend
 from esper.leyline.config import BASELINES, EarlyStoppingConfig, build_config
 from esper.leyline.keys import Purpose, scalar
+from esper.leyline.progress import Silent
 from esper.leyline.slots import SlotSpec
-from esper.leyline.watching import Silent
 from esper.runs.baselines import Absent, grown_of, train_baseline
 from esper.runs.grow import grow
 from esper.tamiyo.catalog import get_controller

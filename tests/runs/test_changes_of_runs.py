@@ -9,7 +9,7 @@ import pytest
 
 from crashes import at_every_call
 from esper.leyline.errors import InputError
-from esper.leyline.watching import Silent
+from esper.leyline.progress import Silent
 from esper.nissa.events import RunRow, decode
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
@@ -31,7 +31,7 @@ class Leaving(Silent):
     def __init__(self, after):
         self.after, self.steps = after, 0
 
-    def step(self, view, eps, rollbacks):
+    def step(self, view, speed, rollbacks):
         self.steps += 1
         if self.steps == self.after:
             raise Left

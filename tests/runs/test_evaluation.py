@@ -131,7 +131,7 @@ def test_starts_on_one_data_set_are_runs_of_one_problem_and_instances_of_a_mixtu
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"reward": {"rent": 0.0}}, "never sets reward.rent, which a controller may not bring along"),
+        ({"reward": {"rent": 0.0}}, "never sets reward.rent, which a controller may not set"),
         ({"optimizer": {"lr": 0.1}}, "sets optimizer.lr"),
         ({"lifecycle": {"max_seeds": 1}}, "sets lifecycle.max_seeds"),
         ({"lifecycle": {"incubation": "ste"}}, "sets lifecycle.incubation"),

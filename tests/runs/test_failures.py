@@ -12,7 +12,7 @@ import torch
 import esper
 from esper.leyline.actions import Actions
 from esper.leyline.errors import OutOfMemory, RunWarning
-from esper.leyline.watching import Silent
+from esper.leyline.progress import Silent
 from esper.nissa.events import RunRow, decode
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from esper.leyline.watching import Silent
+from esper.leyline.progress import Silent
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import Opening, read_config
@@ -131,7 +131,7 @@ def test_a_run_that_stops_on_a_full_disk_is_resumed_to_the_same_numbers(straight
 
 def test_a_disk_that_is_really_full_is_waited_for_and_resumed_behind(straight, tmpfs):
     class Filling(Noting):
-        def step(self, view, eps, rollbacks):
+        def step(self, view, speed, rollbacks):
             if view.step == 3:
                 tmpfs.fill()
 

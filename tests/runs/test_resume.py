@@ -19,9 +19,9 @@ from esper.kasmina.layers import Linear
 from esper.leyline.config import build_config
 from esper.leyline.config_text import dump_config
 from esper.leyline.errors import InputError
+from esper.leyline.progress import Silent
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import Stage
-from esper.leyline.watching import Silent
 from esper.nissa.events import RunRow, decode
 from esper.nissa.recovery import look_at_events
 from esper.runs.configuration import training_configs
@@ -56,7 +56,7 @@ class Leaving(Silent):
     def __init__(self, after):
         self.after, self.notes, self.steps = after, [], 0
 
-    def step(self, view, eps, rollbacks):
+    def step(self, view, speed, rollbacks):
         self.steps += 1
         if self.steps == self.after:
             raise Left
@@ -310,7 +310,7 @@ def test_events_are_on_the_disk_before_the_checkpoint_that_numbers_them_is_the_l
         replace_(source, target)
 
     class Watching(Silent):
-        def step(self, view, eps, rollbacks):
+        def step(self, view, speed, rollbacks):
             if view.step == 1:
                 monkeypatch.setattr(os, "fsync", fsyncing)
                 monkeypatch.setattr(os, "replace", replacing)
@@ -340,7 +340,7 @@ def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
     config = config_of(checkpoint={"every_seconds": 0})
 
     class Asking(Silent):
-        def step(self, view, eps, rollbacks):
+        def step(self, view, speed, rollbacks):
             if view.step == 5:
                 os.kill(os.getpid(), number)
 
@@ -361,7 +361,7 @@ def test_of_a_run_that_was_interrupted_in_order_no_events_are_said_to_be_cut(tmp
     config = config_of(checkpoint={"every_seconds": 0}, early_stopping={"enabled": stopping})
 
     class Asking(Leaving):
-        def step(self, view, eps, rollbacks):
+        def step(self, view, speed, rollbacks):
             if view.step == 5:
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -492,7 +492,7 @@ def test_events_that_are_lost_during_the_run_are_noticed_and_written_again_where
     config, path = config_of(), tmp_path / "run" / "events.jsonl"
 
     class Meddling(Leaving):
-        def step(self, view, eps, rollbacks):
+        def step(self, view, speed, rollbacks):
             if view.step != 5:
                 return
             if how in ("deleted", "replaced"):

@@ -18,8 +18,8 @@ import esper
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
+from esper.leyline.progress import Silent
 from esper.leyline.task import Split
-from esper.leyline.watching import Silent
 from esper.nissa.events import RoundRow, RunRow, decode
 from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.interrupt import Interrupt

@@ -34,9 +34,9 @@ class Bar:
         )
         self._task = self._progress.add_task("grow", total=steps, figures="")
 
-    def step(self, view: View, eps: float, rollbacks: int) -> None:
+    def step(self, view: View, speed: float, rollbacks: int) -> None:
         """Move on by one step."""
-        self._progress.update(self._task, completed=view.step, figures=figures(view, eps, self._metric, rollbacks))
+        self._progress.update(self._task, completed=view.step, figures=figures(view, speed, self._metric, rollbacks))
 
     def note(self, text: str) -> None:
         """A line above the bar."""
@@ -69,12 +69,12 @@ class Lines:
         self._seconds, self._clock = seconds, clock
         self._due = -math.inf
 
-    def step(self, view: View, eps: float, rollbacks: int) -> None:
+    def step(self, view: View, speed: float, rollbacks: int) -> None:
         """Print a line if it is the first, the last, or due."""
         now = self._clock()
         if now >= self._due or view.step == self._steps:
             self._due = now + self._seconds
-            self.note(f"step {view.step}/{self._steps}  {figures(view, eps, self._metric, rollbacks)}")
+            self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -161,12 +161,12 @@ def live(console: Console, steps: int, metric: str) -> Bar | Lines:
     return Bar(console, steps, metric) if bar else Lines(console, steps, metric)
 
 
-def figures(view: View, eps: float, metric: str, rollbacks: int = 0) -> str:
+def figures(view: View, speed: float, metric: str, rollbacks: int = 0) -> str:
     """Speed, mean metric on the probe split, seeds by stage, and rollbacks where there were any, in one line."""
     mean = float(np.mean(view.measurements.metric))
     seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
     broken = f"  {counted(rollbacks, 'rollback')}" if rollbacks else ""
-    return f"{eps:,.0f} env steps/s  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
+    return f"{speed:,.0f} env steps/s  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
 
 
 def by_stage(seeds: Seeds) -> dict[str, int]:

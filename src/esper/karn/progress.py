@@ -8,7 +8,7 @@ from rich.console import Console
 
 from esper.karn.bars import Bar, Lines, Rounds, live, training
 from esper.karn.streams import steady
-from esper.leyline import watching
+from esper.leyline import progress
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
 
@@ -16,7 +16,7 @@ Shown = Literal["auto"] | bool
 """Whether progress is shown on stderr: "auto" shows it where stderr is a terminal, and in a notebook."""
 
 
-class Silent(watching.Silent):
+class Silent(progress.Silent):
     """Shows neither the steps of a population nor the rounds of a training."""
 
     def __enter__(self) -> Self:

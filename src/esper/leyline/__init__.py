@@ -1,1 +1,1 @@
-"""Leyline: the contracts. Stages, operations, slots, config, records and protocols; it imports nothing of ours."""
+"""Leyline: the contracts. Stages, operations, slots, config, records and protocols; it imports no other package of Esper."""

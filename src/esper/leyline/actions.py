@@ -1,4 +1,4 @@
-"""What a controller can do: operations, the heads of a decision, and which heads matter for which operation."""
+"""What a controller can do: operations, the heads of a decision, and which heads each operation reads."""
 
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Op(IntEnum):
         ADVANCE: start blending a trained seed in
         SET_ALPHA: move a holding seed to another dose
         PRUNE: remove a seed
-        FOSSILIZE: keep a holding seed for good
+        FOSSILIZE: keep a holding seed permanently
     """
 
     WAIT = 0
@@ -39,7 +39,7 @@ class Head(IntEnum):
         OP: the operation, an `Op`
         SLOT: the slot, an index
         BLUEPRINT: what is planted, an index into the menu
-        BLEND: how it enters the stream, a `Blend`
+        BLEND: how the seed enters the stream, a `Blend`
         TEMPO: length of the ramp, an index into `Space.tempos`
         TARGET: alpha at the end of the ramp, an index into `Space.targets`
     """
@@ -67,7 +67,7 @@ class Blend(IntEnum):
 
 
 RELEVANT: NDArray[np.bool_] = np.zeros((len(Op), len(Head)), bool)
-"""(operations, heads): whether a head matters for an operation. Masks, log-probabilities, losses and telemetry read it."""
+"""(operations, heads) bool: whether an operation reads a head. Masks, log-probabilities, losses and telemetry use this table."""
 RELEVANT[:, Head.OP] = True
 RELEVANT[Op.GERMINATE, :] = True
 RELEVANT[[Op.ADVANCE, Op.FOSSILIZE], Head.SLOT] = True
@@ -78,7 +78,7 @@ RELEVANT.setflags(write=False)
 
 @brief
 class Actions(NamedTuple):
-    """One decision per environment; every field is (E,) int64. A head that does not matter is not read.
+    """One decision per environment. The engine ignores heads that the operation does not read (`RELEVANT`).
 
     Attributes:
         op ((E,) int64): an `Op`
@@ -102,17 +102,17 @@ class Actions(NamedTuple):
         return cls(*(np.zeros(envs, np.int64) for _ in Head))
 
 
-def checked(actions: Any, envs: int) -> Actions:
-    """What a controller decided, every field as int64 (E,). InputError, naming the field, where it is anything else."""
+def checked_actions(actions: Any, envs: int) -> Actions:
+    """The decisions of a controller with every field as int64 (E,). InputError if a field has another shape or dtype."""
     if not isinstance(actions, Actions):
         raise InputError(
             f"act of the controller returned a {type(actions).__name__}; return esper.Actions with the fields "
             f"{', '.join(Actions._fields)}, each of shape ({envs},)"
         )
-    return Actions(*(_whole(name, value, envs) for name, value in actions._asdict().items()))
+    return Actions(*(_whole_numbers(name, value, envs) for name, value in actions._asdict().items()))
 
 
-def _whole(name: str, value: Any, envs: int) -> Ints:
+def _whole_numbers(name: str, value: Any, envs: int) -> Ints:
     mend = f"give one whole number for each environment, int64 of shape ({envs},)"
     try:
         array = np.asarray(value)

@@ -1,4 +1,4 @@
-"""Arguments of the Python calls: each is taken as it is meant, or refused in one sentence."""
+"""Checks of the arguments of public functions, each of which raises one sentence that says what to give."""
 
 import difflib
 import functools
@@ -17,7 +17,7 @@ _Returned = TypeVar("_Returned")
 
 
 def known_as(name: str) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
-    """Have a function raise its TypeErrors under the public name that a user calls it by, with the nearest argument there is."""
+    """Decorator: a wrong argument raises a TypeError with the public name of the function and the most similar argument name."""
 
     def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
         signature = inspect.signature(function)
@@ -51,7 +51,7 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def to_path(value: str | PathLike[str], name: str) -> Path:
-    """A path that a person gives. InputError where it is none, or empty."""
+    """The value as a path. InputError if it is not a text or a path, or is empty."""
     path = fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(path, str) or not path:
         raise InputError(f"{name} is {show(value)}; give the path of a folder, such as 'runs/first'")
@@ -59,25 +59,25 @@ def to_path(value: str | PathLike[str], name: str) -> Path:
 
 
 def check_switch(value: Any, name: str) -> None:
-    """InputError where a value is neither True nor False."""
+    """InputError if the value is not a bool."""
     if not isinstance(value, bool):
         raise InputError(f"{name} is {show(value)}; give True or False")
 
 
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
-    """InputError where a value is none of the choices."""
+    """InputError if the value is not one of the choices."""
     if value not in choices:
         raise InputError(f"{name} is {show(value)}; give one of {', '.join(map(repr, choices))}")
 
 
 def check_callable(value: Any, name: str, what: str) -> None:
-    """InputError where a value cannot be called; `what` says what it should be."""
+    """InputError if the value cannot be called; `what` describes the callable that is expected."""
     if not callable(value):
         raise InputError(f"{name} is {show(value)}; give {what}")
 
 
 def check_task(task: Any) -> None:
-    """InputError where a task is none."""
+    """InputError if the value is no task."""
     if not isinstance(task, Task | Mixture):
         raise InputError(
             f"the task is {show(task)}; give the name of one of `esper tasks`, or make one with esper.task(...)"
@@ -85,12 +85,12 @@ def check_task(task: Any) -> None:
 
 
 def check_settings(settings: Any, tasks: Sequence[AnyTask]) -> None:
-    """InputError where settings are no mapping, or name another task than those that are given."""
+    """InputError if the settings are no mapping, or name a task that is not one of the given tasks."""
     if not isinstance(settings, Mapping):
         raise InputError(f"config is {show(settings)}; give a mapping of keys to values, such as {{'steps': 24}}")
     names = [task.name for task in tasks]
     if settings.get("task", names[0]) not in names:
         raise InputError(
-            f"config names the task {show(settings['task'])}, but the task that is given is {', '.join(map(repr, names))}; "
+            f"config names the task {show(settings['task'])}, but the given task is {', '.join(map(repr, names))}; "
             "leave the key out"
         )

@@ -1,4 +1,4 @@
-"""Tensors, arrays, lists and frames of a person's own, read through NumPy. pandas is not needed for its frames to be read."""
+"""Tensors, arrays, lists and data frames of a user, read through NumPy; data frames are read without importing pandas."""
 
 from collections.abc import Iterable
 from numbers import Real
@@ -24,7 +24,7 @@ class Frame(Protocol):
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
-    """Numbers as a detached tensor on the CPU; float64 from outside torch becomes `dtype`. InputError for anything else."""
+    """Numbers as a detached tensor on the CPU; float64 values that are no tensor become `dtype`. InputError if not numbers."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     tensor = torch.from_numpy(np.array(numbers(value, what)))
@@ -32,7 +32,7 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
 
 
 def numbers(value: Any, what: str) -> NDArray[Any]:
-    """An array, a list or a frame of numbers as an array. Missing values are NaN. InputError where something is no number."""
+    """An array, list or data frame as an array of numbers, NaN for missing values. InputError if a value is no number."""
     if isinstance(value, Frame):
         names = list(value.columns)
         if len(set(names)) < len(names):
@@ -45,15 +45,15 @@ def numbers(value: Any, what: str) -> NDArray[Any]:
 
 
 def columns_of(value: Any) -> tuple[str, ...] | None:
-    """The names of a frame's columns; None for anything else, and where a name is no text."""
+    """The names of a data frame's columns; None if the value is no data frame, or if a name is no text."""
     names = tuple(value.columns) if isinstance(value, Frame) else ()
     return tuple(map(str, names)) if names and all(isinstance(name, str) for name in names) else None
 
 
 def by_name(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
-    """A frame with the columns of these names alone, in their order. Anything without names is returned as it is.
+    """The named columns of a data frame, in the order of `names`. A value without column names is returned unchanged.
 
-    InputError where the frame lacks one of them.
+    InputError if a column is missing.
     """
     given = columns_of(value)
     if names is None or given is None:
@@ -67,7 +67,7 @@ def by_name(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
 
 
 def array(value: Any, what: str) -> NDArray[Any]:
-    """Anything that NumPy makes an array of. InputError where that fails."""
+    """The value as an array. InputError if NumPy cannot convert it."""
     try:
         made = np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
@@ -80,14 +80,14 @@ def array(value: Any, what: str) -> NDArray[Any]:
 
 
 def is_missing(value: object) -> bool:
-    """Whether an entry of an array of objects stands for no value: None, NaN, or pandas' NA and NaT."""
+    """Whether an entry is a missing value: None, NaN, or NA and NaT of pandas."""
     return (
         value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Real) and value != value)
     )
 
 
 def _column(values: NDArray[Any], what: str) -> NDArray[Any]:
-    """An array as it is where it holds numbers; objects that are numbers as float64."""
+    """An array of numbers unchanged; an array of objects as float64. InputError if an entry is no number."""
     if values.dtype.kind in "biufc":
         return values
     if values.dtype.kind != "O":

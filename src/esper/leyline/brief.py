@@ -1,4 +1,4 @@
-"""What records show of themselves: their fields, with arrays and tensors as dtype and shape."""
+"""A short `repr` for records, which shows arrays and tensors by dtype and shape."""
 
 import sys
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from esper.leyline.config_input import SHOWN, show
 Record = TypeVar("Record", bound=type)
 
 _FEW = 8
-"""Numbers of an array that are shown themselves."""
+"""Longest array whose numbers are shown."""
 
 
 def brief(record: Record) -> Record:
-    """A class decorator: `repr` of a NamedTuple or dataclass is one short line that prints no tensor and no large array.
+    """Class decorator: the `repr` of a NamedTuple or dataclass is one short line, without the values of large arrays.
 
     Split(x=float32 (90, 4), y=int64 (90,))
     """
@@ -31,7 +31,7 @@ def _repr(record: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    torch = sys.modules.get("torch")  # a command that needs no torch does not load it
+    torch = sys.modules.get("torch")  # `esper --help` must not import torch
     if torch is not None and isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, np.ndarray):

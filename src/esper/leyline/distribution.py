@@ -1,7 +1,7 @@
-"""The distribution that Esper is installed from: its name, its version, its extras, and a library that takes its place.
+"""The distribution that Esper is installed from: its name, version and extras, and a check for a conflicting one.
 
-The package `esper` comes from the distribution `esper-grow`. The distribution `esper` of the package index is another
-library, whose package is called `esper` too, so pip writes the files of both into one folder.
+The distribution `esper-grow` installs the package `esper`. The distribution `esper` on the package index is an unrelated
+library that installs a package of the same name, so pip writes the files of both into one folder.
 """
 
 import os
@@ -15,8 +15,8 @@ EXTRAS = {"gym": ("gymnasium",), "vision": ("pyarrow", "PIL")}
 
 
 def installed_version() -> str | None:
-    """The version of the installed distribution; None where Esper runs from its sources."""
-    from importlib import metadata  # ten milliseconds, which an import of esper need not spend
+    """The version of the installed distribution; None if Esper runs from its sources."""
+    from importlib import metadata  # imported here because it takes 10 ms
 
     try:
         return metadata.version(DISTRIBUTION)
@@ -29,11 +29,8 @@ def pip_install(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def warn_of_another(folder: str = os.path.dirname(_PACKAGE)) -> None:
-    """Warn, in one sentence, where the distribution `esper` has files in the package `esper` of `folder`.
-
-    Where there is no such distribution, this is one listing of the folder: less than a millisecond.
-    """
+def warn_of_conflict(folder: str = os.path.dirname(_PACKAGE)) -> None:
+    """Warn if the distribution `esper` has files in the package `esper` of `folder`. Takes less than 1 ms without it."""
     try:
         names = os.listdir(folder)
     except OSError:  # the package is in a zip archive
@@ -58,7 +55,7 @@ def warn_of_another(folder: str = os.path.dirname(_PACKAGE)) -> None:
 
 
 _SHOWN: dict[str | tuple[str, type[Warning], int], int] = {}
-"""What the warnings module notes there, so that the sentence is shown once."""
+"""The registry of the warnings module, so that the warning is shown once."""
 
 
 def _has_package(record: str) -> bool:

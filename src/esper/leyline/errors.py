@@ -1,4 +1,4 @@
-"""Errors and a warning that are one sentence: what a person gave us, what of it is not used, and memory that ran out."""
+"""Errors and warnings whose message is one sentence, and what the tracebacks of users' code show."""
 
 import os
 import re
@@ -23,9 +23,9 @@ _ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.,]+ (?:bytes|[KMGTPE]
 
 
 class InputError(ValueError):
-    """Bad input: one sentence that names what was given, what is accepted, and the mend. The command line exits with 2.
+    """Bad input: one sentence with what was given, what is accepted and what to change. The command line exits with 2.
 
-    What it names may come from a file of others: lines are joined, and control characters are written as escapes.
+    The message may quote a file that someone else wrote: lines are joined, and control characters are escaped.
     """
 
     def __init__(self, sentence: object = "") -> None:
@@ -33,30 +33,27 @@ class InputError(ValueError):
 
 
 class DataWarning(UserWarning):
-    """Examples that are left out: one sentence with where they stood, how many and which."""
+    """Examples that are left out: one sentence with their number, their split and their indices."""
 
 
 class RunWarning(UserWarning):
-    """Something about a run folder that a person should know, and that does not keep the run from going on."""
+    """A finding about a run folder that does not stop the run."""
 
 
 class DataFault(RuntimeError):
-    """Examples in memory that were finite are so no more: one sentence. The command line exits with 1."""
+    """Examples in memory that were finite are no longer finite: one sentence. The command line exits with 1."""
 
 
 class UserCodeError(RuntimeError):
-    """Code of the user's raised an error, which is the cause of this one: one sentence. The command line exits with 1."""
+    """Code of the user raised an error, which is the `__cause__` of this one. The command line exits with 1."""
 
 
 class OutOfMemory(RuntimeError):
-    """Memory ran out: one sentence with where, how much of it, and what to lower. The command line exits with 1."""
+    """Memory ran out: one sentence with the device, the amount, and the key to lower. The command line exits with 1."""
 
 
 def warn(sentence: str, category: type[Warning]) -> None:
-    """Warn of something at the line of the user's code from which Esper was called, however deep within Esper this is.
-
-    Where there is no such line, as on the command line, the outermost frame takes its place.
-    """
+    """Warn at the line of the user's code that called Esper; at the outermost frame if there is none, as on the command line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -75,18 +72,18 @@ def typed_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Type and message of an error, as summary.json holds them."""
+    """Type and message of an error, as in summary.json."""
     return {"type": type(error).__name__, "message": str(error)}
 
 
 def in_user_code(error: BaseException) -> bool:
-    """Whether a frame of an error's traceback is neither Esper's nor that of Python or of an installed package."""
+    """Whether the traceback of an error has a frame that belongs neither to Esper, nor to Python, nor to an installed package."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return not all(map(_is_hidden, files))
 
 
 def in_users_words(error: BaseException) -> str:
-    """An error as Python prints it, but without the frames of Esper and of libraries before the first one of the user's code."""
+    """An error as Python prints it, without the frames before the first frame of the user's code."""
     trace = error.__traceback__
     while trace is not None and _is_hidden(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -98,17 +95,17 @@ def _is_hidden(file: str) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a source file is Esper's, Python's or that of an installed package."""
+    """Whether a source file belongs to Esper, to Python or to an installed package."""
     return file.startswith(("<frozen", *_LIBRARIES)) or bool(_PACKAGES.search(file))
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's, NumPy's, and torch's of any device, whose CPU has no own class."""
+    """Whether an error of Python, NumPy or torch says that memory ran out; torch raises a plain RuntimeError on the CPU."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_SHORTAGE.search(str(error))))
 
 
 def asked_for(error: BaseException) -> str | None:
-    """The amount that could not be had, in the error's own words; None where it does not say."""
+    """The amount of memory that could not be allocated, as the error says; None if it does not say."""
     found = _ASKED.search(str(error))
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Keyed randomness: a draw is a hash of what it is for, never the next value of a stream.
+"""Keyed random numbers: each draw is a hash of its purpose and indices, not the next value of a stream.
 
 Adding environments, workers or telemetry therefore cannot change an existing trajectory. The hash is splitmix64
 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, figure 3) in int64 operations that
@@ -17,23 +17,23 @@ Integers = TypeVar("Integers", NDArray[np.int64], Tensor)
 
 
 class Purpose(IntEnum):
-    """What a draw is for. The values are part of every key, so they never change meaning.
+    """The purpose of a draw. The values are part of every key, so their meaning never changes.
 
     Attributes:
         HOST: initial weights of a host
         BIRTH: initial weights of a seed
         ORDER: order of the training examples
-        POLICY: a controller's own choices
-        DROPOUT: which activations are dropped
-        SPLIT: which examples fall into which split
+        POLICY: random choices of a controller
+        DROPOUT: activations that are dropped
+        SPLIT: assignment of examples to splits
         SENSOR: draws of the growth sensors
-        INSTANCE: what a sampled problem is: its host and its data
+        INSTANCE: host and data of a sampled problem
         ATTRIBUTION: permutations of sampled attribution
         AUGMENT: how a training image is shifted and mirrored
         POLICY_WEIGHTS: initial weights of a policy
-        MINIBATCH: which sequences share a step of the policy's optimizer
-        SAMPLE: which instances a round of training grows
-        VALIDATION: the run seed that a policy is validated under
+        MINIBATCH: assignment of sequences to minibatches of the policy's optimizer
+        SAMPLE: instances of a round of training
+        VALIDATION: run seed of the validation of a policy
     """
 
     HOST = 1
@@ -77,7 +77,7 @@ def key(*parts: Any) -> NDArray[np.int64]:
 
 
 def scalar(*parts: int) -> int:
-    """`key` of plain integers as a non-negative Python integer under 2**63, fit to seed a torch.Generator."""
+    """`key` of plain integers as a Python integer in [0, 2**63), which can seed a torch.Generator."""
     return int(key(*parts)[0]) & ((1 << 63) - 1)
 
 
@@ -90,9 +90,9 @@ def uniform(keys: NDArray[np.int64]) -> NDArray[np.float64]:
 def permutations(keys: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.device) -> Tensor:
     """One permutation of range(size) per key: the argsort of the hashes of (key, index).
 
-    keys, sizes: (N,) int64.  Returns (N, max size) int64 on `device`; behind a row's own size come the indices that it does
-    not have. The hashes are distinct, so both sorts give the same order; on the CPU NumPy's is seven times faster than
-    torch's (1,000 indices, 64 keys), elsewhere nothing leaves the device.
+    keys, sizes: (N,) int64.  Returns (N, max size) int64 on `device`; in each row, indices of at least its size come last.
+    The hashes are distinct, so both sorts give the same order. On the CPU NumPy sorts seven times faster than torch (1,000
+    indices, 64 keys); on other devices torch avoids a copy to the CPU.
     """
     length, last = int(sizes.max()), np.iinfo(np.int64).max
     if device.type == "cpu":

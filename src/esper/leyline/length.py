@@ -1,4 +1,4 @@
-"""The length of an episode: in steps, or in passes over the train split, which come to steps."""
+"""The length of an episode, in steps or in passes over the train split (epochs)."""
 
 import math
 
@@ -9,19 +9,19 @@ from esper.leyline.text import counted
 
 
 def epochs_of(steps: int, config: Config, task: AnyTask) -> float | None:
-    """The passes over the train split that so many steps are; None of a mixture, whose train splits have several sizes."""
+    """The passes over the train split that the steps amount to; None for a mixture, whose train splits differ in size."""
     if isinstance(task, Mixture):
         return None
     return round(steps * config.data.batch_size * config.data.batches_per_step / len(task.train.y), 4)
 
 
 def with_steps(config: Config, task: AnyTask) -> Config:
-    """The config with `steps` from its `epochs`, where it has any.
+    """The config with `steps` computed from `epochs`; unchanged if `epochs` is None.
 
         steps = ceil(epochs * N / (data.batch_size * data.batches_per_step))
 
-    N is the number of examples in the train split. InputError where the config has other `steps` too, and for a mixture,
-    whose instances have train splits of several sizes.
+    N is the number of examples in the train split. InputError if the config also sets other `steps`, and for a mixture, whose
+    train splits differ in size.
     """
     if config.epochs is None:
         return config

@@ -1,4 +1,4 @@
-"""The objective J: what a network is worth, less rent for the parameters that it added."""
+"""The objective J: the metric of a network less rent for its added parameters."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,9 +12,9 @@ def objective(
 ) -> NDArray[np.float64]:
     """J = metric - rent * ln(1 + added_params / max(host_params, rent_size)).
 
-    `metric` is accuracy, R2 or minus the loss; the three arrays broadcast. A network that added nothing pays nothing.
-    Parameters count whole whatever their alpha, as a price by alpha would be evaded by holding at a small one. nan
-    where the metric was not measured.
+    `metric` is accuracy, R2 or minus the loss; the three arrays broadcast. A network without added parameters pays no rent.
+    All parameters of a seed count, whatever its alpha: if rent rose with alpha, a controller could evade it by holding seeds at
+    a small alpha. nan where the metric is nan.
     """
     charged = np.maximum(host_params, rent_size)
     return np.asarray(metric, np.float64) - rent * np.log1p(growth_of(added_params, charged))
@@ -26,7 +26,7 @@ def growth_of(added_params: ArrayLike, host_params: ArrayLike) -> Floats:
 
 
 def selection_score(scores: Scores, host_params: NDArray[np.int64], config: Config) -> Floats:
-    """(E,) what `select` asks the best network to have: the metric, or J by `reward`."""
+    """(E,) the score that `config.select` names: the metric, or J with the settings of `config.reward`."""
     if config.select == "metric":
         return scores.metric
     value = scores.metric if config.reward.objective == "metric" else -scores.loss

@@ -1,4 +1,4 @@
-"""JSON and YAML as plain objects: nothing is executed, and nothing makes objects."""
+"""Safe parsing of JSON and YAML: the results are plain objects, and no code is executed."""
 
 import json
 import re
@@ -10,11 +10,11 @@ import yaml
 
 from esper.leyline.errors import InputError
 
-LARGEST_YAML = 2**17  # bytes; a config of a training on twenty tasks has 90 KB, and what has more is slow to parse
+LARGEST_YAML = 2**17  # bytes; the config of a training on twenty tasks has 90 KB, and larger files are slow to parse
 
 
 def parse_json(data: bytes, path: Path, mend: str) -> Any:
-    """JSON as plain objects. InputError where it is none."""
+    """JSON as plain objects. InputError, which ends in `mend`, if the data are not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -22,20 +22,20 @@ def parse_json(data: bytes, path: Path, mend: str) -> Any:
 
 
 def parse_yaml(data: str | bytes, where: str, mend: str) -> Any:
-    """One YAML document as plain objects. InputError where it is none, or a key stands twice in one mapping.
+    """One YAML document as plain objects. InputError if it is not valid YAML, or if a mapping has a key twice.
 
-    Aliases are refused: a kilobyte of them can stand for more than a machine holds.
+    Aliases are refused, because a kilobyte of them can expand to more than the memory of a machine.
     """
     try:
         return _Plain(data).get_single_data()
     except _Refused as error:
         raise InputError(f"{where} {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # with a ValueError for a date that there is not
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
         raise InputError(f"{where} is not valid YAML; {mend}") from None
 
 
 class _Refused(Exception):
-    """YAML that is valid and is not taken, with the reason and the mend."""
+    """Valid YAML that is not accepted, with the reason and what to change."""
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -45,15 +45,15 @@ NUMBERS = (
     (_FLOAT, re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), "-+.0123456789"),
     (_FLOAT, re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), "-+."),
 )
-"""Numbers of YAML 1.2 (core schema, 10.3.2): tag, form, and the characters that one can begin with."""
+"""Numbers of YAML 1.2 (core schema, 10.3.2): tag, pattern, and the possible first characters."""
 
 LONGEST_NUMBER = 100  # characters
 
 
 class _Plain(yaml.SafeLoader):
-    """PyYAML's loader of plain objects, without aliases and without keys that stand twice. Numbers are those of YAML 1.2.
+    """PyYAML's safe loader without aliases and without repeated keys, and with the numbers of YAML 1.2.
 
-    YAML 1.1 has numbers to the base 60 as well (1:30), and a megabyte of one takes minutes.
+    YAML 1.1 also has numbers to the base 60 (1:30), of which a megabyte takes minutes to parse.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (as in PyYAML)
@@ -77,7 +77,7 @@ class _Plain(yaml.SafeLoader):
 
 
 def _number(loader: _Plain, node: yaml.ScalarNode) -> int | float:
-    """The number that a scalar stands for. ValueError where it is none, or is longer than any that is meant."""
+    """The value of a scalar that matches `NUMBERS`. `_Refused` if it is longer than `LONGEST_NUMBER`."""
     text = loader.construct_scalar(node)
     if len(text) > LONGEST_NUMBER:
         raise _Refused(f"holds a number of {len(text):,} characters, of which at most {LONGEST_NUMBER} are read")

@@ -1,4 +1,4 @@
-"""What the parts ask of each other."""
+"""The protocols of controllers, hosts and rewards."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -14,31 +14,31 @@ from esper.leyline.view import Outcome, View
 
 @runtime_checkable
 class PolicyClient(Protocol):
-    """A controller: a rule, a learner, a replay. The engine knows nothing else of it."""
+    """A controller, such as a rule, a learner or a replay. The engine calls these three methods and no others."""
 
     def act(self, view: View) -> Actions:
-        """One decision per environment; what the masks refuse becomes a refused action, and changes nothing."""
+        """Decide once per environment. A decision that the masks forbid is refused and changes nothing."""
         ...
 
     def store(self, outcome: Outcome) -> None:
-        """The result of the decisions just made."""
+        """Receive the result of the last decisions."""
         ...
 
     def update(self) -> Mapping[str, float]:
-        """Learn, after a round. Returns figures for telemetry."""
+        """Learn from the stored outcomes after a round. Returns figures for telemetry."""
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """What can be taken up again: a controller whose run is to be resumed is one."""
+    """A controller whose runs can be resumed."""
 
     def state(self) -> dict[str, Any]:
-        """All that it remembers: nested dicts and lists of arrays, tensors and plain values."""
+        """The whole state: nested dicts and lists of arrays, tensors and plain values."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. ValueError or InputError where it does not fit."""
+        """Restore a state that `state` returned. Raises ValueError or InputError if it does not fit."""
         ...
 
 
@@ -46,43 +46,41 @@ class Resumable(Protocol):
 class Senses(Protocol):
     """A controller that reads the growth sensors, `Measurements.sensors`."""
 
-    sensors_every: int  # cadence at which it needs them, where `probe.sensors_every` is null [steps]
+    sensors_every: int  # steps between measurements that it needs; used if `probe.sensors_every` is null [steps]
 
 
 @runtime_checkable
 class Explains(Protocol):
-    """A controller that says why it did what it did, and why not."""
+    """A controller that gives reasons for its decisions."""
 
     def reasons(self) -> Sequence[str | None]:
-        """For each environment, why the last `act` decided to GERMINATE, PRUNE or FOSSILIZE, in one clause; None where it did
-        not, or does not say.
-        """
+        """The reason of each environment's last GERMINATE, PRUNE or FOSSILIZE, in one clause; None for other decisions."""
         ...
 
     def explain(self) -> Sequence[str]:
-        """What kept it from planting so far, a sentence each, with the config key that changes it; none where nothing did."""
+        """Why nothing was planted so far: one sentence per reason, with the config key to change."""
         ...
 
 
 class Host(Protocol):
-    """A network in segments with named slots between them; `esper.kasmina.SegmentedHost` is one."""
+    """A network in segments with named slots between them, such as `esper.SegmentedHost`."""
 
     @property
     def segments(self) -> Iterable[nn.Module]:
-        """Run one after the other; segment k maps (B, ...) to (B, ...)."""
+        """The segments in the order of computation; each maps (B, ...) to (B, ...)."""
         ...
 
     @property
     def slots(self) -> Sequence[SlotSpec]:
-        """In the order in which the network meets them."""
+        """The slots in the order of computation."""
         ...
 
     def forward(self, x: Tensor) -> Tensor: ...
 
 
 class Reward(Protocol):
-    """What a step was worth."""
+    """A function from the outcome of a step to its reward."""
 
     def __call__(self, outcome: Outcome) -> Mapping[str, NDArray[np.float64]]:
-        """Named components, each (E,), whose sum is the reward."""
+        """Named components, each (E,) float64, whose sum is the reward."""
         ...

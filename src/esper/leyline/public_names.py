@@ -89,11 +89,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "UserCodeError": "leyline.errors",
     },
 }
-"""By heading of the reference: every public name and its module, without `esper`; after a colon, what it is called there."""
+"""By heading of the reference: each public name and its module, without the prefix `esper.`; after a colon, its name there."""
 
 HOMES: Mapping[str, tuple[str, str]] = {
     name: (home.partition(":")[0], home.partition(":")[2] or name)
     for names in GROUPS.values()
     for name, home in names.items()
 }
-"""The module of every public name, without `esper`, and what it is called there."""
+"""The module of every public name, without the prefix `esper.`, and its name in that module."""

@@ -1,4 +1,4 @@
-"""How a run is resumed, as a command and as a call, with the arguments that this run needs."""
+"""The command and the Python call that resume a run, with the arguments that the run needs."""
 
 import shlex
 from collections.abc import Sequence
@@ -6,23 +6,23 @@ from pathlib import Path
 
 
 def is_reference(name: str) -> bool:
-    """Whether a task's name is the place of a function, which is imported and called to make the task."""
+    """Whether the name of a task refers to a function, `path.py:function` or `module:function`, that makes the task."""
     return ":" in name
 
 
 def resume_command(folder: Path, tasks: Sequence[str]) -> str:
-    """The command that resumes a run on tasks of these names: `esper resume runs/mine --task path.py:function`.
+    """The command that resumes a run on these tasks: `esper resume runs/mine --task path.py:function`.
 
-    `--task` names every task whose code a run folder may not start.
+    `--task` repeats the tasks that are made by functions, because a run folder alone may not start code.
     """
     named = [f"--task {shlex.quote(name)}" for name in tasks if is_reference(name)]
     return " ".join([f"esper resume {shlex.quote(str(folder))}", *named])
 
 
 def resume_call(folder: Path, tasks: Sequence[str], made: Sequence[str] = ()) -> str:
-    """The call that resumes a run on tasks of these names: `esper.resume('runs/mine', task='path.py:function')`.
+    """The call that resumes a run on these tasks: `esper.resume('runs/mine', task='path.py:function')`.
 
-    `made` are the arguments, "task" or "controller", that were objects made in Python and are given again.
+    `made` lists the arguments, "task" or "controller", that were Python objects and must be given again.
     """
     places = [name for name in tasks if is_reference(name)]
     given = []

@@ -1,4 +1,4 @@
-"""The stages of a slot, and which of them may follow which."""
+"""The stages of a slot, and the transitions between them."""
 
 from enum import IntEnum
 from typing import Any
@@ -8,17 +8,17 @@ from numpy.typing import NDArray
 
 
 class Stage(IntEnum):
-    """What a slot holds. The values are stored in arrays and in files, so they never change meaning.
+    """The stage of a slot. The values are stored in arrays and in files, so their meaning never changes.
 
     Attributes:
         DORMANT: the slot is empty
-        GERMINATED: built in this step, not yet run
-        TRAINING: incubates behind the host, whose output it does not touch
-        BLENDING: alpha ramps toward its target
-        HOLDING: alpha rests at its target, on trial
-        FOSSILIZED: part of the network for good
-        PRUNED: removed in this step
-        EMBARGOED: the slot rests before it may be planted again
+        GERMINATED: the seed was built in this step and has not run yet
+        TRAINING: the seed trains, and does not change the output of the host
+        BLENDING: alpha moves along a ramp to its target
+        HOLDING: alpha is at its target, and the seed is on trial
+        FOSSILIZED: the seed is a permanent part of the network
+        PRUNED: the seed was removed in this step
+        EMBARGOED: the slot is empty and cannot be planted yet
     """
 
     DORMANT = 0
@@ -34,7 +34,7 @@ class Stage(IntEnum):
 LIVE = frozenset({Stage.BLENDING, Stage.HOLDING})
 IN_BUDGET = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED})
 ADDED = frozenset({Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED})
-"""The stages whose parameters count as added to the network, whole, whatever their alpha."""
+"""The stages of seeds whose parameters all count as added to the network, whatever their alpha."""
 
 EDGES: frozenset[tuple[Stage, Stage]] = frozenset(
     {
@@ -48,15 +48,15 @@ EDGES: frozenset[tuple[Stage, Stage]] = frozenset(
         (Stage.HOLDING, Stage.FOSSILIZED),
         (Stage.HOLDING, Stage.PRUNED),
         (Stage.PRUNED, Stage.EMBARGOED),
-        (Stage.PRUNED, Stage.DORMANT),  # only where the embargo is 0 steps
+        (Stage.PRUNED, Stage.DORMANT),  # only with an embargo of 0 steps
         (Stage.EMBARGOED, Stage.DORMANT),
     }
 )
-"""Every transition that may be named. HOLDING -> BLENDING is a new ramp: SET_ALPHA, or a PRUNE that takes its time."""
+"""Every transition. HOLDING -> BLENDING is the start of a new ramp, by SET_ALPHA or by a PRUNE along a ramp."""
 
 
 def among(stage: NDArray[Any], stages: frozenset[Stage]) -> NDArray[np.bool_]:
-    """Which entries of an array of stages, of any shape, are one of `stages`; the same shape, bool."""
+    """Whether each entry of an array of stages is one of `stages`; bool, of the same shape."""
     table = np.zeros(len(Stage), bool)
     table[list(stages)] = True
     chosen: NDArray[np.bool_] = table[stage]

@@ -1,33 +1,28 @@
-"""Text that comes from files, names and metrics, as a terminal may show it."""
+"""Text that is safe to print, and numbers as text."""
 
 import re
 
 _UNPRINTABLE = re.compile(
-    "[\x00-\x1f\x7f-\x9f"  # control characters: a terminal takes ESC and CSI for commands
-    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # invisible ones, and those that turn the direction of text
-    "\ud800-\udfff]"  # bytes of a file name that are no text, which no output takes
+    "[\x00-\x1f\x7f-\x9f"  # control characters: a terminal executes ESC and CSI sequences
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # invisible characters and changes of the direction of text
+    "\ud800-\udfff]"  # surrogates, which cannot be printed
 )
 
 
 def printable(text: object) -> str:
-    r"""The text on one line, with every character that could steer a terminal written as an escape: ESC as `\x1b`.
+    r"""The text on one line, with every character that could control a terminal escaped: ESC as `\x1b`.
 
-    Nothing else is changed, so that text for rich has to be printed without markup, as a `rich.text.Text` or with markup=False.
+    Markup of rich is not escaped: print the result as a `rich.text.Text` or with markup=False.
     """
-    return _UNPRINTABLE.sub(_escape, str(text))
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), str(text))
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun: `1 row`, `1,200 rows`. `plural` is the noun's own where an s is not enough."""
+    """A number with its noun: `1 row`, `1,200 rows`. `plural` is the plural if it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def rounded(value: float, form: str) -> str:
-    """A number in a format such as `+.3f`; what rounds to zero has the sign of zero, never a minus."""
+    """A number in a format such as `+.3f`; a number that rounds to zero has no minus sign."""
     text = f"{value:{form}}"
     return text.replace("-", "+" if form.startswith("+") else "") if float(text.replace(",", "")) == 0 else text
-
-
-def _escape(found: re.Match[str]) -> str:
-    character = found[0]
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -1,4 +1,4 @@
-"""Records of arrays as trees, as a snapshot holds them."""
+"""Records of arrays as nested dicts, which checkpoints can hold, and back."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import numpy as np
 
 
 def as_tree(record: Any) -> Any:
-    """A record of arrays, nested or not, as a tree."""
+    """A NamedTuple of arrays, nested or not, as nested dicts."""
     if not isinstance(record, tuple):
         return record
     return {name: as_tree(field) for name, field in zip(type(record)._fields, record, strict=True)}  # type: ignore[attr-defined]
 
 
 def like(known: Any, tree: Any, name: str) -> Any:
-    """The record that `as_tree` took apart, of the kind and the shapes of a known one. ValueError where it is not."""
+    """The inverse of `as_tree`: a record of the type of `known`. ValueError if a shape or dtype differs from `known`."""
     if isinstance(known, tuple):
         fields = zip(type(known)._fields, known, strict=True)  # type: ignore[attr-defined]
         return type(known)(*(like(field, tree[key], f"{name}.{key}") for key, field in fields))

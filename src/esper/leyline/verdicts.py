@@ -1,17 +1,17 @@
-"""What becomes of a decision and of a row: why an edit was refused, and what was wrong with a network."""
+"""Why a decision was refused, and why a network was rolled back."""
 
 from enum import IntEnum
 
 
 class Refusal(IntEnum):
-    """Why a decision was not carried out. NONE is that of every decision that was.
+    """Why a decision was not carried out; NONE if it was.
 
     Attributes:
         NONE: the decision was carried out
         MASKED: the masks forbade it
-        SEED_CAP: lifecycle.max_seeds seeds are in the environment's budget already
-        PARAM_BUDGET: its parameters would exceed governor.param_limit
-        MEMORY: its modules would not fit into the memory that is there
+        SEED_CAP: the environment has lifecycle.max_seeds seeds already
+        PARAM_BUDGET: the seed's parameters would exceed governor.param_limit
+        MEMORY: the seed's modules would not fit into the free memory
     """
 
     NONE = 0
@@ -22,17 +22,17 @@ class Refusal(IntEnum):
 
 
 class Vital(IntEnum):
-    """What was found of a row after a step. GOOD is that of every row that was not rolled back.
+    """Why a row was rolled back after a step; GOOD if it was not.
 
     Attributes:
-        GOOD: nothing; the row was not rolled back
-        BATCH: examples that it trained on are not finite
+        GOOD: the row was not rolled back
+        BATCH: examples that the row trained on are not finite
         LOSS: a training loss, or the loss on the probe split, is not finite
         GRADIENT: a gradient of the host or of a seed is not finite
         PARAMETER: a parameter of the host or of a seed is not finite
-        RISE: the loss is far above its own history
-        COLLAPSE: all examples get one output
-        FALL: the metric is far below its best
+        RISE: the loss is far above the past losses of the row
+        COLLAPSE: the outputs hardly differ between examples
+        FALL: the metric is far below its best value
         METRIC: the metric on the probe split is not finite
     """
 

@@ -1,4 +1,4 @@
-"""The records that the engine and a controller exchange. E environments, S slots, K blueprints of the menu."""
+"""The records that the engine and a controller exchange. E environments, S slots, K blueprints in the menu."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -15,17 +15,17 @@ Bools = NDArray[np.bool_]
 
 @brief
 class Seeds(NamedTuple):
-    """Every slot of every environment: the only place where a stage or an alpha is stored.
+    """The state of every slot of every environment. Stages and alphas are stored here and nowhere else.
 
     Attributes:
         stage ((E, S) int8): a `Stage`
-        age ((E, S) int32): steps in the present stage
+        age ((E, S) int32): steps since the slot entered its stage
         life ((E, S) int32): steps since germination; 0 where the slot is empty
         blueprint ((E, S) int16): index into the menu; -1 where the slot is empty
         blend ((E, S) int8): a `Blend`
-        alpha ((E, S) float32): dose of the seed in this step's training, in [0, 1]
+        alpha ((E, S) float32): strength of the seed, in [0, 1]
         ramp ((E, S, 3) float32): alpha at the start, alpha at the end, length in steps
-        doomed ((E, S) bool): whether the seed ramps down in order to be pruned
+        doomed ((E, S) bool): whether alpha ramps to 0 and the seed is then pruned
     """
 
     stage: NDArray[np.int8]
@@ -40,7 +40,7 @@ class Seeds(NamedTuple):
 
 @brief
 class Transitions(NamedTuple):
-    """Changes of stage, in order of environment and slot; every field is (n,).
+    """Changes of stage, ordered by environment and slot; every field is (n,).
 
     Attributes:
         env ((n,) int64): index of the environment
@@ -57,10 +57,10 @@ class Transitions(NamedTuple):
 
 @brief
 class Estimate(NamedTuple):
-    """Mean of per-example differences with its standard error; both are nan where `measured` is False.
+    """The mean of differences per example, with its standard error; both are nan where `measured` is False.
 
     Attributes:
-        mean (float64): mean over the examples; its shape is that of the field that holds the estimate
+        mean (float64): mean over the examples; the shape is given where the estimate is a field
         se (float64): standard error of the mean, of the same shape
         measured (bool): whether it was measured, of the same shape
     """
@@ -71,27 +71,27 @@ class Estimate(NamedTuple):
 
     @classmethod
     def absent(cls, *shape: int) -> "Estimate":
-        """Nothing measured yet."""
+        """An estimate of this shape that was not measured."""
         return cls(np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape, bool))
 
 
 @brief
 class Measurements(NamedTuple):
-    """What the last step's training and probe measured. Losses in nats (or squared units), metrics as the task defines.
+    """Measurements of the last step. Losses are in nats (regression: squared units); the task defines the metric.
 
     Attributes:
-        metric ((E,) float64): metric on the probe split, at the real doses
-        loss ((E,) float64): loss on the probe split, at the real doses
-        train_loss ((E,) float64): training loss, mean over the step's batches; nan before the first step
-        gradient_norm ((E,) float64): gradient norm of the host's rows, mean over the step; nan before the first step
-        contribution ((E, S) Estimate): metric at the real doses minus metric with the slot at dose 0; of live seeds
-        contribution_loss ((E, S) Estimate): loss with the slot at dose 0 minus loss at the real doses; of live seeds
-        gain ((E, S) Estimate): loss at the real doses minus loss with the slot at dose 1; of incubating seeds
-        gain_metric ((E, S) Estimate): metric with the slot at dose 1 minus metric at the real doses; of incubating seeds
-        seed_gradient_norm ((E, S) float64): gradient norm of each seed, mean over the step; nan where no seed trained
-        seed_gradient_finite ((E, S) bool): whether a seed trained and every gradient of the step was finite
-        participation ((E, S) float64): participation ratio of the stream at the slot / its width, in (0, 1]
-        sensors ((E, S, F) float64): growth sensors, named in `Space.sensors`; nan where they were not measured yet
+        metric ((E,) float64): metric on the probe split, at the present doses
+        loss ((E,) float64): loss on the probe split, at the present doses
+        train_loss ((E,) float64): mean training loss over the batches of the step; nan before the first step
+        gradient_norm ((E,) float64): mean gradient norm of the host over the step; nan before the first step
+        contribution ((E, S) Estimate): metric minus metric with the slot at dose 0; of live seeds
+        contribution_loss ((E, S) Estimate): loss with the slot at dose 0 minus loss; of live seeds
+        gain ((E, S) Estimate): loss minus loss with the slot at dose 1; of incubating seeds
+        gain_metric ((E, S) Estimate): metric with the slot at dose 1 minus metric; of incubating seeds
+        seed_gradient_norm ((E, S) float64): mean gradient norm of each seed over the step; nan where no seed trained
+        seed_gradient_finite ((E, S) bool): whether a seed trained and all its gradients were finite
+        participation ((E, S) float64): participation ratio of the stream at the slot / width of the stream, in (0, 1]
+        sensors ((E, S, F) float64): growth sensors, named in `Space.sensors`; nan before their first measurement
         sensor_age (int): steps since the sensors were computed
     """
 
@@ -112,14 +112,14 @@ class Measurements(NamedTuple):
 
 @brief
 class CoalitionValues(NamedTuple):
-    """What networks were worth with some of their live seeds at dose 0. C coalitions, by environment and bit mask.
+    """Metric and loss of networks with some of their live seeds at dose 0. C coalitions, ordered by environment and bit mask.
 
-    Bit s of a mask says that slot s keeps its dose. Environments without live seeds have none.
+    Bit s of a mask is set if slot s keeps its dose. Environments without live seeds have no coalitions.
 
     Attributes:
-        step (int): steps of the episode that had been taken
-        draw (int): key of the permutations, where they were sampled
-        live ((rows, S) bool): the seeds that were live
+        step (int): number of steps taken in the episode
+        draw (int): random key of the permutations, if they were sampled
+        live ((rows, S) bool): whether the slot held a live seed
         env ((C,) int64): environment of each coalition
         mask ((C,) int64): bit mask of each coalition
         metric ((C,) float64): metric on the probe split
@@ -137,7 +137,7 @@ class CoalitionValues(NamedTuple):
 
 @brief
 class Masks(NamedTuple):
-    """What may be done now. A later head's mask is indexed by the choices it depends on.
+    """The valid decisions. The mask of a later head is indexed by the choices that it depends on.
 
     Attributes:
         op ((E, O) bool): operations
@@ -157,11 +157,11 @@ class Masks(NamedTuple):
 
 
 class BlueprintInfo(NamedTuple):
-    """A blueprint of the menu, as a controller sees it.
+    """What a controller knows of a blueprint in the menu.
 
     Attributes:
         name (str): name of the blueprint, as `esper blueprints` lists it
-        tap (str): what its seeds read: 'here', 'before' or 'input', see `Tap`
+        tap (str): what its seeds read: 'here', 'before' or 'input' (see `Tap`)
     """
 
     name: str
@@ -170,27 +170,27 @@ class BlueprintInfo(NamedTuple):
 
 @brief
 class Space(NamedTuple):
-    """What does not change in a run: the names behind the indices, and the key of every environment.
+    """What is constant in an episode: the names behind the indices, and sizes, prices and instances.
 
     Attributes:
         slots (S names): names of the slots
         blueprints (K BlueprintInfo): the menu
-        tempos (T ints): ramp lengths that `Actions.tempo` chooses from [steps]
-        targets (A floats): alphas that `Actions.target` chooses from
-        cost ((E, S, K) int64): parameters that each blueprint would add at each slot, blended by ADD
+        tempos (T ints): ramp lengths, indexed by `Actions.tempo` [steps]
+        targets (A floats): alphas, indexed by `Actions.target`
+        cost ((E, S, K) int64): parameters that each blueprint would add at each slot with the blend ADD
         fits ((S, K) bool): whether each blueprint fits each slot
         width ((E, S) int64): features (or channels) of the stream at each slot
         sensors (F names): names of the growth sensors
-        max_seeds (int): seeds in the budget of an environment, fossils included, `lifecycle.max_seeds`
+        max_seeds (int): largest number of seeds in an environment, fossils included (`lifecycle.max_seeds`)
         seed (int): seed of the run
-        number ((E,) int64): number of each environment among all that are grown, here and in other populations; it keys draws
-        instance ((E,) int64): key of the instance of each environment
-        floor ((E,) float64): metric on the probe split of the best constant prediction; nan where it is not known
-        ceiling ((E,) float64): metric on the probe split of a prediction that is always right; nan where it is not known
-        objective (str): 'metric' or 'log_loss': what J is made of, `reward.objective`
-        rent (float): price of parameters in J, `reward.rent`
-        rent_size (int): a smaller host is charged as if it had so many parameters, `reward.rent_size`
-        blends ((Bl,) bool): the blends that a seed may have
+        number ((E,) int64): number of the environment, distinct among all populations of a run; part of the key of its draws
+        instance ((E,) int64): random key of the instance of each environment
+        floor ((E,) float64): metric of the best constant prediction on the probe split; nan if unknown
+        ceiling ((E,) float64): metric of a perfect prediction on the probe split; nan if unknown
+        objective (str): first term of J, 'metric' or 'log_loss' (`reward.objective`)
+        rent (float): price of parameters in J (`reward.rent`)
+        rent_size (int): a smaller host pays rent as if it had this many parameters (`reward.rent_size`)
+        blends ((Bl,) bool): whether each `Blend` may be chosen
     """
 
     slots: tuple[str, ...]
@@ -215,17 +215,17 @@ class Space(NamedTuple):
 
 @brief
 class View(NamedTuple):
-    """All that a controller may know when it decides.
+    """All information on which a controller may base its decisions.
 
     Attributes:
-        space (Space): what does not change in a run
+        space (Space): names, sizes, prices and instances
         episode (int): number of the episode, from 0
-        step (int): steps taken in this episode
+        step (int): number of steps taken in this episode
         steps (int): length of an episode [steps]
         seeds (Seeds): stage, age and dose of every slot
-        masks (Masks): what may be decided now
-        measurements (Measurements): what the last step measured
-        coalitions (CoalitionValues or None): the last that were evaluated; None before the first
+        masks (Masks): the valid decisions
+        measurements (Measurements): measurements of the last step
+        coalitions (CoalitionValues or None): the last coalitions that were evaluated; None before the first
         host_params ((E,) int64): parameters of the host
         added_params ((E,) int64): parameters of the seeds in BLENDING, HOLDING or FOSSILIZED
     """
@@ -244,7 +244,7 @@ class View(NamedTuple):
 
 @brief
 class Scores(NamedTuple):
-    """A network on the probe split; every field is (E,).
+    """The scores of each network on the probe split; every field is (E,).
 
     Attributes:
         metric ((E,) float64): metric on the probe split
@@ -259,25 +259,25 @@ class Scores(NamedTuple):
 
 @brief
 class Outcome(NamedTuple):
-    """What one step did, measured after the action acted.
+    """The result of one step: the decisions, and the networks before and after.
 
     Attributes:
         episode (int): number of the episode, from 0
-        step (int): the step that was taken, counted from 0
-        actions (Actions): what was decided
-        refused ((E,) int8): a `Refusal`, NONE where the decision was carried out
-        found ((E,) int8): a `Vital`; a row with any other than GOOD was restored to its last snapshot, which `after` then
-            describes
+        step (int): number of the step, from 0
+        actions (Actions): the decisions of the controller
+        refused ((E,) int8): a `Refusal`; NONE where the decision was carried out
+        found ((E,) int8): a `Vital`; where it is not GOOD, the row was restored to its last snapshot, and `after` describes
+            the restored row
         before (Scores): the network before the step
         after (Scores): the network after the step
         host_params ((E,) int64): parameters of the host
         terminal (bool): whether the episode ended, for every environment
-        exported (Scores or None): at the end of an episode the network that would be exported, with every unfinished slot at dose
-            0; None before
+        exported (Scores or None): at the end of an episode, the networks that would be exported, in which every seed that is not
+            fossilized has dose 0; None before the end
         seeds (Seeds): every slot after the step
         contribution ((E, S) Estimate): after the step, as in `Measurements`
         contribution_loss ((E, S) Estimate): after the step, as in `Measurements`
-        twin (two Scores or None): the never-grow twins before and after the step, where they are trained
+        twin (two Scores or None): the never-grow twins before and after the step; None without twins
     """
 
     episode: int
@@ -297,29 +297,29 @@ class Outcome(NamedTuple):
 
     @property
     def accepted(self) -> Bools:
-        """(E,) whether the decision was carried out."""
+        """(E,) bool: whether the decision was carried out."""
         return np.asarray(self.refused == Refusal.NONE)
 
     @property
     def ended(self) -> Bools:
-        """(E,) whether a sequence of decisions ends with this step: by the episode's end, or since it was rolled back."""
+        """(E,) bool: whether the sequence of decisions ends with this step, by the end of the episode or by a rollback."""
         return np.asarray(self.rolled_back | self.terminal)
 
     @property
     def rolled_back(self) -> Bools:
-        """(E,) whether the step failed: what came of it was taken back, and its sequence of decisions ends here."""
+        """(E,) bool: whether the row was restored to its last snapshot because the step failed."""
         return np.asarray(self.found != Vital.GOOD)
 
 
 def take(record: Any, rows: slice | NDArray[np.int64]) -> Any:
-    """A record of arrays, nested or not, cut to some environments along the leading axis; scalars stay."""
+    """A record of arrays (E, ...), nested or not, indexed along the leading axis; scalars are unchanged."""
     if isinstance(record, tuple):
         return type(record)(*(take(field, rows) for field in record))
     return record[rows] if isinstance(record, np.ndarray) else record
 
 
 def choose(rows: Bools, one: Any, other: Any) -> Any:
-    """The record of arrays (E, ...), nested or not, whose rows are those of `one` where chosen, (E,); scalars are of `other`."""
+    """`np.where(rows, one, other)` for records of arrays (E, ...), nested or not; rows is (E,) bool, scalars are from `other`."""
     if isinstance(other, tuple):
         return type(other)(*(choose(rows, mine, theirs) for mine, theirs in zip(one, other, strict=True)))
     if isinstance(other, np.ndarray):
@@ -328,7 +328,7 @@ def choose(rows: Bools, one: Any, other: Any) -> Any:
 
 
 def read_only(record: Any) -> Any:
-    """The record with arrays that nobody can write into; they share memory with the given ones."""
+    """The record with read-only views of its arrays."""
     if isinstance(record, tuple):
         fields = [read_only(field) for field in record]
         return tuple(fields) if type(record) is tuple else type(record)(*fields)

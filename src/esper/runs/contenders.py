@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.brought import check_brought
 from esper.leyline.config import Config, build_config
+from esper.leyline.controller_settings import check_controller_settings
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.task import AnyTask
@@ -37,7 +37,9 @@ class Contender(NamedTuple):
     """A controller that takes part."""
 
     name: str
-    settings: Mapping[str, Any]  # over the task's and the evaluation's: its controller, and keys of `leyline.brought`
+    settings: Mapping[
+        str, Any
+    ]  # over the task's and the evaluation's: its controller, and keys of `leyline.controller_settings`
     make: Callable[[Config], PolicyClient]  # a fresh controller for a population, which must not learn
     content: str = ""  # what `make` reads beside the config; kept results of other content are not taken for its own
 
@@ -109,7 +111,9 @@ def contender_config(
         "telemetry": {"level": "off"},
         "models": "none",
     }
-    check_brought({name: value for name, value in contender.settings.items() if name != "controller"}, contender.name)
+    check_controller_settings(
+        {name: value for name, value in contender.settings.items() if name != "controller"}, contender.name
+    )
     return with_steps(build_config(task.defaults, *settings, contender.settings, ours), task)
 
 

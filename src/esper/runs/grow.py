@@ -18,12 +18,12 @@ from esper.kasmina.static import Absent
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, described
 from esper.leyline.length import epochs_of
+from esper.leyline.progress import Silent, Watch
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.leyline.view import Seeds, View
-from esper.leyline.watching import Silent, Watch
 from esper.nissa.events import RunRow
 from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.runs.environment import describe_environment

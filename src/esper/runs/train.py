@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError, described
+from esper.leyline.progress import Progress, Silent
 from esper.leyline.protocols import Reward
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
-from esper.leyline.watching import Progress, Silent
 from esper.nissa.events import RoundRow, RunRow
 from esper.runs.environment import describe_environment
 from esper.runs.failure import Failure, RolledBack, failed_row

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper.leyline.actions import Actions, Blend, Head, Op
 from esper.leyline.brief import brief
-from esper.leyline.brought import check_brought
+from esper.leyline.controller_settings import check_controller_settings
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.parsing import parse_json
@@ -85,7 +85,7 @@ class Policy:
     language: Language
     settings: Mapping[str, Any] = field(
         default_factory=dict
-    )  # config under which it decides, keys of `leyline.brought`
+    )  # config under which it decides, keys of `leyline.controller_settings`
     origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from: tasks, rounds, validation
 
     @classmethod
@@ -328,7 +328,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
             )
     if facts["checksum"] != _checksum(facts):
         raise InputError(f"{path} was altered, by its checksum; train the controller again")
-    check_brought(facts["settings"], str(path))
+    check_controller_settings(facts["settings"], str(path))
     return facts
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
-from esper.leyline.actions import Actions, Op, checked
+from esper.leyline.actions import Actions, Op, checked_actions
 from esper.leyline.brief import brief
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, scalar
@@ -205,7 +205,7 @@ class Engine(Generic[P]):
         config, state = self.config, self.state
         assert state.episode >= 0, "reset() begins an episode"
         assert state.step < config.steps, "the episode is over; reset() begins the next"
-        actions = checked(actions, config.envs)
+        actions = checked_actions(actions, config.envs)
         before, decided = state.scores, state.seeds
         measured_before = state.measurements
         refused = self.decide(actions)
@@ -382,7 +382,7 @@ class Engine(Generic[P]):
     def _everywhere(self, actions: Actions) -> Actions:
         """The environments' decisions, and WAIT for every other row."""
         rest = np.zeros(len(self._env) - self.config.envs, np.int64)
-        return Actions(*(np.concatenate([head, rest]) for head in checked(actions, self.config.envs)))
+        return Actions(*(np.concatenate([head, rest]) for head in checked_actions(actions, self.config.envs)))
 
     def _report(self, view: View, outcome: Outcome, path: Sequence[Seeds], measured: Measured, found: Verdicts) -> None:
         """Events of a step: changes of stage, rollbacks, the step itself, and the episode where it ends."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from esper.leyline.actions import Actions, Op, checked
+from esper.leyline.actions import Actions, Op, checked_actions
 from esper.leyline.protocols import Explains, PolicyClient
 from esper.leyline.view import Outcome, View
 
@@ -65,7 +65,7 @@ def planted(outcome: Outcome) -> int:
 
 def decide(client: PolicyClient, view: View) -> Decision:
     """Ask a controller. InputError where its answer is not one whole number per environment and head."""
-    actions = checked(client.act(view), len(view.host_params))
+    actions = checked_actions(client.act(view), len(view.host_params))
     return Decision(actions, client.reasons() if isinstance(client, Explains) else None)
 
 
