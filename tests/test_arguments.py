@@ -38,7 +38,7 @@ def iris():
         (lambda task: esper.train([task, 5]), "the task is 5; give the name of one"),
         (lambda task: esper.train([]), "the tasks are none; name one or more"),
         (lambda task: esper.train(task, 5), "config is 5; give a mapping of keys to values"),
-        (lambda task: esper.train(task, {"task": "digits"}), "config names the task 'digits', but the task"),
+        (lambda task: esper.train(task, {"task": "digits"}), "config names the task 'digits', but the given task"),
         (lambda task: esper.train(task, reward=5), "reward is 5; give a function"),
         (lambda task: esper.train(task, run=5), "run is 5; give the path of a folder"),
         (lambda task: esper.check_rows(5), "the task is 5; give the name of one"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.kasmina.network import GrownNetwork
     from esper.leyline.actions import Actions, Blend, Head, Op
     from esper.leyline.config import Config, RewardConfig, build_config
-    from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError
+    from esper.leyline.errors import DataFault, InputError, LearningError, OutOfMemory, UserCodeError
     from esper.leyline.protocols import Explains, PolicyClient, Resumable, Reward, Senses
     from esper.leyline.sites import Site
     from esper.leyline.slots import SlotSpec, Tap
@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
         Space,
         View,
     )
-    from esper.simic.ppo import LearningError
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
     from esper.tasks.custom import task_from as task

@@ -95,7 +95,7 @@ def train(
     `tasks` are tasks or names of tasks, as in `grow`. A mapping of config keys goes over the tasks' own defaults and those of
     training and the preset. `reward` makes what the controller is paid by, one for each task: any callable from an `Outcome` to
     named components. Returns the summary; `esper.grow(task, controller=run)` uses what was trained. Raises InputError on bad
-    input, before anything is written, and `esper.simic.ppo.LearningError` where an update cannot be trusted. `progress` and
+    input, before anything is written, and `esper.LearningError` where an update cannot be trusted. `progress` and
     `on_interrupt` are as in `grow`.
     """
     chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]

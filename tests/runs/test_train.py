@@ -16,7 +16,7 @@ from torch import nn
 
 import esper
 from esper.leyline.config import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, LearningError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.progress import Silent
 from esper.leyline.task import Split
@@ -26,7 +26,6 @@ from esper.runs.interrupt import Interrupt
 from esper.runs.resume import Opening, cohort_configs
 from esper.runs.school import School, sample_instances, settings_of_policy
 from esper.runs.train import cohort_of, train
-from esper.simic.ppo import LearningError
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import get_controller, settings_of
 from esper.tamiyo.controller import FACTS, WEIGHTS, Language, Learned, Policy, load_policy

@@ -48,6 +48,10 @@ class UserCodeError(RuntimeError):
     """Code of the user raised an error, which is the `__cause__` of this one. The command line exits with 1."""
 
 
+class LearningError(RuntimeError):
+    """An update of a policy failed, and the policy keeps its earlier weights. The command line exits with 1."""
+
+
 class OutOfMemory(RuntimeError):
     """Memory ran out: one sentence with the device, the amount, and the key to lower. The command line exits with 1."""
 

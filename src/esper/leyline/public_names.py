@@ -84,7 +84,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Errors": {
         "InputError": "leyline.errors",
         "DataFault": "leyline.errors",
-        "LearningError": "simic.ppo",
+        "LearningError": "leyline.errors",
         "OutOfMemory": "leyline.errors",
         "UserCodeError": "leyline.errors",
     },

@@ -183,7 +183,7 @@ class Space(NamedTuple):
         sensors (F names): names of the growth sensors
         max_seeds (int): largest number of seeds in an environment, fossils included (`lifecycle.max_seeds`)
         seed (int): seed of the run
-        number ((E,) int64): number of the environment, distinct among all populations of a run; part of the key of its draws
+        number ((E,) int64): number of the environment among those of all populations; part of the key of its draws
         instance ((E,) int64): random key of the instance of each environment
         floor ((E,) float64): metric of the best constant prediction on the probe split; nan if unknown
         ceiling ((E,) float64): metric of a perfect prediction on the probe split; nan if unknown

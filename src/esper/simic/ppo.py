@@ -10,6 +10,7 @@ from torch import Tensor
 
 from esper.leyline.actions import RELEVANT, Head, Op
 from esper.leyline.config import PPOConfig
+from esper.leyline.errors import LearningError
 from esper.leyline.keys import Purpose, key, permutations
 from esper.simic.advantages import Advantages, advantages, less_group
 from esper.simic.rollout import Rollout
@@ -19,10 +20,6 @@ from esper.tamiyo.policy import GREEDY, Judged, judge
 
 TOLERANCE = 1e-5
 """How far a rollout's log-probabilities may be from those of the same weights [nats]."""
-
-
-class LearningError(RuntimeError):
-    """An update that cannot be trusted. The policy has the weights from before it."""
 
 
 class Batched(NamedTuple):

@@ -1,4 +1,4 @@
-"""`esper export`: the networks of a run folder written elsewhere, from files that are verified and never executed."""
+"""Export of the networks of a run folder to another folder, from files that are verified and never executed."""
 
 import shlex
 import tempfile

@@ -1,0 +1,93 @@
+"""`esper doctor`: checks of the installation and of this machine."""
+
+import importlib.metadata
+import importlib.util
+import itertools
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import typer
+
+from esper.commands.options import say, use_one_thread
+from esper.leyline.distribution import EXTRAS, pip_install
+from esper.leyline.errors import InputError
+
+Check = tuple[bool | None, str]
+"""Whether a check passed, or None if something optional is missing; and what was checked."""
+
+
+def doctor() -> None:
+    """Check that Esper can run here; the exit code is 1 if a check fails."""
+    failed = False
+    for passed, text in itertools.chain(_check_machine(), _check_blueprints(), _check_rows()):
+        failed |= passed is False
+        say(f"{'--' if passed is None else 'ok' if passed else 'FAIL':<5}{text}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _check_machine() -> Iterator[Check]:
+    """Python, packages, devices, extras and the temporary folder."""
+    import torch
+
+    yield (3, 11) <= sys.version_info < (3, 14), f"python {platform.python_version()} (3.11 to 3.13)"
+    for name in ("torch", "numpy", "safetensors", "scikit-learn"):
+        yield True, f"{name} {importlib.metadata.version(name)}"
+    yield True, f"{torch.get_num_threads()} threads (`esper grow` takes one)"
+    for index in range(torch.cuda.device_count()):
+        yield True, f"cuda:{index} {torch.cuda.get_device_name(index)}"
+    if not torch.cuda.is_available():
+        yield None, "CUDA: torch sees no device; runs take the CPU"
+    for extra, modules in EXTRAS.items():
+        missing = any(importlib.util.find_spec(module) is None for module in modules)
+        yield None if missing else True, f"extra {extra}" + (f": {pip_install(extra)}" if missing else "")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "probe").write_text("probe")
+        yield True, f"can write to {tempfile.gettempdir()}"
+    except OSError as error:
+        yield False, f"cannot write to a temporary folder: {error.strerror}"
+
+
+def _check_blueprints() -> Iterator[Check]:
+    """Whether every blueprint passes the checks that a seed must pass when it is planted."""
+    from esper.kasmina.blueprints import BLUEPRINTS, check
+
+    for (kind, name), blueprint in BLUEPRINTS.items():
+        try:
+            check(blueprint)
+            yield True, f"{kind} blueprint {name} passes its birth checks"
+        except InputError as error:
+            yield False, f"{kind} blueprint {name}: {error}"
+
+
+def _check_rows() -> Iterator[Check]:
+    """Whether a network has bitwise the same results in any population, for every host, blueprint and blend of Esper."""
+    import torch
+
+    from esper.kasmina.blueprints import BLUEPRINTS
+    from esper.kasmina.invariance import blends_that_vary, segments_that_vary
+    from esper.leyline.streams import Kind
+    from esper.tasks.catalog import TASKS, get_task
+
+    use_one_thread()
+    for name in TASKS:
+        try:
+            task = get_task(name)
+        except InputError:  # the files of its data are missing
+            continue
+        x = torch.randn(64, *task.inputs, generator=torch.Generator().manual_seed(0))
+        yield _row_check(f"host of {name}", segments_that_vary(task.largest, x))
+    for (kind, name), blueprint in BLUEPRINTS.items():
+        if kind == Kind.VECTOR:  # modules on maps run row by row, in separate calls
+            yield _row_check(f"blueprint {name}", blends_that_vary(blueprint, 8) | blends_that_vary(blueprint, 2))
+
+
+def _row_check(what: str, differences: Mapping[str, str]) -> Check:
+    if not differences:
+        return True, f"{what}: rows stand alone"
+    where = "; ".join(f"{part}: {text}" for part, text in differences.items())
+    return False, f"{what}: rows depend on their neighbours ({where})"

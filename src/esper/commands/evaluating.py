@@ -1,0 +1,76 @@
+"""`esper eval`: controllers compared on held-out instances."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from esper.commands.options import PLACE, Json, Settings, say, split_names, use_one_thread
+
+Controllers = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONTROLLER]...",
+        help="Names, schedule files, or run folders of trained controllers.",
+        show_default=False,
+    ),
+]
+
+
+def evaluate(
+    controllers: Controllers = None,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")] = "repair",
+    instances: Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")] = 200,
+    seeds: Annotated[
+        int,
+        typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config."),
+    ] = 3,
+    first: Annotated[int, typer.Option(metavar="N", help="Number of the first held-out instance.")] = 0,
+    searched: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Training instances on which the best fixed schedule is searched for; fewer is faster."
+        ),
+    ] = 64,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH."),
+    ] = None,
+    settings: Settings = None,
+    baselines: Annotated[
+        str,
+        typer.Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none."),
+    ] = "same-size,plain,skips",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the record in DIR.")] = False,
+    json_: Json = False,
+) -> None:
+    """Compare controllers with the rules and the best fixed schedule, on the same held-out instances with the same seeds.
+
+    The rules never, random-valid and heuristic, and the best fixed schedule, which is searched for, always take part.
+    Controllers are compared by J on the test split: the metric less rent for added parameters. Networks that an earlier call
+    with the same settings has grown are used again. Without DIR, each set of arguments has its own folder.
+    """
+    use_one_thread()
+    from rich.console import Console
+
+    from esper.calls import evaluate as compare
+    from esper.karn.evaluation import print_evaluation
+    from esper.leyline.config import parse_setting
+    from esper.runs.contenders import named
+    from esper.runs.evaluation_folder import FIGURE, RECORD, default_folder
+    from esper.store.files import to_json
+
+    names = split_names(tasks) or []
+    numbers: dict[str, Any] = {"instances": instances, "seeds": seeds, "first": first, "searched": searched}
+    contenders = [named(controller) for controller in controllers or ()]
+    static = [] if baselines == "none" else split_names(baselines)
+    if out is None:
+        layers = [*(parse_setting(setting) for setting in settings or ()), {"baselines": static}]
+        out = default_folder(contenders, names, layers, **numbers)
+    options: dict[str, Any] = {"settings": settings or (), "baselines": static, "out": out, "overwrite": overwrite}
+    record = compare(contenders, names, **numbers, **options, progress=True)
+    if json_:
+        typer.echo(to_json(record), nl=False)
+        return
+    print_evaluation(record, Console())
+    say(f"record and figure: {out / RECORD}, {out / FIGURE}")

@@ -1,0 +1,75 @@
+"""`esper tasks`, `esper blueprints` and `esper config`: commands that list what Esper has."""
+
+from typing import Annotated, Any
+
+import typer
+
+from esper.commands.options import PLACE, print_columns, say
+from esper.leyline.errors import InputError
+
+
+def tasks(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TASK]...", help=f"Tasks to list, or {PLACE}; all of Esper's own.", show_default=False),
+    ] = None,
+) -> None:
+    """List tasks with their slots and menus."""
+    from esper.tasks.catalog import TASKS, get_task, task_names
+
+    for name in names or TASKS:
+        try:
+            task = get_task(name)
+        except InputError as error:  # the files of its data are missing
+            if names:
+                raise
+            say(f"{name}: {task_names()[name]}")
+            say(f"  missing   {error}")
+        else:
+            _print_task(name, task)
+
+
+def _print_task(name: str, task: Any) -> None:
+    import torch
+
+    from esper.leyline.task import Mixture
+
+    say(f"{name}: {task.summary}")
+    say(f"  metric    {task.objective.metric}")
+    if isinstance(task, Mixture):
+        say(f"  instances {', '.join(f'{part} {len(keys):,}' for part, keys in task.ranges.items())}")
+    else:
+        splits = {"train": task.train, "probe": task.probe, "validation": task.validation, "test": task.test}
+        sizes = [f"{split} {len(part.x):,}" for split, part in splits.items() if part is not None]
+        say(f"  examples  {', '.join(sizes)}")
+    with torch.random.fork_rng(devices=[]):
+        slots = task.largest().slots
+    say(f"  slots     {', '.join(f'{slot.name} (width {slot.width})' for slot in slots)}")
+    say(f"  menu      {', '.join(task.menu)}")
+
+
+def blueprints() -> None:
+    """List the blueprints: what each reads, and what it costs between two streams of width 16."""
+    from esper.kasmina.blueprints import BLUEPRINTS
+
+    rows = [("blueprint", "kind", "reads", "parameters", "summary")]
+    rows += [
+        (name, str(kind), str(blueprint.tap), f"{blueprint.parameters(16, 16):,}", blueprint.summary)
+        for (kind, name), blueprint in BLUEPRINTS.items()
+    ]
+    print_columns(rows)
+
+
+def config(
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print the defaults as YAML, to start a file from.")] = False,
+) -> None:
+    """Print every configuration key with its default, its type and its meaning."""
+    from esper.leyline.config import Config
+    from esper.leyline.config_text import dump_config, reference
+
+    if yaml:
+        typer.echo(dump_config(Config()), nl=False)
+        return
+    rows = [("key", "default", "type", "meaning")]
+    rows += [(key, default, kind, meaning) for key, kind, default, meaning in reference()]
+    print_columns(rows)

@@ -1,0 +1,115 @@
+"""The options that several commands share, and how commands read settings, print and exit.
+
+Numbers of the config are taken as text, so that the config alone defines which values are accepted.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from esper.leyline.errors import InputError
+from esper.leyline.text import printable
+
+PLACE = "path.py:function or module:function, whose return is a task"
+"""How the help describes a task of the user's own."""
+
+Envs = Annotated[str | None, typer.Option("--envs", metavar="E", help="Environments, twins not counted.")]
+Steps = Annotated[str | None, typer.Option("--steps", metavar="T", help="Steps in an episode.")]
+Epochs = Annotated[
+    str | None,
+    typer.Option(
+        "--epochs", metavar="N", help="Length of an episode as passes over the train split; replaces --steps."
+    ),
+]
+Seed = Annotated[str | None, typer.Option("--seed", metavar="N", help="Seed of the run.")]
+Device = Annotated[str | None, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Device of the networks.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="YAML file of settings; `esper config --yaml` prints one."),
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of `esper config`; may be repeated.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder.")]
+
+NOT_BY_SET: Mapping[str, Mapping[str, str]] = {
+    "grow": dict.fromkeys(("task", "tasks"), "give the task as the argument"),
+    "train": {
+        **dict.fromkeys(("task", "tasks"), "give the tasks as the arguments"),
+        "controller": "it makes its own; leave that out",
+        **dict.fromkeys(("instances", "first_instance"), "it draws from all instances for training; leave that out"),
+        "models": "it keeps the controller and no networks; grow some with it",
+    },
+}
+"""Config keys that a command refuses in --set, each with the reason and what to do instead."""
+
+
+def use_one_thread() -> None:
+    """Let torch use one thread: sums then have one order, and the arrays are too small to gain from more."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def read_layers(
+    command: str, from_file: Mapping[str, Any], settings: Sequence[str] | None, options: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """Layers of config from the file, from --set and from the other options, of which None is left out.
+
+    InputError if --set names a key that the command refuses, or if --set and options give both steps and epochs.
+    """
+    from esper.leyline.config import parse_setting
+
+    parsed = [parse_setting(setting) for setting in settings or ()]
+    for name in (name for setting in parsed for name in setting):
+        if name in NOT_BY_SET[command]:
+            raise InputError(f"--set {name} is not for `esper {command}`: {NOT_BY_SET[command][name]}")
+    asked = [*parsed, {name: value for name, value in options.items() if value is not None}]
+    if all(any(layer.get(name) is not None for layer in asked) for name in ("steps", "epochs")):
+        raise InputError("steps and epochs are both given; give one of the two")
+    return [from_file, *asked]
+
+
+def split_names(text: str | None) -> list[str] | None:
+    """The names in a text with commas between them; None for None."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def say(line: str, err: bool = False) -> None:
+    """Print a line; control characters in it are escaped, because parts of it may come from files of other people."""
+    typer.echo(printable(line), err=err)
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells as aligned columns; the last column is not wrapped."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def fail(error: Exception | str, code: int) -> NoReturn:
+    """Print an error on one line and exit with a code."""
+    say(f"error: {' '.join(str(error).split())}", err=True)
+    raise SystemExit(code)
+
+
+def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table: Callable[..., None]) -> None:
+    """Print a summary, and exit with 130 if the run was interrupted, or with 1 if it failed."""
+    from rich.console import Console
+
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2, allow_nan=False))
+    else:
+        print_table(summary, Console(), str(folder))
+    if summary["status"] == "interrupted":
+        from esper.calls import names_of
+        from esper.leyline.resuming import resume_command
+
+        say(f"interrupted; {resume_command(folder, names_of(summary))} goes on", err=True)
+        raise typer.Exit(130)
+    if summary["status"] == "failed":
+        fail(summary["error"]["message"], 1)

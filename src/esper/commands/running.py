@@ -1,0 +1,183 @@
+"""`esper grow`, `esper train` and `esper resume`: commands whose result is a run folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from esper.commands.options import (
+    PLACE,
+    ConfigFile,
+    Device,
+    Envs,
+    Epochs,
+    Json,
+    Overwrite,
+    Seed,
+    Settings,
+    Steps,
+    finish,
+    read_layers,
+    split_names,
+    use_one_thread,
+)
+from esper.leyline.errors import InputError
+
+
+def grow(
+    task: Annotated[str, typer.Argument(help=f"A task of `esper tasks`, or {PLACE}.")],
+    controller: Annotated[
+        str | None,
+        typer.Option(
+            help="never, random-valid, heuristic, a schedule file, or the run folder of a trained controller."
+        ),
+    ] = None,
+    envs: Envs = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    seed: Seed = None,
+    device: Device = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")] = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    json_: Json = False,
+    overwrite: Overwrite = False,
+    models: Annotated[str | None, typer.Option(metavar="all|best|none", help="Networks to export.")] = None,
+    slots: Annotated[str | None, typer.Option(metavar="NAME,...", help="Slots that may be planted.")] = None,
+    baselines: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help="Static networks to compare with: twin, same-size, plain, skips, or none."
+        ),
+    ] = None,
+    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
+) -> None:
+    """Grow a population on a task, compare it with static networks (docs/baselines.md), and export the networks.
+
+    Settings are taken from the task, a trained controller, FILE, --set and the other options; a later one of these overrides
+    an earlier one.
+    """
+    use_one_thread()
+    from rich.console import Console
+
+    from esper.karn.bars import live
+    from esper.karn.console import print_summary
+    from esper.runs.configuration import growth_config, load_config_file
+    from esper.runs.grow import grow as run_population
+    from esper.runs.resume import Opening
+    from esper.store.disk import file_name
+    from esper.tamiyo.catalog import get_controller
+    from esper.tasks.catalog import get_task
+
+    chosen = get_task(task)
+    from_file = {} if config_file is None else load_config_file(str(config_file))
+    if from_file.get("task", task) != task:
+        raise InputError(
+            f"--config {config_file} is of task {from_file['task']!r}, not {task!r}; name the one you mean"
+        )
+    options: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
+    options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
+    options |= {"baselines": baselines, "twin": twin}
+    config = growth_config(chosen, *read_layers("grow", from_file, settings, options))
+    client = get_controller(config.controller, config)
+    folder = run or Path("runs") / f"{file_name(task)}-{file_name(Path(config.controller).stem)}-s{config.seed}"
+    with live(Console(stderr=True), config.steps, chosen.objective.metric) as watch:
+        summary = run_population(chosen, config, client, folder, watch, Opening(overwrite=overwrite))
+    finish(summary, folder, json_, print_summary)
+
+
+def train(
+    tasks: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {PLACE}; repair.", show_default=False),
+    ] = None,
+    preset: Annotated[str, typer.Option(metavar="quick|standard", help="Length of the training.")] = "quick",
+    rounds: Annotated[
+        str | None, typer.Option(metavar="N", help="Rounds: one episode of every environment, and one update.")
+    ] = None,
+    envs: Annotated[str | None, typer.Option(metavar="E", help="Environments of each task.")] = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    seed: Seed = None,
+    device: Device = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    json_: Json = False,
+    overwrite: Overwrite = False,
+    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Train never-grow twins too.")] = None,
+) -> None:
+    """Train a controller by growing populations of hosts; `esper grow TASK --controller DIR` then uses it.
+
+    Settings are taken from the task, the defaults of training, the preset, FILE, --set and the other options; a later one of
+    these overrides an earlier one.
+    """
+    use_one_thread()
+    from rich.console import Console
+
+    from esper.karn.bars import training
+    from esper.karn.console import print_training
+    from esper.runs.configuration import load_config_file, training_configs
+    from esper.runs.resume import Opening
+    from esper.runs.train import train as train_controller
+    from esper.store.disk import file_name
+    from esper.tasks.catalog import get_task
+
+    from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
+    names = _training_tasks(tasks, from_file, config_file)
+    chosen = [get_task(name) for name in names]
+    options: dict[str, Any] = {"envs": envs, "steps": steps, "epochs": epochs, "seed": seed, "device": device}
+    options |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
+    configs = training_configs(chosen, preset, *read_layers("train", from_file, settings, options))
+    folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
+    with training(Console(stderr=True)) as watch:
+        summary = train_controller(chosen, configs, folder, watch, Opening(overwrite=overwrite))
+    finish(summary, folder, json_, print_training)
+
+
+def _training_tasks(tasks: Sequence[str] | None, from_file: dict[str, Any], path: Path | None) -> list[str]:
+    """The tasks of the arguments or of a config file, from which `tasks` is removed. InputError if the two differ."""
+    listed = from_file.pop("tasks", None) or ([from_file["task"]] if "task" in from_file else None)
+    if listed is not None and (not isinstance(listed, list) or not all(isinstance(name, str) for name in listed)):
+        raise InputError(f"--config {path} names the tasks {listed!r}; give a list of names, as [repair, digits]")
+    names = list(tasks or listed or ("repair",))
+    if listed is not None and names != listed:
+        raise InputError(f"--config {path} is of {', '.join(listed)}, not {', '.join(names)}; name the ones you mean")
+    return names
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(help="The run folder of `esper grow` or `esper train`.")],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            metavar="PLACE",
+            help="path.py:function or module:function that makes the run's task, if it is your own.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
+    ] = None,
+    other_data: Annotated[
+        bool,
+        typer.Option("--other-data", help="Continue although the data differ from the run's, on record."),
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Continue a run that was interrupted or killed; it gets the same numbers as without the break (docs/checkpoints.md).
+
+    The run continues from its last checkpoint, or starts again from its config.yaml if it has none. The summary of a finished
+    run is printed. With --set, as steps=48 or ppo.rounds=200, a finished run continues too. A run on a task of your own needs
+    --task, because a run folder alone may not start code. A controller that was a Python object must be given in Python:
+    esper.resume(RUN, controller=...).
+    """
+    use_one_thread()
+    from esper.calls import go_on
+    from esper.karn.console import print_summary, print_training
+    from esper.runs.resume import is_training, read_config
+
+    summary = go_on(run, tasks or None, None, settings or (), other_data, True)
+    finish(summary, run, json_, print_training if is_training(read_config(run)) else print_summary)
