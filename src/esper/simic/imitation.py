@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions
 from esper.leyline.config import GovernorConfig
@@ -34,12 +35,21 @@ class Apprentice(SimicClient):
         self.teacher, self.led = teacher, led
 
     def act(self, view: View) -> Actions:
-        """The teacher's decision in the first environments, the policy's own, sampled, in the rest."""
+        """The teacher's decision in the environments that it leads, the policy's own, sampled, in the rest."""
         envs = len(view.host_params)
         thought = self.mind.think(view, greedy=False)
         shown = self.teacher.act(view)
         valid = offered(view.masks, shown)
         self.keep(view, drawn(thought, GREEDY)._replace(actions=shown, valid=valid, log_prob=torch.zeros(envs)))
-        follows = np.arange(envs) < round(self.led * envs)
+        follows = led_by_teacher(view.space.number, self.led)
         own = thought.decision.actions
         return Actions(*(np.where(follows, theirs, mine) for theirs, mine in zip(shown, own, strict=True)))
+
+
+def led_by_teacher(number: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """floor((n + 1) share) > floor(n share): which environments the teacher leads, by their numbers n, (E,) int64.
+
+    Of m consecutive numbers these are share * m, rounded up or down, evenly spread; so a part of a population has its part.
+    """
+    led: NDArray[np.bool_] = np.floor((number + 1) * share) > np.floor(number * share)
+    return led
