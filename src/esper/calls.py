@@ -20,7 +20,7 @@ from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.resuming import is_reference, resume_call, resume_command
 from esper.leyline.task import AnyTask, Mixture, Task
-from esper.nissa.recovery import look_at_events
+from esper.nissa.recovery import check_events
 from esper.runs.contenders import Contender, named
 from esper.runs.evaluation import run_evaluation
 from esper.runs.evaluation_folder import FIGURE, RECORD, ROOT, EvaluationFolder
@@ -98,7 +98,7 @@ def go_on(
     change = None if config == before else Change(before, tuple(asked))
     known = finished(folder) if change is None else None
     if known is not None and can_print(known, is_training(config)):  # else it is damaged, and worked out again
-        wrong = look_at_events(folder) if config.telemetry.level != "off" else None
+        wrong = check_events(folder) if config.telemetry.level != "off" else None
         if wrong is not None:
             warn(wrong, RunWarning)
         return known

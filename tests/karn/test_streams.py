@@ -11,7 +11,7 @@ from esper.karn.bars import Lines, live
 from esper.karn.console import print_summary
 from esper.karn.streams import Steady, lost_output, steady, steady_output
 from esper.store import patience
-from esper.store.patience import DiskFull, Patience
+from esper.store.full_disk import DiskFull, DiskRetry
 from karn.test_console import GROWING, SUMMARY
 
 
@@ -115,7 +115,7 @@ def test_a_log_on_the_full_disk_does_not_shorten_the_waiting_for_room(tmp_path, 
         raise OSError(28, "No space left on device")
 
     with open(full_device, "w") as log, live(Console(file=log), 3, "accuracy") as lines, pytest.raises(DiskFull):
-        Patience(0.05, lines.note, tmp_path, lambda: False)(tmp_path / "a", write)
+        DiskRetry(0.05, lines.note, tmp_path, lambda: False)(tmp_path / "a", write)
     assert len(tries) > 2
 
 

@@ -9,8 +9,8 @@ from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import Opening, read_config
 from esper.runs.train import train
-from esper.store import patience
-from esper.store.patience import DiskFull
+from esper.store import full_disk
+from esper.store.full_disk import DiskFull
 from esper.tamiyo.catalog import get_controller
 from populations import blobs, small_config
 
@@ -41,7 +41,7 @@ TRAINED = (r"/events\.jsonl$", r"/\.step-\d+\.new/state\.safetensors$", r"/\.con
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(patience, "EVERY", 0.005)
+    monkeypatch.setattr(full_disk, "EVERY", 0.005)
 
 
 class Noting(Silent):

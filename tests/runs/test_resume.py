@@ -23,7 +23,7 @@ from esper.leyline.progress import Silent
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import Stage
 from esper.nissa.events import RunRow, decode
-from esper.nissa.recovery import look_at_events
+from esper.nissa.recovery import check_events
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import Opening, cohort_configs, is_training, read_config, with_cohorts
@@ -515,7 +515,7 @@ def test_events_that_are_lost_during_the_run_are_noticed_and_written_again_where
     assert (numbers[0] == 0) == (how != "emptied")
     if how == "replaced":
         assert (tmp_path / "run" / "events-damaged-1.jsonl").read_text() == "mine"
-    wrong = look_at_events(tmp_path / "run")
+    wrong = check_events(tmp_path / "run")
     assert (wrong is None) == (how in ("deleted", "replaced"))
     (tmp_path / "run" / "summary.json").unlink()
     again = grow(

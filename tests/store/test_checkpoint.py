@@ -189,7 +189,7 @@ def test_a_best_whose_checkpoint_is_damaged_is_told_and_the_latest_used(folder, 
     found, (note,) = read(folder)
     assert found.number == 2
     assert "step-000001" in note
-    assert note.endswith("; the next checkpoint that is the best is named in its place")
+    assert note.endswith("; the next best checkpoint replaces it")
 
 
 def test_a_checkpoint_is_due_by_steps_and_none_where_nothing_happened(folder):

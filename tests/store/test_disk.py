@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from crashes import at_every_call
-from esper.store.disk import remove, standing, write_atomic, write_folder
+from esper.store.disk import find_folder, remove, write_atomic, write_folder
 
 OLD, NEW = {"a": b"1", "b": b"2" * 9}, {"a": b"3" * 9, "c": b""}
 
@@ -59,7 +59,7 @@ def test_a_folder_takes_the_place_of_the_old_one(tmp_path):
 def test_a_crash_between_any_two_system_calls_leaves_the_old_folder_or_the_new(tmp_path, monkeypatch):
     folder, found = tmp_path / "f", []
     for _ in at_every_call(monkeypatch, lambda: write_folder(folder, OLD), lambda: write_folder(folder, NEW)):
-        found.append(content(standing(folder)))
+        found.append(content(find_folder(folder)))
         assert found[-1] in (OLD, NEW)
     assert len(found) > 10, "or this test shows nothing"
     assert sorted(found, key=lambda files: files == NEW) == found
@@ -76,7 +76,7 @@ def test_a_crash_while_another_one_is_made_up_for_loses_nothing_either(tmp_path,
         os.rename(folder, aside)  # as a crash between the two renames leaves it
 
     for _ in at_every_call(monkeypatch, prepare, lambda: write_folder(folder, NEW)):
-        assert content(standing(folder)) in (OLD, NEW)
+        assert content(find_folder(folder)) in (OLD, NEW)
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp
 def test_a_link_aside_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".f.old").symlink_to(tmp_path / "elsewhere")
-    assert standing(tmp_path / "f") == tmp_path / "f"
+    assert find_folder(tmp_path / "f") == tmp_path / "f"
 
 
 def test_removing_follows_no_link(tmp_path):

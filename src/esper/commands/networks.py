@@ -17,7 +17,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask, Task
 from esper.runs.resume import read_config
-from esper.store.disk import standing, write_folder
+from esper.store.disk import find_folder, write_folder
 from esper.store.files import MODELS, check_links, is_run
 
 Topology = dict[str, Any]
@@ -40,7 +40,7 @@ def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
     check_links(run)
     names = [path.name for path in (run / MODELS).glob("env-*")]
     names += [path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")]  # a kill left it aside
-    found = {Path(name): standing(run / MODELS / name) for name in sorted(set(names))}
+    found = {Path(name): find_folder(run / MODELS / name) for name in sorted(set(names))}
     sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in (MODEL, TOPOLOGY))}
     if not sources:
         raise InputError(f"{run} holds no networks; run it to its end, with --models all or best")

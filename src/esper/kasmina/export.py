@@ -30,7 +30,7 @@ from esper.leyline.parsing import parse_json
 from esper.leyline.stages import IN_BUDGET, Stage
 from esper.leyline.task import Interface, Label, Scaling
 from esper.leyline.view import Seeds
-from esper.store.disk import Patient, at_once, standing, write_folder
+from esper.store.disk import Retry, find_folder, write_folder, write_once
 from esper.store.reading import read_kept
 
 FORMAT = 2
@@ -171,7 +171,7 @@ def save_network(
     network: nn.Module,
     topology: Mapping[str, Any],
     example: Tensor,
-    patience: Patient = at_once,
+    retry: Retry = write_once,
     untraceable: str | None = None,
 ) -> str | None:
     """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone, as a folder.
@@ -201,7 +201,7 @@ def save_network(
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_folder(folder, files)
 
-    patience(folder, put)
+    retry(folder, put)
     return failure
 
 
@@ -230,7 +230,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
 
     Raises InputError, naming the file, where one is missing, is not what it should be, or does not fit the host.
     """
-    folder = standing(folder)
+    folder = find_folder(folder)
     topology = read_topology(folder)
     with drawn_with(0):
         base = host()
@@ -319,7 +319,7 @@ def check_size(folder: Path, parameters: int) -> None:
 
     So what a topology asks for is no larger than what was brought along, and is built only then.
     """
-    path = standing(folder) / MODEL
+    path = find_folder(folder) / MODEL
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise InputError(f"{path} is a link or no file, which is not read; put what it stands for in its place")
     try:
@@ -335,7 +335,7 @@ def check_size(folder: Path, parameters: int) -> None:
 
 def read_topology(folder: Path) -> dict[str, Any]:
     """topology.json of an exported network. InputError where it is missing, damaged or of another format."""
-    path = standing(folder) / TOPOLOGY
+    path = find_folder(folder) / TOPOLOGY
     data = read_kept(path, _LARGEST_TOPOLOGY, "give a folder that `esper grow` or `esper export` wrote")
     topology = parse_json(data, path, "export the network again")
     if not isinstance(topology, dict) or topology.get("format") != FORMAT:

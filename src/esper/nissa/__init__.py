@@ -1,1 +1,1 @@
-"""Nissa: telemetry. Event rows and the hub that writes them."""
+"""Nissa: telemetry. The rows of the events, and the hub that writes them."""

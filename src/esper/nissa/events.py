@@ -1,8 +1,8 @@
 """The rows of events.jsonl, one class per kind. E environments, S slots.
 
-A row says what was measured and nothing else: what was not measured is nan in an array and null in the file. Fields
-with one value per environment take arrays as they are; the writer turns them into lists. A name has one type over all
-kinds of rows, so that the file is a table: an array has another name than the number of one environment.
+A value that was not measured is nan in an array and null in the file. Fields with one value per environment take arrays,
+which the writer converts to lists. A field name has the same type in all kinds of rows, so that the file can be read as one
+table; an array therefore has another name than the number of one environment.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Integers = Sequence[int] | NDArray[np.integer[Any]]
     Table = Sequence[Sequence[int]] | NDArray[np.integer[Any]]
     Flags = Sequence[bool] | NDArray[np.bool_]
-else:  # what a reader of the file finds
+else:  # the types in the file
     Numbers = list[float | None]
     Matrix = list[list[float | None]]
     Integers = list[int]
@@ -49,7 +49,7 @@ class Row(msgspec.Struct, kw_only=True, tag_field="kind"):
 
 
 class RunRow(Row, tag="run", kw_only=True):
-    """The first and the last row of a run. A run that is resumed with a changed config has another one there."""
+    """The first and the last row of a run. A run that is resumed with a changed config has one more at that place."""
 
     schema: Annotated[int, Meta(description="version of the rows")] = SCHEMA
     status: Annotated[Literal["running", "finished", "interrupted", "failed"], Meta(description="of the run")]
@@ -58,7 +58,7 @@ class RunRow(Row, tag="run", kw_only=True):
     envs: Annotated[int, Meta(description="environments, twins not counted")]
     steps: Annotated[int, Meta(description="steps of an episode")]
     seed: Annotated[int, Meta(description="run seed")]
-    device: Annotated[str, Meta(description="where the run takes place")]
+    device: Annotated[str, Meta(description="device of the networks")]
     slots: Annotated[Sequence[str], Meta(description="(S,) names of the slots")]
     blueprints: Annotated[Sequence[str], Meta(description="names of the menu")]
     host_param_counts: Annotated[
@@ -67,9 +67,9 @@ class RunRow(Row, tag="run", kw_only=True):
     changed: Annotated[
         Sequence[str], Meta(description="settings that `esper resume --set` changed at this row, as key=value")
     ] = ()
-    error: Annotated[
-        str | None, Meta(description="type and message of what ended a failed run; null in the others")
-    ] = None
+    error: Annotated[str | None, Meta(description="type and message of the error of a failed run; null otherwise")] = (
+        None
+    )
 
 
 class StepRow(Row, tag="step", kw_only=True):
@@ -85,7 +85,9 @@ class StepRow(Row, tag="step", kw_only=True):
         Sequence[str | None], Meta(description="(E,) slot of the operation; null where it acts on none")
     ]
     accepted: Annotated[Flags, Meta(description="(E,) whether the operation was carried out")]
-    refused: Annotated[Sequence[str | None], Meta(description="(E,) why it was not carried out; null where it was")]
+    refused: Annotated[
+        Sequence[str | None], Meta(description="(E,) why the operation was not carried out; null where it was")
+    ]
     stages: Annotated[Table, Meta(description="(E, S) stage of every slot, 0 DORMANT to 7 EMBARGOED")]
     alphas: Annotated[Matrix, Meta(description="(E, S) dose of every slot")]
     added_param_counts: Annotated[
@@ -119,9 +121,7 @@ class LifecycleRow(Row, tag="lifecycle", kw_only=True, rename={"from_stage": "fr
         float | None, Meta(description="incubation gain at that decision; null where not measured")
     ] = None
     gain_se: Annotated[float | None, Meta(description="its standard error")] = None
-    gate_checks: Annotated[str | None, Meta(description="what the gate in front of the seed said at that decision")] = (
-        None
-    )
+    gate_checks: Annotated[str | None, Meta(description="result of the gate of the seed at that decision")] = None
 
 
 class RollbackRow(Row, tag="rollback", kw_only=True):
@@ -130,7 +130,9 @@ class RollbackRow(Row, tag="rollback", kw_only=True):
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
     env: Annotated[int, Meta(description="environment")]
-    twin: Annotated[bool, Meta(description="true where the never-grow twin failed, and not the environment itself")]
+    twin: Annotated[
+        bool, Meta(description="true if the never-grow twin failed, false if the environment itself failed")
+    ]
     reason: Annotated[str, Meta(description="the vital sign that failed")]
     metric: Annotated[float | None, Meta(description="task metric on the probe split, before the restoration")]
     loss: Annotated[float | None, Meta(description="loss on the probe split, before the restoration")]
@@ -190,7 +192,10 @@ def step_row(view: View, outcome: Outcome, *, twin_metrics: Numbers | None = Non
 
 
 class Basis(NamedTuple):
-    """What a decision to plant, to keep or to remove a seed was based on; null is what was not measured."""
+    """The reason and the measurements of a decision to plant, keep or remove a seed; None for what was not measured.
+
+    The fields are those of `LifecycleRow`.
+    """
 
     why: str
     contribution_mean: float | None = None
@@ -211,8 +216,8 @@ def lifecycle_rows(
 ) -> Iterator[LifecycleRow]:
     """One row per change of stage between two states of the seeds, in the order of `changes`.
 
-    A seed that has just been removed is named by what it was, as its slot no longer holds it. `bases` are what the plantings,
-    the removals and the fossilizations among them were based on, by environment and slot.
+    `bases` holds the reasons of plantings, removals and fossilizations, by environment and slot. The blueprint of a removed
+    seed is taken from `before`.
     """
     planted = np.where(after.blueprint >= 0, after.blueprint, before.blueprint)
     for env, slot, source, target in np.stack(changes, axis=1).tolist():
@@ -233,8 +238,8 @@ def lifecycle_rows(
 def rollback_rows(
     outcome: Outcome, space: Space, found: NDArray[np.int8], failed: Scores, before: Seeds, after: Seeds
 ) -> Iterator[RollbackRow]:
-    """One row per rollback of a step: `found` (rows,) over environments and then their twins, what `failed` was worth, and the
-    seeds on either side of the rollback.
+    """One row per rollback in a step. `found` (rows,) holds the environments and then their twins, `failed` the scores before
+    the rollback, `before` and `after` the seeds before and after it.
     """
     envs = len(outcome.actions.op)
     for row in np.flatnonzero(found != Vital.GOOD).tolist():
@@ -255,9 +260,10 @@ def rollback_rows(
 def episode_rows(
     view: View, scores: Scores, steps: int, unfinished: Bools, rollbacks: NDArray[np.int64]
 ) -> Iterator[EpisodeRow]:
-    """One row per environment at the end of an episode of so many steps: `scores` are those of the networks that would be
-    exported, with the fossilized seeds of `view`, `unfinished` (E, S) marks seeds that were left out, and `rollbacks` counts
-    those of each environment; the arrays may be longer than E.
+    """One row per environment at the end of an episode.
+
+    `scores` are those of the networks that would be exported, which have the fossilized seeds of `view`. `unfinished` (E, S)
+    marks the other seeds. `rollbacks` (E,) are counts. The arrays may be longer than E.
     """
     space, seeds = view.space, view.seeds
     for env, (stages, blueprints) in enumerate(zip(seeds.stage.tolist(), seeds.blueprint.tolist(), strict=True)):
@@ -284,7 +290,7 @@ def encode(row: Row) -> bytes:
 
 
 def decode(line: bytes | str) -> Row:
-    """A line of events.jsonl as the row that it was. InputError where it is none of version `SCHEMA`."""
+    """The row of a line of events.jsonl. InputError if the line is no row of version `SCHEMA`."""
     try:
         row: Row = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -293,9 +299,9 @@ def decode(line: bytes | str) -> Row:
 
 
 def read_events(path: Path) -> Iterator[Row]:
-    """The rows of an events.jsonl, in order; a last line without its newline, which is still being written, is left out.
+    """The rows of an events.jsonl, in order. A last line without a newline, which is still being written, is left out.
 
-    InputError where the file cannot be read, is of another version, or has a line that is no row.
+    InputError if the file cannot be read, has another version, or has a line that is no row.
     """
     with open_regular(path, "name the events.jsonl of a run folder") as file:
         for number, line in enumerate(file):
@@ -311,7 +317,7 @@ def read_events(path: Path) -> Iterator[Row]:
 
 
 def _version(line: bytes) -> int | None:
-    """The version that a run row names, 1 where it names none; None where the line is no run row."""
+    """The version in a run row, 1 if it has none; None if the line is no run row."""
     try:
         first = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -323,7 +329,7 @@ def _version(line: bytes) -> int | None:
 
 
 def _decisions(actions: Actions, space: Space) -> tuple[list[str], list[str | None]]:
-    """Names of the ops and, where they act on one, of the slots."""
+    """Names of the operations, and of their slots; None for the slot of an operation that acts on none."""
     known = (actions.op >= 0) & (actions.op < len(Op))
     acts = known & RELEVANT[np.where(known, actions.op, 0), Head.SLOT]
     acts &= (actions.slot >= 0) & (actions.slot < len(space.slots))

@@ -1,4 +1,4 @@
-"""The hub: numbers rows and hands them to every output, in order, without dropping any."""
+"""The hub, which numbers the rows of the events and hands each of them to every output, in order."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -11,10 +11,10 @@ Level = Literal["off", "run", "step"]
 
 
 class Hub:
-    """What the engine and the run write to.
+    """The object to which the engine and the run write rows.
 
-    There is no queue: a row has reached every output when `emit` returns, and an output that fails raises there.
-    `seq` is the number of the next row, and the first one where a run is taken up again.
+    There is no queue: when `emit` returns, every output has the row; `emit` raises the error of an output.
+    `seq` is the number of the next row. `level` says which rows are kept.
     """
 
     def __init__(self, outputs: Sequence[Output] = (), level: Level = "step", seq: int = 0) -> None:
@@ -23,11 +23,11 @@ class Hub:
         self.seq = seq
 
     def wants(self, kind: type[Row]) -> bool:
-        """Whether rows of this kind are kept at this level: 'off' none, 'run' all but step rows, 'step' all."""
+        """Whether rows of this kind are kept: none at level 'off', all but step rows at 'run', all at 'step'."""
         return self.level == "step" or (self.level == "run" and not issubclass(kind, StepRow))
 
     def emit(self, row: Row) -> None:
-        """Number a row, date it and hand it on, where the level asks for it."""
+        """Set number and time of a row and hand it to every output, if the level keeps it."""
         if not self.wants(type(row)):
             return
         row.seq, row.time = self.seq, time.time()
@@ -36,17 +36,17 @@ class Hub:
         self.seq += 1
 
     def extend(self, rows: Iterable[Row]) -> None:
-        """`emit` each."""
+        """Emit each row."""
         for row in rows:
             self.emit(row)
 
     def flush(self) -> None:
-        """See that every row survives a crash of the machine."""
+        """Flush every output to the disk."""
         for output in self.outputs:
             output.flush()
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: how many rows there are, and by what those of the first output that has a file are known."""
+        """For a checkpoint: the number of rows, and the mark of the first output that has a file."""
         marks = [mark for output in self.outputs if (mark := output.mark()) is not None]
         return {"seq": self.seq, "events": marks[0] if marks else None}
 

@@ -1,7 +1,7 @@
-"""The events of a run that goes on: what of them is whole, what is cut, and what is said.
+"""The events of a resumed run: which rows are kept, which are removed, and what the user is told.
 
-A checkpoint knows how many rows were written before it and, by length and sha256, the bytes that they are. Rows are never a
-reason not to go on: what is damaged is moved aside as it is, and the rows that are whole are kept.
+A checkpoint holds the number of rows before it, and the length and sha256 of these rows. Damaged events never prevent a run
+from being resumed: the damaged file is renamed, and its valid rows are kept.
 """
 
 import hashlib
@@ -19,20 +19,20 @@ from esper.store.disk import write_atomic
 from esper.store.files import EVENTS
 
 Mark = dict[str, Any]
-"""By what the first rows of a file are known: {"bytes": their length, "sha256": of them}."""
+"""Identifies the first rows of a file: {"bytes": their length, "sha256": their sha256}."""
 
-_LISTED = 3  # ranges of rows that a sentence names
+_LISTED = 3  # largest number of ranges in a sentence
 
 
-class Found(NamedTuple):
+class ValidRows(NamedTuple):
     """The content of an events.jsonl."""
 
-    rows: dict[int, bytes]  # the whole ones by number, each a line
-    spoilt: int  # lines that are no row, or one that comes too late
+    rows: dict[int, bytes]  # valid rows by number, each a line
+    invalid: int  # number of lines that are no row, or whose number is out of order
 
 
 class _Numbered(msgspec.Struct):
-    """What every row has, of whatever kind and version."""
+    """The fields that rows of every kind and version have."""
 
     seq: int
     kind: str
@@ -42,15 +42,15 @@ class _Numbered(msgspec.Struct):
 _numbered = msgspec.json.Decoder(_Numbered)
 
 
-def take_up_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[str], None]) -> None:
-    """Leave the first `rows` rows in the events of a run that goes on behind them; those that `mark` is of, where it is known.
+def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[str], None]) -> None:
+    """Keep the first `rows` rows in the events of a run that is resumed after them.
 
-    What follows is written again by the run, and is moved to a file beside it, as is a file that is damaged. A crash at any
-    moment leaves rows twice and loses none.
+    `mark` identifies these rows, if it is known. Later rows, which the run will write again, and a damaged file are moved to
+    another file in the folder. A crash at any moment may leave rows twice, but loses none.
     """
     path = folder / EVENTS
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        side = beside(folder, "damaged")
+        side = free_path(folder, "damaged")
         os.rename(path, side)
         note(f"{path} is no regular file; it was moved to {side}")
     data = path.read_bytes() if path.exists() else b""
@@ -63,15 +63,15 @@ def take_up_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[s
     if whole and len(kept) == rows:
         if mark is not None:
             note(
-                f"{path} holds other bytes than were written, by their sha256, though every row can be read: "
+                f"{path} differs from what was written, by its sha256, though every row can be read: "
                 f"{counted(rows, 'row')}"
             )
         _cut(folder, sum(map(len, kept)), data, note)
         return
-    missing = words(gaps(found.rows, rows))
+    missing = describe_ranges(missing_ranges(found.rows, rows))
     where = ""
     if data:
-        side = beside(folder, "damaged")
+        side = free_path(folder, "damaged")
         write_atomic(side, data)
         write_atomic(path, b"".join(kept))
         where = f" and the file as it was is {side}"
@@ -86,8 +86,8 @@ def take_up_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[s
     )
 
 
-def look_at_events(folder: Path) -> str | None:
-    """What is wrong with the events of a finished run, in a sentence; None where nothing is."""
+def check_events(folder: Path) -> str | None:
+    """What is wrong with the events of a finished run, in a sentence; None if they are complete."""
     path = folder / EVENTS
     if not os.path.lexists(path):
         return f"{path} is missing; the rows of this run are lost"
@@ -95,31 +95,31 @@ def look_at_events(folder: Path) -> str | None:
         return f"{path} is no regular file; the rows of this run are lost"
     found = read_rows(path.read_bytes())
     count = max(found.rows, default=-1) + 1
-    missing = words(gaps(found.rows, count))
+    missing = describe_ranges(missing_ranges(found.rows, count))
     wrong = [
         *([f"missing rows: {missing}"] if missing else []),
-        *([f"{counted(found.spoilt, 'line')} without a row"] if found.spoilt else []),
+        *([f"{counted(found.invalid, 'line')} without a row"] if found.invalid else []),
         *([] if count and _ends(found.rows[count - 1]) else ["its end is missing"]),
     ]
     return f"{path} is damaged: {'; '.join(wrong)}" if wrong else None
 
 
-def read_rows(data: bytes) -> Found:
-    """The whole rows of an events.jsonl, whose numbers rise; other lines are counted."""
+def read_rows(data: bytes) -> ValidRows:
+    """The valid rows of an events.jsonl, whose numbers must rise, and the number of other lines."""
     rows: dict[int, bytes] = {}
-    spoilt, last = 0, -1
+    invalid, last = 0, -1
     for line in _lines(data):
         number = _number(line)
         if number is None or number <= last:
-            spoilt += 1
+            invalid += 1
         else:
             rows[number] = line
             last = number
-    return Found(rows, spoilt)
+    return ValidRows(rows, invalid)
 
 
-def gaps(numbers: Iterable[int], count: int) -> list[tuple[int, int]]:
-    """First and last of every run of numbers below `count` that is missing among rising ones."""
+def missing_ranges(numbers: Iterable[int], count: int) -> list[tuple[int, int]]:
+    """(first, last) of each range of integers below `count` that is missing in `numbers`, which rise."""
     found, due = [], 0
     for number in numbers:
         if due < number and due < count:
@@ -128,15 +128,15 @@ def gaps(numbers: Iterable[int], count: int) -> list[tuple[int, int]]:
     return [*found, (due, count - 1)] if due < count else found
 
 
-def words(ranges: Sequence[tuple[int, int]]) -> str:
-    """Ranges of numbers, the first few of them: '6, 9 to 12 and 3 more'."""
+def describe_ranges(ranges: Sequence[tuple[int, int]]) -> str:
+    """The first few ranges as text: '6, 9 to 12 and 3 more'."""
     shown = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_LISTED]]
     more = sum(last - first + 1 for first, last in ranges[_LISTED:])
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _lines(data: bytes) -> Iterator[bytes]:
-    """Each with its newline, and without the zeros before it that the crash of a file system may leave."""
+    """Lines with their newline, without leading zero bytes, which a crash of a file system may leave."""
     begin = 0
     while begin < len(data):
         end = data.find(b"\n", begin) + 1 or len(data)
@@ -145,7 +145,7 @@ def _lines(data: bytes) -> Iterator[bytes]:
 
 
 def _number(line: bytes) -> int | None:
-    """Of the row that a line is; None where it is none."""
+    """The number of the row in a line; None if the line is no row."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -156,13 +156,13 @@ def _number(line: bytes) -> int | None:
 
 
 def _ends(line: bytes) -> bool:
-    """Whether a row is the last one of a run."""
+    """Whether a row is the last row of a run."""
     row = _numbered.decode(line)
     return row.kind == "run" and row.status != "running"
 
 
 def _is_closing(data: bytes) -> bool:
-    """Whether rows are those that a run writes at its end and no other: what its episodes came to, and its last row."""
+    """Whether the data hold exactly the rows that a run writes at its end: episode rows and the last run row."""
     *episodes, last = _lines(data)
     numbers = [_number(line) for line in (*episodes, last)]
     if None in numbers or not _ends(last):
@@ -176,20 +176,20 @@ def _is_marked(data: bytes, mark: Mapping[str, Any]) -> bool:
 
 
 def _cut(folder: Path, length: int, data: bytes, note: Callable[[str], None]) -> None:
-    """Move what follows the first bytes to a file beside."""
+    """Move what follows the first `length` bytes to another file in the folder."""
     if length == len(data):
         return
-    side = beside(folder, "cut")
+    side = free_path(folder, "cut")
     write_atomic(side, data[length:])
     os.truncate(folder / EVENTS, length)
     if _is_closing(data[length:]):
-        return  # the run was left in order, behind its last checkpoint
+        return  # the run ended regularly after its last checkpoint
     note(
         f"the run had written events after the checkpoint from which it goes on; it writes them again, and the old ones are in "
         f"{side} (nothing is lost)"
     )
 
 
-def beside(folder: Path, why: str) -> Path:
-    """A free name for rows that are moved."""
+def free_path(folder: Path, why: str) -> Path:
+    """A path that does not exist, for rows that are moved: events-WHY-N.jsonl."""
     return next(path for n in itertools.count(1) if not os.path.lexists(path := folder / f"events-{why}-{n}.jsonl"))

@@ -376,7 +376,7 @@ def _write_networks(
         example = problem.probe.x[:2].cpu()
         path = folder / MODELS / f"env-{env:03d}"
         kind = _kind(networks[env][1])
-        failure = save_network(path, *networks[env], example, growth.run.patience, reasons.get(kind))
+        failure = save_network(path, *networks[env], example, growth.run.retry, reasons.get(kind))
         if failure is not None:
             reasons[kind] = failure
             written.untraced.append(env)

@@ -12,10 +12,10 @@ from esper.leyline.config import Config, build_config, parse_setting
 from esper.leyline.config_text import dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_yaml
-from esper.nissa.recovery import Mark, take_up_events
+from esper.nissa.recovery import Mark, resume_events
 from esper.store.changes import record_change
 from esper.store.checkpoint import Checkpoint, Checkpoints
-from esper.store.disk import Patient, write_atomic
+from esper.store.disk import Retry, write_atomic
 from esper.store.files import CONFIG, SUMMARY, check_links, is_run
 from esper.store.reading import read_kept
 
@@ -137,12 +137,12 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def take_up(
-    folder: Path, config: Config, change: Change | None, note: Callable[[str], None], patience: Patient
+    folder: Path, config: Config, change: Change | None, note: Callable[[str], None], retry: Retry
 ) -> tuple[Checkpoints, Checkpoint | None]:
     """The checkpoints of a run and the one to go on from, None where there is none. InputError where it is another run."""
     if read_config(folder) != (config if change is None else change.before):
         raise InputError(f"{folder / CONFIG} is not the config of this run; resume it with what it says")
-    store = Checkpoints(folder, config.checkpoint, patience)
+    store = Checkpoints(folder, config.checkpoint, retry)
     found = store.read(note)
     if found is None and change is not None and finished(folder) is not None:
         raise InputError(f"{folder} holds a finished run and no checkpoint from which it could go on; start a new run")
@@ -174,5 +174,5 @@ def change_config(folder: Path, config: Config, change: Change, steps: int) -> N
 
 def reopen_run(folder: Path, rows: int, mark: Mark | None, note: Callable[[str], None]) -> None:
     """Cut the events behind the first `rows`, which `mark` is of, and remove the summary of the run that was left."""
-    take_up_events(folder, rows, mark, note)
+    resume_events(folder, rows, mark, note)
     (folder / SUMMARY).unlink(missing_ok=True)

@@ -19,10 +19,10 @@ from esper.runs.origin import DATA, Difference, compare_origin, origin_of
 from esper.runs.resume import NEW, Opening, change_config, fitting, reopen_run, take_up
 from esper.store.changes import read_trail, record_origin
 from esper.store.checkpoint import Checkpoint, Checkpoints
-from esper.store.disk import Patient, at_once, write_atomic
+from esper.store.disk import Retry, write_atomic, write_once
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run, to_json
+from esper.store.full_disk import DiskRetry
 from esper.store.lock import Lock
-from esper.store.patience import Patience
 
 
 class RunFolder:
@@ -44,12 +44,12 @@ class RunFolder:
         """`config` is that of the run or, where the `opening` has a change, the changed one. `tasks` are the run's."""
         self.path, self.config, self.note = path, config, note
         self.opening = opening
-        self.patience: Patient = at_once
+        self.retry: Retry = write_once
         outputs: list[Output] = []
         if path is not None:
             names = config.tasks or (config.task,)
-            self.patience = Patience(config.faults.disk_seconds, note, path, lambda: interrupt.asked, names)
-            outputs.append(JsonLines(path / EVENTS, self.patience, note))
+            self.retry = DiskRetry(config.faults.disk_seconds, note, path, lambda: interrupt.asked, names)
+            outputs.append(JsonLines(path / EVENTS, self.retry, note))
         self.hub = Hub(outputs, config.telemetry.level)
         self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
@@ -97,9 +97,9 @@ class RunFolder:
         if not opening.resume:
             check_folder(path, opening.overwrite)
         if is_run(path) if opening.resume else path.is_dir():
-            self.patience(lock.path, lock.take)
+            self.retry(lock.path, lock.take)
         if opening.resume:
-            self.store, self.found = take_up(path, self.config, opening.change, self.note, self.patience)
+            self.store, self.found = take_up(path, self.config, opening.change, self.note, self.retry)
         if opening.resume and self.origin is not None and (self.found is not None or (path / ENVIRONMENT).exists()):
             self.differs = compare_origin(path, self.origin, opening.other_data)
         if self.found is not None:
@@ -139,26 +139,26 @@ class RunFolder:
         steps, differs = 0 if self.found is None else self.found.number, self.differs
         config, change = self.config, self.opening.change
         if change is not None:
-            self.patience(path / CONFIG, lambda: change_config(path, config, change, steps))
+            self.retry(path / CONFIG, lambda: change_config(path, config, change, steps))
         if differs is not None:
             origin = differs.origin._asdict()
-            self.patience(path / CHANGES, lambda: record_origin(path, differs.noted, origin, steps))
+            self.retry(path / CHANGES, lambda: record_origin(path, differs.noted, origin, steps))
         if self.opening.resume:
-            self.patience(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.mark, self.note))
+            self.retry(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.mark, self.note))
             sweep(path)
             if self.store is not None:
                 self.store.sweep()  # a run that was killed behind its last checkpoint writes no other, which would
         else:
             if not lock.held:
                 make_folder(path)
-                self.patience(lock.path, lock.take)
+                self.retry(lock.path, lock.take)
             # checked once more, as a run may have come and gone before the lock
             create_folder(path, self.opening.overwrite, self.note)
             self._write(path / CONFIG, dump_config(self.config))
-            self.store = Checkpoints(path, self.config.checkpoint, self.patience)
+            self.store = Checkpoints(path, self.config.checkpoint, self.retry)
         if not (path / ENVIRONMENT).exists():  # a kill may have come before it
             data = {} if self.origin is None else self.origin.data
             self._write(path / ENVIRONMENT, to_json({**environment(), DATA: data}))
 
     def _write(self, path: Path, content: str) -> None:
-        self.patience(path, lambda: write_atomic(path, content))
+        self.retry(path, lambda: write_atomic(path, content))

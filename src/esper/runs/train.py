@@ -132,7 +132,7 @@ def _rounds(
         due = number + 1 == config.ppo.rounds or (number + 1) % config.ppo.validate_every == 0
         better = due and not failed and number >= -1 and school.validate(number, figures)
         if better and run.path is not None:
-            save_policy(school.best_policy(), run.path / FOLDER, run.patience)
+            save_policy(school.best_policy(), run.path / FOLDER, run.retry)
         seconds = time.perf_counter() - begin
         known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         run.hub.emit(RoundRow(round=number, seconds=seconds, figures=known))

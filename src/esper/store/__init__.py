@@ -1,1 +1,1 @@
-"""Store: files that are not lost. Atomic writes, bounded reads, locks, and checkpoints."""
+"""Store: files that survive a crash. Atomic writes, bounded reads, locks, and checkpoints."""

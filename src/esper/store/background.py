@@ -1,4 +1,4 @@
-"""A thread that does one thing after another beside the run."""
+"""A thread that runs jobs one after the other in the background."""
 
 import threading
 from collections.abc import Callable
@@ -9,11 +9,11 @@ Job = tuple[Callable[[], None], Future[None]]
 
 
 class Background:
-    """One thread for all jobs, begun with the first.
+    """One thread for all jobs, started with the first job.
 
-    It is a daemon, unlike those of concurrent.futures, which every end of the process waits for: one that is to leave at once
-    waits for no job. And it is one for all, since memory may be short by the next: a thread that has none to begin with is
-    waited for in `Thread.start` for ever. A KeyboardInterrupt may come at any moment of `submit`; `close` fits all of them.
+    The thread is a daemon, so that the process can exit without waiting for a job; threads of concurrent.futures cannot be
+    left behind. One thread serves all jobs, because `Thread.start` blocks forever if there is no memory for a new thread.
+    `close` works whenever a KeyboardInterrupt ended `submit`.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Background:
         self._newest: Future[None] | None = None
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Do it behind the jobs before it. The future has what it raised. None may follow a `close`."""
+        """Run a job after the earlier ones. The future holds the error that it raises. Not allowed after `close`."""
         if self._newest is None:
             self._thread.start()
         done: Future[None] = Future()
@@ -31,7 +31,7 @@ class Background:
         return done
 
     def close(self, last: Callable[[], None]) -> None:
-        """Let the thread end behind its jobs, and see that `last` is called: at once where they are done, else by the thread."""
+        """End the thread after its jobs, and call `last` after them: now if they are done, else in the thread."""
         if self._thread.is_alive() and self._newest is not None and not self._newest.done():
             self._jobs.put((last, Future()))
         else:
@@ -45,7 +45,7 @@ def _work(jobs: "SimpleQueue[Job | None]") -> None:
         try:
             job()
         except BaseException as error:
-            done.set_exception(error)  # raised where it is asked for
+            done.set_exception(error)  # raised by Future.result
         else:
             done.set_result(None)
-        del entry, job, done  # what they hold is large
+        del entry, job, done  # they hold large arrays

@@ -1,11 +1,11 @@
-"""What was changed of the config of a run, and by what the run is known all the same: changes.json.
+"""The changes of the config of a run, in changes.json, and the identity of a run across these changes.
 
     [{"time": 1750000000.0, "steps": 120, "set": ["optimizer.lr=0.001"], "from": "<sha256>", "to": "<sha256>"}, ...]
 
-An entry with other versions or data than the run began with has `noted`, in words, and `origin` beside.
+If the versions or the data differ from those at the start of the run, the entry also has `noted` (text) and `origin`.
 
-A run is known by the sha256 of its first config.yaml. From a later one the entries lead back to it; from one that was edited by
-hand they lead nowhere, so that it is known for another run's.
+A run is identified by the sha256 of its first config.yaml. The entries lead from a later config.yaml back to the first. They do
+not lead back from a config.yaml that was edited by hand, which therefore counts as another run.
 """
 
 import hashlib
@@ -22,33 +22,48 @@ from esper.store.files import CHANGES, CONFIG, to_json
 from esper.store.reading import read_kept
 
 _LARGEST = 2**20  # bytes of it that are read
-_MEND = "put back what was there"
+_MEND = "restore the original file"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Entry(NamedTuple):
-    """One change."""
+    """One change of a run.
 
-    time: float  # [seconds since 1970]
-    steps: int  # that the run had taken
-    settings: tuple[str, ...]  # as `--set` named them
-    source: str  # sha256 of config.yaml before
-    target: str  # and after
-    noted: tuple[str, ...] = ()  # other versions and data that the run went on with, in words
-    origin: Mapping[str, Any] | None = None  # the versions and the fingerprints of the data from then on
+    Attributes:
+        time: when the change was made [seconds since 1970]
+        steps: steps that the run had taken
+        settings: the changed settings, as given to `--set`
+        source: sha256 of config.yaml before the change
+        target: sha256 of config.yaml after the change
+        noted: sentences about versions and data that differ from those at the start of the run
+        origin: versions, and fingerprints of the data, from this change on; None if they are unchanged
+    """
+
+    time: float
+    steps: int
+    settings: tuple[str, ...]
+    source: str
+    target: str
+    noted: tuple[str, ...] = ()
+    origin: Mapping[str, Any] | None = None
 
 
 class Trail(NamedTuple):
-    """The way from the first config of a run to the present one."""
+    """The changes from the first config of a run to the present one.
 
-    run: str  # sha256 of the first
-    entries: list[Entry]  # the changes that are in effect
+    Attributes:
+        run: sha256 of the first config.yaml, which identifies the run
+        entries: the changes in effect, oldest first
+    """
+
+    run: str
+    entries: list[Entry]
 
 
 def read_trail(folder: Path) -> Trail:
-    """That of a run folder. InputError where changes.json cannot be read.
+    """The changes of a run folder. InputError if changes.json cannot be read.
 
-    An entry is written before the config that it leads to, so that one behind which a crash came leads nowhere: it is no part.
+    An entry is written before its config.yaml. If a crash comes between the two, the entry leads to no config and is ignored.
     """
     digest, entries = digest_of((folder / CONFIG).read_bytes()), []
     for entry in reversed(_read(folder)):
@@ -59,34 +74,34 @@ def read_trail(folder: Path) -> Trail:
 
 
 def record_change(folder: Path, config: str, settings: Sequence[str], steps: int) -> None:
-    """Write the entry for a config that is about to be written. A second call for the same one writes it once."""
+    """Write the entry of a config that is about to be written, unless the last entry is the same."""
     source, target = digest_of((folder / CONFIG).read_bytes()), digest_of(config.encode())
     if source != target:
         _append(folder, Entry(time.time(), steps, tuple(settings), source, target))
 
 
 def record_origin(folder: Path, noted: Sequence[str], origin: Mapping[str, Any], steps: int) -> None:
-    """Write an entry for the versions and the data with which a run goes on, under the config that it has."""
+    """Write an entry for new versions and data under an unchanged config, unless the last entry is the same."""
     digest = digest_of((folder / CONFIG).read_bytes())
     _append(folder, Entry(time.time(), steps, (), digest, digest, tuple(noted), origin))
 
 
 def _append(folder: Path, entry: Entry) -> None:
-    """Add an entry, but for one that is the last one already."""
+    """Add an entry, unless the last one is the same."""
     known = _read(folder)
     if not known or known[-1]._replace(time=entry.time) != entry:
         write_atomic(folder / CHANGES, to_json([_plain(each) for each in (*known, entry)]))
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
-    """An entry as JSON has it."""
+    """An entry as a JSON object."""
     origin = {} if entry.origin is None else {"noted": entry.noted, "origin": entry.origin}
     named = {"time": entry.time, "steps": entry.steps, "set": entry.settings, "from": entry.source, "to": entry.target}
     return {**named, **origin}
 
 
 def digest_of(content: bytes) -> str:
-    """The sha256 by which a config is known."""
+    """The sha256 of the content of a config.yaml."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -102,7 +117,7 @@ def _read(folder: Path) -> list[Entry]:
 
 
 def _entry(entry: Any) -> Entry:
-    """An entry from JSON. KeyError, OverflowError, TypeError or ValueError where it is none."""
+    """An entry from a JSON object. KeyError, OverflowError, TypeError or ValueError if it is not one."""
     known = Entry(
         float(entry["time"]),
         int(entry["steps"]),

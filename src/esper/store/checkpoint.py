@@ -1,11 +1,11 @@
-"""Checkpoints: the state of a run as two files in a folder that is whole or absent, and the way back.
+"""Checkpoints: the state of a run as two files in a folder that is either complete or absent.
 
     checkpoints/step-000120/state.safetensors    every array and tensor, by dotted name
-    checkpoints/step-000120/state.json           format, run, sha256 and size of the other, and the tree they stand in
-    checkpoints/latest                           name of the last complete folder, and the sha256 of its state.json
-    checkpoints/best                             likewise of a training, behind the round whose validation was best
+    checkpoints/step-000120/state.json           format, run, sha256 and size of the other file, and the tree
+    checkpoints/latest                           name of the last folder, and the sha256 of its state.json
+    checkpoints/best                             the same for the best validated round of a training
 
-Nothing that is read here is executed or unpickled, and no link is followed.
+Reading executes and unpickles nothing, and follows no link.
 """
 
 import hashlib
@@ -30,33 +30,38 @@ from esper.leyline.config import CheckpointConfig
 from esper.leyline.errors import InputError
 from esper.store.background import Background
 from esper.store.changes import read_trail
-from esper.store.disk import Patient, at_once, remove, sync_folder, write_atomic, write_folder
+from esper.store.disk import Retry, remove, sync_folder, write_atomic, write_folder, write_once
 from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import to_parts
 
 Tree = dict[str, Any]
-"""Nested dicts (with names as keys) and lists of arrays, tensors, numbers, texts, booleans and None."""
+"""Nested dicts, with texts as keys, and lists of arrays, tensors, numbers, texts, booleans and None."""
 
 FORMAT = 4
-"""Of the files of a checkpoint; no other is read."""
+"""Version of the files of a checkpoint; other versions are refused."""
 LATEST, BEST, FACTS, TENSORS = "latest", "best", "state.json", "state.safetensors"
 _LARGEST_POINTER, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**30  # bytes that are read
 _NAME = re.compile(r"step-(\d{6,18})")
-_ARRAY, _TENSOR, _NUMBER = "$array", "$tensor", "$number"  # what stands in the tree for what JSON cannot hold
+_ARRAY, _TENSOR, _NUMBER = "$array", "$tensor", "$number"  # keys that replace values which JSON cannot hold
 
 
 class Damaged(Exception):
-    """A checkpoint that is not used, with the file and the reason."""
+    """A checkpoint that cannot be used, with the file and the reason."""
 
 
 class Foreign(Damaged):
-    """An undamaged checkpoint, but of another format or run."""
+    """A valid checkpoint of another format or another run."""
 
 
 class Checkpoint(NamedTuple):
-    """What was read back."""
+    """A checkpoint that was read.
 
-    number: int  # steps that had been taken
+    Attributes:
+        number: steps that the run had taken
+        state: the state of the run
+    """
+
+    number: int
     state: Tree
 
 
@@ -65,16 +70,16 @@ class Writing(NamedTuple):
 
     path: Path
     running: Future[None]
-    put: Callable[[], None]  # what the thread does, to be done again where it found no room
+    put: Callable[[], None]  # the work of the thread, to be repeated if the disk was full
 
 
 # Trees as files.
 
 
 def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:
-    """The arrays and tensors of a tree by dotted name, copied to the host, and the rest as JSON that says where they stood.
+    """The arrays and tensors of a tree by dotted name, copied to the CPU, and the tree as JSON with names in their place.
 
-    `unflatten` is its inverse, bit for bit, but for tuples, which become lists. TypeError where a leaf is none of a `Tree`.
+    `unflatten` is the bitwise inverse, except that tuples become lists. TypeError if a leaf is not allowed in a `Tree`.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -106,10 +111,10 @@ def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten(tensors: Mapping[str, Tensor], plain: Any) -> Any:
-    """The tree that `flatten` took apart, in memory of its own. KeyError where a tensor is missing."""
+    """The tree from which `flatten` made its results, in new memory. KeyError if a tensor is missing."""
     match plain:
         case {"$tensor": str(name)}:
-            return tensors[name].clone()  # aligned as torch aligns, which a view of the file is not
+            return tensors[name].clone()  # a copy, because a view of the file is not aligned
         case {"$array": str(name)}:
             return tensors[name].clone().numpy()
         case {"$number": str(text)}:
@@ -125,19 +130,19 @@ def unflatten(tensors: Mapping[str, Tensor], plain: Any) -> Any:
 
 
 class Checkpoints:
-    """Those of one run folder: when one is due, how it is written, which are kept, and which is read."""
+    """The checkpoints of one run folder: when one is due, and how they are written, removed and read."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, patience: Patient = at_once) -> None:
-        """The folder's config.yaml must be there: a run is known by the sha256 of its first one."""
-        self.folder, self.config, self.patience = folder / CHECKPOINTS, config, patience
+    def __init__(self, folder: Path, config: CheckpointConfig, retry: Retry = write_once) -> None:
+        """The folder must hold config.yaml, because a run is identified by the sha256 of its first config.yaml."""
+        self.folder, self.config, self.retry = folder / CHECKPOINTS, config, retry
         self.run = read_trail(folder).run
-        self.last = 0  # steps that had been taken at the last one
-        self._started = time.monotonic()  # when that was
+        self.last = 0  # steps at the last checkpoint
+        self._started = time.monotonic()  # time of the last checkpoint
         self._background = Background()
         self._writing: Writing | None = None
 
     def due(self, number: int) -> bool:
-        """Whether a checkpoint is due by the config's cadences after so many steps. Raises what the last one failed with."""
+        """Whether a checkpoint is due after `number` steps. Raises the error of the last checkpoint, if it failed."""
         config = self.config
         if self._writing is not None and self._writing.running.done():
             self.join()
@@ -146,13 +151,13 @@ class Checkpoints:
         return number > self.last and (by_steps or by_time)
 
     def begin(self, number: int, state: Tree, best: bool = False) -> None:
-        """Copy the state after `number` steps, and begin to write it as a checkpoint: see `write`. A thread does the rest.
+        """Copy the state after `number` steps, and start a thread that writes it as a checkpoint: see `write`.
 
-        One is written at a time: the one before is waited for. What fails there is raised here, in `due` or in `join`.
+        Waits for the checkpoint before it. An error of the thread is raised by the next `begin`, `due` or `join`.
         """
         self.join()
         tensors, plain = flatten(state)
-        parts = to_parts(tensors)  # here, as the end of a process aborts it where a thread is in torch
+        parts = to_parts(tensors)  # not in the thread: a process that exits while a thread runs torch code aborts
 
         def put() -> None:
             self._put(number, parts, plain, best)
@@ -161,27 +166,24 @@ class Checkpoints:
         self._writing = Writing(self.folder / _name(number), self._background.submit(put), put)
 
     def join(self) -> None:
-        """Wait until what was begun is written. Where its thread found no room, it is written from here, with patience."""
+        """Wait until the checkpoint is written. If its thread found the disk full, try again from this thread."""
         if self._writing is None:
             return
         path, running, put = self._writing
         tries = iter([running.result])
         try:
-            self.patience(path, lambda: next(tries, put)())
+            self.retry(path, lambda: next(tries, put)())
         finally:
-            if running.done():  # or a second SIGINT ended the waiting
+            if running.done():  # false after a second SIGINT
                 self._writing = None
 
     def close(self) -> None:
-        """Wait until nothing is being written any more, whatever becomes of it."""
+        """Wait until the thread is idle, and ignore its errors."""
         if self._writing is not None:
             wait([self._writing.running])
 
     def latest(self) -> int | None:
-        """Steps that had been taken at the checkpoint from which the run goes on; None where `latest` names none.
-
-        Waits for one that is being written.
-        """
+        """Steps at the checkpoint that `latest` names; None if there is none. Waits for a checkpoint that is being written."""
         self.close()
         try:
             return int(_named(self.folder / LATEST)[0].removeprefix("step-"))
@@ -189,17 +191,17 @@ class Checkpoints:
             return None
 
     def leave(self, after: Callable[[], None]) -> None:
-        """Wait for nothing: what is being written may be done or be cut off, which leaves the checkpoint before it.
+        """Do not wait: a checkpoint that is being written may be lost, which leaves the one before it.
 
-        `after` is called where nothing is being written any more, if the process lives to see that. No checkpoint may follow.
+        `after` is called when the thread is idle, if the process still runs then. No checkpoint may follow.
         """
         self._background.close(after)
 
     def write(self, number: int, state: Tree, best: bool = False) -> None:
-        """Write the checkpoint after `number` steps, name it in `latest`, and remove those that are not kept.
+        """Write the checkpoint after `number` steps, name it in `latest`, and remove old checkpoints.
 
-        One that is `best` is named so too, in place of an earlier one, and kept until another is.
-        A crash at any moment leaves `latest` naming a whole checkpoint, where there was one, or this one.
+        A checkpoint that is `best` is also named in `best`, and kept until another one is. After a crash at any moment,
+        `latest` names a complete checkpoint: this one or the one before.
         """
         self.begin(number, state, best)
         self.join()
@@ -218,16 +220,16 @@ class Checkpoints:
         sync_folder(self.folder.parent)
         self.sweep()
         if self._best() == name:
-            (self.folder / BEST).unlink()  # it was of a run that took another course from here
+            (self.folder / BEST).unlink()  # it belongs to an earlier attempt at the same steps
         write_folder(self.folder / name, {TENSORS: parts, FACTS: text})
         for pointer in (BEST, LATEST) if best else (LATEST,):
             if (self.folder / pointer).is_dir() and not (self.folder / pointer).is_symlink():
-                remove(self.folder / pointer)  # the reader has refused it, and no file could take its name
+                remove(self.folder / pointer)  # a folder of that name cannot be replaced by a file
             write_atomic(self.folder / pointer, f"{name} {_sha256(text)}\n")
         self._retain(name)
 
     def _retain(self, latest: str) -> None:
-        """Remove all but the last `keep`; those that `latest` and `best` name stay."""
+        """Remove all checkpoints but the last `config.keep` and those that `latest` and `best` name."""
         stay = {latest, self._best()}
         for name in _names(self.folder)[self.config.keep :]:
             if name not in stay:
@@ -235,24 +237,24 @@ class Checkpoints:
         self.sweep()
 
     def _best(self) -> str | None:
-        """What `best` names; None where there is none, or it is damaged."""
+        """The folder that `best` names; None if the file is missing or damaged."""
         try:
             return _named(self.folder / BEST)[0]
         except Damaged:
             return None
 
     def sweep(self) -> None:
-        """Remove what a crash, or `_retain`, left under a temporary name."""
+        """Remove files and folders with temporary names."""
         for path in (*self.folder.glob(".step-*"), *self.folder.glob(".*.tmp")):
             remove(path)
 
     # Reading.
 
     def read(self, note: Callable[[str], None]) -> Checkpoint | None:
-        """The checkpoint that `latest` names; where that is damaged, the newest that verifies; None where there is none.
+        """The checkpoint that `latest` names; if that is damaged, the newest valid checkpoint; None if there is none.
 
-        Every file that is refused is told to `note`, with the reason. InputError where nothing can be used but something is
-        whole that belongs to another format or another config.
+        `note` is told of every file that is refused, with the reason. InputError if the only valid checkpoints are of another
+        format or another run.
         """
         foreign: Foreign | None = None
         refused: list[str] = []
@@ -273,21 +275,21 @@ class Checkpoints:
         return None
 
     def _look_at_best(self, note: Callable[[str], None]) -> None:
-        """Say where `best` does not name a checkpoint of the folder. The way back does not lead through it."""
+        """Tell `note` if `best` does not name a checkpoint of the folder. Reading does not depend on it."""
         path = self.folder / BEST
         if self.folder.is_symlink() or not os.path.lexists(path):
             return
         try:
             name, digest = _named(path)
             if _sha256(_content(self.folder / name / FACTS, _LARGEST_FACTS)) != digest:
-                raise Damaged(f"{path} names another {name} than the one that is there, by its sha256")
+                raise Damaged(f"{path} names a {name} with another sha256 than the one in the folder")
         except Damaged as error:
-            note(f"{error}; the next checkpoint that is the best is named in its place")
+            note(f"{error}; the next best checkpoint replaces it")
 
     def _candidates(self, note: Callable[[str], None]) -> list[tuple[str, str | None]]:
-        """Names of folders in the order in which they are tried, with the sha256 of state.json where `latest` tells it."""
+        """Names of folders in the order in which they are tried, with the sha256 of state.json if `latest` names it."""
         if self.folder.is_symlink():
-            raise InputError(f"{self.folder} is a link, which is not followed; put the folder itself there")
+            raise InputError(f"{self.folder} is a link, which is not followed; replace it by the folder")
         names = _names(self.folder) if self.folder.is_dir() else []
         if not names and not os.path.lexists(self.folder / LATEST):
             return []
@@ -296,11 +298,11 @@ class Checkpoints:
         except Damaged as error:
             note(f"{error}; the newest checkpoint that verifies is used")
             return [(name, None) for name in names]
-        # once more without the sha256: where it does not fit, `latest` may be what is damaged
+        # again without the sha256: if it differs, `latest` may be the damaged file
         return [named, *((name, None) for name in names)]
 
     def _verified(self, name: str, digest: str | None) -> Checkpoint:
-        """The checkpoint of a folder, read and checked. Damaged where it is not to be used."""
+        """The checkpoint of a folder, read and verified. Raises Damaged if it cannot be used."""
         folder = self.folder / name
         if folder.is_symlink() or not folder.is_dir():
             named = f", though {self.folder / LATEST} names it" if digest is not None else ""
@@ -327,11 +329,11 @@ class Checkpoints:
             raise Damaged(f"{path} and {TENSORS} beside it do not hold a checkpoint together ({error!r})") from None
 
     def _filled(self, folder: Path, facts: Mapping[str, Any]) -> Checkpoint:
-        """The checkpoint of which `facts` tell, with its arrays. What is not as it should be may raise anything."""
+        """The checkpoint that `facts` describe, with its arrays. Malformed facts raise many kinds of errors."""
         if facts["run"] != self.run:
             raise Foreign(
-                f"{folder / FACTS} belongs to another run, or {CONFIG} was changed since; put back what was there, or start a "
-                "new run"
+                f"{folder / FACTS} belongs to another run, or {CONFIG} was changed since; restore the original {CONFIG}, or "
+                "start a new run"
             )
         if _name(facts["steps"]) != folder.name:
             raise Damaged(f"{folder / FACTS} is that of another checkpoint, of step {facts['steps']}")
@@ -343,7 +345,7 @@ class Checkpoints:
 
 
 def _named(path: Path) -> tuple[str, str]:
-    """The folder that `latest` or `best` names, and the sha256 of its state.json. Damaged where there is none, or it is."""
+    """The folder that `latest` or `best` names, and the sha256 of its state.json. Damaged if the file is missing or invalid."""
     text = _content(path, _LARGEST_POINTER).decode("utf-8", "replace")
     said = re.fullmatch(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n", text)
     if said is None:
@@ -352,13 +354,13 @@ def _named(path: Path) -> tuple[str, str]:
 
 
 def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
-    """The bytes of a regular file, no link, of at most so many, or exactly so many. Damaged where it is none."""
+    """The content of a regular file, no link, of at most `largest` or of `exactly` bytes. Raises Damaged otherwise."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):  # `open` would refuse a folder with an error of its own
+    if not stat.S_ISREG(found.st_mode):  # checked here, because `open` raises another error for a folder
         os.close(descriptor)
         raise Damaged(f"{path} is no regular file")
     with open(descriptor, "rb") as file:
@@ -370,18 +372,18 @@ def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
 
 
 def _name(number: int) -> str:
-    """The folder of the checkpoint after so many steps."""
+    """The name of the folder of the checkpoint after `number` steps."""
     return f"step-{number:06d}"
 
 
 def _names(folder: Path) -> list[str]:
-    """The folders that may hold a checkpoint, the newest first."""
+    """The names of the folders of checkpoints, newest first."""
     found = [(int(match[1]), path.name) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [name for _, name in sorted(found, reverse=True)]
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    """sha256 of the content of state.json without the checksum itself."""
+    """sha256 of the content of state.json without the checksum."""
     return _sha256(json.dumps(facts, sort_keys=True).encode())
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, whatever moment a crash comes at."""
+"""Atomic writes: after a crash at any moment, a file or folder is either complete or absent."""
 
 import errno
 import fcntl
@@ -11,28 +11,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 Content = bytes | Sequence[bytes | memoryview]
-"""Of a file; in parts, to be written one after the other."""
+"""The content of a file, as a whole or in parts."""
 
-Patient = Callable[[Path, Callable[[], None]], None]
-"""Calls what writes a path, once or, where the disk is full, until there is room."""
+Retry = Callable[[Path, Callable[[], None]], None]
+"""Calls a function that writes a path: once, or again as long as the disk is full."""
 
 
 WITHOUT_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system answers that has no flock."""
+"""Error numbers of file systems without flock."""
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
 
-def at_once(path: Path, write: Callable[[], None]) -> None:
-    """A `Patient` that waits for nothing."""
+def write_once(path: Path, write: Callable[[], None]) -> None:
+    """Call `write` once; a `Retry` that does not retry."""
     write()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `path` so that a reader, or a crash, finds either the old content or all of the new.
+    """Write `path` so that a reader, also after a crash, finds either the old content or all of the new.
 
-    The content goes to a temporary name beside it, is flushed to the disk, and takes the name in one rename. Every call has
-    a temporary name of its own, so that two processes that write one path do not meet: the last rename decides.
+    The content is written to a temporary file in the same folder, flushed to the disk, and renamed. Every call has its own
+    temporary name; if two processes write one path, the last rename wins.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -45,16 +45,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def unfinished(path: Path) -> str | None:
-    """The name of the file that `write_atomic` was writing to this temporary name, where a kill left it; None for others."""
+    """The name of the file for which `write_atomic` made this temporary file; None if the path is no such file."""
     temporary = _TEMPORARY.fullmatch(path.name)
     return None if temporary is None else temporary["name"]
 
 
 def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
-    """Write a folder of files in place of the one of that name, so that a crash leaves all of the old one or of the new.
+    """Replace a folder by one with these files, so that a crash leaves either all of the old folder or all of the new.
 
-    No system call exchanges two folders everywhere, so the old one steps aside for a moment: `standing` finds it there, and
-    the next `write_folder` puts it back first. Processes that write folders beside each other do so one after the other.
+    No portable system call exchanges two folders. The old folder therefore has another name for a moment: `find_folder` finds
+    it there, and the next `write_folder` first restores its name. Processes that write into one parent folder take turns.
     """
     new, old = _aside(folder, "new"), _aside(folder, "old")
     with _alone_in(folder.parent) as parent:
@@ -68,7 +68,7 @@ def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
                 write_synced(new / name, content)
             sync_folder(new)
         except OSError:
-            remove(new)  # a full disk has use for the room
+            remove(new)  # frees room on a full disk
             raise
         if os.path.lexists(folder):
             os.rename(folder, old)
@@ -79,7 +79,7 @@ def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder, with the kernel's lock on it where the file system has one."""
+    """A descriptor of a folder that is locked by flock, if the file system has flock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -88,14 +88,14 @@ def _alone_in(folder: Path) -> Iterator[int]:
             if error.errno not in WITHOUT_FLOCK:
                 raise
         yield descriptor
-        with suppress(OSError):  # a child that was forked in between would hold it on
+        with suppress(OSError):  # explicitly, because a forked child keeps the descriptor open
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 
 
-def standing(folder: Path) -> Path:
-    """Where to read what `write_folder` wrote: under its name or, behind a crash between two renames, beside it."""
+def find_folder(folder: Path) -> Path:
+    """The folder that `write_folder` wrote: under its name or, after a crash between the two renames, under the old name."""
     if os.path.lexists(folder):
         return folder
     old = _aside(folder, "old")
@@ -103,7 +103,7 @@ def standing(folder: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not what it leads to) or a folder with all that it holds, where there is one."""
+    """Remove a file, a link (not its target) or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -111,13 +111,13 @@ def remove(path: Path) -> None:
 
 
 def write_synced(path: Path, content: Content) -> None:
-    """Write a file and see that its content survives a crash of the machine. An OSError of it names the file."""
+    """Write a file and flush it to the disk. An OSError names the file."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
         try:
             for part in (content,) if isinstance(content, bytes) else content:
                 rest = memoryview(part)
-                while rest:  # a nearly full disk takes a part of it first
+                while rest:  # a nearly full disk writes only a part
                     rest = rest[os.write(descriptor, rest) :]
             os.fsync(descriptor)
         finally:
@@ -128,7 +128,7 @@ def write_synced(path: Path, content: Content) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """See that the names in a folder survive a crash of the machine."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -137,10 +137,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _aside(folder: Path, part: str) -> Path:
-    """The name beside a folder under which it is made (new), or steps aside (old)."""
+    """The temporary name of the new or the old folder in `write_folder`."""
     return folder.with_name(f".{folder.name}.{part}")
 
 
 def file_name(text: str) -> str:
-    """A text as a part of a file's name: letters, digits, dots and dashes, the last 60 of them."""
+    """A text as part of a file name: letters, digits, dots and dashes, of which the last 60 are kept."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", text)[-60:].strip("-.") or "unnamed"

@@ -1,4 +1,4 @@
-"""The folder of a run: its names, and what in it is refused."""
+"""The names of the files in a run folder, and a check for links."""
 
 import json
 import stat
@@ -7,8 +7,8 @@ from typing import Any
 
 from esper.leyline.errors import InputError
 
-CONFIG = "config.yaml"  # everything that was asked for; its presence is what makes a folder a run
-CHANGES = "changes.json"  # what of it was changed later
+CONFIG = "config.yaml"  # all settings; a folder is a run if it has this file
+CHANGES = "changes.json"  # later changes of the settings
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 MODELS = "models"
@@ -16,19 +16,18 @@ CHECKPOINTS = "checkpoints"
 CONTROLLER = "controller"
 SUMMARY = "summary.json"
 NAMES = (CONFIG, CHANGES, ENVIRONMENT, EVENTS, SUMMARY, MODELS, CHECKPOINTS, CONTROLLER)
-"""What Esper writes into a run folder beside its lock; `contents.OWN` says what within."""
+"""What Esper writes into a run folder, except the lock; `runs.contents.OWN` lists the content of its subfolders."""
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON for people: indented, and a ValueError rather than a NaN."""
+    """Indented JSON that ends in a newline. ValueError if a number is not finite."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def check_links(folder: Path) -> None:
-    """See that nothing that Esper reads or writes in a run folder is a link, which could lead out of it, or a pipe or device,
-    which could be waited for. InputError if so.
+    """InputError if a file of Esper in a run folder is a link, which could lead elsewhere, or a pipe or device, which may block.
 
-    Checkpoints are left to their reader, which goes on without those that it cannot use.
+    The reader of checkpoints checks their files itself, and ignores those that it cannot use.
     """
     own = [*folder.glob("events-*.jsonl"), *folder.glob(".*"), *(folder / name for name in NAMES)]
     inside = [
@@ -40,11 +39,13 @@ def check_links(folder: Path) -> None:
         except FileNotFoundError:
             continue
         if stat.S_ISLNK(mode):
-            raise InputError(f"{path} is a link, which is not followed; put what it stands for in its place")
+            raise InputError(
+                f"{path} is a link, which is not followed; replace it by the file or folder that it points to"
+            )
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise InputError(f"{path} is no regular file; remove it, or put back what was there")
+            raise InputError(f"{path} is no regular file; remove it, or restore the original file")
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder holds a run, whatever became of it."""
+    """Whether the folder holds a run, finished or not."""
     return (folder / CONFIG).is_file()

@@ -1,7 +1,7 @@
-"""The lock of a run folder: one process at a time writes there.
+"""The lock of a run folder, so that only one process at a time writes there.
 
-What holds is the kernel's (flock), so that no kill leaves a lock that holds; the file says whose it is. Where a file system
-has no flock, the process that the file names is looked for instead.
+The kernel holds the lock (flock), so that it ends with the process; the lock file names the process. On a file system without
+flock, the lock holds as long as the process that the file names exists.
 """
 
 import errno
@@ -24,13 +24,13 @@ from esper.store.disk import WITHOUT_FLOCK
 
 LOCK = "lock"
 _LARGEST = 64 * 2**10  # bytes of it that are read
-_COMMAND = 12  # words of a command line that are told
+_COMMAND = 12  # words of a command line that are recorded
 
 _held: "weakref.WeakSet[io.FileIO]" = weakref.WeakSet()  # files that hold a lock
 
 
 def _forget() -> None:
-    """A forked child holds no lock: it may outlive the process that took it."""
+    """Close the lock files in a forked child, which may outlive the process that holds the lock."""
     for file in list(_held):
         file.close()
     _held.clear()
@@ -40,15 +40,15 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Lock:
-    """That of one folder, taken or not.
+    """The lock of one folder.
 
-    A KeyboardInterrupt may come at any line: `release` gives back whatever was taken by then, and may be called again.
+    `release` works after a KeyboardInterrupt at any line, and may be called again.
     """
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = folder / LOCK, note
-        self._owner: dict[str, Any] | None = None  # as it is, or is about to be, written, while the lock is held
-        self._file: io.FileIO | None = None  # none where there is no flock
+        self._owner: dict[str, Any] | None = None  # content of the lock file while the lock is held
+        self._file: io.FileIO | None = None  # None without flock
 
     @property
     def held(self) -> bool:
@@ -56,9 +56,9 @@ class Lock:
         return self._owner is not None
 
     def take(self) -> None:
-        """Take the lock of a folder that is there. InputError, with nothing changed, where another process holds it.
+        """Take the lock of an existing folder. InputError, with nothing changed, if another process holds it.
 
-        What a killed process left behind is told to `note` and taken over.
+        The lock file of a killed process is replaced, and `note` is told.
         """
         try:
             left = self._taken()
@@ -66,21 +66,21 @@ class Lock:
             self.release()
             raise
         if left:
-            self.note(f"{_who(left)} left its lock behind, as a killed one does; it is taken over")
+            self.note(f"{_who(left)} was killed and left its lock behind; the lock is taken over")
 
     def release(self) -> None:
-        """Remove the lock, where this process holds it; another's stays."""
+        """Remove the lock if this process holds it."""
         if self._owner is not None and self._owner["pid"] != os.getpid():
             return
         if self._owner is not None and owner_of(self.path) == self._owner:
-            self.path.unlink(missing_ok=True)  # before the file is closed, or it could be another's by now
+            self.path.unlink(missing_ok=True)  # before closing: afterwards it could be the lock of another process
         if self._file is not None:
             _held.discard(self._file)
             self._file.close()
         self._owner = self._file = None
 
     def _taken(self) -> dict[str, Any] | None:
-        """Who left the lock behind that is taken now; None where nobody did."""
+        """Take the lock. Returns the killed process that left its lock file behind; None if there was none."""
         try:
             self._file = file = self._locked()
         except OSError as error:
@@ -88,7 +88,7 @@ class Lock:
                 raise
             if error.errno not in WITHOUT_FLOCK:
                 raise InputError(
-                    f"the run folder cannot be locked at {self.path}: {error.strerror}; see to that, or name another"
+                    f"the run folder cannot be locked at {self.path}: {error.strerror}; repair that, or name another folder"
                 ) from None
             return self._claimed()
         _held.add(file)
@@ -102,7 +102,7 @@ class Lock:
         return left
 
     def _locked(self) -> io.FileIO:
-        """The open file which the name stands for, with its lock held. OSError where there is no flock."""
+        """The open lock file, locked by flock. OSError if the file system has no flock."""
         while True:
             file = io.FileIO(self.path, "r+", opener=_open)
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -117,10 +117,10 @@ class Lock:
                 raise
             if _named(self.path, file.fileno()):
                 return file
-            file.close()  # its owner removed it just now; the name is free, or another file's
+            file.close()  # another process removed this file in between; try again
 
     def _claimed(self) -> dict[str, Any] | None:
-        """Take the lock without flock, and return who left it behind. A link takes the name only where it is free."""
+        """Take the lock without flock, by a hard link, which fails if the name exists. Returns what `_taken` returns."""
         mine, left = describe_process(), None
         new, old = (self.path.with_name(f".{LOCK}-{os.getpid()}.{part}") for part in ("new", "old"))
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -133,12 +133,12 @@ class Lock:
                 left = found or left
                 with suppress(FileNotFoundError):
                     os.rename(self.path, old)
-                    if owner_of(old) != found:  # another process took it in between, and has the name back
+                    if owner_of(old) != found:  # another process took the lock in between: restore its file
                         with suppress(FileExistsError):
                             os.link(old, self.path)
                     os.unlink(old)
                 with suppress(FileExistsError):
-                    self._owner = mine  # before the link is there, by which it is held
+                    self._owner = mine  # set before the link exists, so that an interrupt cannot leave the lock behind
                     os.link(new, self.path)
                     return left
                 self._owner = None
@@ -147,12 +147,12 @@ class Lock:
             os.unlink(new)
 
     def _refusal(self, owner: dict[str, Any] | None) -> InputError:
-        who = _who(owner) if owner else "another process, which has not said yet which it is,"
+        who = _who(owner) if owner else "another process, which has not written its name yet,"
         return InputError(f"{who} writes to {self.path.parent}; wait for its end, or end it first")
 
 
 def owner_of(path: Path) -> dict[str, Any] | None:
-    """Who a lock file says it belongs to. None where it is empty, as in the moment before, or no lock file of ours."""
+    """The process that a lock file names; None if the file is empty, as just after its creation, or is no lock file of Esper."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -164,12 +164,12 @@ def owner_of(path: Path) -> dict[str, Any] | None:
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file may be what a process left that was killed: the lock of a run, or an empty one."""
+    """Whether a file is a lock file of Esper, or an empty file of that name."""
     return path.name == LOCK and (owner_of(path) is not None or (path.is_file() and path.stat().st_size == 0))
 
 
 def describe_process() -> dict[str, Any]:
-    """This process, as a lock file has it."""
+    """This process, as written into a lock file."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -180,24 +180,24 @@ def describe_process() -> dict[str, Any]:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process of this machine started [clock ticks since it was booted]; None where there is none, or no telling."""
+    """When a process of this machine started [clock ticks since boot]; None if it does not run, or if that is unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # fields 3 and 22 of proc_pid_stat(5); the second, a name in brackets, may hold anything
+            # fields 3 and 22 of proc_pid_stat(5); field 2, a name in brackets, may hold any character
             fields = file.read().rpartition(b")")[2].split()
-            return None if fields[0] in (b"Z", b"X") else int(fields[19])  # one that has ended, but for its parent
+            return None if fields[0] in (b"Z", b"X") else int(fields[19])  # Z and X: ended
     except OSError:
         return None
 
 
 def lives(owner: dict[str, Any]) -> bool:
-    """Whether the process of a lock is still there, as far as this machine can tell; a pid may be another process by now."""
+    """Whether the process of a lock still runs, or may run on another machine; its pid may be another process by now."""
     if owner["host"] != socket.gethostname():
         return True
     if owner["started"] is not None:
         return bool(process_start(owner["pid"]) == owner["started"])
     try:
-        os.kill(owner["pid"], 0)  # asks, and sends nothing
+        os.kill(owner["pid"], 0)  # signal 0 only checks
     except OSError as error:
         return error.errno != errno.ESRCH
     return True
@@ -208,7 +208,7 @@ def _open(path: str, flags: int) -> int:
 
 
 def _named(path: Path, descriptor: int) -> bool:
-    """Whether the name still stands for the file that was opened."""
+    """Whether a path still names the file of a descriptor."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

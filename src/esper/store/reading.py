@@ -1,4 +1,4 @@
-"""Reading files of a bounded size, which are no links and no pipes unless a person names them."""
+"""Reading files of bounded size. Links and pipes are refused, unless the user named the file."""
 
 import errno
 import os
@@ -10,17 +10,17 @@ from esper.leyline.errors import InputError
 
 
 def read_kept(path: Path, largest: int, mend: str) -> bytes:
-    """A file that Esper wrote into a folder: regular, no link, and of at most so many bytes. InputError where it is not."""
+    """The content of a file that Esper wrote: a regular file, no link, of at most `largest` bytes. InputError otherwise."""
     return _read(path, largest, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def read_named(path: Path, largest: int, mend: str) -> bytes:
-    """A file that a person names, which may be a link or a pipe, of at most so many bytes. InputError where it is not."""
+    """The content of a file that the user named, maybe a link or a pipe, of at most `largest` bytes. InputError otherwise."""
     return _read(path, largest, mend, 0)
 
 
 def open_regular(path: Path, mend: str) -> BinaryIO:
-    """A file that Esper wrote, open for reading: regular and no link. InputError where it is not; a pipe is not waited for."""
+    """A file that Esper wrote, open for reading: a regular file, no link. InputError otherwise; never waits for a pipe."""
     return _opened(path, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

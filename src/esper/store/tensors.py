@@ -1,7 +1,7 @@
-"""Tensors as a safetensors file in parts, none of which is a copy of them.
+"""Tensors as the parts of a safetensors file, without a copy of the tensors.
 
-The library's own `save` makes the whole file once more in memory, and where there is none for it, ends the process (its
-allocator aborts), which a run that keeps its checkpoints beside its work must survive. What is written here, it reads.
+`safetensors.torch.save` builds the whole file in memory, and aborts the process if that memory cannot be allocated.
+safetensors reads the files that are written here.
 """
 
 import json
@@ -28,20 +28,20 @@ _NAMES = {
 
 
 def to_parts(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """The parts of a safetensors file, to be written one after the other; all but the first are views of the tensors.
+    """The parts of a safetensors file, to be written one after the other; all parts but the first are views of the tensors.
 
-    The tensors are on the CPU, and must not change until the parts are written; those that are not contiguous are copied.
+    The tensors must be on the CPU and must not change until the parts are written. Tensors that are not contiguous are copied.
     The format (README of huggingface/safetensors, "Format"): 8 bytes, little-endian, the length of the header; the header,
     JSON; the values. The wider dtypes come first, and the header is padded to 8 bytes, so that every value is aligned.
-    TypeError for other dtypes.
+    Raises TypeError for a dtype that is not in `_NAMES`.
     """
     header, parts, end = dict[str, object](), list[bytes | memoryview](), 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         if tensor.dtype not in _NAMES:
-            raise TypeError(f"{name} is of {tensor.dtype}, which no file of ours holds")
+            raise TypeError(f"{name} is of {tensor.dtype}, which no file of Esper holds")
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        # strided anew, as a contiguous tensor of one value may have any stride, which `view` does not take
+        # as_strided: a contiguous tensor of one value may have any stride, which `view` refuses
         parts.append(tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -22,7 +22,7 @@ from esper.leyline.keys import Purpose, scalar
 from esper.leyline.parsing import parse_json
 from esper.leyline.stages import Stage
 from esper.leyline.view import Outcome, Space, View
-from esper.store.disk import Patient, at_once, standing, write_folder
+from esper.store.disk import Retry, find_folder, write_folder, write_once
 from esper.store.reading import read_kept
 from esper.tamiyo.baselines import Rule, draws
 from esper.tamiyo.features import GLOBAL, slot_features
@@ -242,7 +242,7 @@ class Learned(Rule):
         self.mind.load_state(state["mind"])
 
 
-def save_policy(policy: Policy, folder: Path, patience: Patient = at_once) -> None:
+def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None:
     """Write the two files as a folder, in place of the one of that name; a crash leaves the old one or the new."""
     weights = save({name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()})
     facts = {
@@ -258,12 +258,12 @@ def save_policy(policy: Policy, folder: Path, patience: Patient = at_once) -> No
         "origin": dict(policy.origin),
     }
     text = json.dumps({**facts, "checksum": _checksum(facts)}, indent=2, allow_nan=False) + "\n"
-    patience(folder, lambda: write_folder(folder, {WEIGHTS: weights, FACTS: text.encode()}))
+    retry(folder, lambda: write_folder(folder, {WEIGHTS: weights, FACTS: text.encode()}))
 
 
 def load_policy(folder: Path) -> Policy:
     """The policy of a folder that `save_policy` wrote. InputError where a file is missing, damaged, or of another format."""
-    folder = standing(folder)
+    folder = find_folder(folder)
     facts = _read_facts(folder)
     weights = folder / WEIGHTS
     data = read_kept(weights, _LARGEST, "train the controller again")
@@ -294,13 +294,13 @@ def load_policy(folder: Path) -> Policy:
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
     """The config under which a controller decides, without its weights. InputError as `load_policy`."""
-    settings: dict[str, Any] = _read_facts(standing(folder))["settings"]
+    settings: dict[str, Any] = _read_facts(find_folder(folder))["settings"]
     return settings
 
 
 def is_controller(folder: Path) -> bool:
     """Whether a folder claims to hold a controller."""
-    return (standing(folder) / FACTS).is_file()
+    return (find_folder(folder) / FACTS).is_file()
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run does where the disk is full: it waits for room, for so long, and else stops so that it can be resumed."""
+"""A full disk: a run waits for room for a limited time, and then stops in a state from which it can be resumed."""
 
 import errno
 import time
@@ -10,22 +10,22 @@ from esper.store.files import is_run
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 EVERY = 1.0
-"""Pause between two tries [seconds]."""
+"""Pause between two attempts [seconds]."""
 
 
 class DiskFull(OSError):
-    """There was no room in time. The run is left as it is, to be resumed."""
+    """The disk stayed full. The run can be resumed."""
 
 
 class Unwritable(OSError):
-    """A file could not be written for another reason, which no waiting mends. The run is left as it is, to be resumed."""
+    """A file could not be written for a reason other than a full disk. The run can be resumed."""
 
 
-class Patience:
-    """That of one run, for all that it writes: calls what writes a file until there is room, or for `seconds`.
+class DiskRetry:
+    """Calls a function that writes a file until the disk has room, for at most `seconds`. One object serves a whole run.
 
-    `asked` says whether someone wants an end; then nothing is waited for. Where it waited in vain once, it does not wait again.
-    `tasks` are the names of the run's tasks, some of which the command that resumes it has to name.
+    It does not wait if `asked` returns True, because the user wants the run to end, nor after it waited in vain once.
+    `note` shows a line to the user. `tasks` are the names of the run's tasks, which the command that resumes it may need.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Patience:
         self.spent = False
 
     def __call__(self, path: Path, write: Callable[[], None]) -> None:
-        """`write`, which writes `path` and may be called again where it failed. DiskFull where there was no room in time.
+        """Call `write`, which writes `path`, again as long as the disk is full.
 
-        Unwritable, with the name of the file, where it failed for another reason.
+        Raises DiskFull if the disk stays full, and Unwritable if `write` fails for another reason.
         """
         try:
             write()
@@ -66,7 +66,7 @@ class Patience:
                 if again.errno not in FULL:
                     raise self._unwritable(path, again) from again
             else:
-                self.note(f"{path} is written: the run goes on")
+                self.note(f"{path} is written; the run goes on")
                 return
         self.spent = True
         raise DiskFull(f"cannot write {path}: {error.strerror}; make room there, and {self._further()}") from error
@@ -74,7 +74,7 @@ class Patience:
     def _unwritable(self, path: Path, error: OSError) -> OSError:
         if isinstance(error, DiskFull | Unwritable):
             return error
-        mend = "raise the limit on the size of files (ulimit -f)" if error.errno == errno.EFBIG else "mend that"
+        mend = "raise the limit on the size of files (ulimit -f)" if error.errno == errno.EFBIG else "repair that"
         return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
 
     def _further(self) -> str:

@@ -13,9 +13,9 @@ from esper.nissa.events import LifecycleRow
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines, OutputError
 from esper.runs.interrupt import Interrupt
-from esper.store import patience as module
+from esper.store import full_disk as module
 from esper.store.disk import write_atomic
-from esper.store.patience import DiskFull, Patience, Unwritable
+from esper.store.full_disk import DiskFull, DiskRetry, Unwritable
 
 FULL = Path("/dev/full")
 
@@ -31,7 +31,7 @@ def notes():
 
 
 def waiting(tmp_path, notes, seconds=60.0, asked=lambda: False):
-    return Patience(seconds, notes.append, tmp_path, asked)
+    return DiskRetry(seconds, notes.append, tmp_path, asked)
 
 
 class Failing:
@@ -104,7 +104,7 @@ def test_other_errors_are_not_waited_for(tmp_path, notes, times):
         write()
         raise OSError(errno.EIO, "Input/output error")
 
-    with pytest.raises(Unwritable, match=f"cannot write {tmp_path / 'a'}: Input/output error; mend that, and start"):
+    with pytest.raises(Unwritable, match=f"cannot write {tmp_path / 'a'}: Input/output error; repair that, and start"):
         waiting(tmp_path, notes)(tmp_path / "a", write_then_fail)
 
 
@@ -127,7 +127,7 @@ def test_a_signal_ends_the_waiting(tmp_path, notes, number):
             os.kill(os.getpid(), number)
 
         with pytest.raises(DiskFull):
-            Patience(3600, note, tmp_path, lambda: interrupt.asked)(tmp_path / "a", Failing(10**9))
+            DiskRetry(3600, note, tmp_path, lambda: interrupt.asked)(tmp_path / "a", Failing(10**9))
 
 
 # The events.
@@ -151,7 +151,7 @@ def test_a_row_that_found_no_room_for_its_end_is_completed(tmpfs, notes, left):
         notes.append(text)
         tmpfs.free()
 
-    with Hub([JsonLines(path, Patience(60, note, tmpfs.path, lambda: False))]) as hub:
+    with Hub([JsonLines(path, DiskRetry(60, note, tmpfs.path, lambda: False))]) as hub:
         hub.emit(change())
         tmpfs.fill(left)
         hub.extend(change("mlp" * 3000) for _ in range(3))
