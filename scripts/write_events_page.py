@@ -29,7 +29,24 @@ print([row["metrics"] for row in rows if row["kind"] == "step"][-1])  # of both 
 print([(row["slot"], row["to"]) for row in rows if row["kind"] == "lifecycle"])
 ```
 
-DuckDB reads it without a schema: `select step, list_avg(metrics) from 'runs/events/events.jsonl' where kind = 'step'`.
+## Reading the events
+
+`esper.open_run` reads a run folder whether its run goes on, has ended or was killed. Rows of one kind are arrays by field, in
+which nan is what was not measured:
+
+```python
+run = esper.open_run("runs/events")
+print(run.status, run.steps["metrics"].shape, run.steps["stages"].shape)  # (T, E) and (T, E, S)
+print(run.frame("lifecycle")[["step", "env", "slot", "to", "why"]].head())  # a pandas data frame
+for row in run.follow():  # the rows so far, and then each new one until the run ends
+    last = row
+```
+
+`esper events RUN` prints the rows, `--kind step` those of one kind, `--follow` also those to come. `--format csv` and
+`--format parquet` write a table of one kind to `--out FILE`; parquet and data frames need
+`pip install 'esper-grow[frames]'`.
+
+DuckDB reads the file without a schema: `select step, list_avg(metrics) from 'runs/events/events.jsonl' where kind = 'step'`.
 pandas does with `pandas.read_json("runs/events/events.jsonl", lines=True)`.
 """
 

@@ -16,6 +16,7 @@ from esper.leyline.public_names import HOMES as _HOMES
 if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_public_names.py holds it to the table
     from esper.api import check_rows, grow, load, train
     from esper.calls import evaluate, resume, show
+    from esper.karn.reader import open_run
     from esper.kasmina.blueprints import blueprint
     from esper.kasmina.host import SegmentedHost
     from esper.kasmina.layers import Linear
@@ -112,6 +113,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "grow",
     "load",
     "mlp",
+    "open_run",
     "resume",
     "show",
     "task",

@@ -11,6 +11,7 @@ import typer
 
 from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
+from esper.commands.events import events
 from esper.commands.export import export
 from esper.commands.listing import blueprints, config, tasks
 from esper.commands.options import fail, say
@@ -49,6 +50,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "blueprints": blueprints,
     "config": config,
     "export": export,
+    "events": events,
     "doctor": doctor,
 }
 """The subcommands, in the order of the help."""

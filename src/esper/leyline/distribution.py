@@ -10,7 +10,7 @@ DISTRIBUTION = "esper-grow"
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-EXTRAS = {"gym": ("gymnasium",), "vision": ("pyarrow", "PIL")}
+EXTRAS = {"gym": ("gymnasium",), "vision": ("pyarrow", "PIL"), "frames": ("pandas", "pyarrow")}
 """The modules that each extra of pyproject.toml installs."""
 
 

@@ -9,6 +9,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "resume": "calls",
         "evaluate": "calls",
         "show": "calls",
+        "open_run": "karn.reader",
     },
     "Grown networks": {
         "load": "api",

@@ -5,7 +5,7 @@ which the writer converts to lists. A field name has the same type in all kinds 
 table; an array therefore has another name than the number of one environment.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -304,16 +304,21 @@ def read_events(path: Path) -> Iterator[Row]:
     InputError if the file cannot be read, has another version, or has a line that is no row.
     """
     with open_regular(path, "name the events.jsonl of a run folder") as file:
-        for number, line in enumerate(file):
-            if number == 0 and (version := _version(line)) not in (None, SCHEMA):
-                raise InputError(
-                    f"{path} holds rows of version {version}, this Esper reads version {SCHEMA}; docs/events.md says what changed"
-                )
-            if line.endswith(b"\n"):
-                try:
-                    yield decode(line)
-                except InputError as error:
-                    raise InputError(f"line {number + 1} of {path}: {error}") from None
+        yield from decode_lines(path, file)
+
+
+def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0) -> Iterator[Row]:
+    """The rows of lines of an events.jsonl, the first of which is line `first`, counted from 0. Raises as `read_events`."""
+    for number, line in enumerate(lines, first):
+        if number == 0 and (version := _version(line)) not in (None, SCHEMA):
+            raise InputError(
+                f"{path} holds rows of version {version}, this Esper reads version {SCHEMA}; docs/events.md says what changed"
+            )
+        if line.endswith(b"\n"):
+            try:
+                yield decode(line)
+            except InputError as error:
+                raise InputError(f"line {number + 1} of {path}: {error}") from None
 
 
 def _version(line: bytes) -> int | None:

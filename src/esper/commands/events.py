@@ -1,0 +1,107 @@
+"""`esper events`: the rows of a run, for other programs."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from esper.leyline.errors import InputError
+
+FORMATS = ("jsonl", "csv", "parquet")
+
+
+def events(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    kind: Annotated[
+        str | None, typer.Option(help="Print rows of this kind only: run, step, lifecycle, ... (docs/events.md).")
+    ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", metavar="|".join(FORMATS), help="csv and parquet need --kind; parquet, --out.")
+    ] = "jsonl",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to FILE instead of the terminal.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Wait for further rows until the run ends; jsonl only.")
+    ] = False,
+) -> None:
+    """Print the events of a run, whether it goes on or has ended. docs/events.md describes every field."""
+    from esper.karn.reader import fields_of, kind_of, open_run
+
+    _check(format_, kind, out, follow)
+    source, wanted = open_run(run), kind_of(kind)
+    rows = (row for row in (source.follow() if follow else source.rows()) if isinstance(row, wanted))
+    if format_ == "jsonl":
+        _write(out, _lines(rows), flush=follow)
+    elif format_ == "csv":
+        _write_csv(out, fields_of(wanted), rows)
+    else:
+        assert kind is not None
+        assert out is not None
+        frame = source.frame(kind)
+        try:
+            import pyarrow  # noqa: F401  (pandas writes parquet with it)
+        except ImportError:
+            from esper.leyline.distribution import pip_install
+
+            raise InputError(f"parquet needs pyarrow, which is not installed; run {pip_install('frames')}") from None
+        frame.to_parquet(out, index=False)
+
+
+def _check(format_: str, kind: str | None, out: Path | None, follow: bool) -> None:
+    """InputError if the options do not go together."""
+    if format_ not in FORMATS:
+        raise InputError(f"--format is {format_!r}; choose one of {', '.join(FORMATS)}")
+    if format_ != "jsonl" and kind is None:
+        raise InputError(f"--format {format_} is a table of one kind of rows; add --kind, for example --kind step")
+    if format_ != "jsonl" and follow:
+        raise InputError(f"--follow prints jsonl, and --format is {format_}; leave one of them out")
+    if format_ == "parquet" and out is None:
+        raise InputError("--format parquet is a binary file; name it with --out FILE")
+
+
+def _lines(rows: Iterator[Any]) -> Iterator[str]:
+    from esper.nissa.events import encode
+
+    return (encode(row).decode() for row in rows)
+
+
+def _write(out: Path | None, lines: Iterator[str], *, flush: bool) -> None:
+    with _opened(out) as file:
+        for line in lines:
+            file.write(line)
+            if flush:
+                file.flush()
+
+
+def _write_csv(out: Path | None, names: list[str], rows: Iterator[Any]) -> None:
+    """One line a row; lists and mappings are JSON, and what was not measured is empty."""
+    import msgspec
+
+    with _opened(out) as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        for row in rows:
+            values = msgspec.to_builtins(row)
+            writer.writerow([_cell(values[name]) for name in names])
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict | bool) else value
+
+
+@contextmanager
+def _opened(out: Path | None) -> Iterator[TextIO]:
+    """FILE for writing, or the terminal, which stays open. InputError if FILE cannot be written."""
+    if out is None:
+        yield sys.stdout
+        return
+    try:
+        file = open(out, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror}; name another file") from None
+    with file:
+        yield file

@@ -1,0 +1,227 @@
+"""Reads run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
+
+import time
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+
+from esper.leyline.arguments import to_path
+from esper.leyline.distribution import pip_install
+from esper.leyline.errors import InputError
+from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
+from esper.nissa.events import ROWS, Row, RunRow, decode_lines, read_events
+from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
+from esper.store.lock import LOCK, lives, owner_of
+from esper.store.reading import read_kept
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
+
+Status = Literal["running", "finished", "interrupted", "failed", "killed"]
+KINDS: Mapping[str, type[Row]] = {str(row.__struct_config__.tag): row for row in ROWS}
+"""The kinds of rows by their names in the file."""
+
+_LARGEST_JSON = 64 * 2**20  # bytes of summary.json, environment.json and changes.json that are read
+_MEND = "put back what the run wrote"
+
+
+class Tail:
+    """The rows of a growing events.jsonl, as they are added.
+
+    A resumed run may cut rows off the end and write them again. `read` then begins anew with the first row, and `restarts`
+    counts how often that happened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.restarts = 0
+        self._seen = 0  # complete rows
+        self._last = b""  # the last of them, to recognise a file that was cut and written again
+        self._place = 0  # bytes up to its end
+
+    def read(self) -> list[Row]:
+        """The complete rows since the last call, in order; all of them after a restart. InputError if a line is not a row."""
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(max(self._place - len(self._last), 0))
+            if file.read(len(self._last)) != self._last:
+                self._seen, self._last, self._place = 0, b"", 0
+                self.restarts += 1
+                file.seek(0)
+            data = file.read()
+        lines = data.splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        if not lines:
+            return []
+        rows = list(decode_lines(self.path, lines, self._seen))
+        self._seen, self._last = self._seen + len(lines), lines[-1]
+        self._place += sum(map(len, lines))
+        return rows
+
+
+class OpenRun:
+    """A run folder, open for reading. Nothing is cached: every access reads what the folder holds at that time.
+
+    folder (Path): the run folder
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """InputError if `folder` is not a run folder."""
+        if not is_run(folder):
+            raise InputError(
+                f"{folder} is not a run folder: it has no {CONFIG}; name one that esper grow or train wrote"
+            )
+        self.folder = folder
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Everything that was asked for, after defaults, as plain values."""
+        path = self.folder / CONFIG
+        content = parse_yaml(read_kept(path, LARGEST_YAML, _MEND), str(path), _MEND)
+        if not isinstance(content, dict):
+            raise InputError(f"{path} holds no mapping of keys; {_MEND}")
+        return content
+
+    @property
+    def environment(self) -> Any:
+        """The machine, the versions and the command line; None if environment.json is missing."""
+        return self._json(ENVIRONMENT)
+
+    @property
+    def summary(self) -> Any:
+        """The final figures; None until the run has ended."""
+        return self._json(SUMMARY)
+
+    @property
+    def changes(self) -> Any:
+        """The settings that were changed when the run was resumed; None if there were none."""
+        return self._json(CHANGES)
+
+    @property
+    def status(self) -> Status:
+        """'running', 'finished', 'interrupted' or 'failed', as the last `run` row says; 'killed' if that row says 'running'
+        but the process that wrote it has gone.
+        """
+        last = None
+        for row in self.rows("run"):
+            assert isinstance(row, RunRow)
+            last = row.status
+        summary = self.summary
+        if last is None and summary is not None:  # telemetry.level is off
+            said = str(summary.get("status", "finished"))
+            return "interrupted" if said == "interrupted" else "failed" if said == "failed" else "finished"
+        if last not in (None, "running"):
+            return last
+        owner = owner_of(self.folder / LOCK)
+        return "running" if owner is not None and lives(owner) else "killed"
+
+    def rows(self, kind: str | None = None) -> Iterator[Row]:
+        """The rows of events.jsonl in order, or those of one kind. InputError if the kind is unknown or a line is not a row.
+
+        A run with `telemetry.level: off` has none.
+        """
+        wanted = kind_of(kind)
+        path = self.folder / EVENTS
+        return (row for row in (read_events(path) if path.exists() else ()) if isinstance(row, wanted))
+
+    def columns(self, kind: str) -> dict[str, Any]:
+        """The rows of one kind as arrays, by field.
+
+        Numbers become arrays of shape (T,), lists (T, E), and lists of lists (T, E, S). What was not measured is nan. Fields
+        of text, and lists whose length changes from row to row, become lists of T values.
+        """
+        rows = [msgspec.to_builtins(row) for row in self.rows(kind)]
+        return {name: _column([row[name] for row in rows]) for name in fields_of(kind_of(kind))} if rows else {}
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """`columns("step")`: metrics (T, E), stages (T, E, S), alphas (T, E, S) and so on."""
+        return self.columns("step")
+
+    @property
+    def lifecycle(self) -> dict[str, Any]:
+        """`columns("lifecycle")`: one value for each change of stage."""
+        return self.columns("lifecycle")
+
+    @property
+    def episodes(self) -> dict[str, Any]:
+        """`columns("episode")`: one value for each environment at the end of each episode."""
+        return self.columns("episode")
+
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """`columns("round")`: one value for each round of a training."""
+        return self.columns("round")
+
+    def frame(self, kind: str) -> "pandas.DataFrame":
+        """The rows of one kind as a pandas data frame; lists stay lists. InputError if pandas is not installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise InputError(f"frames need pandas, which is not installed; run {pip_install('frames')}") from None
+        return pandas.DataFrame([msgspec.to_builtins(row) for row in self.rows(kind)], columns=fields_of(kind_of(kind)))
+
+    def follow(self, every: float = 0.5) -> Iterator[Row]:
+        """The rows so far and then each new one, until the run ends; `every` is the pause between two looks [seconds].
+
+        After a resume that cut rows off, all rows come again from the first.
+        """
+        tail = Tail(self.folder / EVENTS)
+        while True:
+            ended = self.status != "running"
+            yield from tail.read()
+            if ended:
+                return
+            time.sleep(every)
+
+    def __repr__(self) -> str:
+        return f"<run {str(self.folder)!r}, {self.status}>"
+
+    def _json(self, name: str) -> Any:
+        path = self.folder / name
+        return parse_json(read_kept(path, _LARGEST_JSON, _MEND), path, _MEND) if path.exists() else None
+
+
+def open_run(folder: str | PathLike[str]) -> OpenRun:
+    """Open a run folder for reading, whether its run goes on, has ended, or was killed.
+
+        run = esper.open_run("runs/demo")
+        run.summary, run.status, run.steps["metrics"]
+
+    Raises InputError if the folder is not a run folder.
+    """
+    return OpenRun(to_path(folder, "folder"))
+
+
+def fields_of(kind: type[Row]) -> list[str]:
+    """The names of a kind's fields as the file has them, `seq` and `time` first."""
+    names = [field.encode_name for field in msgspec.structs.fields(kind)]
+    first = [field.encode_name for field in msgspec.structs.fields(Row)]
+    return [*first, *(name for name in names if name not in first)]
+
+
+def kind_of(name: str | None) -> type[Row]:
+    """The class of rows of a kind; every row for None. InputError if the kind is unknown."""
+    if name is None:
+        return Row
+    if name not in KINDS:
+        raise InputError(f"unknown kind of rows {name!r}; choose one of {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def _column(values: list[Any]) -> Any:
+    """An array of numbers, None as nan, or the list itself if it holds anything else."""
+    first = next((value for value in values if value is not None), None)
+    try:
+        array = np.array(values, dtype=object if first is None else None)
+        if array.dtype == object:
+            array = array.astype(np.float64)
+    except (TypeError, ValueError):
+        return values
+    return array if array.dtype.kind in "biuf" else values

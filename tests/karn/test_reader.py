@@ -1,0 +1,169 @@
+"""The reader of run folders: the same rows whether a run goes on, has ended or was killed, and in whatever chunks they come."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pandas
+import pytest
+
+import esper
+from esper.cli import main
+from esper.karn.reader import KINDS, Tail, fields_of
+from esper.leyline.errors import InputError
+from esper.nissa.events import read_events
+
+SETTINGS = {"envs": 3, "steps": 6, "models": "none", "baselines": ["twin"]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "iris"
+    esper.grow("iris", SETTINGS, controller="random-valid", run=folder, progress=False)
+    return folder
+
+
+def printed(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    return ended.value.code or 0, out, err
+
+
+def test_an_ended_run_gives_its_config_its_figures_and_its_steps_as_arrays(run):
+    opened = esper.open_run(run)
+    assert opened.status == "finished"
+    assert opened.config["envs"] == 3
+    assert opened.summary["status"] == "finished"
+    assert opened.environment["esper"]
+    steps = opened.steps
+    assert steps["metrics"].shape == (6, 3)
+    assert steps["stages"].shape == steps["alphas"].shape == (6, 3, 2)
+    assert steps["ops"][0] == json.loads((run / "events.jsonl").read_text().splitlines()[int(steps["seq"][0])])["ops"]
+    assert set(opened.lifecycle["env"]) <= {0, 1, 2}
+    assert sorted(opened.episodes["env"]) == [0, 1, 2]
+    assert opened.rounds == {}
+
+
+def test_what_was_not_measured_is_nan_and_never_0(run):
+    gains = esper.open_run(run).lifecycle["gain_mean"]
+    assert gains.dtype == float
+    absent = [row.gain_mean is None for row in esper.open_run(run).rows("lifecycle")]
+    assert np.isnan(gains).tolist() == absent
+    assert any(absent)
+
+
+@pytest.mark.parametrize("kind", ["run", "step", "lifecycle", "episode"])
+def test_a_frame_has_a_column_for_every_field_and_a_row_for_every_row(run, kind):
+    frame, rows = esper.open_run(run).frame(kind), list(esper.open_run(run).rows(kind))
+    assert list(frame.columns) == fields_of(KINDS[kind])
+    assert frame["seq"].tolist() == [row.seq for row in rows]
+
+
+def test_a_journal_read_in_any_chunks_gives_the_rows_of_one_that_is_read_at_once(run, tmp_path):
+    data, whole = (run / "events.jsonl").read_bytes(), list(read_events(run / "events.jsonl"))
+    for size in (1, 7, 100, 1000, len(data)):
+        path = tmp_path / f"{size}.jsonl"
+        tail, found = Tail(path), []
+        for end in range(size, len(data) + size, size):
+            path.write_bytes(data[:end])
+            found += tail.read()
+        assert found == whole
+        assert tail.restarts == 0
+
+
+def test_after_rows_were_cut_off_and_written_again_a_tail_begins_anew(run, tmp_path):
+    path, lines = tmp_path / "events.jsonl", (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:6]))
+    tail = Tail(path)
+    assert len(tail.read()) == 6
+    path.write_bytes(b"".join(lines[:4]))
+    assert [row.seq for row in tail.read()] == [0, 1, 2, 3]
+    assert tail.restarts == 1
+    path.write_bytes(b"".join(lines))
+    assert [row.seq for row in tail.read()] == list(range(4, len(lines)))
+
+
+def test_a_run_whose_process_is_gone_without_a_last_row_was_killed(run, tmp_path):
+    folder = tmp_path / "killed"
+    shutil.copytree(run, folder)
+    lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "events.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:20])
+    (folder / "summary.json").unlink()
+    opened = esper.open_run(folder)
+    assert opened.status == "killed"
+    assert opened.summary is None
+    assert [row.seq for row in opened.rows()] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_in_progress_is_followed_to_its_end(tmp_path):
+    folder = tmp_path / "live"
+    command = [sys.executable, "-m", "esper", "grow", "iris", "--envs", "2", "--steps", "12", "--models", "none"]
+    with subprocess.Popen([*command, "--run", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while not (folder / "events.jsonl").exists():
+            assert process.poll() is None, process.stderr.read()
+            threading.Event().wait(0.02)
+        opened = esper.open_run(folder)
+        statuses, seen = {opened.status}, []
+        for row in opened.follow(every=0.05):
+            seen.append(row.seq)
+        process.communicate()
+    assert statuses == {"running"}
+    assert opened.status == "finished"
+    assert seen == [row.seq for row in read_events(folder / "events.jsonl")]
+
+
+def test_a_run_without_telemetry_has_no_rows_and_a_status(tmp_path):
+    settings = {**SETTINGS, "steps": 2, "telemetry": {"level": "off"}}
+    esper.grow("iris", settings, controller="never", run=tmp_path / "silent", progress=False)
+    opened = esper.open_run(tmp_path / "silent")
+    assert (opened.status, list(opened.rows()), opened.steps) == ("finished", [], {})
+
+
+def test_the_command_prints_the_rows_as_the_file_has_them(run, capsys):
+    assert printed(capsys, "events", run) == (0, (run / "events.jsonl").read_text(), "")
+    code, out, _ = printed(capsys, "events", run, "--kind", "episode")
+    assert code == 0
+    assert [json.loads(line)["kind"] for line in out.splitlines()] == ["episode"] * 3
+
+
+def test_csv_and_parquet_hold_what_the_rows_do(run, tmp_path, capsys):
+    _, out, _ = printed(capsys, "events", run, "--kind", "step", "--format", "csv")
+    read, rows = list(csv.DictReader(out.splitlines())), list(esper.open_run(run).rows("step"))
+    assert [json.loads(row["metrics"]) for row in read] == [row.metrics for row in rows]
+    assert [int(row["step"]) for row in read] == list(range(6))
+    target = tmp_path / "lifecycle.parquet"
+    assert printed(capsys, "events", run, "--kind", "lifecycle", "--format", "parquet", "--out", target)[0] == 0
+    pandas.testing.assert_frame_equal(pandas.read_parquet(target), esper.open_run(run).frame("lifecycle"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--kind", "stp"], "unknown kind of rows 'stp'; choose one of run, step,"),
+        (["--format", "xml"], "--format is 'xml'; choose one of jsonl, csv, parquet"),
+        (["--format", "csv"], "--format csv is a table of one kind of rows; add --kind, for example --kind step"),
+        (["--kind", "step", "--format", "parquet"], "--format parquet is a binary file; name it with --out FILE"),
+        (["--kind", "step", "--format", "csv", "--follow"], "--follow prints jsonl, and --format is csv"),
+        (["--out", "/no/such/folder/x"], "/no/such/folder/x cannot be written: No such file or directory"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_in_a_sentence(run, capsys, arguments, sentence):
+    code, out, err = printed(capsys, "events", run, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {sentence}")
+
+
+def test_a_folder_without_a_run_and_a_damaged_line_are_named(run, tmp_path):
+    with pytest.raises(InputError, match=r"is not a run folder: it has no config\.yaml"):
+        esper.open_run(tmp_path)
+    folder = tmp_path / "damaged"
+    shutil.copytree(run, folder)
+    with open(folder / "events.jsonl", "ab") as file:
+        file.write(b"{}\n")
+    with pytest.raises(InputError, match=r"line \d+ of .*events\.jsonl: not a row"):
+        list(esper.open_run(folder).rows())
