@@ -20,7 +20,7 @@ def make_body(rows=4, menu=ALL, *, width=8, hidden=(3, 5), inputs=6, dtype=torch
     def host():
         made = factory()
         made.stacks = not plain
-        return made
+        return made.to(dtype)
 
     entries = [get_blueprint(name, Kind.VECTOR) for name in menu]
     body = Body(host, entries, max(rows, 2), torch.zeros(2, inputs, dtype=dtype), **options)

@@ -37,7 +37,8 @@ def pictures(*, host=HOST, menu=MAP_MENU, pixels=PIXELS):
 def map_body(rows=3, menu=MAPS, *, host=HOST, dtype=torch.float32, **options):
     """A body of freshly drawn convolutional hosts; row r is drawn with key r."""
     example = torch.zeros(2, *host.inputs, dtype=dtype)
-    body = Body(host, [get_blueprint(name, Kind.MAP) for name in menu], max(rows, 2), example, **options)
+    menu = [get_blueprint(name, Kind.MAP) for name in menu]
+    body = Body(lambda: host().to(dtype), menu, max(rows, 2), example, **options)
     for row in range(max(rows, 2)):
         with drawn_with(100 + row):
             body.plant_host([row], host(), example, host.outputs)

@@ -12,10 +12,11 @@ from esper.calls import OnInterrupt, end_of
 from esper.karn.progress import Shown, growing, learning
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.export import check_size, load_network, read_topology
-from esper.kasmina.host import SegmentedHost
+from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
 from esper.kasmina.network import GrownNetwork
 from esper.leyline.arguments import check_callable, check_choice, check_settings, check_switch, check_task, to_path
+from esper.leyline.batches import picked
 from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
@@ -153,13 +154,12 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     """
     check_task(task)
     instance = task.instance(task.keys("training").start)
-    x = stack_splits(
-        [instance.train], np.zeros(1, np.int64), task.inputs, torch.device("cpu"), scaling=instance.scaling
-    ).x[0]
     with drawn_with(0):
         host = task.largest()
     assert isinstance(host, SegmentedHost)
-    found = segments_that_vary(task.largest, x[:CHECKED])
+    splits, row, dtype = [instance.train], np.zeros(1, np.int64), dtype_of(host)
+    examples = stack_splits(splits, row, task.inputs, torch.device("cpu"), scaling=instance.scaling, dtype=dtype)
+    found = segments_that_vary(task.largest, picked(examples.x, (0, slice(CHECKED))))
     for width in sorted({slot.width for slot in host.slots}):
         for name in task.menu:
             for blend, where in blends_that_vary(get_blueprint(name), width).items():

@@ -115,12 +115,21 @@ def test_bytes_become_floats_of_the_same_values() -> None:
     assert task.train.x.max() > 200
 
 
-def test_a_float64_tensor_stays_float64_and_wants_such_a_host() -> None:
+def test_a_float64_tensor_stays_float64_and_its_host_keeps_its_own_dtype() -> None:
     x, y = tensors()
     assert task_from("t", x.double(), y, host=lambda: mlp()().double()).train.x.dtype == torch.float64
-    sentence = "the features are torch.float64 and the host's segments.0.weight is torch.float32; convert the features"
-    with pytest.raises(InputError, match=f"^{sentence}"):
-        task_from("t", x.double(), y, host=mlp())
+    assert task_from("t", x.double(), y, host=mlp()).train.x.dtype == torch.float64
+
+    def mixed() -> SegmentedHost:
+        host = mlp()()
+        host.segments[1].double()
+        return host
+
+    sentence = (
+        "the host's segments.0.weight is torch.float32 and its segments.1..* is torch.float64; build it in one dtype"
+    )
+    with pytest.raises(InputError, match=f"^{sentence}$"):
+        task_from("t", x, y, host=mixed)
 
 
 def test_the_task_does_not_see_later_changes_of_the_data() -> None:

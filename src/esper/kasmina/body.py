@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.host import SegmentedHost
+from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.host_table import HostTable
 from esper.kasmina.layout import Layout
 from esper.kasmina.lifecycle import Edits
@@ -20,6 +20,7 @@ from esper.kasmina.plan import Branches, Indices, PlanCache, Route
 from esper.kasmina.planning import OneDose, Planner
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack import Mapping, Stack
+from esper.leyline.batches import Batch, on_cpu, run
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.streams import Kind
@@ -44,7 +45,7 @@ class Body:
         factory: Callable[[], nn.Module],
         menu: Sequence[Blueprint],
         rows: int,
-        example: Tensor,
+        example: Batch,
         *,
         mapping: Mapping = "auto",
         isolated: bool = False,
@@ -53,14 +54,15 @@ class Body:
     ) -> None:
         """Room for `rows` hosts, all zero until `plant_host`; `factory` makes the largest of them.
 
-        example (B, ...) is some input of that; `moments` names the columns that an optimizer keeps beside every value.
+        example (B, ...) is some input of that; `moments` names the columns that an optimizer keeps beside every value. All
+        parameters are of the dtype of the host's.
         """
         with drawn_with(0):
             host = factory()
         assert isinstance(host, SegmentedHost)
         self.isolated = isolated
         self.device = torch.device(device)
-        self.dtype = example.dtype
+        self.dtype = dtype_of(host)
         self._moments = tuple(moments)
         self.host = Stack(host, rows, mapping=mapping, moments=moments, device=device, dtype=self.dtype)
         self.by_row = self.host.convolves and self.device.type == "cpu" and mapping != "vmap"
@@ -69,15 +71,17 @@ class Body:
         self.slots: tuple[SlotSpec, ...] = self.layout.slots
         self.table = HostTable(rows, self.layout)
         with torch.no_grad():
-            self._widest_output = int(host.eval()(example.to("cpu")).shape[1])
-        self._real_outputs: Tensor | None = None  # (E, 1, C) bool, where some row has fewer outputs than others
+            output = run(host.eval(), on_cpu(example, self.dtype))
+        self._output_axes = max(output.dim() - 1, 1)  # of one example
+        self._widest_output = output.shape[-1] if output.dim() > 1 else 1
+        self._real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
         self.plans: PlanCache[Step] = PlanCache(PLANS)
 
     # Surgery.
 
-    def plant_host(self, rows: Sequence[int], module: nn.Module, example: Tensor, outputs: int) -> None:
+    def plant_host(self, rows: Sequence[int], module: nn.Module, example: Batch, outputs: int) -> None:
         """Put a freshly initialised host into rows; example (B, ...) is some input of it, at its true width."""
         assert isinstance(module, SegmentedHost)
         self.table.plant(rows, module, self.layout.widths(module, example), outputs)
@@ -89,8 +93,9 @@ class Body:
         self._real_outputs = None
         outputs = self.table.outputs
         if (outputs < self._widest_output).any():
-            real = np.arange(self._widest_output) < outputs[:, None, None]
-            self._real_outputs = torch.from_numpy(real).to(self.device)
+            real = np.arange(self._widest_output) < outputs[:, None]
+            spread = real.reshape(len(real), *(1,) * self._output_axes, self._widest_output)
+            self._real_outputs = torch.from_numpy(spread).to(self.device)
 
     def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
         """Make and free modules as the edits say, and put rows in the order of their new stages.
@@ -210,12 +215,12 @@ class Body:
         planner = Planner(self, seeds, train=train, straight=straight, frozen=frozen)
         return planner.route(dose, branches, part or slice(0, len(dose)))
 
-    def run(self, x: Tensor, route: Route, *, streams: Kept = "none", keys: Indices | None = None) -> Pass:
-        """Run a route over a batch of its part, x (n, B, ...) -> outputs (n, B, C); `keys` (n,) seeds dropout in training mode.
+    def run(self, x: Batch, route: Route, *, streams: Kept = "none", keys: Indices | None = None) -> Pass:
+        """Run a route over a batch of its part, leaves x (n, B, ...) -> outputs (n, B, ..., C).
 
-        With streams "here" the stream and what entered its segment are kept for each slot; with "all" also inner features,
-        parameters are constants, and the streams are part of a graph that begins at the first slot. Changes no state but the
-        buffers of modules in training mode.
+        `keys` (n,) seeds dropout in training mode. With streams "here" the stream and what entered its segment are kept for each
+        slot; with "all" also inner features, parameters are constants, and the streams are part of a graph that begins at the
+        first slot. Changes no state but the buffers of modules in training mode.
         """
         step = self.plans.get(route.plan, lambda plan: Step(self, plan))
         return step(x, route.doses, streams, keys)

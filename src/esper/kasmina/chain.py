@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
+from esper.leyline.batches import Batch, run
 from esper.leyline.sites import Flow, Taps
 
 
@@ -29,12 +30,11 @@ class Chain:
         return flow
 
 
-def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[str, Tensor], Tensor]:
-    """The `call` of a plain network: runs the segments themselves."""
+def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[str, Batch], Batch]:
+    """The `call` of a plain network: runs the segments themselves, the first on the batch and every other on one tensor."""
     by_path = {f"segments.{index}": segment for index, segment in enumerate(segments)}
 
-    def call(path: str, x: Tensor) -> Tensor:
-        y: Tensor = by_path[path](x)
-        return y
+    def call(path: str, x: Batch) -> Batch:
+        return run(by_path[path], x)
 
     return call

@@ -1,18 +1,22 @@
 """The contract of a host: segments with named slots between them."""
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from esper.kasmina.chain import Chain
-from esper.leyline.errors import InputError
+from esper.leyline.batches import Batch, arguments, leaves, map_leaves, run
+from esper.leyline.errors import InputError, first_line
 from esper.leyline.sites import Flow, Site, Taps
 from esper.leyline.slots import SlotSpec
 from esper.leyline.streams import Kind
+from esper.leyline.task import Objective
 from esper.leyline.text import counted
 
 _Part = TypeVar("_Part", nn.Module, SlotSpec)
@@ -20,6 +24,11 @@ _Part = TypeVar("_Part", nn.Module, SlotSpec)
 
 class SegmentedHost(nn.Module):
     """Segments run one after the other; slot s changes the stream that segment `slots[s].after` returns.
+
+    The first segment takes the batches of the task: `segment(x)` of one tensor, `segment(*batch)` of a tuple, `segment(**batch)`
+    of a mapping. Every other takes the one tensor that the segment in front of it returns. The host's floating-point parameters
+    are of one dtype, in which it is given every floating-point tensor of a batch; whole numbers, such as token ids, and truth
+    values come as they are.
 
     A host whose every operation acts on trailing axes, each example by itself, may set `stacks = True`: a stack then calls
     it with parameters that carry a leading row axis, (E, *shape), and inputs (E, B, ...), which costs what hand-written
@@ -50,9 +59,11 @@ class SegmentedHost(nn.Module):
         """Implements `leyline.sites.Host`."""
         return self.chain.run(call, batch, visit)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, C), without any seed."""
-        for segment in self.segments:
+    def forward(self, *batch: Tensor, **named: Tensor) -> Tensor:
+        """(B, ...) -> (B, ..., C), without any seed."""
+        first, *others = self.segments
+        x: Tensor = first(*batch, **named)
+        for segment in others:
             x = segment(x)
         return x
 
@@ -60,6 +71,12 @@ class SegmentedHost(nn.Module):
         if slot.inner is not None or slot.after >= len(self.segments):
             return slot
         return replace(slot, inner=inner_of(self.segments[slot.after]))
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's first floating-point parameter; torch's default dtype where it has none."""
+    floating = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    return next(floating, torch.get_default_dtype())
 
 
 _BESIDE_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
@@ -102,40 +119,100 @@ def _checked(values: Iterable[_Part], kind: type[_Part], name: str, example: str
 
 
 @torch.no_grad()
-def check_host(host: nn.Module, x: Tensor, outputs: int, wanted: str = "") -> None:
-    """Run a host on a few examples x (B, ...) of its task and compare it with what it declares.
+def check_host(
+    host: nn.Module,
+    x: Batch,
+    outputs: int,
+    wanted: str = "",
+    objective: Objective | None = None,
+    y: Tensor | None = None,
+) -> Tensor:
+    """Run a host on a few examples x (B, ...) of its task and compare it with what it declares. Returns its outputs.
 
     `wanted` says in words why it is to have so many outputs. Raises InputError where it is no SegmentedHost, a slot's place or
-    width is not what it says, or the outputs are not (B, outputs).
+    width is not what it says, or the outputs are neither (B, outputs) nor of another shape that the objective takes with y.
     """
     if not isinstance(host, SegmentedHost):
         raise InputError(f"the host factory returned a {type(host).__name__}; return an esper.SegmentedHost")
     _check_initialised(host)
     _check_places(host)
-    if host.slots[0].kind == Kind.MAP and x.dim() != 4:
+    if host.slots[0].kind == Kind.MAP and isinstance(x, Tensor) and x.is_floating_point() and x.dim() != 4:
         raise InputError(
             f"the host reads images, but an example of the task has shape {tuple(x.shape[1:])}; give x as (N, C, H, W)"
         )
     _check_inner(host)
+    _check_takes(host.segments[0], x)
     training = host.training
     host.eval()
     by_segments = host.run(_CheckedCall(host), x, _check_stream(host))
-    whole = host(x)
+    whole = run(host, x)
     host.train(training)
     if (
         not isinstance(whole, Tensor)
+        or not isinstance(by_segments, Tensor)
         or whole.shape != by_segments.shape
         or not torch.allclose(whole, by_segments, equal_nan=True)
     ):
         raise InputError("the host's forward is not its segments one after the other; put everything into segments")
-    if whole.dim() != 2 or whole.shape[1] != outputs:
-        returned = (
-            counted(whole.shape[1], "number") if whole.dim() == 2 else f"an output of shape {tuple(whole.shape[1:])}"
-        )
+    _check_output(whole, outputs, wanted, objective, y)
+    return whole
+
+
+def _check_output(output: Tensor, outputs: int, wanted: str, objective: Objective | None, y: Tensor | None) -> None:
+    """InputError where outputs are neither (B, outputs) nor of another shape that the objective takes with y (B, ...)."""
+    # A label, a target or a row of targets for each example.
+    flat = y is None or y.dim() == 1 or (y.is_floating_point() and y.dim() == 2)
+    shape = tuple(output.shape[1:])
+    if objective is None or (flat and output.dim() == 2):
+        if shape == (outputs,):
+            return
+        returned = counted(shape[0], "number") if len(shape) == 1 else f"an output of shape {shape}"
         raise InputError(
             f"the host returns {returned} per example, but {wanted or f'the task has {outputs} outputs'}; give the host "
             f"{counted(outputs, 'output')}"
         )
+    assert y is not None, "the objective is given with targets"
+    whole = output
+    if shape and shape[-1] == outputs:  # as a population pads the outputs of a smaller host
+        whole = F.pad(output, (0, max(objective.outputs - outputs, 0)), value=-torch.inf)
+    for what, function in (("loss", objective.loss), ("score", objective.score)):
+        returns, reason = _tried(function, whole, y)
+        if returns != (1, len(output)):
+            raise InputError(
+                f"the host returns an output of shape {shape} per example, which the {what} of the objective does not take "
+                f"with a target of shape {tuple(y.shape[1:])} and {counted(outputs, 'output')}{reason}; make the two fit"
+            )
+
+
+def _tried(
+    function: Callable[[Tensor, Tensor], object], output: Tensor, y: Tensor
+) -> tuple[tuple[int, ...] | None, str]:
+    """The shape of what a loss or a score returns, and in words what is wrong with it; no shape where it raises."""
+    try:
+        result = function(output[None], y[None])
+    except AssertionError:
+        return None, ""
+    except Exception as error:  # an objective can raise anything; the first line says why
+        return None, f" ({first_line(error)})"
+    if not isinstance(result, Tensor):
+        return None, f", for which it returns a {type(result).__name__}"
+    return tuple(result.shape), f", for which it returns shape {tuple(result.shape)} instead of {(1, len(output))}"
+
+
+def _check_takes(segment: nn.Module, x: Batch) -> None:
+    """InputError where the first segment of a host cannot be called with the tensors of a batch."""
+    if isinstance(x, Tensor):
+        return
+    positional, named = arguments(x)
+    signature = inspect.signature(segment.forward)
+    try:
+        signature.bind(*positional, **named)
+    except TypeError as error:
+        given = f"the tensors {', '.join(map(repr, named))}" if named else counted(len(positional), "tensor")
+        raise InputError(
+            f"an example of the task holds {given}, but segment 0 of the host has forward{signature}, which does not take "
+            f"them: {error}; make the two fit"
+        ) from None
 
 
 def _check_places(host: SegmentedHost) -> None:
@@ -164,11 +241,11 @@ class _CheckedCall:
     def __init__(self, host: SegmentedHost) -> None:
         self._host = host
 
-    def __call__(self, path: str, x: Tensor) -> Tensor:
+    def __call__(self, path: str, x: Batch) -> Batch:
         segment, index = self._host.get_submodule(path), self._host.chain.paths.index(path)
-        given = x.clone()
+        given = map_leaves(Tensor.clone, x)
         try:
-            y = segment(x)
+            y = run(segment, x)
         except Exception as error:  # a person's module can raise anything; the first line says why
             misfit = _misfit(segment, x)
             if misfit is not None:
@@ -183,16 +260,17 @@ class _CheckedCall:
             ) from error
         if not isinstance(y, Tensor):
             raise InputError(f"segment {index} of the host returns a {type(y).__name__}; return one tensor")
-        if not torch.equal(x, given):
+        if not all(torch.equal(now, then) for now, then in zip(leaves(x), leaves(given), strict=True)):
             raise InputError(f"segment {index} of the host changes its input in place, which a seed may read; do not")
         return y
 
 
-def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Tensor]], Tensor]:
+def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Batch]], Batch]:
     """A visit that raises InputError where the stream at a slot is not what the slot declares."""
 
-    def visit(site: int, taps: Taps[Tensor]) -> Tensor:
+    def visit(site: int, taps: Taps[Batch]) -> Batch:
         slot = host.slots[site]
+        assert isinstance(taps.here, Tensor), "a segment returns one tensor"
         if slot.stream.width_of(taps.here) != slot.width:
             raise InputError(
                 f"slot {slot.name!r} declares width {slot.width} and kind {str(slot.kind)!r}, but the stream there has shape "
@@ -212,12 +290,14 @@ class _Misfit(NamedTuple):
     taken: int
 
 
-def _misfit(segment: nn.Module, x: Tensor) -> _Misfit | None:
+def _misfit(segment: nn.Module, x: Batch) -> _Misfit | None:
     """Whether the first layer with weights that a segment runs on x (B, ...) itself takes another number of features."""
     called: list[_Misfit] = []
+    if not isinstance(x, Tensor):
+        return None
 
     def look(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        if called or arguments[0] is not x:
+        if called or not arguments or arguments[0] is not x:
             return
         if isinstance(module, nn.Linear):
             called.append(_Misfit("feature", x.shape[-1], module.in_features))

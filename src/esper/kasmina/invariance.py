@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.host import SegmentedHost
+from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.slot import Seed, slot_output
 from esper.kasmina.stack import Stack
 from esper.leyline.actions import Blend
+from esper.leyline.batches import Batch, first, leaves, map_leaves, picked
 from esper.leyline.streams import Vector
 from esper.leyline.text import counted
 
@@ -37,7 +38,7 @@ class Blended(nn.Module):
         return slot_output(Vector, h, h, self.seed, 0.5, self.blend)
 
 
-def segments_that_vary(factory: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
+def segments_that_vary(factory: Callable[[], nn.Module], x: Batch) -> dict[str, str]:
     """The segments of a host whose numbers for a row depend on its company, each with where that shows.
 
     x (B, ...): examples that the host can run. Outputs, gradients and buffers are compared bit for bit, in training mode.
@@ -63,17 +64,17 @@ def blends_that_vary(entry: Blueprint, width: int) -> dict[str, str]:
     return found
 
 
-def _vary(modules: Sequence[nn.Module], x: Tensor, parts: Sequence[str]) -> dict[str, str]:
+def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str]) -> dict[str, str]:
     """Hold smaller stacks of the first and of the last rows against that of all of them, part by part."""
     found: dict[str, str] = {}
     for batch in BATCHES:
-        example = (np.arange(batch) + 5 * np.arange(ROWS)[:, None]) % len(x)
-        h = x[torch.from_numpy(example)]
+        example = (np.arange(batch) + 5 * np.arange(ROWS)[:, None]) % len(first(x))
+        h = picked(x, torch.from_numpy(example))
         for part in parts:
             y, *expected = _run(_stacked(modules), h, part, 0)
             for count in range(1, ROWS):
                 for rows in (slice(0, count), slice(ROWS - count, ROWS)):
-                    got = _run(_stacked(modules[rows]), h[rows], part, rows.start)
+                    got = _run(_stacked(modules[rows]), picked(h, rows), part, rows.start)
                     if not all(_same(a, b[rows]) for a, b in zip(got, (y, *expected), strict=True)):
                         sizes = f"a stack of {counted(count, 'row')} differs from the same rows in one of {ROWS}"
                         found.setdefault(part, f"{sizes}, at batches of {batch}")
@@ -81,21 +82,20 @@ def _vary(modules: Sequence[nn.Module], x: Tensor, parts: Sequence[str]) -> dict
     return found
 
 
-def _run(stack: Stack, h: Tensor, part: str, first: int) -> list[Tensor]:
+def _run(stack: Stack, h: Batch, part: str, start: int) -> list[Tensor]:
     """Output, gradients of the input and the parameters, and buffers, each with a row axis."""
-    h = h.detach().clone()
-    if h.is_floating_point():
-        h.requires_grad_()
+    h = map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), h)
     stack.columns["gradient"].zero_()
     stack.train(True)
-    y = stack(h, slice(0, len(h)), part=part, keys=np.arange(first, first + len(h)))
+    rows = len(first(h))
+    y = stack(h, slice(0, rows), part=part, keys=np.arange(start, start + rows))
     if y.requires_grad:
         pull = torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).view(1, *y.shape[1:])
         (y * pull).sum().backward()
-    gradient = h.grad if h.grad is not None else torch.zeros_like(h)
+    gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves(h)]
     return [
         y.detach(),
-        gradient,
+        *gradients,
         stack.columns["gradient"].clone(),
         *(stack.columns[name].clone() for name in stack.buffers),
     ]
@@ -106,7 +106,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _stacked(modules: Sequence[nn.Module]) -> Stack:
-    stack = Stack(modules[0], len(modules), dtype=next(iter(modules[0].parameters())).dtype)
+    stack = Stack(modules[0], len(modules), dtype=dtype_of(modules[0]))
     for row, module in enumerate(modules):
         stack.write(row, module)
     return stack

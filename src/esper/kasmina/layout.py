@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from esper.kasmina.blueprints import Blueprint, count, drawn_with
 from esper.kasmina.chain import Chain, calling
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.plan import Indices
 from esper.kasmina.slot import Seed
+from esper.leyline.batches import Batch, on_cpu, run
 from esper.leyline.sites import Taps
 from esper.leyline.slots import SlotSpec, Tap
 from esper.leyline.streams import STREAMS, Stream
@@ -49,7 +50,7 @@ class Layout:
     blueprint, -1 where it does not fit.
     """
 
-    def __init__(self, host: SegmentedHost, menu: Sequence[Blueprint], example: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, host: SegmentedHost, menu: Sequence[Blueprint], example: Batch, dtype: torch.dtype) -> None:
         """`host` is the largest one; example (B, ...) is some input of it; dtype that of all parameters."""
         self.slots: tuple[SlotSpec, ...] = host.slots
         self.menu = tuple(menu)
@@ -63,24 +64,24 @@ class Layout:
         self.forms, self.form_of = self._forms()
 
     @torch.no_grad()
-    def widths(self, host: SegmentedHost, example: Tensor) -> Widths:
+    def widths(self, host: SegmentedHost, example: Batch) -> Widths:
         """The true widths of a host, from running it on an input of its own, example (B, ...)."""
         training = host.training
         host = host.to(dtype=self.dtype).eval()
         taps: list[list[int]] = []
 
-        def measure(site: int, seen: Taps[Tensor]) -> Tensor:
+        def measure(site: int, seen: Taps[Batch]) -> Batch:
             slot, stream = self.slots[site], self.streams[site]
             inner = None
             if slot.inner is not None:
                 segment, inner = host.segments[slot.after], seen.before
                 assert isinstance(segment, nn.Sequential), "inner features are those of an nn.Sequential"
                 for module in list(segment)[: slot.inner]:
-                    inner = module(inner)
+                    inner = run(module, inner)
             taps.append([stream.width_of(x) for x in (*seen, inner)])
             return seen.here
 
-        host.chain.run(calling(host.segments), example.to("cpu"), measure)
+        host.chain.run(calling(host.segments), on_cpu(example, self.dtype), measure)
         host.train(training)
         widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
         fits = np.array([[entry.kind == slot.kind for entry in self.menu] for slot in self.slots], bool)

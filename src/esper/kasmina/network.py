@@ -8,16 +8,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from esper.kasmina.asked import read_examples
 from esper.kasmina.chain import Chain, calling
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.slot import Seed, slot_output
 from esper.leyline.actions import Blend
-from esper.leyline.arrays import as_tensor, by_name
+from esper.leyline.batches import Batch, batch_of, first, map_leaves, run
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Taps
 from esper.leyline.slots import Tap
 from esper.leyline.streams import STREAMS, Kind
-from esper.leyline.task import Interface, Scaling, Split, nonfinite, which
+from esper.leyline.task import Interface, Scaling
 
 CHUNK = 4096
 """Most examples of one pass of `predict`."""
@@ -67,20 +68,22 @@ class Standardize(_Scaled):
 
 
 class Restore(_Scaled):
-    """z * deviation + mean of outputs z (B, C), whose mean and deviation have shape () or (C,)."""
+    """z * deviation + mean of outputs z (B, ...), whose mean and deviation have the shape of one example's y."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """(B, C) -> (B, C)."""
+        """(B, ...) -> (B, ...)."""
         return self.scaling.restore(z)
 
 
 class GrownNetwork(nn.Module):
-    """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, C).
+    """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, ..., C).
 
-    It takes features as the task was given them: where the task standardizes them, so does `standardize`, the first module. It
-    returns targets as the task was given them: where hosts return them standardized, `restore`, the last module, undoes that.
+    It is called as the first segment of its host is: network(x), network(*batch) or network(**batch), with the batches of the
+    task. It takes features as the task was given them: where the task standardizes them, so does `standardize`, the first
+    module. It returns targets as the task was given them: where hosts return them standardized, `restore`, the last module,
+    undoes that.
 
-    inputs: shape of one example.
+    inputs: shape of one example; of each of its tensors where there are several.
     classes: the labels as the task was given them, in the order of the outputs; None where the outputs are values.
     target: shape of one example's y.
     columns: the names of the features, where the task was given a frame; None otherwise.
@@ -102,91 +105,81 @@ class GrownNetwork(nn.Module):
         self.seeds = nn.ModuleList(seeds)
         self.grafts = tuple(grafts)
         self.restore = None if interface.target_scaling is None else Restore(interface.target_scaling)
-        self.inputs = interface.inputs
+        self.interface, self.inputs = interface, interface.inputs
         self.classes = interface.classes
         self.target = interface.target
         self.columns = interface.columns
         self.original = original
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, C): the logit of every class, or the value of every target."""
+    def forward(self, x: Tensor | None = None, /, *others: Tensor, **named: Tensor) -> Tensor:
+        """(B, ...) -> (B, ..., C): the logit of every class, or the value of every target."""
+        batch = batch_of(() if x is None else (x, *others), named)
         if self.standardize is not None:
-            x = self.standardize(x)
-        y = run_segments(x, self.segments, self.seeds, self.grafts)
+            assert isinstance(batch, Tensor), "one tensor is standardized"
+            batch = self.standardize(batch)
+        y = run_segments(batch, self.segments, self.seeds, self.grafts)
         return y if self.restore is None else self.restore(y)
 
     def predict(self, x: Any) -> NDArray[Any]:
-        """The label (B,) of each example, as the task's y had it; of a regression the targets, (B,) or (B, C).
+        """The label (B,) of each example as the task's y had it, or its labels (B, ...); of a regression the targets.
 
         x: (B, ...) features as the task was given them, in a tensor, an array, a list or a frame, whose columns are taken by
-        name. Dropout is off, and the network stays in the mode it is in.
+        name; a tuple or a mapping of these where the task's examples are. Dropout is off, and the network stays in the mode it
+        is in.
 
         Raises InputError where x does not fit the network, or is not finite.
         """
         output = self._outputs(x)
-        answer = output if self.target else output[:, 0]
         if self.classes is not None:
-            answer = np.array(self.classes)[output.argmax(1)]
-        return answer
+            labels: NDArray[Any] = np.array(self.classes)[output.argmax(-1)]
+            return labels
+        return output if self.target else output.reshape(len(output))
 
     def predict_proba(self, x: Any) -> NDArray[Any]:
-        """(B, C) the probability of each class, in the order of `classes`: the softmax of the outputs.
+        """(B, ..., C) the probability of each class, in the order of `classes`: the softmax of the outputs.
 
         x: as for `predict`. Raises InputError where the network does not predict classes, too.
         """
         if self.classes is None:
             raise InputError("the network predicts values, which have no probabilities; use predict(x)")
-        found: NDArray[Any] = torch.from_numpy(self._outputs(x)).softmax(1).numpy()
+        found: NDArray[Any] = torch.from_numpy(self._outputs(x)).softmax(-1).numpy()
         return found
 
     @torch.no_grad()
     def _outputs(self, x: Any) -> NDArray[Any]:
-        """(B, C) outputs in evaluation mode, on the CPU."""
+        """(B, ..., C) outputs in evaluation mode, on the CPU."""
         weight = next((value for value in self.state_dict().values() if value.is_floating_point()), torch.zeros(()))
-        examples = self._examples(x, weight.dtype)
+        examples = read_examples(x, self.interface, weight.dtype)
+        count = len(first(examples))
         modes = {module: module.training for module in self.modules()}
         self.eval()
         try:
-            parts = [self(part.to(weight.device)).cpu() for part in examples.split(CHUNK)]
+            parts = [run(self, _piece(examples, start, weight.device)).cpu() for start in range(0, count, CHUNK)]
         finally:
             for module, training in modes.items():
                 module.training = training
         joined = torch.cat(parts)
         output: NDArray[Any] = (joined.float() if joined.dtype == torch.bfloat16 else joined).numpy()
-        if self.classes is not None and output.shape[1:] != (len(self.classes),):
+        if self.classes is not None and output.shape[1:] != (*self.target, len(self.classes)):
             raise InputError(
                 f"the network has outputs of shape {output.shape[1:]}, but {len(self.classes)} classes; export it again"
             )
         return output
 
-    def _examples(self, x: Any, dtype: torch.dtype) -> Tensor:
-        """Features as a tensor (B, ...) that the network can take. InputError where they are of another shape, or not finite."""
-        examples = as_tensor(by_name(x, self.columns, "x"), "x", dtype)
-        if examples.shape == self.inputs:
-            raise InputError(
-                f"x has shape {tuple(examples.shape)}, which is one example and no batch; give a batch of one, as predict([x])"
-            )
-        if examples.shape[1:] != self.inputs or not len(examples):
-            mend = f"give at least one example, as (B, {', '.join(map(str, self.inputs))})"
-            raise InputError(
-                f"x has shape {tuple(examples.shape)}, but the network takes examples of {self.inputs}; {mend}"
-            )
-        if self.standardize is None or examples.is_floating_point():
-            examples = examples.to(dtype)
-        bad = nonfinite(Split(examples, torch.zeros(len(examples))))
-        if bad.any():
-            raise InputError(
-                f"x holds NaN or infinite values, in {which(bad)}; fill them in, or leave those examples out"
-            )
-        return examples
+
+def _piece(examples: Batch, start: int, device: torch.device) -> Batch:
+    """At most `CHUNK` examples from one on, on a device."""
+    piece: Batch = map_leaves(lambda leaf: leaf[start : start + CHUNK].to(device), examples)
+    return piece
 
 
-def run_segments(x: Tensor, segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft]) -> Tensor:
+def run_segments(x: Batch, segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft]) -> Tensor:
     """Segments one after the other, each with the seed that is grafted behind it: (B, ...) -> (B, ...)."""
 
-    def grown(site: int, taps: Taps[Tensor]) -> Tensor:
+    def grown(site: int, taps: Taps[Batch]) -> Batch:
         graft, seed = grafts[site], cast(Seed, seeds[site])
         read = {Tap.HERE: taps.here, Tap.BEFORE: taps.before, Tap.INPUT: taps.input}[graft.tap]
-        return slot_output(STREAMS[graft.kind], taps.here, read, seed, graft.alpha, graft.blend)
+        stream, h, u = STREAMS[graft.kind], cast(Tensor, taps.here), cast(Tensor, read)
+        return slot_output(stream, h, u, seed, graft.alpha, graft.blend)
 
-    return Chain(len(segments), [graft.after for graft in grafts]).run(calling(segments), x, grown)
+    return cast(Tensor, Chain(len(segments), [graft.after for graft in grafts]).run(calling(segments), x, grown))

@@ -1,4 +1,4 @@
-"""Runs a pass over a body as its plan says. n rows, S slots, B examples, C outputs, X branches."""
+"""Runs a pass over a body as its plan says. n rows, S slots, B examples, X branches."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from esper.kasmina.memory import append_rows, channels_last, energy, in_layout_o
 from esper.kasmina.plan import CallDoses, CallPlan, Doses, Indices, Plan, Route, Run
 from esper.kasmina.slot import slot_change
 from esper.kasmina.stack import Rows, Stack
+from esper.leyline.batches import Batch, map_leaves
 from esper.leyline.keys import key
 from esper.leyline.sites import Taps
 from esper.leyline.slots import Tap
@@ -27,12 +28,12 @@ class Streams(NamedTuple):
 
     Attributes:
         here ((n, B, ...) tensor): the stream in front of any seed
-        before ((n, B, ...) tensor): what entered the segment
+        before ((n, B, ...) tensor, or a batch with such leaves): what entered the segment
         inner ((n, B, ...) tensor or None): the features inside the segment, where the host offers them and they were asked for
     """
 
     here: Tensor
-    before: Tensor
+    before: Any
     inner: Tensor | None
 
 
@@ -55,7 +56,7 @@ class Pass(NamedTuple):
 class _Flow(NamedTuple):
     """What runs through the segments: the rows of a pass, and the branches that have left them so far."""
 
-    base: Any  # (n, B, ...) tensor; a batch in front of the first segment
+    base: Any  # (n, B, ...) tensor; in front of the first segment a batch with leaves (n, B, ...)
     extra: Tensor | None  # (m, B, ...)
 
 
@@ -81,10 +82,10 @@ class Step:
         self.body, self.plan = body, plan
         self.segment_of = {path: index for index, path in enumerate(body.layout.chain.paths)}
 
-    def __call__(self, x: Any, doses: Doses, kept: Kept, keys: Indices | None) -> Pass:
-        """Run the plan over a batch of its part, x (n, B, ...); the arguments are those of `Body.run`."""
+    def __call__(self, x: Batch, doses: Doses, kept: Kept, keys: Indices | None) -> Pass:
+        """Run the plan over a batch of its part, leaves x (n, B, ...); the arguments are those of `Body.run`."""
         body, plan = self.body, self.plan
-        x = channels_last(x)
+        x = map_leaves(channels_last, x)
         if body.by_row and plan.bare and kept == "none" and not body.host.draws:
             # A loop saves a call a segment; the kernels are the same.
             return body.masked(Pass(body.host(x, slice(*plan.part)), None, (), None), Route(plan, doses))
@@ -143,9 +144,9 @@ class _Running:
                 extra = self._grown(plan, doses, sources, keys)
         return _Flow(h, extra)
 
-    def _inner(self, slot: int, before: Tensor) -> Tensor | None:
+    def _inner(self, slot: int, before: Batch) -> Tensor | None:
         """The inner features of the segment in front of a slot, run again; None where the host does not offer them."""
-        spec, z = self.body.slots[slot], before.detach()
+        spec, z = self.body.slots[slot], map_leaves(Tensor.detach, before)
         for index in range(spec.inner or 0):
             z = self.body.host(z, self.part, part=f"segments.{spec.after}.{index}", frozen=True)
         return z if spec.inner else None

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network import Graft, GrownNetwork, Restore, Standardize, run_segments
+from esper.leyline.batches import batch_of
 from esper.leyline.slots import SlotSpec, Tap
 from esper.leyline.task import Scaling
 
 
 class GraftedSegments(nn.Module):
-    """Segments of a grown network with the seeds behind them, as one segment: (B, ...) -> (B, ...)."""
+    """Segments of a grown network with the seeds behind them, as one segment: leaves (B, ...) -> (B, ...)."""
 
     def __init__(self, segments: Sequence[nn.Module], seeds: Sequence[nn.Module], grafts: Sequence[Graft]) -> None:
         super().__init__()
@@ -22,9 +23,10 @@ class GraftedSegments(nn.Module):
         self.seeds = nn.ModuleList(seeds)
         self.grafts = tuple(grafts)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...)."""
-        return run_segments(x, self.segments, self.seeds, self.grafts)
+    def forward(self, x: Tensor | None = None, /, *others: Tensor, **named: Tensor) -> Tensor:
+        """Leaves (B, ...) -> (B, ...)."""
+        batch = batch_of(() if x is None else (x, *others), named)
+        return run_segments(batch, self.segments, self.seeds, self.grafts)
 
 
 class RegrownHost:

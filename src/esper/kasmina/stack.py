@@ -13,6 +13,7 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.memory import stack_rows
+from esper.leyline.batches import Batch, arguments, first, map_leaves, picked, run, unstacked
 from esper.leyline.errors import InputError, is_shortage
 
 # A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not
@@ -162,9 +163,9 @@ class Stack:
         return "direct" if getattr(self.module, "stacks", False) or getattr(part, "stacks", False) else "vmap"
 
     def __call__(
-        self, x: Tensor, rows: Rows, *, part: str = "", frozen: bool = False, keys: NDArray[np.int64] | None = None
+        self, x: Batch, rows: Rows, *, part: str = "", frozen: bool = False, keys: NDArray[np.int64] | None = None
     ) -> Tensor:
-        """Run the module, or the submodule named `part`, over rows: x (n, B, ...) -> (n, B, ...).
+        """Run the module, or the submodule named `part`, over rows: leaves x (n, B, ...) -> (n, B, ...).
 
         With `frozen`, parameters are constants of the graph while gradients still flow through x, and the module is in
         evaluation mode, so that no buffer changes. `keys` (n,) seeds what each row draws in training mode. A single row is
@@ -183,33 +184,33 @@ class Stack:
         tensors = self._parameters(what, rows, frozen)
         at = rows if isinstance(rows, slice) else self._index(rows)
         kept = {name: self.columns[name][at] for name in what.buffers}
-        buffers, single = kept, len(x) == 1
+        buffers, single = kept, len(first(x)) == 1
         # x becomes a node of its own in either case: the module's gradients for it are then summed before they meet those of
         # its other users, and the order of a sum, which decides its last bit, does not depend on the number of rows.
-        x = torch.cat([x, x]) if single else x.view_as(x)
+        x = map_leaves(_twice if single else _node, x)
         if single:
             tensors = [torch.cat([t, t]) for t in tensors]
             buffers = {name: torch.cat([b, b]) for name, b in kept.items()}
         if what.way == "direct":
             # Products of a row depend in their last bit on whether its first element lies on a multiple of 16 bytes, so on
             # where the row stands; repeats of an example behind the last one put every row of any width on such a multiple.
-            examples = x.shape[1]
+            examples = first(x).shape[1]
             if examples % 4:
-                x = torch.cat([x, x[:, :1].detach().expand(-1, -examples % 4, *x.shape[2:])], 1)
+                x = map_leaves(_with_repeats, x)
             self._bind(what, tensors, buffers)
-            y: Tensor = what.module(x)[:, :examples] if examples % 4 else what.module(x)
+            y = run(what.module, x)[:, :examples] if examples % 4 else run(what.module, x)
         else:
             start = len(what.prefix) + len("buffer.")
             inner = {name: t for names, t in zip(what.names, tensors, strict=True) for name in names}
             inner |= {name[start:]: b for name, b in buffers.items()}
             try:
-                y = vmap(lambda p, v: functional_call(what.module, p, (v,), tie_weights=False))(inner, x)
+                y = vmap(lambda p, v: functional_call(what.module, p, *arguments(v), tie_weights=False))(inner, x)
             except RuntimeError as error:
                 if self.mapping == "vmap" or is_shortage(error):
                     raise
                 # What vmap cannot map (recurrences, draws, branches on data), a loop runs, or says what is wrong with it.
                 self._parts[part] = what._replace(way="loop")
-                return self._loop(x[:1] if single else x, rows, part, frozen, keys)
+                return self._loop(picked(x, slice(0, 1)) if single else x, rows, part, frozen, keys)
         if single:
             y = y[:1]
             for name, buffer in kept.items():
@@ -359,22 +360,22 @@ class Stack:
     def _index(self, rows: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(rows).to(self.device)
 
-    def _loop(self, x: Tensor, rows: Rows, part: str, frozen: bool, keys: NDArray[np.int64] | None) -> Tensor:
+    def _loop(self, x: Batch, rows: Rows, part: str, frozen: bool, keys: NDArray[np.int64] | None) -> Tensor:
         chosen = range(self.capacity)[rows] if isinstance(rows, slice) else rows
         replicas = self._replica_rows(frozen)
         parts = [replicas[row].get_submodule(part) for row in chosen]
-        values = x.unbind(0)
+        values = unstacked(x)
         if frozen or not self.module.training:
-            return stack_rows([module(v) for module, v in zip(parts, values, strict=True)])
+            return stack_rows([run(module, v) for module, v in zip(parts, values, strict=True)])
         assert keys is not None or not self.random, "dropout in training mode is drawn by key"
         if keys is None or not self.draws:
-            return stack_rows([module(v) for module, v in zip(parts, values, strict=True)])
+            return stack_rows([run(module, v) for module, v in zip(parts, values, strict=True)])
         outputs, generator = [], self._generator()
         state = generator.get_state()
         try:
             for module, v, key in zip(parts, values, (keys & ((1 << 63) - 1)).tolist(), strict=True):
                 generator.manual_seed(key)  # of the one device that draws; torch.manual_seed costs twenty times as much
-                outputs.append(module(v))
+                outputs.append(run(module, v))
         finally:
             generator.set_state(state)
         return stack_rows(outputs)
@@ -412,6 +413,19 @@ class Stack:
         """The owners of every place, in a copy of the module."""
         path = {module: name for name, module in self.module.named_modules()}
         return [[(replica.get_submodule(path[owner]), name) for owner, name in place.owners] for place in self.places]
+
+
+def _twice(x: Tensor) -> Tensor:
+    return torch.cat([x, x])
+
+
+def _node(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _with_repeats(x: Tensor) -> Tensor:
+    """(n, B, ...) with the first example behind the last one, as often as makes B a multiple of 4."""
+    return torch.cat([x, x[:, :1].detach().expand(-1, -x.shape[1] % 4, *x.shape[2:])], 1)
 
 
 def _check_alike(given: dict[str, Tensor], known: dict[str, Tensor]) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.host import SegmentedHost
+from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.layers import Linear
+from esper.leyline.batches import Batch, cast, run, stream_of
 from esper.leyline.slots import SlotSpec
 
 Factory = Callable[[], nn.Module]
@@ -66,7 +67,7 @@ class Skipped:
         return _rebuilt(host, segments, [replace(slot, inner=None) for slot in host.slots])
 
 
-def skip_places(factory: Factory, x: Tensor) -> tuple[int, ...] | Absent:
+def skip_places(factory: Factory, x: Batch) -> tuple[int, ...] | Absent:
     """The segments around which an identity skip fits; x (B, ...) with B >= 2 are examples that the host can run.
 
     Such a segment has parameters, returns the shape that it reads, and has no path around its parameters already: with all of
@@ -75,11 +76,11 @@ def skip_places(factory: Factory, x: Tensor) -> tuple[int, ...] | Absent:
     with drawn_with(0), torch.no_grad():
         host = factory()
         assert isinstance(host, SegmentedHost)
-        host = host.to(x.dtype).eval()
+        x = cast(x, dtype_of(host.eval()))
         places, residual = [], False
         for index, segment in enumerate(host.segments):
-            before, x = x, segment(x)
-            if x.shape != before.shape or x.dtype != before.dtype or not any(True for _ in segment.parameters()):
+            before, x = stream_of(x), run(segment, x)
+            if before is None or x.shape != before.shape or not any(True for _ in segment.parameters()):
                 continue
             if _goes_around(segment, before):
                 residual = True
@@ -103,7 +104,7 @@ def _goes_around(segment: nn.Module, x: Tensor) -> bool:
     return not torch.equal(y, y[:1].expand_as(y))
 
 
-def widened(factory: Factory, x: Tensor, parameters: int) -> "Widened | Absent":
+def widened(factory: Factory, x: Batch, parameters: int) -> "Widened | Absent":
     """The factory of a host's plain network: every inner width raised out of its bottleneck, then all of them scaled.
 
     A width is raised to the smaller of the widest layer in front of it and the widest behind it, where it is narrower than
@@ -136,7 +137,8 @@ def widened(factory: Factory, x: Tensor, parameters: int) -> "Widened | Absent":
     made = Widened(factory, scaled(high))
     try:
         with drawn_with(0), torch.no_grad():
-            made().to(x.dtype).eval()(x)
+            wide = made().eval()
+            run(wide, cast(x, dtype_of(wide)))
     except Exception as error:  # whatever a person's module raises on another width, its first line says why
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return Absent(f"the host cannot run at other widths: {reason}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.stack import Rows, Stack
+from esper.leyline.batches import Batch
 from esper.leyline.task import Objective
 from esper.tolaria.data import SharedBatchIterator
 from esper.tolaria.engine import VectorizedEngine
@@ -39,10 +40,11 @@ class _Feed:
         self._feed.advance()
         self.served += 1
 
-    def of(self, part: slice) -> tuple[Tensor, Tensor]:
+    def of(self, part: slice) -> tuple[Batch, Tensor]:
         self.part = part
         x, y = self._feed.of(part)
         if self._taints and self.now and part.start <= self._row < part.stop:
+            assert isinstance(x, Tensor), "one tensor is poisoned"
             x = x.clone()
             x[self._row - part.start, 0] = torch.nan
         return x, y

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from esper.leyline.batches import Batch, Shapes, cast, leaves, picked, shapes
 from esper.leyline.brief import brief
 from esper.leyline.errors import DataWarning, InputError, warn
 
@@ -19,18 +20,19 @@ class Split(NamedTuple):
     """Examples that are used together.
 
     Attributes:
-        x ((N, ...) tensor): inputs: floating point, or uint8 where the task has `pixels`
-        y ((N,) or (N, C) tensor): int64 class labels (N,), or floating-point targets (N, C)
+        x ((N, ...) tensor, or a tuple or a dict of them): inputs, each tensor floating point, which is cast to the dtype of the
+            host, or of whole numbers or truth values, which stay what they are; uint8 where the task has `pixels`
+        y ((N, ...) tensor): int64 class labels, (N,) or one for each position of an example, or floating-point targets
     """
 
-    x: Tensor
+    x: Batch
     y: Tensor
 
 
 def nonfinite(split: Split) -> Tensor:
     """(N,) bool: which examples hold NaN or an infinite value. Bytes and labels are always finite."""
     bad = torch.zeros(len(split.y), dtype=torch.bool, device=split.y.device)
-    for values in split:
+    for values in (*leaves(split.x), split.y):
         if values.is_floating_point() and not values.isfinite().all():
             bad |= ~values.flatten(1).isfinite().all(1) if values.dim() > 1 else ~values.isfinite()
     return bad
@@ -56,7 +58,7 @@ def finite(split: Split, name: str, action: Literal["stop", "skip"]) -> Split:
     if bad.all():
         raise InputError(f"{name} holds NaN or infinite values in every example; bring other data")
     warn(f"{name} holds NaN or infinite values, left out with {which(bad)}", DataWarning)
-    return Split(split.x[~bad], split.y[~bad])
+    return Split(picked(split.x, ~bad), split.y[~bad])
 
 
 @brief
@@ -86,10 +88,10 @@ class Pixels:
         """Whether training images are varied at all."""
         return self.pad > 0 or self.flip
 
-    def read(self, x: Tensor) -> Tensor:
-        """x (..., C, H, W) uint8 -> the same in torch's default dtype, with channels last in memory."""
+    def read(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x (..., C, H, W) uint8 -> the same in a dtype, or in torch's default one, with channels last in memory."""
         assert x.dtype == torch.uint8, x.dtype
-        mean, scale = _row_of(self, x.shape[-1], x.device, torch.get_default_dtype())
+        mean, scale = _row_of(self, x.shape[-1], x.device, dtype or torch.get_default_dtype())
         lines = x.movedim(-3, -1).flatten(-2)  # (..., H, W C): arithmetic on runs of C numbers alone would be slow
         read: Tensor = lines.to(mean.dtype).sub_(mean).mul_(scale).unflatten(-1, (x.shape[-1], -1))
         return read.movedim(-1, -3)
@@ -133,34 +135,41 @@ class Interface(NamedTuple):
     """What a network takes, and what its outputs stand for.
 
     Attributes:
-        inputs (shape): shape of one example
+        inputs (shape, or a tuple or a dict of shapes): shape of one example, or of each of its leaves
         scaling (Scaling or None): applied by the network itself, so that it takes features as they came
         classes (C labels or None): the class of each output; None where outputs are values
         target (shape): shape of one example's y
         columns (names or None): names of the features, where they came in a frame
         target_scaling (Scaling or None): undone by the network itself, so that it returns targets as they came
+        whole (dtypes or None): of each leaf in order, its dtype where it holds whole numbers or truth values, and None where it
+            is floating point; None where all are
     """
 
-    inputs: tuple[int, ...]
+    inputs: Shapes
     scaling: Scaling | None = None
     classes: tuple[Label, ...] | None = None
     target: tuple[int, ...] = ()
     columns: tuple[str, ...] | None = None
     target_scaling: Scaling | None = None
+    whole: tuple[torch.dtype | None, ...] | None = None
 
 
 class Objective(Protocol):
-    """What is minimised and what is reported, per example and for a stack of rows at once."""
+    """What is minimised and what is reported, per example and for a stack of rows at once.
+
+    It says what outputs a host may have: any shape (B, ...) that it takes beside the targets. A host of a mixture may have fewer
+    outputs than others along the last axis.
+    """
 
     metric: str  # name of the mean of `score`: 'accuracy', 'r2'
-    outputs: int  # C
+    outputs: int  # C, the length of the last axis of outputs
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, C), target (E, B) or (E, B, C) -> (E, B) losses to minimise."""
+        """output (E, B, ...), target (E, B, ...) -> (E, B) losses to minimise."""
         ...
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, C), target (E, B) or (E, B, C), a whole split -> (E, B) whose mean over B is the metric."""
+        """output (E, B, ...), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
         ...
 
 
@@ -173,9 +182,9 @@ class Instance(NamedTuple):
         train (Split): read by the optimizer
         probe (Split): read by gates, rewards and attribution
         validation (Split): read by the selection of models and policies
-        outputs (int): classes or targets of this instance, at most those of the task's objective
-        pixels (Pixels or None): how images that are kept as bytes are read
-        scaling (Scaling or None): of features that a host reads standardized
+        outputs (int): classes or targets of this instance, the last axis of outputs, at most those of the task's objective
+        pixels (Pixels or None): how images that are kept as bytes are read, where an example is one tensor
+        scaling (Scaling or None): of features that a host reads standardized, where an example is one tensor
         classes (labels or None): the class of each output; None numbers them from 0
         weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
         columns (names or None): names of the features, where they came in a frame
@@ -194,9 +203,9 @@ class Instance(NamedTuple):
     columns: tuple[str, ...] | None = None
     target_scaling: Scaling | None = None
 
-    def read(self, x: Tensor) -> Tensor:
-        """Examples of a split as a host reads them: (N, ...) floating point."""
-        return _read(self.pixels, self.scaling, x)
+    def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
+        """Examples of a split as a host reads them: leaves (N, ...), the floating-point ones in a dtype where it is given."""
+        return _read(self.pixels, self.scaling, x, dtype)
 
     @property
     def interface(self) -> Interface:
@@ -209,8 +218,11 @@ class Instance(NamedTuple):
             )
             scaling = Scaling(mean, deviation)
         classes = None if y.is_floating_point() else self.classes or tuple(range(self.outputs))
-        inputs, target = tuple(self.train.x.shape[1:]), tuple(y.shape[1:])
-        return Interface(inputs, scaling, classes, target, self.columns, self.target_scaling)
+        whole = tuple(None if leaf.is_floating_point() else leaf.dtype for leaf in leaves(self.train.x))
+        inputs, target = shapes(self.train.x), tuple(y.shape[1:])
+        return Interface(
+            inputs, scaling, classes, target, self.columns, self.target_scaling, whole if any(whole) else None
+        )
 
 
 class Lengths(NamedTuple):
@@ -232,12 +244,12 @@ class Room(NamedTuple):
 
     Attributes:
         host (callable): returns the largest host
-        inputs (shape): shape of one input of the largest host
+        inputs (shape, or a tuple or a dict of shapes): of one input of the largest host, or of each of its leaves
         lengths (Lengths or None): lengths of splits; a mixture has them, and None is for rows that share every split
     """
 
     host: Callable[[], nn.Module]
-    inputs: tuple[int, ...]
+    inputs: Shapes
     lengths: Lengths | None = None
 
 
@@ -258,8 +270,9 @@ class Task:
         menu (names): names of the blueprints that may be planted
         defaults (mapping): config that the task sets, under the user's own
         room (Room or None): layout of a row; None lays it out for the host itself
-        pixels (Pixels or None): how images that are kept as bytes are read
-        scaling (Scaling or None): of features that hosts read standardized; the splits hold them as they came
+        pixels (Pixels or None): how images that are kept as bytes are read, where an example is one tensor
+        scaling (Scaling or None): of features that hosts read standardized, where an example is one tensor; the splits hold
+            them as they came
         classes (labels or None): what the labels of y are called, in order; None numbers them from 0
         weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
         columns (names or None): names of the features, where they came in a frame
@@ -291,9 +304,9 @@ class Task:
         return replace(self, test=None)
 
     @property
-    def inputs(self) -> tuple[int, ...]:
-        """Shape of one input of the largest host."""
-        return self.room.inputs if self.room is not None else tuple(self.train.x.shape[1:])
+    def inputs(self) -> Shapes:
+        """Shape of one input of the largest host, or of each of its leaves."""
+        return self.room.inputs if self.room is not None else shapes(self.train.x)
 
     @property
     def lengths(self) -> None:
@@ -320,9 +333,12 @@ class Task:
             self.target_scaling,
         )
 
-    def read(self, x: Tensor) -> Tensor:
-        """Examples of a split as a host reads them: (N, ...) floating point. A grown network reads them as they are."""
-        return _read(self.pixels, self.scaling, x)
+    def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
+        """Examples of a split as a host reads them: leaves (N, ...), the floating-point ones in a dtype where it is given.
+
+        A grown network reads them as they are.
+        """
+        return _read(self.pixels, self.scaling, x, dtype)
 
     def test_split(self, key: int) -> Split | None:
         """What the final evaluation of an instance reads; None in a sealed task."""
@@ -366,8 +382,8 @@ class Mixture:
         assert self.room.lengths is not None, "a row of a mixture is padded to lengths that its room names"
 
     @property
-    def inputs(self) -> tuple[int, ...]:
-        """Shape of one input of the largest host."""
+    def inputs(self) -> Shapes:
+        """Shape of one input of the largest host, or of each of its leaves."""
         return self.room.inputs
 
     @property
@@ -396,10 +412,20 @@ class Mixture:
         return self.ranges[part]
 
 
-def _read(pixels: Pixels | None, scaling: Scaling | None, x: Tensor) -> Tensor:
+def _read(pixels: Pixels | None, scaling: Scaling | None, x: Batch, dtype: torch.dtype | None) -> Batch:
     if pixels is not None:
-        return pixels.read(x)
-    return x if scaling is None else scaling.read(x)
+        return pixels.read(one_tensor(x, "pixels"), dtype)
+    x = x if scaling is None else scaling.read(one_tensor(x, "scaling"))
+    return x if dtype is None else cast(x, dtype)
+
+
+def one_tensor(x: Batch, what: str) -> Tensor:
+    """x itself. InputError where examples are several tensors, of which a task's `pixels` or `scaling` does not say which."""
+    if isinstance(x, Tensor):
+        return x
+    raise InputError(
+        f"the task has {what}, but its examples are {len(x)} tensors; leave {what} out, and let the host scale what it takes"
+    )
 
 
 AnyTask = Task | Mixture

@@ -22,6 +22,7 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.lifecycle import dormant
 from esper.kasmina.regrow import RegrownHost
 from esper.kasmina.static import Absent, Factory, Scales, Skipped, skip_places, widened
+from esper.leyline.batches import Shape, map_leaves, picked, shapes
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, OutOfMemory, is_shortage
 from esper.leyline.stages import Stage
@@ -252,7 +253,7 @@ def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory |
     host = instance.host.ungrown if isinstance(instance.host, RegrownHost) else instance.host
     if isinstance(host, Scales):
         return host.plain(parameters)
-    derived = widened(host, instance.read(instance.train.x[:EXAMPLES]), parameters)
+    derived = widened(host, instance.read(picked(instance.train.x, slice(EXAMPLES))), parameters)
     return Absent(f"{derived.reason}; {OWN}") if isinstance(derived, Absent) else derived
 
 
@@ -269,7 +270,7 @@ def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Key
         kinds.setdefault(host, []).append(env)
     populations = []
     for host, group in kinds.items():
-        inputs = tuple(task.instance(int(instance[group[0]])).train.x.shape[1:])
+        inputs = shapes(task.instance(int(instance[group[0]])).train.x)
         same = [host] * len(group)
         populations.append(_Population(np.array(group), _with_hosts(task, instance[group], same, Room(host, inputs))))
     return populations
@@ -284,10 +285,10 @@ def _skips(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Abse
         if id(instance.host) in hosts:
             continue
         hosts[id(instance.host)] = instance.host
-        x = instance.read(instance.train.x[:EXAMPLES])
+        x = instance.read(picked(instance.train.x, slice(EXAMPLES)))
         tried = [(instance.host, x)]
         if whole is not None and places is None:
-            tried.append((whole.host, _padded(x, whole.inputs)))
+            tried.append((whole.host, map_leaves(_padded, x, whole.inputs)))
         for host, examples in tried:
             fitting = skip_places(host, examples)
             if isinstance(fitting, Absent):
@@ -302,8 +303,8 @@ def _skips(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Abse
     return [_Population(np.arange(len(rows)), _with_hosts(task, grown.instance, rows, room))]
 
 
-def _padded(x: Tensor, inputs: tuple[int, ...]) -> Tensor:
-    """Examples x (B, ...), padded with 0 to the inputs of a larger host."""
+def _padded(x: Tensor, inputs: Shape) -> Tensor:
+    """One leaf of examples (B, ...), padded with 0 to the inputs of a larger host."""
     missing = [wide - own for wide, own in zip(inputs, x.shape[1:], strict=True)]
     return F.pad(x, [pad for extra in reversed(missing) for pad in (0, extra)])
 

@@ -15,6 +15,7 @@ from torch import nn
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
 from esper.kasmina.static import Absent
+from esper.leyline.batches import map_leaves
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, described
 from esper.leyline.length import epochs_of
@@ -373,7 +374,7 @@ def _write_networks(
     reasons: dict[str, str] = {}  # why torch.export cannot trace a network, by what grew where on which host
     for env in written.exported:
         problem = growth.task.instance(int(engine.space.instance[env]))
-        example = problem.probe.x[:2].cpu()
+        example = map_leaves(lambda leaf: leaf[:2].cpu(), problem.probe.x)
         path = folder / MODELS / f"env-{env:03d}"
         kind = _kind(networks[env][1])
         failure = save_network(path, *networks[env], example, growth.run.retry, reasons.get(kind))

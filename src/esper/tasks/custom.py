@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.host import SegmentedHost, check_host
+from esper.kasmina.host import SegmentedHost, check_host, dtype_of
 from esper.kasmina.regrow import RegrownHost
 from esper.leyline.arguments import known_as, required_arguments
+from esper.leyline.batches import Batch, cast, picked
 from esper.leyline.config import build_config, merge_settings
 from esper.leyline.errors import DataWarning, InputError, typed_line, warn
-from esper.leyline.task import Label, Scaling, Task
+from esper.leyline.task import Label, Objective, Scaling, Task, one_tensor
 from esper.tasks.custom_objective import (
     CustomObjective,
     StandardizedObjective,
@@ -239,8 +240,8 @@ def _check_host(
 ) -> None:
     """Run the host, and a user's loss and metric on its outputs. InputError where one of them cannot be used."""
     few = 4 if base.outputs == 5 else 5  # a number other than C, so that (B,) and (C,) are different shapes
-    x, y = splits.train.x[:few], splits.train.y[:few]
-    outputs = _check_factory(host, x if scaling is None else scaling.read(x), base.outputs, wanted)
+    x, y = picked(splits.train.x, slice(few)), splits.train.y[:few]
+    outputs = _check_factory(host, x if scaling is None else scaling.read(one_tensor(x, "scaling")), base, y, wanted)
     check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), y)
 
 
@@ -301,22 +302,19 @@ def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]
         raise InputError(f"the host factory raised {typed_line(error)}; correct the function") from error
 
 
-def _check_factory(host: Callable[[], SegmentedHost], x: Tensor, outputs: int, wanted: str) -> Tensor:
-    """The outputs (B, C) of a host for a few examples x (B, ...). InputError where the host cannot be used.
+def _check_factory(host: Callable[[], SegmentedHost], x: Batch, objective: Objective, y: Tensor, wanted: str) -> Tensor:
+    """The outputs (B, ..., C) of a host for a few examples x (B, ...). InputError where the host cannot be used.
 
-    outputs: the required number of outputs C. wanted: the reason for it, for the message.
+    objective, y: what is to take the outputs. wanted: the reason for their number, for the message.
     """
     first, second = _draw(host), _draw(host)
     if first is second:
         raise InputError("the host factory returned the same module twice; build a new one in every call")
     if isinstance(first, SegmentedHost):
-        for parameter_name, parameter in first.named_parameters():
-            if parameter.dtype != x.dtype:
+        floating = {name: p.dtype for name, p in first.named_parameters() if p.is_floating_point()}
+        for name, dtype in floating.items():
+            if dtype != dtype_of(first):
                 raise InputError(
-                    f"the features are {x.dtype} and the host's {parameter_name} is {parameter.dtype}; "
-                    "convert the features, or build the host in their dtype"
+                    f"the host's {next(iter(floating))} is {dtype_of(first)} and its {name} is {dtype}; build it in one dtype"
                 )
-    check_host(first, x, outputs, wanted)
-    with torch.no_grad():
-        result: Tensor = first.eval()(x)
-    return result
+    return check_host(first, cast(x, dtype_of(first)), objective.outputs, wanted, objective, y)

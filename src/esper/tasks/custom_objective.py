@@ -1,4 +1,4 @@
-"""Losses, metrics and class weights that a user gives, for a stack of rows. E rows, B examples, C outputs."""
+"""Losses, metrics and class weights that a user gives, for a stack of rows. E rows, B examples, C outputs; ... are positions."""
 
 import copy
 import difflib
@@ -15,24 +15,25 @@ from torch import Tensor, nn
 
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.task import Label, Objective, Scaling
-from esper.tasks.objectives import Classification, Regression
+from esper.tasks.objectives import Classification, Regression, by_example
 
 Function = Callable[[Tensor, Tensor], Tensor]
-"""A function of outputs (B, C) and of labels (B,) int64 or targets (B, C), which returns a number for each example."""
+"""A function of outputs (B, ..., C) and of labels (B, ...) int64 or targets (B, ..., C), which returns a number for each example,
+position or target."""
 
 
 @dataclass(frozen=True, eq=False)
 class CustomObjective(Objective):
     """The objective `base` with another loss, another metric, or class weights.
 
-    A user's function is called once with the rows of a stack as one batch, (E B, C), so the number that it returns for an
-    example must not depend on the other examples.
+    A user's function is called once with the rows of a stack as one batch, (E B, ..., C), so the number that it returns for
+    an example must not depend on the other examples.
 
     Attributes:
         base (Classification or Regression): provides the loss or the metric where none is given
         user_loss (callable or None): takes the place of the loss of `base`
         user_score (callable or None): takes the place of the score of `base`; an entry of METRICS takes whole splits
-            (E, B, C) and (E, B)
+            (E, B, ..., C) and (E, B, ...)
         metric (str): name of the metric
         class_weights (C floats or None): factors of the loss by class; the metric has none
         outputs (int): C
@@ -46,19 +47,24 @@ class CustomObjective(Objective):
     outputs: int
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, C), target (E, B) or (E, B, C) -> (E, B), times the weight of the example's class."""
-        losses = self.base.loss(output, target) if self.user_loss is None else _each(self.user_loss, output, target)
+        """output (E, B, ..., C), target (E, B, ...) -> (E, B), the loss of each position times the weight of its class."""
         if self.class_weights is None:
-            return losses
-        weights = _tensor_on(self.class_weights, losses.device, losses.dtype)
-        return losses * weights.index_select(0, target.reshape(-1)).view_as(target)
+            return self.base.loss(output, target) if self.user_loss is None else _each(self.user_loss, output, target)
+        if self.user_loss is not None:
+            losses = _values(self.user_loss, output, target)
+            losses = losses.mean(-1) if losses.dim() > target.dim() else losses
+        else:
+            assert isinstance(self.base, Classification), "only classes have weights"
+            losses = self.base.losses(output, target)
+        weights = _tensor_on(self.class_weights, torch.Size((-1,)), losses.device, losses.dtype)
+        return by_example(losses * weights.index_select(0, target.reshape(-1)).view_as(target))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, C), target (E, B) or (E, B, C), a whole split -> (E, B) whose mean over B is the metric."""
+        """output (E, B, ..., C), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
         if self.user_score is None:
             return self.base.score(output, target)
         if self.metric in METRICS and self.user_score is METRICS[self.metric].score:
-            return self.user_score(output, target)
+            return by_example(self.user_score(output, target))
         return _each(self.user_score, output, target)
 
 
@@ -71,8 +77,8 @@ class StandardizedObjective(Objective):
     """
 
     base: Regression | CustomObjective
-    mean: tuple[float, ...]  # (C,) [units of y]
-    deviation: tuple[float, ...]  # (C,) [units of y]
+    mean: tuple[float, ...]  # of each target of an example, in order [units of y]
+    deviation: tuple[float, ...]  # likewise [units of y]
     metric: str = field(init=False)
     outputs: int = field(init=False)
 
@@ -81,26 +87,26 @@ class StandardizedObjective(Objective):
         object.__setattr__(self, "outputs", self.base.outputs)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, C) standardized, target (E, B) or (E, B, C) in the units of y -> (E, B)."""
+        """output (E, B, ...) standardized, target of that shape or (E, B) in the units of y -> (E, B)."""
         in_units_of_y = isinstance(self.base, CustomObjective) and self.base.user_loss is not None
         return self.base.loss(*self._in_units(output, target, in_units_of_y))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, C) standardized, target (E, B) or (E, B, C) in the units of y, a whole split -> (E, B)."""
+        """output (E, B, ...) standardized, target of that shape or (E, B) in the units of y, a whole split -> (E, B)."""
         in_units_of_y = isinstance(self.base, CustomObjective) and self.base.user_score is not None
         return self.base.score(*self._in_units(output, target, in_units_of_y))
 
     def _in_units(self, output: Tensor, target: Tensor, units_of_y: bool) -> tuple[Tensor, Tensor]:
         """Outputs and targets, both in the units of y or both standardized."""
-        mean, deviation = (_tensor_on(each, output.device, output.dtype) for each in (self.mean, self.deviation))
-        scaling = Scaling(mean, deviation)
+        shape, device, dtype = output.shape[2:], output.device, output.dtype
+        scaling = Scaling(*(_tensor_on(each, shape, device, dtype) for each in (self.mean, self.deviation)))
         return (scaling.restore(output), target) if units_of_y else (output, scaling.read(target.reshape(output.shape)))
 
 
 @lru_cache
-def _tensor_on(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Constants (C,) as a tensor, which is copied to the device once."""
-    return torch.tensor(values, dtype=dtype).to(device)
+def _tensor_on(values: tuple[float, ...], shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Constants as a tensor of a shape, which is copied to the device once."""
+    return torch.tensor(values, dtype=dtype).reshape(shape).to(device)
 
 
 @lru_cache
@@ -109,14 +115,19 @@ def _module_on(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _each(function: Function, output: Tensor, target: Tensor) -> Tensor:
-    """Call a function once for all rows: (E, B, C), (E, B) or (E, B, C) -> (E, B) in the dtype of the outputs."""
-    rows, examples, outputs = output.shape
+    """Call a function once for all rows: (E, B, ..., C), (E, B, ...) -> (E, B) in the dtype of the outputs."""
+    values = _values(function, output, target)
+    return values.reshape(*values.shape[:2], -1).mean(-1)
+
+
+def _values(function: Function, output: Tensor, target: Tensor) -> Tensor:
+    """The same for each example, position or target: (E, B), (E, B, ...) or (E, B, ..., C)."""
     if target.is_floating_point():
-        target = target.reshape(rows, examples, outputs)
+        target = target.reshape(output.shape)
     if isinstance(function, nn.Module):
         function = _module_on(function, output.device)
     values = function(output.flatten(0, 1), target.flatten(0, 1)).to(output.dtype)
-    return values.reshape(rows, examples, -1).mean(-1)
+    return values.reshape(*output.shape[:2], *values.shape[1:])
 
 
 # Metrics by the names that scikit-learn gives them.
@@ -126,7 +137,7 @@ class Metric(NamedTuple):
     """A metric that is a mean over the examples of a split.
 
     Attributes:
-        score (callable): (E, B, C), (E, B) or (E, B, C) -> (E, B)
+        score (callable): (E, B, ..., C), (E, B, ...) -> (E, B), or a number for each position or target
         kind (str): 'classification' or 'regression'
     """
 
@@ -139,13 +150,14 @@ def _correct(output: Tensor, target: Tensor) -> Tensor:
 
 
 def balanced(output: Tensor, target: Tensor) -> Tensor:
-    """B / (K n_y) where the largest output is that of the label y, else 0, with K labels in the split and n_y examples of y.
+    """B / (K n_y) where the largest output is that of the label y, else 0. n_y of the B labels of a row are y, and K occur.
 
     The mean over B is the mean over classes of their accuracies (scikit-learn's `balanced_accuracy_score`).
     """
-    counts = F.one_hot(target, output.shape[-1]).sum(-2)  # (E, C)
-    share = target.shape[-1] / ((counts > 0).sum(-1, keepdim=True) * counts).to(output.dtype)
-    return _correct(output, target) * share.gather(-1, target)
+    labels = target.flatten(1)
+    counts = F.one_hot(labels, output.shape[-1]).sum(-2)  # (E, C)
+    share = labels.shape[-1] / ((counts > 0).sum(-1, keepdim=True) * counts).to(output.dtype)
+    return _correct(output, target) * share.gather(-1, labels).view_as(target)
 
 
 def _by_output(output: Tensor, target: Tensor) -> Tensor:
@@ -160,10 +172,10 @@ METRICS: Mapping[str, Metric] = {
     ),
     "r2": Metric(lambda output, target: Regression(output.shape[-1]).score(output, target), "regression"),
     "neg_mean_squared_error": Metric(
-        lambda output, target: -(output - _by_output(output, target)).square().mean(-1), "regression"
+        lambda output, target: -(output - _by_output(output, target)).square(), "regression"
     ),
     "neg_mean_absolute_error": Metric(
-        lambda output, target: -(output - _by_output(output, target)).abs().mean(-1), "regression"
+        lambda output, target: -(output - _by_output(output, target)).abs(), "regression"
     ),
 }
 
@@ -238,7 +250,7 @@ def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
 
 
 def check_objective(objective: Objective, output: Tensor, target: Tensor) -> None:
-    """Call a user's loss and metric on outputs (B, C) and targets, (B,) or (B, C), of training examples.
+    """Call a user's loss and metric on outputs (B, ..., C) and targets (B, ...) of training examples.
 
     Raises InputError where either raises, does not return a finite number for each example, or lets examples depend on each
     other, and where the loss has no finite gradient.
@@ -260,14 +272,15 @@ def check_objective(objective: Objective, output: Tensor, target: Tensor) -> Non
 
 
 def _numbers(what: str, function: Function, output: Tensor, target: Tensor) -> Tensor:
-    """The numbers that a user's function returns for the examples, (B,) or (B, C). InputError where they cannot be used."""
+    """The numbers that a user's function returns: (B,), (B, ...) or (B, ..., C). InputError where they cannot be used."""
+    allowed = output.shape[:1], output.shape[: max(output.dim() - 1, 1)], output.shape
     shapes = f"outputs {tuple(output.shape)} and y {tuple(target.shape)}"
     try:
         whole, part = function(output, target), function(output[:2], target[:2])
     except Exception as error:
         name = type(error).__name__
         raise InputError(f"{what} raised {name} for {shapes}: {first_line(error)}; correct the {what}") from error
-    if not isinstance(whole, Tensor) or whole.shape not in (output.shape[:1], output.shape):
+    if not isinstance(whole, Tensor) or whole.shape not in allowed:
         got = f"a tensor of shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
         raise InputError(
             f"{what} returned {got} for {shapes}; return one number per example instead of their mean, as a tensor of shape "

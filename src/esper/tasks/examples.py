@@ -81,6 +81,7 @@ def drop_nonfinite(examples: Examples, values: Tensor) -> tuple[Examples, Tensor
         return examples, values
     keep = ~nonfinite(Split(examples.x, values)).numpy()
     features, values = finite(Split(examples.x, values), "x or y", "skip")
+    assert isinstance(features, Tensor)
     new_index = np.cumsum(keep) - 1
     parts = None if examples.parts is None else tuple(new_index[part[keep[part]]] for part in examples.parts)
     weights = None if examples.weights is None else examples.weights[keep]

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from esper.leyline.task import Pixels, Split, Task
+from esper.leyline.batches import Batch, picked
+from esper.leyline.task import Pixels, Split, Task, one_tensor
 from esper.tasks.cifar import read_cifar10
 from esper.tasks.hosts import CNN, MAP_MENU, ResidualCNN
 from esper.tasks.objectives import Classification
@@ -63,7 +63,7 @@ def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
     published, test = read_cifar10()
     held = max(round(HELD * len(published.y)), 2)
     parts = dealt(published.y, (len(published.y) - 2 * held, held, held), seed=0)
-    train, probe, validation = (Split(published.x[part], published.y[part]) for part in parts)
+    train, probe, validation = (Split(picked(published.x, part), published.y[part]) for part in parts)
     return Task(
         name="cifar10",
         summary=CIFAR10,
@@ -79,11 +79,11 @@ def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
     )
 
 
-def standardizing(x: Tensor, *, pad: int = 0, flip: bool = False) -> Pixels:
+def standardizing(x: Batch, *, pad: int = 0, flip: bool = False) -> Pixels:
     """The `Pixels` by which every channel of x (N, C, H, W) uint8 has mean 0 and standard deviation 1 over N, H and W."""
     levels = torch.arange(256, dtype=torch.float64)
     means, deviations = [], []
-    for channel in x.unbind(1):
+    for channel in one_tensor(x, "pixels").unbind(1):
         share = torch.bincount(channel.reshape(-1).to(torch.int64), minlength=256) / channel.numel()
         mean = float((share * levels).sum())
         means.append(mean)

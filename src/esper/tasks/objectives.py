@@ -1,4 +1,4 @@
-"""The built-in objectives: the loss that training minimises, and the metric. E rows, B examples, C outputs.
+"""The built-in objectives: the loss that training minimises, and the metric. E rows, B examples, C outputs; ... are positions.
 
 Loss and score of a row are computed from that row alone, by operations whose order does not depend on E.
 """
@@ -12,40 +12,47 @@ from esper.leyline.task import Objective
 
 @dataclass(frozen=True)
 class Classification(Objective):
-    """The objective of a classification: the loss is the cross-entropy [nats], the metric the accuracy."""
+    """The objective of a classification: the loss is the cross-entropy [nats], the metric the accuracy.
+
+    Both are means over the positions of an example.
+    """
 
     outputs: int  # C classes
     metric: str = field(default="accuracy", init=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, C), target (E, B) int64 -> (E, B) [nats].
+        """ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, ..., C), target (E, B, ...) int64 -> (E, B) [nats].
 
         The result equals that of `F.cross_entropy` up to rounding. For few classes on a CPU, `F.cross_entropy` takes four
         times as long, which was a fifth of a training step.
         """
+        return by_example(self.losses(output, target))
+
+    def losses(self, output: Tensor, target: Tensor) -> Tensor:
+        """The loss of each position: output (E, B, ..., C), target (E, B, ...) int64 -> (E, B, ...) [nats]."""
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
         z = output - output.detach().amax(-1, keepdim=True)
         return z.exp().sum(-1).log() - z.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """1 where the largest output is the label's, else 0.   output (E, B, C), target (E, B) int64 -> (E, B)."""
+        """1 where the largest output is the label's, else 0.   output (E, B, ..., C), target (E, B, ...) int64 -> (E, B)."""
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
-        return (output.argmax(-1) == target).to(output.dtype)
+        return by_example((output.argmax(-1) == target).to(output.dtype))
 
 
 @dataclass(frozen=True)
 class Regression(Objective):
-    """The objective of a regression: the loss is the squared error, the metric R2; both are means over the C targets."""
+    """The objective of a regression: the loss is the squared error, the metric R2; both are means over the targets."""
 
-    outputs: int  # C targets
+    outputs: int  # C targets along the last axis; 1 where an example has a single one
     metric: str = field(default="r2", init=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """mean_c (output - target)^2.   output (E, B, C), target (E, B, C), or (E, B) where C = 1 -> (E, B)."""
-        return (output - self._by_output(output, target)).square().mean(-1)
+        """mean (output - target)^2.   output (E, B, ...), target of that shape, or (E, B) for outputs (E, B, 1) -> (E, B)."""
+        return by_example((output - self._by_output(output, target)).square())
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """mean_c 1 - (output - target)^2 / variance.   Shapes as for `loss`.
+        """mean 1 - (output - target)^2 / variance.   Shapes as for `loss`.
 
         The variance is the mean squared deviation of a row's targets over B. The mean over B of the score of a whole split is
         therefore R2, averaged over targets (scikit-learn's `uniform_average`). A split whose targets are constant has no R2;
@@ -53,11 +60,18 @@ class Regression(Objective):
         """
         target = self._by_output(output, target)
         variance = (target - target.mean(1, keepdim=True)).square().mean(1, keepdim=True)
-        return (1 - (output - target).square() / variance).mean(-1)
+        return by_example(1 - (output - target).square() / variance)
 
     def _by_output(self, output: Tensor, target: Tensor) -> Tensor:
-        if target.dim() == output.dim() - 1:
+        if target.dim() == 2 and output.dim() == 3:
             target = target.unsqueeze(-1)
         assert output.shape == target.shape, (output.shape, target.shape)
-        assert output.shape[-1] == self.outputs, (output.shape, self.outputs)
+        assert output.dim() == 2 or output.shape[-1] == self.outputs, (output.shape, self.outputs)
         return target
+
+
+def by_example(values: Tensor) -> Tensor:
+    """(E, B, ...) -> (E, B), the mean over the positions and targets of an example."""
+    if values.dim() == 3:
+        return values.mean(-1)
+    return values.flatten(2).mean(-1) if values.dim() > 3 else values

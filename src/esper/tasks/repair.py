@@ -20,7 +20,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
 from esper.tasks.hosts import VECTOR_MENU, DamagedMLP
 from esper.tasks.objectives import Classification
-from esper.tasks.splits import split
+from esper.tasks.splits import dealt
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -271,9 +271,9 @@ def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
 
     data = load_digits()
     x, y = torch.from_numpy(data.data).to(torch.float64), torch.from_numpy(data.target).to(torch.int64)
-    pools = split(x, y, sizes=POOLS, seed=0)
-    mean = pools.train.x.mean(0)
-    return tuple((((pool.x - mean) / PIXEL_SCALE).numpy(), pool.y.numpy()) for pool in pools)
+    pools = dealt(y, POOLS, seed=0)
+    mean = x[pools[0]].mean(0)
+    return tuple((((x[pool] - mean) / PIXEL_SCALE).numpy(), y[pool].numpy()) for pool in pools)
 
 
 def _examples(facts: Facts, part: Part) -> Split:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from esper.leyline.batches import shape_leaves, shapes
 from esper.leyline.task import Task
 from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, room_for
 from esper.tasks.objectives import Classification
@@ -79,5 +80,6 @@ def table_task(
 def plain(build: Callable[[], Task], data: str) -> Task:
     """The task of `build` on a host without skip connections, for studies: "iris" becomes "iris-plain"."""
     task = build()
-    host = MLP(inputs=task.train.x.shape[1], width=WIDTH, hidden=HIDDEN, outputs=task.objective.outputs)
+    (inputs,) = shape_leaves(shapes(task.train.x))[0]
+    host = MLP(inputs=inputs, width=WIDTH, hidden=HIDDEN, outputs=task.objective.outputs)
     return replace(task, name=f"{task.name}-plain", summary=PLAIN.format(data), host=host, room=room_for(host))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from esper.leyline import keys
+from esper.leyline.batches import Batch
 from esper.leyline.errors import InputError
-from esper.leyline.task import Scaling, Split, nonfinite, which
+from esper.leyline.task import Scaling, Split, nonfinite, one_tensor, which
 from esper.leyline.text import counted
 
 _CPU = torch.device("cpu")
@@ -120,8 +121,12 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def scaling_of(x: Tensor) -> Scaling:
-    """Mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1."""
+def scaling_of(x: Batch) -> Scaling:
+    """Mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1.
+
+    InputError where an example is several tensors.
+    """
+    x = one_tensor(x, "scaling")
     mean, deviation = x.mean(0), x.std(0, correction=0)
     return Scaling(mean, torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation)))
 

@@ -95,6 +95,7 @@ def train_static(
         value.requires_grad_()
     optimizer = torch.optim.AdamW(values.values(), lr=build_config(task.defaults).optimizer.lr, weight_decay=0)
     x = task.read(task.train.x)
+    assert isinstance(x, Tensor)
     for index in _batches(len(x), starts, batch, updates):
         loss = task.objective.loss(run_static(hosts[0], values, x[index]), task.train.y[index]).mean(1).sum()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Between what a metric moves: the best constant prediction and a perfect one. N examples, C outputs."""
+"""Between what a metric moves: the best constant prediction and a perfect one. N examples, C classes or targets."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,14 @@ from esper.leyline.task import Objective, Scaling, Split
 
 CERTAIN = 30.0
 """Logit of the right class over the others: a probability of 1 in float32."""
+CHUNK = 1024
+"""Examples that are counted at once."""
 
 
 class Bounds(NamedTuple):
-    """A metric on one split; nan where it is not a finite number."""
+    """A metric on one split; nan where it is not a finite number, or the objective takes no such prediction."""
 
-    floor: float  # of the best constant prediction: the most frequent class, or the mean target
+    floor: float  # of the best constant prediction: the most frequent class of a position, or the mean target
     ceiling: float  # of the prediction that is always right
 
 
@@ -26,19 +28,39 @@ def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -
     """
     y = split.y.cpu()
     if y.is_floating_point():
-        target = y.reshape(len(y), -1)
+        target = y[:, None] if y.dim() == 1 else y
         if scaling is not None:
             target = scaling.read(target)
         constant, right = target.mean(0).expand_as(target), target
     else:
         labels = y.long()
-        most = labels.bincount(minlength=objective.outputs).argmax()
-        right = CERTAIN * torch.nn.functional.one_hot(labels, objective.outputs).to(torch.get_default_dtype())
-        constant = CERTAIN * torch.nn.functional.one_hot(most, objective.outputs).to(right).expand_as(right)
+        if (
+            labels.min() < 0 or labels.max() >= objective.outputs
+        ):  # they are no classes, but what an objective makes of them
+            return Bounds(float("nan"), float("nan"))
+        right = _logits(labels, objective.outputs)
+        constant = _logits(_most(labels, objective.outputs), objective.outputs).expand_as(right)
     return Bounds(_metric(objective, constant, y), _metric(objective, right, y))
 
 
+def _logits(labels: Tensor, classes: int) -> Tensor:
+    """Logits (..., C) that are sure of the labels (...)."""
+    shape = (*labels.shape, classes)
+    return torch.zeros(shape).scatter_(-1, labels[..., None], CERTAIN)
+
+
+def _most(labels: Tensor, classes: int) -> Tensor:
+    """(N, ...) labels -> (...) the most frequent one at each position; of those that are equally frequent, the first."""
+    counts = torch.zeros(*labels.shape[1:], classes, dtype=torch.int64)
+    for some in labels.split(CHUNK):
+        counts += torch.nn.functional.one_hot(some, classes).sum(0)
+    return counts.argmax(-1)
+
+
 def _metric(objective: Objective, output: Tensor, y: Tensor) -> float:
-    """The metric of predictions (N, C) on labels (N,) or targets (N,) or (N, C)."""
-    value = float(objective.score(output[None], y[None]).mean())
+    """The metric of predictions (N, ..., C) on labels (N, ...), or on targets."""
+    try:
+        value = float(objective.score(output[None], y[None]).mean())
+    except (RuntimeError, ValueError, IndexError, AssertionError):  # of outputs that are not like the targets
+        return float("nan")
     return value if abs(value) < float("inf") else float("nan")

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from esper.leyline.batches import Batch, Shape, Shapes, cast, leaves, map_leaves, picked
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, mix, permutations
-from esper.leyline.task import Pixels, Scaling, Split, nonfinite
+from esper.leyline.task import Pixels, Scaling, Split, nonfinite, one_tensor
 from esper.leyline.text import counted
 
 Indices = NDArray[np.int64]
@@ -32,8 +33,8 @@ class Targets(NamedTuple):
 class Examples(NamedTuple):
     """A split of every row. Rows with fewer examples or narrower inputs than others are padded with 0."""
 
-    x: Tensor  # (E, N, ...) floating point, or uint8 where there are `pixels`
-    y: Tensor  # (E, N) or (E, N, C)
+    x: Batch  # leaves (E, N, ...)
+    y: Tensor  # (E, N, ...)
     size: Tensor  # (E, 1) how many examples are real, floating point
     real: Tensor | None  # (E, N) bool; None when all are
     pixels: Pixels | None = None
@@ -43,24 +44,28 @@ class Examples(NamedTuple):
         real = self.real.index_select(0, rows) if self.real is not None else None
         return Targets(self.y.index_select(0, rows), self.size.index_select(0, rows), real)
 
-    def read(self, piece: slice) -> Tensor:
-        """Some examples of every row as hosts read them: (E, piece, ...); worked out once where all rows share them."""
+    def read(self, piece: slice) -> Batch:
+        """Some examples of every row as hosts read them: leaves (E, piece, ...); worked out once where all rows share them."""
+        if not isinstance(self.x, Tensor):
+            return picked(self.x, (slice(None), piece))
         shared = self.x.stride(0) == 0
         x = self.x[:1, piece] if shared else self.x[:, piece]
-        return (x if self.pixels is None else self.pixels.read(x)).expand(len(self.x), *x.shape[1:])
+        return (x if self.pixels is None else self.pixels.read(x, self.size.dtype)).expand(len(self.x), *x.shape[1:])
 
 
 def stack_splits(
     splits: Sequence[Split],
     row: Indices,
-    inputs: tuple[int, ...],
+    inputs: Shapes,
     device: torch.device,
     pixels: Pixels | None = None,
     length: int | None = None,
     scaling: Scaling | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Examples:
     """The splits of data sets as the examples of rows; row (E,) names each row's split, inputs the widest input's shape.
 
+    Floating-point features and targets are brought to `dtype`, that of the hosts; None takes torch's default dtype.
     With `length` every row has as many examples, real or not, and `real` is there even where all are, so that a row's
     numbers do not depend on the other splits. Without it rows are as long as the longest split. Features are scaled once, here.
     InputError where a split is longer than `length`.
@@ -73,19 +78,19 @@ def stack_splits(
             f"a split has {longest:,} examples, more than the {length:,} that every row of the mixture has room for; "
             "give it fewer, or raise the lengths of the mixture's room"
         )
-    pooled = _pool(splits, inputs, device, length or longest, scaling)
-    dtype = pooled.x.dtype if pooled.x.is_floating_point() else torch.get_default_dtype()
+    dtype = dtype or torch.get_default_dtype()
+    pooled = _pool(splits, inputs, device, length or longest, scaling, dtype)
     if len(splits) == 1 and length is None:
-        x, y = pooled.x[0], pooled.y[0]
+        x, y = map_leaves(lambda leaf: leaf[0].expand(len(row), *leaf.shape[1:]), pooled.x), pooled.y[0]
         size = torch.full((len(row), 1), len(y), dtype=dtype, device=device)
-        return Examples(x.expand(len(row), *x.shape), y.expand(len(row), *y.shape), size, None, pixels)
+        return Examples(x, y.expand(len(row), *y.shape), size, None, pixels)
     index = torch.from_numpy(row).to(device)
     counts = torch.from_numpy(sizes[row]).to(device)[:, None]
     real = None
     if length is not None or (sizes < longest).any():
         real = torch.arange(length or longest, device=device) < counts
-    x, y = (part.index_select(0, index) for part in (pooled.x, pooled.y))
-    return Examples(x, y, counts.to(dtype), real, pixels)
+    x = map_leaves(lambda leaf: leaf.index_select(0, index), pooled.x)
+    return Examples(x, pooled.y.index_select(0, index), counts.to(dtype), real, pixels)
 
 
 class SharedBatchIterator:
@@ -103,13 +108,16 @@ class SharedBatchIterator:
         instance: Indices,
         seed: int,
         batch_size: int,
-        inputs: tuple[int, ...],
+        inputs: Shapes,
         device: torch.device,
         pixels: Pixels | None = None,
         scaling: Scaling | None = None,
         weights: Sequence[Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """row (E,) names each row's split, instance (E,) the key of its order. InputError where a split is under a batch."""
+        """row (E,) names each row's split, instance (E,) the key of its order; floating point comes in `dtype`, or torch's
+        default one. InputError where a split is under a batch.
+        """
         splits, row = _distinct(splits, row)
         self.sizes = np.array([len(split.y) for split in splits])[row]
         if self.sizes.min() < batch_size:
@@ -118,15 +126,18 @@ class SharedBatchIterator:
                 f"the train split has {counted(least, 'example')}, fewer than data.batch_size ({batch_size}); "
                 f"set data.batch_size to {least} or less, or bring more data"
             )
-        pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits), scaling)
-        self.x, self.y = pooled.x.flatten(0, 1), pooled.y.flatten(0, 1)
+        self._dtype = dtype or torch.get_default_dtype()
+        pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits), scaling, self._dtype)
+        self.x: Batch = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
+        self.y = pooled.y.flatten(0, 1)
         self._weights = None
         if weights is not None:
             longest = pooled.y.shape[1]
-            self._weights = torch.cat([F.pad(each, (0, longest - len(each))) for each in weights]).to(device)
+            padded = torch.cat([F.pad(each, (0, longest - len(each))) for each in weights])
+            self._weights = padded.to(device, self._dtype)
         self.pixels = pixels
         if pixels is not None:
-            self._canvas = torch.tensor(pixels.mean).round().to(self.x.dtype).to(device)  # (C,) around a shifted image
+            self._canvas = torch.tensor(pixels.mean).round().to(torch.uint8).to(device)  # (C,) around a shifted image
         self.batch_size = batch_size
         self.batches_per_epoch = self.sizes // batch_size  # (E,)
         self.batch = 0
@@ -143,8 +154,8 @@ class SharedBatchIterator:
         self._episode, self.batch = episode, 0
         self._epoch[:] = -1
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        """The next batch of every row: x (E, B, ...), y (E, B) or (E, B, C)."""
+    def __next__(self) -> tuple[Batch, Tensor]:
+        """The next batch of every row: leaves x (E, B, ...), y (E, B, ...)."""
         self.advance()
         return self.of(slice(0, len(self._order)))
 
@@ -168,18 +179,20 @@ class SharedBatchIterator:
             self._drawn = draws(keys, size, self._order.device)
         self.batch += 1
 
-    def of(self, part: slice) -> tuple[Tensor, Tensor]:
-        """The present batch of some rows: x (n, B, ...), y (n, B) or (n, B, C)."""
+    def of(self, part: slice) -> tuple[Batch, Tensor]:
+        """The present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
         index = self._index[part]
         flat = index.reshape(-1)
         y = self.y.index_select(0, flat).view(*index.shape, *self.y.shape[1:])
+        if not isinstance(self.x, Tensor):
+            return map_leaves(lambda leaf: _taken(leaf, flat).unflatten(0, index.shape), self.x), y
         if self.x.dim() != 4:
             return self.x.index_select(0, flat).view(*index.shape, *self.x.shape[1:]), y
         images = self.x.movedim(1, -1).index_select(0, flat)  # (n B, H, W, C), as they lie in memory
         if self.pixels is not None and self.pixels.varies:
             images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
         x = images.unflatten(0, index.shape).movedim(-1, 2)
-        return x if self.pixels is None else self.pixels.read(x), y
+        return x if self.pixels is None else self.pixels.read(x, self._dtype), y
 
     def weights_of(self, part: slice) -> Tensor | None:
         """(n, B) weights of the examples of the present batch of some rows; None where all count alike."""
@@ -191,7 +204,7 @@ class SharedBatchIterator:
     def finite(self) -> Tensor:
         """(E,) bool, on the device: whether all that is resident for each row is finite."""
         sound = torch.ones(self._sets, dtype=torch.bool, device=self._order.device)
-        for resident in (self.x, self.y):
+        for resident in (*leaves(self.x), self.y):
             if resident.is_floating_point():
                 sound &= resident.reshape(self._sets, -1).isfinite().all(1)
         return sound.index_select(0, torch.from_numpy(self._set).to(sound.device, non_blocking=True))
@@ -212,7 +225,8 @@ class SharedBatchIterator:
                 torch.from_numpy(epoch - epoch.min()).to(device), torch.from_numpy(position).to(device)
             ].unique()
             index = shown if self._offset is None else shown + self._offset[row]
-            bad = shown[nonfinite(Split(self.x.index_select(0, index), self.y.index_select(0, index)))]
+            there: Batch = map_leaves(lambda leaf, index=index: leaf.index_select(0, index), self.x)
+            bad = shown[nonfinite(Split(there, self.y.index_select(0, index)))]
             if len(bad):
                 found.append((row, bad.cpu().numpy()))
         return found
@@ -261,16 +275,38 @@ def _distinct(splits: Sequence[Split], row: Indices) -> tuple[list[Split], Indic
 
 
 def _pool(
-    splits: Sequence[Split], inputs: tuple[int, ...], device: torch.device, length: int, scaling: Scaling | None
+    splits: Sequence[Split],
+    inputs: Shapes,
+    device: torch.device,
+    length: int,
+    scaling: Scaling | None,
+    dtype: torch.dtype,
 ) -> Split:
-    """All data sets as one: x (I, N, *inputs), scaled, and y (I, N, ...) for a length N, padded with 0."""
+    """All data sets as one: leaves x (I, N, *shape), scaled, and y (I, N, ...) for a length N, padded with 0."""
     xs, ys = [], []
     for split in splits:
-        missing = [wide - own for wide, own in zip(inputs, split.x.shape[1:], strict=True)]
-        after = [pad for extra in reversed(missing) for pad in (0, extra)]
+        read = split.x if scaling is None else scaling.read(one_tensor(split.x, "scaling"))
         rows = length - len(split.y)
-        x = F.pad(split.x if scaling is None else scaling.read(split.x), [*after, 0, rows])
-        xs.append(x.movedim(1, -1).contiguous() if x.dim() == 4 else x)
-        ys.append(F.pad(split.y, [0] * 2 * (split.y.dim() - 1) + [0, rows]))
-    x, y = torch.stack(xs).to(device), torch.stack(ys).to(device)
-    return Split(x.movedim(-1, 2) if len(inputs) == 3 else x, y)
+        xs.append(map_leaves(lambda leaf, shape, rows=rows: _laid_out(leaf, shape, rows), cast(read, dtype), inputs))
+        y = split.y.to(dtype) if split.y.is_floating_point() else split.y
+        ys.append(F.pad(y, [0] * 2 * (y.dim() - 1) + [0, rows]))
+    return Split(
+        map_leaves(lambda *leaf: _channels_first(torch.stack(leaf).to(device)), *xs), torch.stack(ys).to(device)
+    )
+
+
+def _laid_out(x: Tensor, shape: Shape, rows: int) -> Tensor:
+    """One leaf of a data set (N, ...) padded to a shape and by so many examples, the channels of images last."""
+    missing = [wide - own for wide, own in zip(shape, x.shape[1:], strict=True)]
+    x = F.pad(x, [*(pad for extra in reversed(missing) for pad in (0, extra)), 0, rows])
+    return x.movedim(1, -1).contiguous() if x.dim() == 4 else x
+
+
+def _channels_first(x: Tensor) -> Tensor:
+    """One leaf of all data sets, (I, N, ...), as its shape says it; in memory the channels of images stay last."""
+    return x.movedim(-1, 2) if x.dim() == 5 else x
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """Some examples of a resident leaf (I N, ...), those of images as they lie in memory."""
+    return x.movedim(1, -1).index_select(0, index).movedim(-1, 1) if x.dim() == 4 else x.index_select(0, index)

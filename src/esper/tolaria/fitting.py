@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
 from esper.kasmina.body import Body
 from esper.kasmina.host import SegmentedHost
+from esper.leyline.batches import shape_leaves
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask
@@ -25,7 +26,8 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
     rows, moments = max(config.envs * (1 + config.twin), 2), len(StackedOptimizer(config.optimizer).rule.moments)
     with drawn_with(0):
         host = sum(parameter.nbytes for parameter in task.largest().parameters())
-    inputs = config.data.batch_size * math.prod(task.inputs) * torch.get_default_dtype().itemsize
+    numbers = sum(math.prod(shape) for shape in shape_leaves(task.inputs))
+    inputs = config.data.batch_size * numbers * torch.get_default_dtype().itemsize
     snapshots = config.governor.enabled + config.early_stopping.enabled
     copies = 2 + moments + snapshots * (1 + moments)
     needed = rows * (host * copies + inputs)

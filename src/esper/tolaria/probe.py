@@ -16,6 +16,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.layout import BEFORE, HERE, INNER, INPUT
 from esper.kasmina.passes import Streams
 from esper.kasmina.plan import Branches, Indices, Route
+from esper.leyline.batches import Batch, leaves, picked
 from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
 from esper.tolaria.coalitions import Coalitions
@@ -81,14 +82,14 @@ IMAGES = 256
 def pieces(examples: Examples) -> list[slice]:
     """The runs of examples that passes go over in turn; all at once where an example is a vector."""
     count = examples.y.shape[1]
-    size = IMAGES if examples.x.dim() == 5 else max(count, 1)
+    size = IMAGES if any(leaf.dim() == 5 for leaf in leaves(examples.x)) else max(count, 1)
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def _swept(
     body: Body, seeds: Seeds, examples: Examples, branches: Branches, *, signs: bool
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Outputs (E, N, C) and those of the branches (X, N, C); with `signs` the streams (E, N, D) of all slots."""
+    """Outputs (E, N, ...) and those of the branches (X, N, ...); with `signs` the streams (E, N, D) of all slots."""
     inside = [branches.within(part) for part in body.parts]
     routes = [
         body.route(doses(seeds), seeds, own, part=part) for part, (own, _) in zip(body.parts, inside, strict=True)
@@ -98,7 +99,7 @@ def _swept(
         x = examples.read(piece)
         passes, seen = [], []
         for route in routes:
-            found = body.run(x[route.part], route, streams="here" if signs else "none")
+            found = body.run(picked(x, route.part), route, streams="here" if signs else "none")
             seen.append(
                 [
                     kind.positions(slot.here)
@@ -142,10 +143,11 @@ def paired(difference: Tensor, examples: Examples | Targets) -> Tensor:
 
 
 def output_spread(output: Tensor, examples: Examples) -> Tensor:
-    """(E, N, C) -> (E,) standard deviation of the outputs over each row's real examples, root mean square over outputs.
+    """(E, N, ...) -> (E,) standard deviation of the outputs over each row's real examples, root mean square over outputs.
 
     0 where every example gets the same. An output that a row does not have is -inf everywhere, and counts as constant.
     """
+    output = output if output.dim() == 3 else output.flatten(2) if output.dim() > 3 else output[..., None]
     z = output.masked_fill(output == -torch.inf, 0)
     if examples.real is not None:
         z = z.masked_fill(~examples.real[..., None], 0)
@@ -171,15 +173,13 @@ def _samples(body: Body, routes: Sequence[Route], examples: Examples, objective:
     found = []
     for piece in pieces(examples):
         x = examples.read(piece)
-        parts = [_sample(body, route, x[route.part], examples, piece, objective) for route in routes]
+        parts = [_sample(body, route, picked(x, route.part), examples, piece, objective) for route in routes]
         found.append([_merged(slot, 0) for slot in zip(*parts, strict=True)])
     whole = [_merged(slot, 1) for slot in zip(*found, strict=True)]
     return [sample._replace(real=for_positions(examples.real, sample.stream)) for sample in whole]
 
 
-def _sample(
-    body: Body, route: Route, x: Tensor, examples: Examples, piece: slice, objective: Objective
-) -> list[Sample]:
+def _sample(body: Body, route: Route, x: Batch, examples: Examples, piece: slice, objective: Objective) -> list[Sample]:
     """Likewise of a piece of the examples of a part of the rows; which of them are real is left to the whole."""
     y = examples.y[route.part, piece]
     with torch.enable_grad():
@@ -192,7 +192,7 @@ def _sample(
     return [_sample_of(body, slot, streams, x, gradient) for slot, streams, gradient in seen]
 
 
-def _sample_of(body: Body, slot: int, streams: Streams, x: Tensor, gradient: Tensor) -> Sample:
+def _sample_of(body: Body, slot: int, streams: Streams, x: Batch, gradient: Tensor) -> Sample:
     """What a slot sees, by example and position. A tap of another kind than the stream, which no seed there can read, is one
     feature of 0, whose true width is 0: what it could explain is nan.
     """
@@ -200,7 +200,7 @@ def _sample_of(body: Body, slot: int, streams: Streams, x: Tensor, gradient: Ten
     here = streams.here.detach()
     nothing = torch.zeros_like(kind.positions(here)[:, :, :1])
     before = kind.positions(kind.fitted(streams.before.detach(), here)) if there[BEFORE] else nothing
-    given = kind.positions(kind.fitted(x, here)) if there[INPUT] else nothing
+    given = kind.positions(kind.fitted(x, here)) if isinstance(x, Tensor) and there[INPUT] else nothing
     inner = kind.positions(streams.inner, here) if streams.inner is not None and there[INNER] else None
     return Sample(kind.positions(here), before, given, inner, kind.positions(gradient), None)
 

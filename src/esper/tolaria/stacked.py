@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network
-from esper.kasmina.host import check_host
+from esper.kasmina.host import check_host, dtype_of
 from esper.kasmina.layout import HERE
 from esper.kasmina.lifecycle import Edits, dormant, exported
 from esper.kasmina.snapshot import Snapshot
+from esper.leyline.batches import Batch, map_leaves, picked, shape_leaves
 from esper.leyline.config import Config
 from esper.leyline.errors import DataFault
 from esper.leyline.keys import Purpose, scalar
@@ -63,15 +64,17 @@ class StackedPopulation:
         self._env = row_environments(config)
         self._episode = -1
         self._trained: Trained | None = None  # of the last step
+        with drawn_with(0):
+            self._dtype = dtype_of(task.largest())
         self._load(instance)
         menu = menu_of(task, config)
-        if len(task.inputs) > 1:
+        if any(len(shape) > 1 for shape in shape_leaves(task.inputs)):
             hold_freed_memory()
         self.body = body = Body(
             task.largest,
             menu,
             rows,
-            self._problems[0].read(self._problems[0].train.x[:2]).new_zeros(2, *task.inputs),
+            map_leaves(lambda leaf, shape: leaf.new_zeros(2, *shape), self._few(self._problems[0]), task.inputs),
             mapping=config.mapping,
             isolated=config.lifecycle.isolation == "isolated",
             moments=self.optimizer.rule.moments,
@@ -110,8 +113,7 @@ class StackedPopulation:
             problem = self._problems[self._split_of[index]]
             with drawn_with(scalar(self.config.seed, Purpose.HOST, name, episode)):
                 host = problem.host()
-            example = problem.read(problem.train.x[:2])
-            body.plant_host(np.flatnonzero(which == index).tolist(), host, example, problem.outputs)
+            body.plant_host(np.flatnonzero(which == index).tolist(), host, self._few(problem), problem.outputs)
         body.mask_outputs()
         self._survey()
 
@@ -272,12 +274,23 @@ class StackedPopulation:
         assert len(weighed) in (0, len(trains)), "all instances have weights or none"
         config, inputs, weights = self.config, self.task.inputs, weighed or None
         self.feed = SharedBatchIterator(
-            trains, row, instance, config.seed, config.data.batch_size, inputs, self.device, pixels, scaling, weights
+            trains,
+            row,
+            instance,
+            config.seed,
+            config.data.batch_size,
+            inputs,
+            self.device,
+            pixels,
+            scaling,
+            weights,
+            self._dtype,
         )
         probes = [problem.probe for problem in self._problems]
         between = [bounds(self.objective, each.probe, each.target_scaling) for each in self._problems]
         self._bounds = np.array(between)[row]  # (R, 2) floor, ceiling
-        self._fit = self._stacked([Split(train.x[:SENSED], train.y[:SENSED]) for train in trains], row, "sensed")
+        sensed = slice(SENSED)
+        self._fit = self._stacked([Split(picked(each.x, sensed), each.y[sensed]) for each in trains], row, "sensed")
         self._probe = self._stacked(probes, row, "probe")
         self._validation = None
         if config.early_stopping.enabled:
@@ -289,7 +302,13 @@ class StackedPopulation:
         length = None
         if lengths is not None:
             length = {"sensed": SENSED, "probe": lengths.probe, "held": lengths.held}[part]
-        return stack_splits(splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling)
+        return stack_splits(
+            splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling, self._dtype
+        )
+
+    def _few(self, problem: Instance, count: int = 2) -> Batch:
+        """A few training examples as the hosts of a problem read them."""
+        return problem.read(picked(problem.train.x, slice(count)), self._dtype)
 
     def _sound(self, name: int, problem: Instance) -> Instance:
         """A problem whose splits are finite and whose host runs on them. InputError where it cannot be had."""
@@ -299,7 +318,8 @@ class StackedPopulation:
             for part in ("train", "probe", "validation")
         )
         with drawn_with(0):
-            check_host(problem.host(), problem.read(train.x[:2]), problem.outputs)
+            few = self._few(problem._replace(train=train))
+            check_host(problem.host(), few, problem.outputs, objective=self.objective, y=train.y[:2])
         weights = problem.weights
         if weights is not None and len(train.y) < len(weights):
             weights = weights[~nonfinite(problem.train)]
