@@ -1,4 +1,4 @@
-"""The calls that most programs need: grow a population, load a grown network, and check a host and seeds of one's own."""
+"""The public functions grow, train, load and check_rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from esper.calls import OnInterrupt, end_of
-from esper.karn.progress import Shown, growing, learning
+from esper.karn.progress import Shown, growth_progress, training_progress
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.export import check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost, dtype_of
@@ -33,7 +33,7 @@ from esper.tasks.hosts import host_from
 from esper.tolaria.data import stack_splits
 
 CHECKED = 64
-"""Examples that `check_rows` runs a host on."""
+"""Number of examples with which `check_rows` runs a host."""
 
 
 def grow(
@@ -46,18 +46,18 @@ def grow(
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
 ) -> dict[str, Any]:
-    """Grow a population on a task, evaluate it on the test split, and write the run folder where one is named.
+    """Grow a population on a task, evaluate it on the test split, and write a run folder if `run` names one.
 
-    `task` is a task, the name of one of `esper tasks`, or "path.py:function". A mapping of config keys goes over the task's own
-    defaults; a `Config` is taken as it is, but for the task's name. `controller` is a name, a schedule file or any
-    `PolicyClient`; None takes the config's. Returns the summary, the object that `esper grow --json` prints. Raises InputError on
-    bad input, before anything is written.
+    `task` is a task, the name of one of `esper tasks`, or "path.py:function". If `config` is a mapping of config keys, it
+    overrides the defaults of the task; a `Config` is used unchanged, except for the name of the task. `controller` is a name, a
+    schedule file or a `PolicyClient`; None takes the one of the config. Returns the summary, the object that
+    `esper grow --json` prints. Raises InputError on bad input, before anything is written.
 
-    `progress` shows the steps on stderr: "auto" where that is a terminal, and in a notebook; True anywhere; False nowhere.
-    After Ctrl-C (SIGINT or SIGTERM) the run ends behind its step, evaluates what is done and writes the folder; then
-    KeyboardInterrupt is raised, or, with `on_interrupt="return"`, the summary returned, whose status is "interrupted".
-    Where every environment was rolled back in every step, the summary has the status "failed" and the `error`, which a
-    `RunWarning` says too.
+    `progress` shows the steps on stderr: True always, False never, and "auto" in a terminal and in a notebook.
+    After Ctrl-C (SIGINT or SIGTERM) the run finishes its step, evaluates the networks and writes the folder. Then it raises
+    KeyboardInterrupt, or, with `on_interrupt="return"`, returns the summary with the status "interrupted".
+    If every environment was rolled back in every step, the summary has the status "failed" and an `error`, and a
+    `RunWarning` is issued.
     """
     task = to_task(task)
     check_switch(overwrite, "overwrite")
@@ -75,7 +75,7 @@ def grow(
         controller = get_controller(config.controller, config)
     if not isinstance(controller, PolicyClient) or isinstance(controller, type):
         raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
-    with growing(progress, config.steps, task.objective.metric) as watch:
+    with growth_progress(progress, config.steps, task.objective.metric) as watch:
         summary = grow_run(task, config, controller, folder, watch, Opening(overwrite=overwrite))
     return end_of(summary, folder, on_interrupt)
 
@@ -91,13 +91,13 @@ def train(
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
 ) -> dict[str, Any]:
-    """Train a controller by growing populations of one task or several, and write the run folder where one is named.
+    """Train a controller by growing populations of one task or several, and write a run folder if `run` names one.
 
-    `tasks` are tasks or names of tasks, as in `grow`. A mapping of config keys goes over the tasks' own defaults and those of
-    training and the preset. `reward` makes what the controller is paid by, one for each task: any callable from an `Outcome` to
-    named components. Returns the summary; `esper.grow(task, controller=run)` uses what was trained. Raises InputError on bad
-    input, before anything is written, and `esper.LearningError` where an update cannot be trusted. `progress` and
-    `on_interrupt` are as in `grow`.
+    `tasks` are tasks or names of tasks, as in `grow`. A mapping of config keys overrides the defaults of the tasks, of training
+    and of the preset. `reward` is called with the `RewardConfig` of each task and returns its reward, a function from an
+    `Outcome` to named components. Returns the summary; `esper.grow(task, controller=run)` uses the trained controller. Raises
+    InputError on bad input, before anything is written, and `esper.LearningError` if an update of the policy fails.
+    `progress` and `on_interrupt` are as in `grow`.
     """
     chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
     check_switch(overwrite, "overwrite")
@@ -108,13 +108,13 @@ def train(
     if chosen:
         check_settings(asked, chosen)
     configs = training_configs(chosen, preset, asked)
-    with learning(progress) as watch:
+    with training_progress(progress) as watch:
         summary = train_run(chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward)
     return end_of(summary, folder, on_interrupt)
 
 
 def to_task(task: Any) -> AnyTask:
-    """A task as it is, or by its name. InputError where it is neither."""
+    """The task itself, or the task of a name. InputError if it is neither."""
     found = get_task(task) if isinstance(task, str) else task
     check_task(found)
     assert isinstance(found, Task | Mixture)
@@ -122,12 +122,12 @@ def to_task(task: Any) -> AnyTask:
 
 
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> GrownNetwork:
-    """A grown network, in evaluation mode, from the folder that a run or `esper export` wrote: (B, ...) -> (B, C).
+    """A grown network, in evaluation mode, from a folder that a run or `esper export` wrote: (B, ...) -> (B, C).
 
-    It takes features as the task was given them; `predict` returns labels as the task was given them.
+    The network takes features, and `predict` returns labels, in the form in which the task got them.
 
-    `host` is the factory that the task was made with; hosts of Esper's own tasks are known by name. Nothing in the folder
-    is executed. Raises InputError where a file is missing, damaged, or does not fit.
+    `host` is the factory of the host that the task was made with; None for hosts of Esper's own tasks. Nothing in the folder is
+    executed. Raises InputError if a file is missing or damaged, or does not fit the host.
     """
     path = to_path(folder, "folder")
     if host is not None:
@@ -140,17 +140,17 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
                 f"{path} holds a network on a host of your own; pass its factory: esper.load(folder, host=...)"
             )
         host = host_from(named["name"], named["arguments"])
-        with torch.device("meta"), drawn_with(0):  # counted without room for a single number
+        with torch.device("meta"), drawn_with(0):  # counted without memory for the parameters
             check_size(path, count(host()))
     return load_network(path, host)
 
 
 def check_rows(task: AnyTask) -> dict[str, str]:
-    """The modules of a task whose numbers for one environment depend, if only in the last bit, on the others beside it.
+    """The modules of a task whose results for one environment depend on the other environments, if only in the last bit.
 
-    Names segments of the host ("segments.1") and blueprints of the menu under a blend ("wide, GATE"), each with where that
-    shows; empty where every environment is bitwise the same in any population on this machine's CPU. What it finds is only
-    as much as stacks of one to five rows and a few batch sizes show.
+    Keys are segments of the host ("segments.1") and blueprints of the menu with a blend ("wide, GATE"); values say where the
+    difference shows. An empty dict means that every environment is bitwise the same in any population on the CPU of this
+    machine. The check runs stacks of one to five rows and a few batch sizes, and may miss other differences.
     """
     check_task(task)
     instance = task.instance(task.keys("training").start)

@@ -1,4 +1,4 @@
-"""Runs from Python beyond their start: go on with one, compare controllers, and what an interrupt leaves."""
+"""The public functions resume, evaluate and show, and the end of a call that was interrupted."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from esper.karn.console import can_print, print_error, print_summary, print_training
 from esper.karn.evaluation import draw_evaluation, print_evaluation
-from esper.karn.progress import Shown, growing, learning, telling
+from esper.karn.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.leyline.arguments import check_choice, to_path
 from esper.leyline.config import BASELINES, parse_setting
 from esper.leyline.errors import InputError, RunWarning, warn
@@ -33,12 +33,13 @@ from esper.tamiyo.catalog import CONTROLLERS, get_controller
 from esper.tasks.catalog import TASKS, get_task
 
 OnInterrupt = Literal["raise", "return"]
-"""What a call does when Ctrl-C came and the run folder is in order: raise KeyboardInterrupt, or return the summary."""
+"""What a call does after Ctrl-C, when the run folder is complete: raise KeyboardInterrupt, or return the summary."""
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """Print what the commands print at their end: the closing table of a summary of `grow`, `train` or `resume`, or of the
-    record of `evaluate`. Raises InputError where it is none of these.
+    """Print the table of a summary of `grow`, `train` or `resume`, or of a record of `evaluate`, as the commands print it.
+
+    Raises InputError if `summary` is none of these.
     """
     keys: dict[str, Callable[[Mapping[str, Any], Console], None]] = {
         "grown_params": print_summary,
@@ -67,16 +68,17 @@ def resume(
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
 ) -> dict[str, Any]:
-    """Go on with a run of `grow` or `train` to the numbers it would have had, as `esper resume` does; returns its summary.
+    """Continue a run of `grow` or `train`, as `esper resume` does, and return its summary.
 
-    `task` is needed where the run's was given as an object, or by the place of a function, as "path.py:function": nothing that
-    a run folder names is imported unless it is named here too. A place may stand for an object: the function then makes the
-    same task. Of a training on several tasks it is a list of those. `controller` is needed where it
-    was an object, which must have `state` and `load_state`. `settings` changes keys of the config, on record, as
-    {"steps": 48} or ["steps=48"]; a finished run then goes on too, and without them its summary is returned. Other versions of
-    Esper, torch, numpy or Python than the run had are warned of (`RunWarning`); other data are refused unless `other_data` is
-    set, and both are recorded. Raises InputError where the run, the task, its data and the controller do not fit
-    together. `progress`, `on_interrupt` and the `RunWarning` of a run that failed are as in `grow`.
+    The run gets the same numbers as without the break.
+
+    `task` is needed if the task of the run was an object or a function, "path.py:function", because code that only the run
+    folder names is not imported. A function may replace an object if it returns the same task. For a training on several tasks,
+    give a list. `controller` is needed if it was an object, which must have `state` and `load_state`. `settings` changes keys
+    of the config, as {"steps": 48} or ["steps=48"]; the change is recorded, and a finished run then continues. Without changes
+    the summary of a finished run is returned. Other versions of Esper, torch, numpy or Python than at the start cause a
+    `RunWarning`; other data are refused unless `other_data` is set. Both are recorded. Raises InputError if the run, the task,
+    its data and the controller do not fit together. `progress`, `on_interrupt` and failed runs are as in `grow`.
     """
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     folder = to_path(run, "run")
@@ -92,12 +94,12 @@ def go_on(
     other_data: bool,
     progress: Shown,
 ) -> dict[str, Any]:
-    """The summary of a run that goes on, however it ends; the arguments are those of `resume`, with `asked` as `--set` has it."""
+    """Continue a run and return its summary. Arguments are as in `resume`; `asked` are settings in the form of `--set`."""
     before = read_config(folder)
     config = changed(before, asked) if asked else before
     change = None if config == before else Change(before, tuple(asked))
     known = finished(folder) if change is None else None
-    if known is not None and can_print(known, is_training(config)):  # else it is damaged, and worked out again
+    if known is not None and can_print(known, is_training(config)):  # a damaged summary is computed again
         wrong = check_events(folder) if config.telemetry.level != "off" else None
         if wrong is not None:
             warn(wrong, RunWarning)
@@ -108,7 +110,7 @@ def go_on(
         if controller is not None:
             raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
         tasks = tasks_of(folder, config.tasks, given)
-        with learning(progress) as watch:
+        with training_progress(progress) as watch:
             return train_run(tasks, cohort_configs(config), folder, watch, opening)
     (chosen,) = tasks_of(folder, (config.task,), given)
     client = controller if controller is not None and not isinstance(controller, str) else None
@@ -120,9 +122,9 @@ def go_on(
             raise InputError(
                 f"{error}; where it was an object made in Python, no command can resume the run: {mend}"
             ) from None
-    if "steps" not in config.model_fields_set:  # epochs were given in place of the steps of the run
+    if "steps" not in config.model_fields_set:  # the new settings give epochs instead of steps
         config = with_steps(config, chosen)
-    with growing(progress, config.steps, chosen.objective.metric) as sight:
+    with growth_progress(progress, config.steps, chosen.objective.metric) as sight:
         return grow_run(chosen, config, client, folder, sight, opening)
 
 
@@ -142,16 +144,16 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compare controllers with the rules and the best fixed schedule on held-out instances, as `esper eval` does.
 
-    `controllers` are names, schedule files or runs of trained ones; `tasks` are names or tasks. `settings` are keys of the
-    config for all of them, as {"steps": 12} or ["steps=12"]. `baselines` are the static networks beside (docs/baselines.md),
-    sized by what the first controller grew, or the heuristic without one; () leaves them out. With `out` the record, the
-    figure and what was grown are written to that folder, and a further call goes on from what was grown there; a record in it
-    is replaced with `overwrite` alone. Returns the record, the object that `esper eval --json` prints. Raises InputError
-    before anything is grown.
+    `controllers` are names, schedule files or run folders of trained controllers; `tasks` are tasks or names. `settings` are
+    config keys for all of them, as {"steps": 12} or ["steps=12"]. `baselines` are static networks to compare with
+    (docs/baselines.md), of the size that the first controller grew to, or the heuristic without controllers; () for none. With
+    `out`, the record, the figure and the grown networks are written to that folder, and a later call uses the networks again;
+    `overwrite` allows to replace a record there. Returns the record, the object that `esper eval --json` prints. Raises
+    InputError before anything is grown.
     """
     listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
-    say = telling(progress)
+    say = evaluation_progress(progress)
     told = say or (lambda line: None)
 
     def compare(grown: Path | None) -> dict[str, Any]:
@@ -179,9 +181,9 @@ def evaluate(
 
 
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
-    """The tasks of a run that goes on: those that are given, by name or as objects, and those of Esper's own by name.
+    """The tasks of a run that is resumed: the given tasks, and tasks of Esper by their names.
 
-    InputError where one is missing whose code no folder may start, and where one that is given is not the run's.
+    InputError if a task made by other code is not given, or if a given task is not one of the run.
     """
     own = [get_task(each) if isinstance(each, str) else each for each in given]
     brought = {task.name: task for task in own}
@@ -193,7 +195,7 @@ def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str])
         elif is_reference(name) or name not in TASKS:
             if len(others) != 1 or not (is_reference(name) or is_reference(others[0])):
                 raise InputError(_how_to_resume(folder, name, list(brought)))
-            chosen.append(replace(brought.pop(others.pop()), name=name))  # the same task, made by another way
+            chosen.append(replace(brought.pop(others.pop()), name=name))  # the same task from another source
         else:
             chosen.append(get_task(name))
     if brought:
@@ -204,7 +206,7 @@ def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str])
 
 
 def _how_to_resume(folder: Path, name: str, given: Sequence[str]) -> str:
-    """Why a run does not go on with the tasks that are given, and the command or call that names the missing one."""
+    """Why the given tasks are not enough to resume a run, and the command or call that adds the missing one."""
     said = f"{folder} is a run on the task {name!r}" + (f", not on {', '.join(map(repr, given))}" if given else "")
     if is_reference(name):
         return f"{said}, whose code a run folder may not start; if you trust it, give {resume_command(folder, [name])}"
@@ -216,7 +218,7 @@ def _how_to_resume(folder: Path, name: str, given: Sequence[str]) -> str:
 
 
 def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Settings as `--set` takes them; of a mapping, nested or not, every value is written as JSON, which YAML reads."""
+    """Settings in the form of `--set`. Values of a mapping, nested or not, are written as JSON, which is valid YAML."""
     if not isinstance(settings, Mapping):
         return [settings] if isinstance(settings, str) else list(settings)
     found = []
@@ -229,9 +231,9 @@ def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterrupt) -> dict[str, Any]:
-    """The summary of a run; KeyboardInterrupt where it was interrupted and the caller does not ask for its return.
+    """Return the summary of a run, or raise KeyboardInterrupt if it was interrupted and `on_interrupt` is "raise".
 
-    Of a run that failed a RunWarning has the error of the summary.
+    Issues a RunWarning if the run failed.
     """
     if summary["status"] == "failed":
         warn(f"the run has failed: {summary['error']['message']}", RunWarning)
@@ -245,10 +247,10 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
 
 
 def call_of(summary: Mapping[str, Any], folder: Path) -> str:
-    """The call that resumes the run of a summary, with `task=...` and `controller=...` where they were objects."""
+    """The call that resumes the run of a summary, with `task=...` and `controller=...` if they were objects."""
     names = names_of(summary)
     made = ["task"] * any(not is_reference(name) and name not in TASKS for name in names)
-    client = summary.get("controller")  # a training makes its own
+    client = summary.get("controller")  # a training has no such key
     if client is not None and client not in CONTROLLERS and not Path(client).exists():
         made.append("controller")
     return resume_call(folder, names, made)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from esper.karn.bars import Bar, Lines, by_stage, figures, live
-from esper.karn.console import growth, mean_and_error, print_summary
+from esper.karn.console import growth_lines, mean_and_error, print_summary
 from esper.leyline.stages import Stage
 from esper.leyline.view import Measurements, Seeds, View
 
@@ -177,12 +177,12 @@ def test_j_is_explained_before_its_first_figure():
 
 
 def test_what_grew_where_is_counted_and_names_are_printed_as_they_are():
-    assert growth(SUMMARY)[:2] == ["grew: mlp at a in 2 of 3", "      low at [b] in 1 of 3"]
+    assert growth_lines(SUMMARY)[:2] == ["grew: mlp at a in 2 of 3", "      low at [b] in 1 of 3"]
     assert "low at [b] in 1 of 3" in printed(SUMMARY)
 
 
 def test_nothing_grown_is_said():
-    assert growth(SUMMARY | {"grown": [{}, {}, {}]})[0] == "grew: nothing"
+    assert growth_lines(SUMMARY | {"grown": [{}, {}, {}]})[0] == "grew: nothing"
 
 
 def test_seconds_speed_and_folder_are_printed():

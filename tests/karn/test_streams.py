@@ -10,7 +10,7 @@ from rich.console import Console
 from esper.karn.bars import Lines, live
 from esper.karn.console import print_summary
 from esper.karn.streams import Steady, lost_output, steady, steady_output
-from esper.store import patience
+from esper.store import full_disk
 from esper.store.full_disk import DiskFull, DiskRetry
 from karn.test_console import GROWING, SUMMARY
 
@@ -107,7 +107,7 @@ def test_progress_goes_on_where_its_output_is_gone():
 
 
 def test_a_log_on_the_full_disk_does_not_shorten_the_waiting_for_room(tmp_path, full_device, monkeypatch):
-    monkeypatch.setattr(patience, "EVERY", 0.005)
+    monkeypatch.setattr(full_disk, "EVERY", 0.005)
     tries = []
 
     def write():

@@ -25,21 +25,23 @@ HOW_TO_NAME = (
     "give --task path.py:function, whose function returns the task that was grown, or read the network with "
     "esper.load(folder, host=...)"
 )
-"""What to do where a network has no program because its host is unknown."""
-_LARGEST_COPIED = 2**32  # bytes of weights whose host is not known
-_LARGEST_INPUT = 2**26  # numbers of an example that a program is traced with
+"""What to do if a network has no program because its host is unknown."""
+_LARGEST_COPIED = 2**32  # bytes of weights of a network whose host is unknown
+_LARGEST_INPUT = 2**26  # numbers in the example with which a program is traced
 
 
 def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
-    """The folders of a run's networks by the name that each gets elsewhere; of one environment alone, by an empty name.
+    """The folders of the networks of a run, by their names in the target folder; the name is empty if `env` is given.
 
-    InputError where the folder is no run, has a link in it, or holds no such network.
+    InputError if the folder is no run, contains a link, or holds no such network.
     """
     if not is_run(run):
         raise InputError(f"{run} is no run folder, as it holds no config.yaml; name one that `esper grow` wrote")
     check_links(run)
     names = [path.name for path in (run / MODELS).glob("env-*")]
-    names += [path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")]  # a kill left it aside
+    names += [
+        path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")
+    ]  # left by a process that was killed
     found = {Path(name): find_folder(run / MODELS / name) for name in sorted(set(names))}
     sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in (MODEL, TOPOLOGY))}
     if not sources:
@@ -52,10 +54,10 @@ def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
 
 
 def how_to_name(run: Path, target: Path, env: int | None) -> str:
-    """How to give the host of networks that are code of the user's: the same export with the place that the run records."""
+    """How to give the host of networks whose host is code of the user: the same command with the task of the run."""
     try:
         name = read_config(run).task
-    except InputError:  # the networks are exported all the same
+    except InputError:  # the networks can be exported without the task
         return HOW_TO_NAME
     if not is_reference(name):
         return HOW_TO_NAME
@@ -72,11 +74,11 @@ def export_networks(
     note: Callable[[str], None],
     mend: str = HOW_TO_NAME,
 ) -> dict[Path, Topology]:
-    """Write networks into `target`, under the names given: all of them, or `target` stays as it was. Returns topologies.
+    """Write all networks into `target` under the given names, or none if one fails. Returns their topologies.
 
-    The program of each is made anew. A network whose host no file can name takes the host of `task`, and without one it gets
-    no program; `note` is told so in a sentence that ends in `mend`. InputError where a file is damaged or `target` holds
-    anything else.
+    A new program is made for each network. If the host of a network is code of the user, the host of `task` is used; without
+    `task` the network gets no program, and `note` is told so in a sentence that ends in `mend`. InputError if a file is damaged,
+    or if `target` holds other files.
     """
     _check_target(target, overwrite)
     if task is not None and not isinstance(task, Task):
@@ -104,7 +106,7 @@ def export_networks(
 
 
 def _check_copied(path: Path) -> None:
-    """InputError where a file of weights is too large to be one of a network that is copied without its host."""
+    """InputError if the weights of a network are too large to be copied without knowing its host."""
     size = path.stat().st_size
     if size > _LARGEST_COPIED:
         raise InputError(
@@ -116,7 +118,7 @@ def _check_copied(path: Path) -> None:
 def _write(
     source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None, mend: str
 ) -> str | None:
-    """Write one network; returns why it has no program, where it has none."""
+    """Write one network. Returns why it has no program; None if it has one."""
     if topology["host"] is None and host is None:
         check_size(source, topology["parameters"])
         _check_copied(source / MODEL)
@@ -136,7 +138,7 @@ def _write(
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
-    """InputError where networks may not be written to `target`."""
+    """InputError if networks may not be written to `target`."""
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is a file; name a folder with --out")
     content = list(target.iterdir()) if target.exists() else []

@@ -1,4 +1,4 @@
-"""The engine as environments of Gymnasium and of Stable-Baselines3, for learners that are not Esper's own."""
+"""Environments of Gymnasium and Stable-Baselines3, so that their learners can control growth."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -20,11 +20,13 @@ __all__ = ["EsperEnv", "EsperVectorEnv", "sb3"]
 
 
 def sb3(env: EsperVectorEnv, heads: Collection[str] | None = None) -> "FlatVecEnv":
-    """The environments as Stable-Baselines3's `VecEnv`, with a flat `Discrete` of enumerated decisions and an exact mask.
+    """The environments as a `VecEnv` of Stable-Baselines3, with a flat `Discrete` action and an exact action mask.
 
-    `heads` names the parts of a decision that are free, op and slot among them; a shorter list makes fewer actions. The
-    others are ADD, a ramp of 2 steps, the full dose and the menu's first blueprint (`esper.tamiyo.baselines.defaults`).
-    InputError where Stable-Baselines3 is missing, or `env` is no population.
+    `heads` names the heads that an action chooses, with op and slot among them; fewer heads give fewer actions. The other
+    heads are fixed: the blend ADD, a ramp of 2 steps, the full dose, and the first blueprint of the menu
+    (`esper.tamiyo.baselines.defaults`).
+
+    Raises InputError if Stable-Baselines3 is not installed, or if `env` is no `EsperVectorEnv`.
     """
     from esper.gym.stable_baselines import FlatVecEnv
 

@@ -1,4 +1,4 @@
-"""`EsperEnv`, one environment, and `EsperVectorEnv`, a population that equals as many of them step by step."""
+"""The Gymnasium environments: `EsperEnv`, and `EsperVectorEnv`, which equals several of them step by step."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -20,24 +20,24 @@ Heads = NDArray[np.int64]
 
 
 class EsperEnv(Env[Arrays, Heads]):
-    """One host that is grown: an action is a decision, a reward what the config's reward pays for it.
+    """One growing host as a Gymnasium environment: an action is a decision, and `config.reward` defines the reward.
 
         env = EsperEnv(esper.get_task("repair"), {"steps": 24})
         observation, info = env.reset(seed=1)
 
-    An action that the masks refuse changes nothing: it is a WAIT whose `info["accepted"]` is False. The episode terminates
-    after `config.steps` steps and is never truncated, as the end is part of the problem and time left is observed.
+    An action that the masks forbid acts as WAIT, and `info["accepted"]` is False. The episode terminates after `config.steps`
+    steps. It is never truncated, because the time left is part of the observation.
 
-    Where the governor rolls the host back, the step pays minus `governor.penalty` and terminates too. The next `reset()`
-    without a seed and options then returns to the same episode, the rest of which is a sequence of its own.
+    If the governor restores the host to a snapshot, the reward is minus `governor.penalty` and the step terminates. The next
+    `reset()` without seed and options then continues the same episode as a new sequence of steps.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # gymnasium has no ClassVar
 
     def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None = None) -> None:
-        """InputError where the task and the config do not fit together; `envs` of the config is not read."""
+        """`envs` of the config is ignored. Raises InputError if the task and the config do not fit together."""
         self.population = Population(task, config, envs=1)
-        self._rest: tuple[Arrays, Info] | None = None  # where the rest of a rolled back episode begins
+        self._rest: tuple[Arrays, Info] | None = None  # first observation after a rollback
         self.observation_space = observation_space(self.space)
         self.action_space = action_space(self.space)
 
@@ -48,11 +48,11 @@ class EsperEnv(Env[Arrays, Heads]):
 
     @property
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """Names of the numbers of an observation."""
+        """Names of the numbers in an observation."""
         return columns(self.space)
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Arrays, Info]:
-        """Begin an episode: the next one, the first of a seed, or on the instance that options name."""
+        """Begin the next episode, the first episode of a seed, or an episode on the instance in `options`."""
         super().reset(seed=seed)
         rest, self._rest = self._rest, None
         if rest is not None and seed is None and not options:
@@ -61,9 +61,9 @@ class EsperEnv(Env[Arrays, Heads]):
         return row(now.observation, 0), row(now.info, 0)
 
     def step(self, action: Heads) -> tuple[Arrays, float, bool, bool, Info]:
-        """Observation, reward, terminated, truncated (never) and info, as Gymnasium has them."""
+        """Observation, reward, terminated, truncated (always False) and info."""
         if self._rest is not None:
-            raise ResetNeeded("the host was rolled back, which ended the sequence; reset() goes on with the episode")
+            raise ResetNeeded("the host was rolled back, which ended the sequence; reset() continues the episode")
         now, reward, ended = self.population.advance(np.asarray(action)[None])
         observation, info = row(now.observation, 0), row(now.info, 0)
         if ended[0] and not self.population.over:
@@ -72,12 +72,11 @@ class EsperEnv(Env[Arrays, Heads]):
 
 
 class EsperVectorEnv(VectorEnv[Arrays, Heads, NDArray[Any]]):
-    """`config.envs` environments that train as one object.
+    """`config.envs` growing hosts that train as one population, as a Gymnasium vector environment.
 
-    Row e, seeded with s, equals an `EsperEnv` that is seeded with s + e: bit for bit where a row's trajectory does not depend
-    on its neighbours (docs/lifecycle.md). All episodes end at one step, so they begin anew within it: nothing is lost by
-    `AutoresetMode.SAME_STEP`, and no step is spent on a reset. A row that the governor rolls back terminates by itself, and
-    goes on with the rest of its episode.
+    With seed s, environment e equals an `EsperEnv` with seed s + e, bit for bit if its results do not depend on its neighbours
+    (docs/lifecycle.md). All episodes end at the same step and are reset within it (`AutoresetMode.SAME_STEP`). An environment
+    that the governor restores to a snapshot terminates alone, and then continues its episode.
     """
 
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
@@ -86,7 +85,7 @@ class EsperVectorEnv(VectorEnv[Arrays, Heads, NDArray[Any]]):
     }
 
     def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None = None) -> None:
-        """InputError where the task and the config do not fit together."""
+        """Raises InputError if the task and the config do not fit together."""
         self.population = Population(task, config)
         self.num_envs = self.population.config.envs
         self.single_observation_space = observation_space(self.space)
@@ -101,36 +100,37 @@ class EsperVectorEnv(VectorEnv[Arrays, Heads, NDArray[Any]]):
 
     @property
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """Names of the numbers of an observation."""
+        """Names of the numbers in an observation."""
         return columns(self.space)
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Arrays, Info]:
-        """Begin an episode of every environment: the next, the first of a seed, or on the instances that options name."""
+        """Begin the next episodes, the first episodes of a seed, or episodes on the instances in `options`."""
         super().reset(seed=seed)
         now = self.population.begin(seed, options)
-        return now.observation, _flagged(now.info, np.ones(self.num_envs, bool))
+        return now.observation, _with_flags(now.info, np.ones(self.num_envs, bool))
 
     def step(self, actions: Heads) -> tuple[Arrays, Floats, Bools, Bools, Info]:
-        """Arrays over environments. At the end observation and info are those of the next episode's first state.
+        """Observation, reward, terminated, truncated and info, as arrays over environments.
 
-        What was seen last is then in `info["final_obs"]` and `info["final_info"]`.
+        At the end of an episode, observation and info are those of the next episode; `info["final_obs"]` and
+        `info["final_info"]` hold the last ones of the old episode.
         """
         now, reward, ended = self.population.advance(actions)
         info: Info = {}
         if ended.any():
             last = np.full(self.num_envs, None, object)
             last[ended] = [row(now.observation, env) for env in np.flatnonzero(ended).tolist()]
-            info = _flagged({"final_obs": last, "final_info": now.info}, ended)
+            info = _with_flags({"final_obs": last, "final_info": now.info}, ended)
         if self.population.over:
             now = self.population.begin(None, None)
         everyone = np.ones(self.num_envs, bool)
-        return now.observation, reward, ended, np.zeros_like(ended), info | _flagged(now.info, everyone)
+        return now.observation, reward, ended, np.zeros_like(ended), info | _with_flags(now.info, everyone)
 
 
-def _flagged(info: Info, those: Bools) -> Info:
-    """Gymnasium's form of many infos: beside every entry `_name` says which environments have it, (E,) bool."""
+def _with_flags(info: Info, present: Bools) -> Info:
+    """Infos in the form of Gymnasium: for each entry `name` there is `_name`, (E,) bool, which environments have the entry."""
     flagged: Info = {}
     for name, value in info.items():
-        flagged[name] = _flagged(value, those) if isinstance(value, dict) else value
-        flagged[f"_{name}"] = those.copy()
+        flagged[name] = _with_flags(value, present) if isinstance(value, dict) else value
+        flagged[f"_{name}"] = present.copy()
     return flagged

@@ -1,4 +1,4 @@
-"""An engine as a foreign learner meets it: seeds choose instances, views become numbers, outcomes rewards. E environments."""
+"""An engine behind the interfaces of other libraries: observations as arrays, rewards, seeds. E environments."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,30 +20,34 @@ from esper.tamiyo.observation import CLIP, History, Normaliser, input_names, nor
 from esper.tolaria.engine import VectorizedEngine
 
 Arrays = dict[str, Any]
-"""An observation, or a batch of them: arrays by the names of its space."""
+"""An observation or a batch of observations: arrays by name."""
 Info = dict[str, Any]
-"""Arrays by name, nested; of one environment also plain numbers."""
+"""Nested dicts of arrays; of plain numbers for one environment."""
 
 
-class Seen(NamedTuple):
-    """What is seen between two decisions."""
+class Observed(NamedTuple):
+    """Observation and info between two decisions.
 
-    observation: Arrays  # (E, ...)
-    info: Info  # arrays (E, ...)
+    Attributes:
+        observation: arrays (E, ...) by name
+        info: arrays (E, ...) by name, nested
+    """
+
+    observation: Arrays
+    info: Info
 
 
 class Population:
-    """A `VectorizedEngine` of E environments and what stands between it and an interface of another library.
+    """A `VectorizedEngine` of E environments with observations, rewards and seeds for other libraries.
 
-    Instances are drawn by key from the part that `config.instances` names: in its n-th episode since it was seeded with s an
-    environment grows instance hash(s, n), wherever it stands in a population. Environment e of a population that is seeded
-    with s has the seed s + e.
+    In a population with seed s, environment e has the seed s + e. An environment with seed s draws the instance of its n-th
+    episode, hash(s, n), from the part that `config.instances` names; its index in the population does not matter.
     """
 
     def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None, envs: int | None = None) -> None:
-        """A mapping goes over the task's own defaults. `envs` replaces that of the config; twins are trained where they pay.
+        """A mapping overrides the defaults of the task; `envs` that of the config. Twins are trained if the reward needs them.
 
-        InputError where the task, the config and a draw of instances do not fit together.
+        Raises InputError if the task and the config do not fit together.
         """
         if not isinstance(task, Task | Mixture):
             raise InputError(
@@ -58,7 +62,7 @@ class Population:
                 "envs": envs or config.envs,
                 "baselines": ("twin",)
                 if config.reward.relative_to == "twin"
-                else (),  # rows that the reward reads alone
+                else (),  # only the reward reads the twins
             }
         )
         self.engine = VectorizedEngine(task, config)
@@ -70,10 +74,10 @@ class Population:
         self._normaliser = Normaliser.prior(self.engine.space.sensors)
         self._features = slot_features(self.engine.space.sensors)
 
-    def begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Seen:
-        """Begin an episode of every environment. A seed begins the sequence of episodes anew; the first is config.seed's.
+    def begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Observed:
+        """Begin an episode of every environment. A seed restarts the sequence of episodes; the first seed is config.seed.
 
-        options may hold `instance`, the key of this episode's, one for all or (E,).
+        `options` may hold `instance`, the key of the instance of this episode: one for all environments, or (E,).
         """
         state = self.engine.state
         if seed is not None:
@@ -82,11 +86,11 @@ class Population:
         self._history = History.empty(self.config.envs)
         return self._see(self.engine.reset(self._instances(options or {})), {})
 
-    def advance(self, heads: NDArray[np.int64]) -> tuple[Seen, Floats, Bools]:
-        """One step under decisions (E, 6): what is seen then, the rewards (E,), and which sequences ended, (E,) bool.
+    def advance(self, heads: NDArray[np.int64]) -> tuple[Observed, Floats, Bools]:
+        """Take a step with decisions (E, 6). Returns the next observation, rewards (E,), and which sequences ended, (E,) bool.
 
-        All end with the episode. Before that one ends where its environment was rolled back; what is seen then is the first of
-        a new sequence, the rest of the episode.
+        All sequences end with the episode. The sequence of an environment also ends if it is rolled back; the returned
+        observation is then the first of a new sequence in the same episode.
         """
         if self.over:
             raise ResetNeeded("no episode is going on; reset() begins one")
@@ -104,10 +108,10 @@ class Population:
 
     @property
     def over(self) -> bool:
-        """Whether the episode has ended, for every environment, or none has begun."""
+        """Whether the episode has ended, or none has begun."""
         return self.view is None or self.view.step == self.config.steps
 
-    def _see(self, view: View, info: Info) -> Seen:
+    def _see(self, view: View, info: Info) -> Observed:
         self.view, self._history = view, self._history.measured(view.measurements)
         inputs = normalise(observe(view, self._history), self._normaliser, self._features)
         observation: Arrays = {
@@ -117,10 +121,10 @@ class Population:
             "cost": np.minimum(inputs.cost, np.float32(CLIP)),
         }
         now = {"action_mask": view.masks._asdict(), "instance": view.space.instance}
-        return Seen(observation, copied(now | info))
+        return Observed(observation, copied(now | info))
 
     def _instances(self, options: Mapping[str, Any]) -> NDArray[np.int64]:
-        """(E,) keys of the next episode's instances, as asked for or drawn."""
+        """(E,) keys of the instances of the next episode, from `options` or drawn."""
         if unknown := options.keys() - {"instance"}:
             raise InputError(
                 f"unknown option {min(unknown)!r} of reset; the one option is 'instance', a key or one for each"
@@ -141,14 +145,14 @@ class Population:
 
 
 def action_space(space: Space) -> spaces.MultiDiscrete:
-    """One choice per head, in the order of `Head`; a head that does not matter for the operation is not read."""
+    """One choice per head, in the order of `Head`; heads that the operation does not read are ignored."""
     sizes = (len(Op), len(space.slots), len(space.blueprints), len(Blend), len(space.tempos), len(space.targets))
     assert len(sizes) == len(Head)
     return spaces.MultiDiscrete(np.array(sizes))
 
 
 def observation_space(space: Space) -> spaces.Space[Arrays]:
-    """S slots, K blueprints, and the columns that `columns` names; every value is finite."""
+    """The space of observations: S slots, K blueprints, and the columns that `columns` names; all values are finite."""
     slots, menu, (env, slot) = len(space.slots), len(space.blueprints), input_names(space.sensors)
     return spaces.Dict(
         {
@@ -161,19 +165,19 @@ def observation_space(space: Space) -> spaces.Space[Arrays]:
 
 
 def columns(space: Space) -> dict[str, tuple[str, ...]]:
-    """Names of the last axis of the observation's arrays, and of the indices in `blueprint`."""
+    """Names along the last axis of the arrays of an observation, and names of the indices in `blueprint`."""
     env, slot = input_names(space.sensors)
     menu = tuple(info.name for info in space.blueprints)
     return {"env": env, "slot": slot, "blueprint": ("", *menu), "cost": menu}
 
 
 def copied(record: Info) -> Info:
-    """A nested dict of arrays with arrays of its own, which its reader may write into."""
+    """A deep copy of a nested dict of arrays, which its reader may change."""
     return {name: copied(value) if isinstance(value, dict) else np.array(value) for name, value in record.items()}
 
 
 def row(record: Info, env: int) -> Info:
-    """One environment of a nested dict of arrays (E, ...); what has no axis left is a plain number."""
+    """The entries of one environment in a nested dict of arrays (E, ...); scalars become plain numbers."""
     return {name: row(value, env) if isinstance(value, dict) else _entry(value[env]) for name, value in record.items()}
 
 
@@ -182,7 +186,7 @@ def _entry(value: Any) -> Any:
 
 
 def _consecutive(seed: int, envs: int) -> NDArray[np.int64]:
-    """(E,) seed + e; whatever exceeds 63 bits begins at 0."""
+    """(E,) seed + e, modulo 2**63."""
     return np.array([(seed + env) % 2**63 for env in range(envs)], np.int64)
 
 

@@ -1,4 +1,4 @@
-"""A population as Stable-Baselines3's own vector environment, which differs from Gymnasium's. E environments."""
+"""A population as a vector environment of Stable-Baselines3, whose interface differs from Gymnasium's. E environments."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -25,7 +25,7 @@ Indices = None | int | Iterable[int]
 
 
 class FlatVecEnv(VecEnv):
-    """An action is the index of a decision in `decisions`; `action_masks` says which an engine would accept now."""
+    """An action is the index of a row of `decisions`; `action_masks` marks the decisions that the engine accepts now."""
 
     render_mode: str | None = None
 
@@ -36,14 +36,14 @@ class FlatVecEnv(VecEnv):
         super().__init__(env.num_envs, env.single_observation_space, spaces.Discrete(len(self.decisions)))
 
     def action_masks(self) -> Bools:
-        """(E, N): which decisions are allowed now."""
+        """(E, N) bool: whether each decision is valid now."""
         view = self._population.view
         if view is None:
             raise InputError("there is no mask before the first reset()")
         return allowed_of(view.masks, self.decisions)
 
     def reset(self) -> Arrays:
-        """The first observations; seeds and options are those given to `seed` and `set_options` for it."""
+        """The first observations of an episode, with the values that were given to `seed` and `set_options`."""
         options = {name: [mine[name] for mine in self._options] for name in self._options[0]}
         now = self._population.begin(self._seeds[0], options)
         self._reset_seeds()
@@ -52,11 +52,11 @@ class FlatVecEnv(VecEnv):
         return now.observation
 
     def step_async(self, actions: NDArray[np.int64]) -> None:
-        """Keep the indices of the decisions, (E,)."""
+        """Store the indices of the decisions, (E,)."""
         self._chosen = actions
 
     def step_wait(self) -> tuple[Arrays, NDArray[np.float32], Bools, list[dict[str, Any]]]:
-        """Observations, rewards, ends and infos, (E, ...). At an end the observation is the next episode's first."""
+        """Observations, rewards, dones and infos, (E, ...). At the end of an episode the observation is the first of the next."""
         now, reward, ended = self._population.advance(self.decisions[self._chosen])
         shown = {name: now.info[name] for name in ("accepted", "reward", "rolled_back", "instance")}
         infos = [row(shown, env) | {"TimeLimit.truncated": False} for env in range(self.num_envs)]
@@ -67,20 +67,20 @@ class FlatVecEnv(VecEnv):
         return now.observation, reward.astype(np.float32), ended, infos
 
     def close(self) -> None:
-        """There is nothing to let go of but memory."""
+        """Do nothing: there are no resources to free."""
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """An attribute of this object, once for each environment; AttributeError where it has none."""
+        """An attribute of this object, once for each environment. Raises AttributeError if it does not exist."""
         return [getattr(self, attr_name) for _ in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """There is no environment of its own to set an attribute of."""
+        """Raises InputError: the environments are rows of one object and have no attributes of their own."""
         raise InputError(f"{attr_name} cannot be set: the environments of a population are rows of one object")
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """What a method of this object returns, row by row."""
+        """The result of a method of this object, indexed by environment."""
         found = getattr(self, method_name)(*method_args, **method_kwargs)
         return [found[env] for env in self._get_indices(indices)]
 

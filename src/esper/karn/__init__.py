@@ -1,1 +1,1 @@
-"""Karn: the windows. What a person sees of a run."""
+"""Karn: the windows. Progress, tables and figures of runs."""

@@ -1,4 +1,4 @@
-"""How a run is getting on: a bar in a terminal, or plain lines."""
+"""The progress of a run: a bar in a terminal, or plain lines."""
 
 import math
 import time
@@ -35,16 +35,14 @@ class Bar:
         self._task = self._progress.add_task("grow", total=steps, figures="")
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
-        """Move on by one step."""
+        """Advance the bar to the step of the view."""
         self._progress.update(self._task, completed=view.step, figures=figures(view, speed, self._metric, rollbacks))
 
     def note(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._progress.console.print(printable(text), markup=False, highlight=False)
 
-    def answer(self, text: str) -> None:
-        """Likewise."""
-        self.note(text)
+    answer = note
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -55,7 +53,7 @@ class Bar:
 
 
 class Lines:
-    """Plain lines, for a file or a pipe: the first step, the last, and one every few seconds between them."""
+    """Plain lines, for a file or a pipe: the first step, the last step, and one step every few seconds between them."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class Lines:
         self._due = -math.inf
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
-        """Print a line if it is the first, the last, or due."""
+        """Print a line if the step is the first, the last, or due."""
         now = self._clock()
         if now >= self._due or view.step == self._steps:
             self._due = now + self._seconds
@@ -80,9 +78,7 @@ class Lines:
         """Print a line."""
         print_line(self._console, text)
 
-    def answer(self, text: str) -> None:
-        """Likewise."""
-        self.note(text)
+    answer = note
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +88,7 @@ class Lines:
 
 
 class Rounds:
-    """The progress of a controller's training: a line a round, over one another where there is a terminal."""
+    """The progress of a training: one line per round, which a terminal shows in place of the one before."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -101,7 +97,7 @@ class Rounds:
         self._status = console.status("growing the first round") if console.file.isatty() else None
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """Show a round's figures; a round that was validated leaves its line."""
+        """Show the figures of a round; the line of a validated round stays in a terminal."""
         line = round_line(number, rounds, figures)
         if self._status is None or "validation_objective" in figures:
             self.note(line)
@@ -127,13 +123,13 @@ class Rounds:
 
 
 def training(console: Console) -> Rounds:
-    """What looks on while a controller is trained. Output that cannot be written is dropped."""
+    """The progress display of a training. Output that cannot be written is dropped."""
     console.file = steady(console.file)
     return Rounds(console)
 
 
 def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
-    """Return, speed, health of the learner and seeds kept, in one line."""
+    """One line with return, speed, entropy and other figures of a round."""
     shown = [
         ("return", "return", ".3f"),
         ("env_steps_per_second", "environment steps per second", ",.0f"),
@@ -151,10 +147,7 @@ def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
 
 
 def live(console: Console, steps: int, metric: str) -> Bar | Lines:
-    """A bar where there is a terminal that can move its cursor, whatever the environment forces; lines elsewhere.
-
-    Output that cannot be written is dropped.
-    """
+    """A bar in a notebook or in a terminal that can move its cursor; lines elsewhere. Unwritable output is dropped."""
     if not console.is_jupyter:
         console.file = steady(console.file)
     bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
@@ -162,7 +155,7 @@ def live(console: Console, steps: int, metric: str) -> Bar | Lines:
 
 
 def figures(view: View, speed: float, metric: str, rollbacks: int = 0) -> str:
-    """Speed, mean metric on the probe split, seeds by stage, and rollbacks where there were any, in one line."""
+    """One line with speed, mean metric on the probe split, number of seeds by stage, and rollbacks, if any."""
     mean = float(np.mean(view.measurements.metric))
     seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
     broken = f"  {counted(rollbacks, 'rollback')}" if rollbacks else ""
@@ -170,6 +163,6 @@ def figures(view: View, speed: float, metric: str, rollbacks: int = 0) -> str:
 
 
 def by_stage(seeds: Seeds) -> dict[str, int]:
-    """How many seeds of the whole population are in each stage that a step ends in, leaving out empty ones."""
+    """The number of seeds of the population in each stage of `SHOWN`, without zeros."""
     counts = np.bincount(seeds.stage.ravel(), minlength=len(Stage))
     return {stage.name.lower(): int(counts[stage]) for stage in SHOWN if counts[stage]}

@@ -1,4 +1,4 @@
-"""The terminal: how a run is getting on, and the table at its end."""
+"""The tables and lines that `esper grow`, `esper train` and `esper resume` print at their end."""
 
 import io
 import math
@@ -18,11 +18,11 @@ from esper.leyline.intervals import t_factor
 from esper.leyline.text import counted, printable, rounded
 
 _WIDE = 11
-"""Characters for a number of parameters, so that the closing table fits into 80 columns."""
+"""Width of the column of parameters, so that the table fits into 80 columns [characters]."""
 
 
 def print_training(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
-    """What a training came to."""
+    """Print the summary of a training."""
     best, last = summary["best_validation_objective"], summary["last_rounds"]
     if best is None:
         print_line(
@@ -32,7 +32,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
         print_line(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
         print_line(console, "J: the metric of the task, less rent for the parameters that were added (reward.rent)")
-    for line in told(summary):
+    for line in trouble_lines(summary):
         print_line(console, line)
     figures = {name: value for name, value in last.items() if value is not None}
     if figures:
@@ -46,30 +46,30 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
 
 
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
-    """The closing table of a run, from its summary: grown networks beside static ones, and what grew where."""
-    print_line(console, heading(summary))
+    """Print the summary of a run: grown networks compared with static ones, and what grew where."""
+    print_line(console, heading_line(summary))
     if summary.get("regrown"):
         print_line(
             console, "host: a network that was grown before, with its seeds; every environment starts from its weights"
         )
-    print_table(console, comparison(summary))
+    print_table(console, comparison_table(summary))
     for line in (
-        *beside(summary),
+        *table_notes(summary),
         *split_lines(summary),
-        *terms(summary),
-        *growth(summary),
-        *_closing(summary, folder),
+        *objective_lines(summary),
+        *growth_lines(summary),
+        *_time_lines(summary, folder),
     ):
         print_line(console, line)
 
 
 def print_error(summary: Mapping[str, Any], console: Console) -> None:
-    """Why a run failed."""
+    """Print the error of a failed run."""
     print_line(console, f"error: {summary['error']['message']}")
 
 
-def heading(summary: Mapping[str, Any]) -> str:
-    """What was grown, how, and how far it came, in a line."""
+def heading_line(summary: Mapping[str, Any]) -> str:
+    """One line with task, controller, environments, steps, seed, device and status."""
     length = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
     epochs = summary.get("epochs_done")
     if epochs is not None:
@@ -81,7 +81,7 @@ def heading(summary: Mapping[str, Any]) -> str:
 
 
 def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
-    """Whether a summary that was read from a file has what `print_training` or `print_summary` prints."""
+    """Whether a summary that was read from a file is complete enough to be printed."""
     try:
         (print_training if trained else print_summary)(summary, Console(file=io.StringIO()), "")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -89,23 +89,23 @@ def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
     return True
 
 
-def comparison(summary: Mapping[str, Any]) -> Table:
-    """The grown networks, and every static network beside them with the paired difference, grown less static.
+def comparison_table(summary: Mapping[str, Any]) -> Table:
+    """Table of the grown networks and of each static network, with the paired difference, grown less static.
 
-    Metrics are means ± standard error; a difference is a mean with its 95 % t interval over environments.
+    Metrics are means ± standard error. Differences are means with a 95 % t interval over environments.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     metric = summary["metric"]
     for index, name in enumerate(("", f"test {printable(metric)}", "difference [95 %]", "parameters", "seconds")):
         table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
     grown = summary[f"test_{metric}"]["grown"]
-    _add(table, "grown", _estimate(grown, ".4f"), "", summary["grown_params"], _growing(summary))
+    _add(table, "grown", _estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))
     for name, static in summary.get("baselines", {}).items():
         values = static.get(f"test_{metric}")
         if values is None:
             _add(table, name, "absent", "", [], None)
             continue
-        paired = [_minus(g, h) for g, h in zip(grown, values, strict=True)]
+        paired = [_difference(g, h) for g, h in zip(grown, values, strict=True)]
         _add(table, name, _estimate(values, ".4f"), spread(paired, "+.3f"), static["params"], static["seconds"])
     return table
 
@@ -119,26 +119,26 @@ def _add(table: Table, name: str, metric: str, paired: str, params: Sequence[int
     table.add_row(*map(Text, (printable(name), metric, paired, size, time)))
 
 
-WHAT: Mapping[str, str] = {
+DESCRIPTIONS: Mapping[str, str] = {
     "twin": "the host alone",
     "same-size": "the grown network with its seeds from step 0",
     "plain": "a new host of at least the grown size, without bottlenecks",
     "skips": "the host with an identity skip around every segment where one fits",
 }
-"""What each baseline is, in a few words."""
+"""A description of each baseline."""
 
 FEW = 4
-"""Environments below which the intervals of the closing table are called wide."""
+"""With fewer environments, a line says that the intervals are wide."""
 
 
-def _growing(summary: Mapping[str, Any]) -> float | None:
-    """Seconds of stepping the population that grows, twins included."""
+def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
+    """Time of the steps of the population, twins included [seconds]; None if unknown."""
     eps = summary["env_steps_per_second"]
     return None if eps is None else summary["rows"] * summary["steps_done"] / eps
 
 
-def beside(summary: Mapping[str, Any]) -> list[str]:
-    """What the table does not say: what its figures are, which baselines are absent, and why; one line each."""
+def table_notes(summary: Mapping[str, Any]) -> list[str]:
+    """Lines that explain the figures of the table, and the baselines that are absent."""
     lines = []
     if summary["envs"] > 1:
         lines.append("figures: mean ± standard error of the mean, over environments")
@@ -147,7 +147,9 @@ def beside(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"difference: grown less the static network of the row, paired over environments: the mean{interval}"
         )
-        lines.append(f"static networks: {'; '.join(f'{name} is {WHAT[name]}' for name in summary['baselines'])}")
+        lines.append(
+            f"static networks: {'; '.join(f'{name} is {DESCRIPTIONS[name]}' for name in summary['baselines'])}"
+        )
     else:
         lines.append("no static network stands beside the grown ones; --baselines (the key baselines) names some")
     if summary["metric"] == "r2":
@@ -171,12 +173,12 @@ def beside(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def terms(summary: Mapping[str, Any]) -> list[str]:
-    """What J is and comes to, and which network is best by which figure."""
+def objective_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with the formula of J, its values, and the best network."""
     best, objective = summary["best"], summary["test_objective"]
     worth = f"J on the test split: grown {_estimate(objective['grown'], '.4f')}"
     if objective["host"] is not None:
-        paired = [_minus(g, h) for g, h in zip(objective["grown"], objective["host"], strict=True)]
+        paired = [_difference(g, h) for g, h in zip(objective["grown"], objective["host"], strict=True)]
         worth += f", twin {_estimate(objective['host'], '.4f')}, difference {_estimate(paired, '+.4f')}"
     name = summary["metric"] if best["select"] == "metric" else "J"
     value = "" if best["validation"] is None else f", {best['validation']:.4f}"
@@ -187,8 +189,8 @@ def terms(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def growth(summary: Mapping[str, Any]) -> list[str]:
-    """What grew where, the most frequent first, and what became of the other seeds; one line each."""
+def growth_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with what grew where, most frequent first, and with what became of the other seeds."""
     envs, seeds = summary["envs"], summary["seeds"]
     counts = Counter((blueprint, slot) for grown in summary["grown"] for slot, blueprint in grown.items())
     lines = [f"{blueprint} at {slot} in {count} of {envs}" for (blueprint, slot), count in counts.most_common()]
@@ -203,17 +205,17 @@ def growth(summary: Mapping[str, Any]) -> list[str]:
     return [
         *lines,
         f"seeds: {fates}{left_out}",
-        *told(summary),
-        *planted(summary),
-        *chosen_steps(summary),
-        *listed(summary, "keeps", "kept"),
-        *listed(summary, "prunes", "pruned"),
-        *why(summary),
+        *trouble_lines(summary),
+        *planting_lines(summary),
+        *early_stopping_lines(summary),
+        *seed_lines(summary, "keeps", "kept"),
+        *seed_lines(summary, "prunes", "pruned"),
+        *explanation_lines(summary),
     ]
 
 
-def chosen_steps(summary: Mapping[str, Any]) -> list[str]:
-    """Which steps early stopping restored the networks to, and why it ended the run where it did; a line each."""
+def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with the steps to which early stopping restored the networks, and the reason why it ended the run."""
     best = summary["best_step"]
     if best is None:
         return []
@@ -224,11 +226,11 @@ def chosen_steps(summary: Mapping[str, Any]) -> list[str]:
 
 
 SHOWN_FATES = {"keeps": 3, "prunes": 10}
-"""Seeds of each list whose reason the closing lines give; summary.json has all of them."""
+"""Number of seeds of each list that are printed with their reason; summary.json has all of them."""
 
 
-def listed(summary: Mapping[str, Any], name: str, label: str) -> list[str]:
-    """What was kept or pruned where and when, with the reason, a line each; of many the first few."""
+def seed_lines(summary: Mapping[str, Any], name: str, label: str) -> list[str]:
+    """Lines with the first seeds that were kept or pruned, with place, step and reason."""
     seeds = summary.get(name, [])
     lines = [
         f"{label}: {seed['blueprint']} at {seed['slot']} of environment {seed['env']}, step {seed['step']}: {seed['reason']}"
@@ -239,20 +241,20 @@ def listed(summary: Mapping[str, Any], name: str, label: str) -> list[str]:
     return [*lines, f"{indent}and {more:,} more, listed under `{name}` in the summary"] if more else lines
 
 
-def planted(summary: Mapping[str, Any]) -> list[str]:
-    """How many seeds were planted, and where their reasons are."""
+def planting_lines(summary: Mapping[str, Any]) -> list[str]:
+    """A line with the number of planted seeds; empty if there are none."""
     count = len(summary.get("plantings", []))
     where = "where, when and why is listed under `plantings` in the summary"
     return [f"planted: {counted(count, 'seed')}; {where}"] if count else []
 
 
-def why(summary: Mapping[str, Any]) -> list[str]:
-    """Why nothing was planted, or planned operations were not carried out, a sentence each."""
+def explanation_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with the reasons why nothing was planted, or why planned operations were not carried out."""
     return [f"why: {sentence}" for sentence in summary.get("explanations", [])]
 
 
-def told(summary: Mapping[str, Any]) -> list[str]:
-    """What was rolled back and what was refused, by reason, a line each where there was any."""
+def trouble_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with the number of rollbacks and of refused operations by reason."""
     lines = []
     for kind, label in (("rollbacks", "rolled back"), ("refused", "refused")):
         reasons = [f"{count:,} {name.replace('_', ' ')}" for name, count in summary[kind].items()]
@@ -261,7 +263,7 @@ def told(summary: Mapping[str, Any]) -> list[str]:
 
 
 def mean_and_error(values: Sequence[float | None] | None) -> tuple[float, float]:
-    """Mean and its standard error, s / sqrt(n), of the values that were measured; nan where there are too few."""
+    """Mean and standard error, s / sqrt(n), of the values that are not None; nan if there are too few."""
     measured = np.array([value for value in values or () if value is not None], float)
     mean = float(measured.mean()) if measured.size else math.nan
     error = float(measured.std(ddof=1)) / math.sqrt(measured.size) if measured.size > 1 else math.nan
@@ -269,7 +271,7 @@ def mean_and_error(values: Sequence[float | None] | None) -> tuple[float, float]
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
-    """Mean and 95 % t interval of the values that were measured, as +0.078 [+0.031, +0.124]; the mean alone of one value."""
+    """Mean and 95 % t interval of the values that are not None, as +0.078 [+0.031, +0.124]; only the mean of a single value."""
     mean, error = mean_and_error(values)
     if math.isnan(mean) or math.isnan(error):
         return "-" if math.isnan(mean) else rounded(mean, form)
@@ -284,12 +286,12 @@ def _estimate(values: Sequence[float | None] | None, form: str) -> str:
     return rounded(mean, form) if math.isnan(error) else f"{rounded(mean, form)} ± {error:{form.lstrip('+')}}"
 
 
-def _minus(grown: float | None, host: float | None) -> float | None:
+def _difference(grown: float | None, host: float | None) -> float | None:
     return None if grown is None or host is None else grown - host
 
 
-def _closing(summary: Mapping[str, Any], folder: str | None) -> list[str]:
-    eps, growing = summary["env_steps_per_second"], _growing(summary)
+def _time_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
+    eps, growing = summary["env_steps_per_second"], _growth_seconds(summary)
     static = sum(static.get("seconds") or 0.0 for static in summary.get("baselines", {}).values())
     took = f"took: {summary['seconds']:.1f} seconds"
     if growing is not None:

@@ -1,4 +1,4 @@
-"""An evaluation as tables and as a figure, from its record, the object that `esper eval --json` prints."""
+"""Tables and a figure of an evaluation, from its record, the object that `esper eval --json` prints."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def print_evaluation(record: Record, console: Console) -> None:
-    """For every task, and for all together: controllers, comparisons with the rules, and what the search cost."""
+    """Print controllers, comparisons and the schedule search of each task, and of all tasks together."""
     print_line(console, "J: the metric of a task, less rent for the parameters that were added (reward.rent)")
     for task in record["tasks"]:
         print_line(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
@@ -45,11 +45,11 @@ def print_evaluation(record: Record, console: Console) -> None:
 
 
 FEW_UNITS = 10
-"""Problems or runs of a task below which its intervals are called too narrow."""
+"""With fewer problems or runs, a line says that the intervals of a task are too narrow."""
 
 
 def interval_lines(record: Record) -> list[str]:
-    """What the intervals are, where there are any, and how far they can be trusted."""
+    """How the intervals were computed, and whether they can be trusted."""
     tasks = record["tasks"]
     units = {task["task"]: task["problems"] if task["problems"] > 1 else task["runs_of_each"] for task in tasks}
     least = min(units, key=lambda name: units[name])
@@ -72,7 +72,7 @@ def interval_lines(record: Record) -> list[str]:
 
 
 def objectives_table(estimates: Record) -> Table:
-    """J of every controller, as mean and as interquartile mean."""
+    """Table of J by controller, as mean and as interquartile mean."""
     table = _table("controller", "J", "J, interquartile mean")
     for row in estimates["controllers"]:
         cells = row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")
@@ -81,7 +81,7 @@ def objectives_table(estimates: Record) -> Table:
 
 
 def costs_table(estimates: Record, metric: str) -> Table:
-    """What J is made of, as means over the runs, and the time that all of them took to train."""
+    """Table of the parts of J by controller, as means over the runs, and of the training time of all runs."""
     table = _table("controller", metric, "added parameters", "seeds kept", "training s")
     for row in estimates["controllers"]:
         cells = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
@@ -90,7 +90,7 @@ def costs_table(estimates: Record, metric: str) -> Table:
 
 
 def comparisons_table(estimates: Record, record: Record) -> Table:
-    """What a controller is worth beside a rule: the paired difference of J, and how often a run of it is better."""
+    """Table of paired differences of J between a controller and a rule, and of the probability that a run is better."""
     table = _table("controller", "against", "difference of J", "P(better)")
     for row in compared(estimates, record):
         cells = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
@@ -99,9 +99,9 @@ def comparisons_table(estimates: Record, record: Record) -> Table:
 
 
 def compared(estimates: Record, record: Record) -> list[Record]:
-    """The comparisons that are shown: of the controllers that were named with every rule and static network.
+    """The comparisons to show: of each named controller with every rule and static network.
 
-    Where none was named, of the rules with never growing and the static networks.
+    If no controller was named, of the rules with `never` and with the static networks.
     """
     rows, rules = estimates["comparisons"], record["rules"]
     static = [row["name"] for row in estimates["controllers"] if row.get("static")]
@@ -113,7 +113,7 @@ def compared(estimates: Record, record: Record) -> list[Record]:
 
 
 def static_lines(record: Record, task: Record) -> list[str]:
-    """What the static networks are sized by, and which the hosts of a task do not have, and why."""
+    """The size of the static networks, and which of them a task does not have, and why."""
     lines = []
     if record.get("baselines"):
         names = ", ".join(record["baselines"])
@@ -125,7 +125,7 @@ def static_lines(record: Record, task: Record) -> list[str]:
 
 
 def search_lines(search: Record) -> list[str]:
-    """The schedule that a search found, as lines of a schedule file, and what it cost."""
+    """The schedule that the search found, as lines of a schedule file, and the cost of the search."""
     gates = ", with permissive gates" if search["permissive_gates"] else ""
     cost = f"{counted(search['candidates'], 'schedule')} in {counted(search['episodes'], 'episode')}"
     entries = [
@@ -140,10 +140,10 @@ def search_lines(search: Record) -> list[str]:
 
 
 def draw_evaluation(record: Record, path: Path) -> None:
-    """Write a figure: for each task J by controller, and the paired differences. InputError where `path` cannot be drawn to."""
+    """Write a figure of J by controller and of the paired differences, for each task. InputError if `path` cannot be written."""
     if path.suffix not in FORMATS:
         raise InputError(f"{path} is no figure that can be drawn; give a name that ends in {', '.join(FORMATS)}")
-    from matplotlib.figure import Figure  # a second of imports; without pyplot it opens no window
+    from matplotlib.figure import Figure  # imported here because it takes 1 s; without pyplot it opens no window
 
     tasks = record["tasks"]
     count = max(len(tasks[0]["controllers"]), len(compared(tasks[0], record)))
@@ -169,7 +169,7 @@ def draw_evaluation(record: Record, path: Path) -> None:
 
 
 def spread(estimate: Record, form: str) -> str:
-    """An estimate with its interval: 0.712 [0.690, 0.735]; '-' where it is absent."""
+    """An estimate with its interval: 0.712 [0.690, 0.735]; '-' if it is absent."""
     if estimate["low"] is None:
         return plain(estimate, form)
     value, low, high = (rounded(estimate[name], form) for name in ("value", "low", "high"))
@@ -177,7 +177,7 @@ def spread(estimate: Record, form: str) -> str:
 
 
 def plain(estimate: Record, form: str) -> str:
-    """An estimate alone; '-' where it is absent."""
+    """An estimate without its interval; '-' if it is absent."""
     return _number(estimate["value"], form)
 
 
@@ -189,7 +189,7 @@ def _print_estimates(console: Console, estimates: Record, metric: str, record: R
 def _points(
     axes: "Axes", names: Sequence[str], estimates: Sequence[Record], shift: float, marker: str, label: str
 ) -> None:
-    """Estimates as points with bars, the first on top; what is absent leaves its line empty."""
+    """Draw estimates as points with bars, the first on top; the line of an absent estimate is empty."""
     known = [(index, estimate) for index, estimate in enumerate(estimates) if estimate["value"] is not None]
     values = [estimate["value"] for _, estimate in known]
     lines = [index - shift for index, _ in known]
@@ -203,7 +203,7 @@ def _points(
 
 
 def _sample(record: Record, task: Record) -> str:
-    """How much was grown under each controller."""
+    """The number of runs of each controller."""
     if task["sampled"]:
         return f"{counted(task['problems'], record['part'] + ' problem')} by {counted(len(record['seeds']), 'seed')}"
     return f"{counted(task['runs_of_each'], 'run')}, each from starting weights of its own"
@@ -220,7 +220,7 @@ def _number(value: float | None, form: str) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
-        names = name in ("controller", "against")  # a path may be long; figures are never cut
+        names = name in ("controller", "against")  # paths may wrap, numbers may not
         table.add_column(_cell(name), justify="right" if index else "left", no_wrap=not names, overflow="fold")
     return table
 
@@ -230,5 +230,5 @@ def _cell(text: str) -> Text:
 
 
 def _drawn(text: str) -> str:
-    """Text for matplotlib, which takes what stands between two dollar signs for a formula."""
+    """Text for matplotlib, which reads text between two dollar signs as a formula."""
     return printable(text).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""What the figures of a closing table rest on: how many examples, and what its intervals cover."""
+"""Lines below a summary table: the sizes of the splits, and what the intervals cover."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from esper.leyline.text import counted
 
 FEW_EXAMPLES = 30
-"""Examples of a split below which a sentence says that its figures are rough."""
+"""A warning is shown for splits with fewer examples."""
 
 
 def split_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The size of the test split, what the intervals cover, and warnings of small splits; none of a summary without sizes."""
+    """The size of the test split, what the intervals cover, and warnings about small splits; empty if the sizes are unknown."""
     sizes = summary.get("examples")
     if sizes is None:
         return []
@@ -37,7 +37,7 @@ def _range(sizes: list[int]) -> str:
 
 
 def _warnings(sizes: Mapping[str, Any]) -> list[str]:
-    """A sentence for a test split and a probe split with few examples."""
+    """A warning for a test split and a probe split with few examples."""
     lines = []
     for part, why in (
         ("test", "the test figures and their differences may be quite different on other examples"),

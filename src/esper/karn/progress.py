@@ -1,33 +1,25 @@
-"""Progress of calls from Python: shown in a terminal or a notebook, in plain lines on request, or not at all."""
+"""The argument `progress` of Python calls: where the progress is shown."""
 
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 from rich.console import Console
 
-from esper.karn.bars import Bar, Lines, Rounds, live, training
+from esper.karn.bars import live, training
 from esper.karn.streams import steady
-from esper.leyline import progress
+from esper.karn.tables import print_line
 from esper.leyline.errors import InputError
+from esper.leyline.progress import Progress, Silent, Watch
 from esper.leyline.text import printable
 
 Shown = Literal["auto"] | bool
 """Whether progress is shown on stderr: "auto" shows it where stderr is a terminal, and in a notebook."""
 
 
-class Silent(progress.Silent):
-    """Shows neither the steps of a population nor the rounds of a training."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing is open."""
-
-
-class Answering(Silent):
-    """Shows nothing but the answer to a Ctrl-C, without which nobody could tell why the run does not end at once."""
+class AnswersOnly(Silent):
+    """Shows only the answer to Ctrl-C, which explains why the run does not end at once."""
 
     def __init__(self, console: Console) -> None:
         console.file = steady(console.file)
@@ -35,33 +27,33 @@ class Answering(Silent):
 
     def answer(self, text: str) -> None:
         """Print a line."""
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text)
 
 
-def growing(shown: Any, steps: int, metric: str) -> Bar | Lines | Silent:
-    """What shows the steps of a population: a context manager, entered for as long as the run takes."""
+def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManager[Watch]:
+    """The progress display of a population, to be entered while the run lasts."""
     console = Console(stderr=True)
-    if wanted(shown, console):
+    if is_shown(shown, console):
         return live(console, steps, metric)
-    return Silent() if shown is False else Answering(console)
+    return nullcontext(Silent() if shown is False else AnswersOnly(console))
 
 
-def learning(shown: Any) -> Rounds | Silent:
-    """What shows the rounds of a training."""
+def training_progress(shown: Any) -> AbstractContextManager[Progress]:
+    """The progress display of a training, to be entered while the run lasts."""
     console = Console(stderr=True)
-    return training(console) if wanted(shown, console) else Silent()
+    return training(console) if is_shown(shown, console) else nullcontext(Silent())
 
 
-def telling(shown: Any) -> Callable[[str], None] | None:
-    """What prints the lines of an evaluation; None where nothing is shown."""
-    if not wanted(shown, Console(stderr=True)) or sys.stderr is None:
+def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
+    """A function that prints a line of an evaluation; None if nothing is shown."""
+    if not is_shown(shown, Console(stderr=True)) or sys.stderr is None:
         return None
     stream = steady(sys.stderr)
     return lambda line: print(printable(line), file=stream)
 
 
-def wanted(shown: Any, console: Console) -> bool:
-    """Whether `progress` asks for output on this console. InputError where it is neither "auto" nor a bool."""
+def is_shown(shown: Any, console: Console) -> bool:
+    """Whether progress is shown on this console. InputError if `shown` is neither "auto" nor a bool."""
     if isinstance(shown, bool):
         return shown
     if shown != "auto":

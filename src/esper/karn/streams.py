@@ -1,4 +1,4 @@
-"""Output that takes everything: a terminal that is gone, a full disk or an ASCII one never ends a run."""
+"""Output that never raises: a closed terminal, a full disk or an ASCII encoding does not end a run."""
 
 import errno
 import io
@@ -28,14 +28,14 @@ PLAIN = str.maketrans(
         "→": "->",
     }
 )
-"""What stands for a character that an output's encoding lacks; any other becomes its escape, as \\u2603."""
+"""Replacements for characters that the encoding of an output lacks; other characters are escaped, as \\u2603."""
 
 
 class Steady(io.TextIOBase):
-    """A text stream over another one that never raises where it is written to.
+    """A text stream that writes to another stream and never raises.
 
-    What the encoding lacks is written in plain characters, and what cannot be written is dropped; `lost` has the first
-    reason. The stream that it covers keeps nothing back, so the interpreter finds nothing to write at its end either.
+    Characters that the encoding lacks are replaced. Text that cannot be written is dropped, and `lost` is the first error.
+    Nothing is buffered, so that the interpreter has nothing to flush at its exit.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -44,32 +44,32 @@ class Steady(io.TextIOBase):
         try:
             stream.flush()
             self._descriptor: int | None = stream.fileno()
-        except (OSError, ValueError):  # a stream in memory has none
+        except (OSError, ValueError):  # a stream in memory has no descriptor
             self._descriptor = None
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the stream that is covered; UTF-8 where that says nothing, as in memory."""
+        """The encoding of the underlying stream; UTF-8 if it has none, as in memory."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Whether the underlying stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The descriptor of the stream that is covered."""
+        """The descriptor of the underlying stream."""
         return self._stream.fileno()
 
     def writable(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
+        """Write the text, or drop it."""
         try:
             data = text.encode(self.encoding)
         except UnicodeEncodeError:
-            # a space less beside the sign, so that columns stay where they are
+            # one space less, so that columns stay aligned
             text = text.replace(" ± ", " +-").translate(PLAIN)
             data = text.encode(self.encoding, "backslashreplace")
         try:
@@ -77,24 +77,24 @@ class Steady(io.TextIOBase):
                 self._stream.write(data.decode(self.encoding))
             else:
                 _write(self._descriptor, data)
-        except (OSError, ValueError) as error:  # a ValueError where the stream was closed
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.lost = self.lost or (error if isinstance(error, OSError) else OSError(errno.EBADF, "it is closed"))
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept back, but in a stream without a descriptor."""
+        """Flush a stream without a descriptor; others have no buffer."""
         if self._descriptor is None and not self._stream.closed:
             self._stream.flush()
 
 
 def steady(stream: IO[str]) -> TextIO:
-    """A stream as one that never raises; itself where it is one already."""
+    """The stream wrapped in a `Steady`, unless it is one already."""
     return cast(TextIO, stream if isinstance(stream, Steady) else Steady(stream))
 
 
 @contextmanager
 def steady_output() -> Iterator[None]:
-    """Let the standard streams of the process take everything, those too that are closed and None in Python."""
+    """Wrap stdout and stderr in `Steady`; a closed one, which is None in Python, discards its text."""
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         sys.stdout, sys.stderr = (steady(stream or nowhere) for stream in before)
@@ -105,21 +105,21 @@ def steady_output() -> Iterator[None]:
 
 
 def lost_output() -> OSError | None:
-    """Why something that was written to stdout did not arrive; None where it did, or where its reader went away."""
+    """The error that dropped text of stdout; None if there was none, or if the reader of a pipe went away."""
     lost = sys.stdout.lost if isinstance(sys.stdout, Steady) else None
     return None if lost is None or lost.errno == errno.EPIPE else lost
 
 
 def plug_closed_streams() -> None:
-    """Open the null device where the process was started without stdin, stdout or stderr.
+    """Open the null device for each of stdin, stdout and stderr that the process was started without.
 
-    The next file that is opened would get that number, and a library's warning would be written into it.
+    Otherwise the next file would get that descriptor, and warnings of libraries would be written into it.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -127,5 +127,5 @@ def _write(descriptor: int, data: bytes) -> None:
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # a pipe that does not block and is full for now
+        except BlockingIOError:  # a non-blocking pipe that is full
             select.select([], [descriptor], [])

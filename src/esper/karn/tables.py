@@ -1,4 +1,4 @@
-"""Tables of figures, which no terminal is too narrow for."""
+"""Printing tables and lines that are never cut, however narrow the terminal is."""
 
 from itertools import chain
 
@@ -13,9 +13,9 @@ from esper.leyline.text import printable
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table whose columns without wrapping are never cut; where the terminal is narrower, its lines go on below.
+    """Print a table. Columns with `no_wrap` are never cut; in a narrower terminal, long lines continue on the next line.
 
-    rich would replace the end of a figure by an ellipsis, or leave a column out.
+    rich itself would replace the end of a number by an ellipsis, or leave out a column.
     """
     for column in table.columns:
         if column.no_wrap:
@@ -28,5 +28,5 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Print text as it stands, control characters escaped; where the terminal is narrower, it goes on below."""
+    """Print text without markup, with control characters escaped; in a narrower terminal it continues on the next line."""
     console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

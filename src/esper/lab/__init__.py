@@ -1,1 +1,1 @@
-"""Worlds with known answers, and instruments that break things on purpose."""
+"""Lab: test problems whose best policy is known, scripted exploits, and injected faults."""

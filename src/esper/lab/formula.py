@@ -1,6 +1,6 @@
-"""A population whose figures are formulas of its seeds, so that nothing has to be trained. R rows, S slots, K blueprints.
+"""A population whose scores are formulas of its seeds, so that nothing has to be trained. R rows, S slots, K blueprints.
 
-Stages, masks, gates, measuring and rewards are those of every population; only what a network scores is a formula.
+Stages, masks, gates, measurements and rewards work as in any population; only the scores of the networks are formulas.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,18 +27,18 @@ WIDTH = 16
 
 
 class Draw(NamedTuple):
-    """What is drawn for an episode of some rows."""
+    """The random draws of an episode."""
 
-    kind: Ints  # (R,) which of the problems of the process, the instance modulo their number
-    key: Ints  # (R,) of every other draw
+    kind: Ints  # (R,) index of the problem: instance modulo number of problems
+    key: Ints  # (R,) random key of all other draws
 
 
 @dataclass(frozen=True)
 class Process:
-    """A growth process: its slots, its menu, and the formulas for what is measured."""
+    """A growth process: its slots, its menu, and the formulas of its measurements."""
 
     name: str
-    kinds: int  # problems that differ in what is best
+    kinds: int  # number of problems, which have different best policies
     slots: tuple[str, ...]
     menu: tuple[BlueprintInfo, ...]
     cost: tuple[int, ...]  # (K,) parameters of each blueprint, at every slot
@@ -49,10 +49,10 @@ class Process:
 
 
 class FormulaPopulation:
-    """R networks that a process scores; implements `tolaria.population.Population`.
+    """R networks whose scores a process computes; implements `tolaria.population.Population`.
 
-    Formulas have no sampling error, so every standard error is 0. The loss is 1 - metric, as that of R2. Gradient norms only
-    tell what there is left to learn.
+    Formulas have no sampling error, so all standard errors are 0. The loss is 1 - metric. Gradient norms fall as training
+    goes on, and mean nothing else.
     """
 
     def __init__(self, process: Process, config: Config, instance: Indices) -> None:
@@ -62,7 +62,7 @@ class FormulaPopulation:
         self.device = torch.device("cpu")
         self.label = f"{counted(rows, 'row')} of {process.name}"
         self.host_params = np.full(rows, HOST_PARAMS)
-        self.step = 0  # steps that were trained in the episode
+        self.step = 0  # training steps in the episode
         self.space = Space(
             slots=process.slots,
             blueprints=process.menu,
@@ -81,7 +81,7 @@ class FormulaPopulation:
             objective=config.reward.objective,
             rent=config.reward.rent,
             rent_size=config.reward.rent_size,
-            blends=np.arange(len(Blend)) == Blend.ADD,  # the formulas know no other
+            blends=np.arange(len(Blend)) == Blend.ADD,  # the formulas ignore the blend
         )
         self._draw_for(instance, 0)
 
@@ -92,14 +92,14 @@ class FormulaPopulation:
         self.step = 0
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
-        """Nothing: the formulas read the seeds alone."""
+        """Do nothing: the formulas depend only on the seeds."""
 
     def train(self, seeds: Seeds) -> None:
-        """One step further along the learning curves."""
+        """Advance the learning curves by one step."""
         self.step += 1
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
-        """Look up every figure."""
+        """Compute all figures."""
         branches, dose = asked.coalitions.branches, doses(seeds).astype(np.float64)
         metric = self.process.metric(self.draw, self.step, seeds, dose)
         env = branches.env
@@ -124,7 +124,7 @@ class FormulaPopulation:
         )
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """None: there are no data."""
+        """Always empty: there are no data."""
         return []
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
@@ -138,24 +138,24 @@ class FormulaPopulation:
         return np.array(self.process.cost)[blueprint]
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
-        """No bytes at all."""
+        """0 bytes."""
         return 0
 
     def keeper(self, seeds: Seeds) -> Keeper:
-        """A place for earlier seeds, which are all that a row is made of."""
+        """Storage for snapshots of seeds, which are the whole state of a row."""
         return _Kept(seeds)
 
     def snapshot(self) -> dict[str, Any]:
-        """The place on the learning curves."""
+        """The number of training steps."""
         return {"trained": self.step}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        """Go on from what `snapshot` gave."""
+        """Restore a state that `snapshot` returned."""
         self.begin(instance, episode)
         self.step = tree["trained"]
 
     def final(self, seeds: Seeds) -> tuple[Floats, Floats]:
-        """(R,) metric and loss of the networks that would be exported: every seed that is not FOSSILIZED at dose 0."""
+        """(R,) metric and loss of the networks that would be exported, in which only fossilized seeds act."""
         kept = exported(seeds)
         metric = self.process.metric(self.draw, self.step, kept, doses(kept).astype(np.float64))
         return metric, 1 - metric
@@ -164,7 +164,7 @@ class FormulaPopulation:
         self.draw = Draw(instance % self.process.kinds, key(self.config.seed, Purpose.INSTANCE, instance, episode))
 
     def _trained(self, seeds: Seeds, metric: Floats) -> TrainedFigures:
-        """What there is left to learn, of each network and of each seed that is trained."""
+        """Figures of training, which fall as a network and its seeds learn."""
         steps = trained_steps(seeds)
         training = (steps > 0) & ~seeds.doomed
         owners = tuple((slot, np.flatnonzero(training[:, slot])) for slot in range(training.shape[1]))
@@ -173,7 +173,7 @@ class FormulaPopulation:
 
 
 class _Kept:
-    """Seeds of an earlier moment of every row; implements `tolaria.population.Keeper`."""
+    """Snapshots of the seeds of every row; implements `tolaria.population.Keeper`."""
 
     def __init__(self, seeds: Seeds) -> None:
         self.seeds = seeds
@@ -195,7 +195,7 @@ class _Kept:
 
 
 def trained_steps(seeds: Seeds) -> Ints:
-    """(R, S) steps that each seed has been trained: all of its life but the step of its germination and those doomed."""
+    """(R, S) number of steps in which each seed was trained: its life less the step of germination and doomed steps."""
     frozen = 1 + np.where(seeds.doomed, seeds.age, 0)
     steps: Ints = np.maximum(seeds.life.astype(np.int64) - frozen, 0)
     return steps

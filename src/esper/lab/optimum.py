@@ -20,29 +20,29 @@ from esper.tolaria.measuring import measure, unmeasured
 
 
 class Plan(NamedTuple):
-    """What to do at one step, in each of n states that can be reached."""
+    """The best decisions at one step, in each of n reachable states."""
 
     code: Ints  # (n,) ascending, of the state
     best: Ints  # (n, kinds + 1) index into `Solution.decisions`; the last column is the blind choice
 
 
 class Solution(NamedTuple):
-    """The best that can be done, as returns under the reward `delta`."""
+    """The best decisions and the best returns under the reward `delta`."""
 
     decisions: Ints  # (D, 6) every decision there is whose blend is ADD
-    plans: tuple[Plan, ...]  # one a step
+    plans: tuple[Plan, ...]  # one per step
     never: Floats  # (kinds,) of WAIT alone
     optimum: Floats  # (kinds,)
-    blind: float  # best mean over kinds of controllers that cannot tell the kinds apart
+    blind: float  # best mean return over kinds of a policy that does not know the kind
 
     def score(self, returns: Floats, kind: Ints) -> float:
-        """0 for what `never` gets on these environments, 1 for the optimum. returns, kind: (E,)."""
+        """0 for the returns of `never` in these environments, 1 for the optimum. returns, kind: (E,)."""
         floor = self.never[kind]
         return float((returns - floor).sum() / (self.optimum[kind] - floor).sum())
 
 
 class Optimal(Rule):
-    """Plays a solution; blind, it plays the one best sequence of decisions for all kinds."""
+    """Plays a solution; with `blind`, the one sequence of decisions that is best on average over kinds."""
 
     def __init__(self, sandbox: Sandbox, solution: Solution, *, blind: bool = False) -> None:
         self.solution = solution
@@ -50,7 +50,7 @@ class Optimal(Rule):
         self._sandbox = sandbox
 
     def act(self, view: View) -> Actions:
-        """The best decision of each environment. Reads the instance, which no learner may."""
+        """The best decision of each environment. Reads the instance, which a learner must not."""
         plan = self.solution.plans[view.step]
         code = encode(canonical(view.seeds, self._sandbox.config))
         place = np.searchsorted(plan.code, code).clip(max=len(plan.code) - 1)
@@ -61,7 +61,7 @@ class Optimal(Rule):
 
 
 class _Edges(NamedTuple):
-    """What can be done at one step; every field but `code` is (m,), in order of the state."""
+    """The m possible decisions at one step, ordered by state; every field but `code` is (m,)."""
 
     code: Ints  # (n,) ascending, of the states that can be reached
     state: Ints  # index of the state in which a decision is made
@@ -74,10 +74,10 @@ def solve(sandbox: Sandbox) -> Solution:
 
         V_T(x, kind) = J_T(x, kind) - J_0(kind),     V_t(x, kind) = max over valid a of V_{t+1}(f(x, a), kind)
 
-    Rewards `delta` add up to J_T - J_0, so nothing in between counts; what is drawn for an episode must not change it, as it
-    does a bandit's. Under permissive gates neither f nor what is valid depends on the kind: one expansion serves all, and
-    the best *blind* controller, which cannot tell kinds apart, is a fixed sequence of decisions, whose worth is the same
-    recursion on the mean of V_T over kinds.
+    The rewards `delta` add up to J_T - J_0, so only the last state counts. J must not depend on the draws of an episode, which
+    excludes the bandit. With permissive gates neither f nor the valid decisions depend on the kind, so one expansion serves all
+    kinds. The best blind policy, which does not know the kind, is a fixed sequence of decisions; its value follows from the
+    same recursion with the mean of V_T over kinds.
     """
     process, config = sandbox.process, sandbox.config
     assert config.gates.permissive or config.gates.min_training_steps > config.steps, (
@@ -103,7 +103,7 @@ def solve(sandbox: Sandbox) -> Solution:
 
 
 def _expand(sandbox: Sandbox) -> tuple[list[_Edges], Seeds]:
-    """Every state that can be reached, step by step, and the states at the end; each step is one population."""
+    """All reachable states, step by step, and the states at the end. Each step uses one population with one row per state."""
     space, config = sandbox.space, sandbox.config
     decisions = decisions_of(space)
     states, code, _ = _merged(dormant(1, len(space.slots)), config)
@@ -129,9 +129,9 @@ def decisions_of(space: Space) -> Ints:
 
 
 def canonical(seeds: Seeds, config: Config) -> Seeds:
-    """The representative of all states that have the same future: what no verb and no export will read again is dropped.
+    """One representative of all states with the same future: values that are never read again are set to 0 or to a limit.
 
-    An age counts up to what its gate asks for, a ramp until it is done, and of a doomed seed only when it is gone.
+    An age is capped at the steps that its gate requires, and a finished ramp and the blueprint of a doomed seed are set to 0.
     """
     stage = seeds.stage
     limit = np.zeros(len(Stage), np.int32)
@@ -148,7 +148,7 @@ def canonical(seeds: Seeds, config: Config) -> Seeds:
 
 
 def encode(seeds: Seeds) -> Ints:
-    """(E,) a hash of each environment's state."""
+    """(E,) hash of the state of each environment."""
     floats = np.concatenate([seeds.alpha[..., None], seeds.ramp], 2).view(np.int32)
     whole = np.stack([seeds.stage, seeds.age, seeds.life, seeds.blueprint, seeds.blend, seeds.doomed], 2)
     parts = np.concatenate([whole, floats], 2).reshape(len(seeds.stage), -1)
@@ -156,7 +156,7 @@ def encode(seeds: Seeds) -> Ints:
 
 
 def _merged(seeds: Seeds, config: Config) -> tuple[Seeds, Ints, Ints]:
-    """The distinct states, (n, S), their codes, ascending, and which of them each given one is."""
+    """The n distinct states (n, S), their codes in ascending order, and the index of each given state among them."""
     seeds = canonical(seeds, config)
     first: Any
     which: Any
@@ -168,7 +168,7 @@ def _merged(seeds: Seeds, config: Config) -> tuple[Seeds, Ints, Ints]:
 
 
 def _rise(sandbox: Sandbox, kind: int, seeds: Seeds) -> Floats:
-    """(E,) J_T - J_0 of networks of one kind that end with these seeds."""
+    """(E,) J_T - J_0 of networks of one kind that have these seeds at the end."""
     config, envs = sandbox.config, len(seeds.stage)
     worths = []
     for step, held in ((0, dormant(*seeds.stage.shape)), (config.steps, seeds)):
@@ -179,7 +179,7 @@ def _rise(sandbox: Sandbox, kind: int, seeds: Seeds) -> Floats:
 
 
 def _of_one_kind(sandbox: Sandbox, kind: int, rows: int, step: int) -> FormulaPopulation:
-    """Rows of one instance after so many steps."""
+    """A population of rows of one instance after `step` steps."""
     population = FormulaPopulation(sandbox.process, sandbox.config, np.full(rows, kind))
     population.step = step
     return population

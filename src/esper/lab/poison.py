@@ -1,4 +1,4 @@
-"""Breaking one row on purpose, and telling whether another was touched. An instrument, not part of a step. E rows, S slots."""
+"""Fault injection: put NaN into one row, and check that no other row changes. E rows, S slots."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -17,17 +17,17 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.optimizer import StackedOptimizer
 
 Kind = Literal["loss", "gradient", "seed gradient", "parameter", "data"]
-"""What NaN is put into; a seed's gradient wants a seed that trains."""
+"""Where NaN is injected; 'seed gradient' has an effect only if the row has a seed that trains."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class _Feed:
-    """The feed, whose batch number `at` of the step has a NaN in the inputs of one row; it also knows what is under way."""
+    """A feed whose batch number `at` has a NaN in the inputs of one row; it also tracks the current batch and rows."""
 
     def __init__(self, feed: SharedBatchIterator, row: int, at: int, *, taints: bool) -> None:
         self._feed, self._row, self._at, self._taints = feed, row, at, taints
-        self.served = -1  # batches of the step, less one
-        self.part = slice(0, 0)  # the rows that were asked for last
+        self.served = -1  # index of the current batch in the step
+        self.part = slice(0, 0)  # the rows of the last call
 
     @property
     def batch(self) -> int:
@@ -54,12 +54,12 @@ class _Feed:
 
     @property
     def now(self) -> bool:
-        """Whether this is the batch."""
+        """Whether the current batch is the one with the fault."""
         return self.served == self._at
 
 
 class _Loss:
-    """The objective, whose losses of one row in one training batch are NaN."""
+    """An objective whose losses of one row in one training batch are NaN."""
 
     def __init__(self, objective: Objective, feed: _Feed, row: int) -> None:
         self._objective, self._feed, self._row = objective, feed, row
@@ -69,7 +69,7 @@ class _Loss:
         found, part = self._objective.loss(output, target), self._feed.part
         if self._done or not self._feed.now or not part.start <= self._row < part.stop:
             return found
-        self._done = True  # the first call of a batch is that of the networks, the second that of their branches
+        self._done = True  # the first call of a batch is for the networks, the second for their branches
         factor = torch.ones(len(found), 1, dtype=found.dtype, device=found.device)
         factor[self._row - part.start] = torch.nan
         return found * factor
@@ -79,7 +79,7 @@ class _Loss:
 
 
 class _Optimizer:
-    """The optimizer, which finds a NaN in one gradient in one of its steps: where `place` finds something in a stack."""
+    """An optimizer that puts NaN into one gradient in one step: that of the row of a stack that `place` returns."""
 
     def __init__(self, optimizer: StackedOptimizer, feed: _Feed, place: Callable[[Stack], int | None]) -> None:
         self._optimizer, self._feed, self._place = optimizer, feed, place
@@ -96,10 +96,7 @@ class _Optimizer:
 
 @contextmanager
 def poisoned(engine: VectorizedEngine, row: int, kind: Kind, batch: int = 0) -> Iterator[None]:
-    """For the one step that is taken inside the block, put NaN into one row, at one batch of the step.
-
-    A seed's gradient is poisoned where the row has a seed that trains in that step, and else nothing.
-    """
+    """Context manager: in the step that is taken inside the block, put NaN into one row at one batch."""
     population = engine.population
     feed, optimizer, objective = population.feed, population.optimizer, population.objective
     watched = _Feed(feed, row, batch, taints=kind == "data")
@@ -120,7 +117,7 @@ def poisoned(engine: VectorizedEngine, row: int, kind: Kind, batch: int = 0) -> 
 
 
 def fingerprints(engine: VectorizedEngine) -> list[str]:
-    """By row, environments and then twins, the sha256 of all that its next step depends on and of what was measured of it."""
+    """The sha256 of the state and the measurements of each row, environments first and then twins."""
     state = engine.state
     digests = [hashlib.sha256() for _ in range(engine.rows)]
     body = engine.population.body
@@ -142,7 +139,7 @@ def fingerprints(engine: VectorizedEngine) -> list[str]:
 
 
 def _training_seed(engine: VectorizedEngine, row: int, stack: Stack) -> int | None:
-    """The row of a stack that holds a seed of one row of the population which the optimizer moves now; None where none does."""
+    """The row of a stack with a seed of a population row that the optimizer updates now; None if there is none."""
     body = engine.population.body
     for at, runs in body.trainable(engine.state.seeds).items():
         if body.stacks[at] is stack:

@@ -1,10 +1,10 @@
-"""Worlds whose best decisions are known: growth by formula, a bandit and a chain. E environments, S slots, K blueprints.
+"""Problems whose best decisions are known: growth by formula, a bandit and a chain. E environments, S slots, K blueprints.
 
     sandbox = Sandbox(GROWTH, {"envs": 48, "seed": 1})
     view = sandbox.reset()
     view, outcome = sandbox.step(actions)
 
-A learner that is at home here needs no network to be trained, and `lab.optimum.solve` says what it should have reached.
+A learner can be tested here without training networks; `lab.optimum.solve` computes the best return.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,10 +28,10 @@ from esper.tolaria.population import row_environments
 
 
 class Sandbox(Engine[FormulaPopulation]):
-    """A process played by E environments at once."""
+    """An engine whose E environments follow a process."""
 
     def __init__(self, process: Process, *layers: Mapping[str, Any]) -> None:
-        """`layers` of config come over those of the process. Raises InputError where a key or a value is none."""
+        """`layers` of config override the settings of the process. Raises InputError on a bad key or value."""
         usual = {"baselines": [], "governor": {"enabled": False}, "probe": {"sensors_every": 1}}
         config = build_config(usual, process.settings, *layers)
         instance = config.first_instance + np.arange(config.envs)
@@ -40,12 +40,12 @@ class Sandbox(Engine[FormulaPopulation]):
 
 
 def play(sandbox: Sandbox, client: PolicyClient) -> Floats:
-    """(E,) returns of one episode under the reward `delta`. The client is told outcomes and not asked to learn."""
+    """(E,) returns of one episode under the reward `delta`. The client gets outcomes, and `update` is not called."""
     return returns(sandbox, client, {"delta": partial(delta, config=sandbox.config.reward)})["delta"]
 
 
 def blindfolded(view: View) -> View:
-    """The view without anything that was measured: what is left does not tell one kind of network from another."""
+    """The view without measurements, so that it does not reveal the problem of an environment."""
     envs, slots = view.seeds.stage.shape
     return view._replace(
         space=view.space._replace(instance=np.zeros(envs, np.int64)),
@@ -55,42 +55,42 @@ def blindfolded(view: View) -> View:
 
 
 class Blindfolded:
-    """A client that is shown blindfolded views, and is otherwise asked and told as it would be."""
+    """A client that gets views without measurements, but the true outcomes."""
 
     def __init__(self, client: PolicyClient) -> None:
         self.client = client
 
     def act(self, view: View) -> Actions:
-        """What the client decides without measurements."""
+        """The decisions of the client without measurements."""
         return self.client.act(blindfolded(view))
 
     def store(self, outcome: Outcome) -> None:
-        """The outcome as it is: a learner must be paid. What a client decides may depend on its actions and refusals alone."""
+        """Pass the outcome on unchanged, because a learner needs its reward."""
         self.client.store(outcome)
 
     def update(self) -> Mapping[str, float]:
-        """What the client learns."""
+        """Let the client learn."""
         return self.client.update()
 
 
 LEARNER: Mapping[str, Any] = {"lr": 3e-3, "entropy_weight": 0.05}
-"""Faster and less soon settled than the defaults, under which some seeds of `growth` plant the dearer blueprint everywhere."""
+"""PPO settings: faster, and with more exploration, than the defaults, under which some seeds of `growth` get stuck."""
 
 
 # The growth process.
 
 CHANCE, TOP = 0.1, 0.95
-"""The metric of a network that has learnt nothing, and of one that lets everything through and has learnt all."""
+"""The metric of a network that has learnt nothing, and of a fully trained network without bottlenecks."""
 HOST_STEPS, SEED_STEPS = 4.0, 2.0
 """Time constants of the learning curves of a host and of a seed [steps]."""
 
 KINDS: tuple[str, ...] = ("adequate", "first", "last", "both", "nonlinear", "brittle")
-"""What is wrong with a network: nothing; a bottleneck at the first slot, the last, or both, that a linear bypass repairs; one
-in the middle that only an MLP repairs; one in the middle that nothing repairs and every seed worsens."""
+"""The defect of a network. adequate: none. first, last, both: a bottleneck there that a linear bypass repairs. nonlinear: one in
+the middle that only an MLP repairs. brittle: one in the middle that every seed makes worse."""
 NEED = np.array([(0, 0, 0), (0.4, 0, 0), (0, 0, 0.4), (0.4, 0, 0.4), (0, 0.4, 0), (0, 0.4, 0)])
 """(kinds, S) share of the signal that each slot loses."""
 LIFT = np.full((len(KINDS), 3, 2), -0.08)
-"""(kinds, S, K) share that a trained seed gives back; one that is not needed disturbs."""
+"""(kinds, S, K) share of the signal that a trained seed restores; negative for a seed that is not needed."""
 LIFT[1, 0] = LIFT[2, 2] = LIFT[3, 0] = LIFT[3, 2] = (0.34, 0.36)
 LIFT[4, 1] = (0.02, 0.38)
 
@@ -111,7 +111,7 @@ def _grown(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
 
 
 def _grown_sensors(draw: Draw) -> tuple[Floats, Floats]:
-    """The stream is thin where signal is lost; a tap explains much where its blueprint would repair it."""
+    """Participation is low where signal is lost; a sensor is high where its blueprint would repair the loss."""
     index = np.arange(NEED.shape[1])
     jitter = 0.9 + 0.2 * uniform(key(draw.key[:, None, None], index[:, None], np.arange(3)))
     thin, helps = NEED[draw.kind] > 0, LIFT[draw.kind] > 0.1
@@ -136,10 +136,10 @@ GROWTH = Process(
     metric=_grown,
     sense=_grown_sensors,
 )
-"""Six kinds of network with different best decisions, which only measurements tell apart."""
+"""Six kinds of network with different best decisions, which can be told apart only by measurements."""
 
 
-# The bandit and the chain: a planted seed is all there is to it, it can be neither advanced nor removed.
+# The bandit and the chain: seeds can be planted, but neither advanced nor removed.
 
 _PLANT_ONLY: Mapping[str, Any] = {
     "envs": 384,
@@ -159,7 +159,7 @@ def _planting(
     sensors: tuple[str, ...] = (),
     **lifecycle: int,
 ) -> Process:
-    """One blueprint and nothing to do but to plant it. `sensors`: none, or one a slot, which is 1 there and 0 elsewhere."""
+    """A process with one blueprint, in which only GERMINATE is possible. `sensors`: none, or the slot as one-hot."""
     return Process(
         name=name,
         kinds=1,
@@ -174,20 +174,20 @@ def _planting(
 
 
 def _named(names: Floats, draw: Draw) -> tuple[Floats, Floats]:
-    """Nothing measured tells more than which slot it is, and that where names (S, F) do."""
+    """Measurements that reveal only the index of the slot, and only if `names` (S, F) has columns."""
     envs = len(draw.kind)
     return np.full((envs, len(names)), 0.5), np.broadcast_to(names, (envs, *names.shape)).copy()
 
 
 ARMS = 7
-"""Of a bandit: WAIT, and GERMINATE in each of six slots."""
+"""Number of arms of a bandit: WAIT, and GERMINATE in each of six slots."""
 
 
 def bandit(best: int) -> Process:
-    """One step, seven arms, each pays 1 or 0: arm `best` with probability .8, the others with .1 to .6, in order.
+    """One step and seven arms that pay 1 or 0: arm `best` with probability 0.8, the others with 0.1 to 0.6, in order.
 
-    Arm 0 is WAIT, arm 1 + s plants slot s. The payoff is the metric of the exported network. A sensor names each slot: by
-    their depth alone neighbours look alike, and payoffs that rise with depth but for one arm are a trap for any smooth policy.
+    Arm 0 is WAIT, arm 1 + s plants slot s. The payoff is the metric of the exported network. A sensor identifies each slot,
+    because a smooth policy of depth alone could not find one best arm among payoffs that rise with depth.
     """
     assert 0 <= best < ARMS, best
     payoff = np.insert(np.arange(1, ARMS) / 10, best, 0.8)
@@ -197,7 +197,7 @@ def bandit(best: int) -> Process:
 
 
 def arms(actions: Actions) -> Ints:
-    """(E,) arm that each decision at a bandit pulls."""
+    """(E,) index of the arm that each decision pulls."""
     pulled: Ints = np.where(actions.op == Op.GERMINATE, 1 + actions.slot, 0)
     return pulled
 
@@ -210,7 +210,7 @@ def _paid(payoff: Floats, draw: Draw, step: int, seeds: Seeds, dose: Floats) -> 
 
 CHAIN_STEPS = 8
 PLANTINGS = (0, 2, 5)
-"""The step at which each slot of the chain must be planted; WAIT is right at the steps between."""
+"""The step at which each slot of the chain must be planted; at the other steps WAIT is right."""
 
 
 def _completed(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
@@ -220,5 +220,5 @@ def _completed(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
 
 
 CHAIN = _planting("chain", len(PLANTINGS), CHAIN_STEPS, _completed, max_seeds=3, max_training_seeds=3)
-"""Six decisions must all be right and nothing is paid before the last step. Uniform choice among what is valid, op by op and
-slot by slot, succeeds once in 2^6 * 3! = 384 episodes."""
+"""Six decisions must all be right, and reward comes only at the last step. Uniform choice of valid operations and slots succeeds
+once in 2^6 * 3! = 384 episodes."""
