@@ -20,6 +20,7 @@ from esper.leyline.progress import Silent
 from esper.leyline.slots import SlotSpec
 from esper.runs.baselines import Absent, grown_of, train_baseline
 from esper.runs.grow import grow
+from esper.runs.resume import Opening
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tasks.custom import task_from
@@ -323,7 +324,7 @@ def test_an_interrupt_while_baselines_train_keeps_what_is_there_and_resume_adds_
     for name in ("plain", "skips"):
         assert summary["baselines"][name]["absent"].startswith("the run was interrupted before it was trained")
     assert len(list((tmp_path / "run" / "models").iterdir())) == 1
-    resumed = run(task, config, tmp_path / "run", resume=True)
+    resumed = run(task, config, tmp_path / "run", opening=Opening(resume=True))
     assert timeless(resumed["baselines"]) == timeless(whole["baselines"])
     assert timeless(resumed["test_loss"]) == timeless(whole["test_loss"])
     assert resumed["status"] == "finished"
@@ -334,7 +335,7 @@ def test_a_run_killed_while_baselines_train_has_the_same_summary_once_resumed(ta
     with pytest.raises(Left):
         run(task, config_of(), tmp_path / "run", At("skips", leave))
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert timeless(run(task, config_of(), tmp_path / "run", resume=True)) == timeless(whole)
+    assert timeless(run(task, config_of(), tmp_path / "run", opening=Opening(resume=True))) == timeless(whole)
 
 
 class Interrupts:

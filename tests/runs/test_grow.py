@@ -18,6 +18,7 @@ from esper.leyline.task import Task
 from esper.leyline.view import Outcome, View
 from esper.nissa.events import EpisodeRow, LifecycleRow, RunRow, StepRow, decode
 from esper.runs.grow import grow
+from esper.runs.resume import Opening
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.custom import task_from
@@ -213,7 +214,7 @@ def test_without_a_folder_nothing_is_written(task, tmp_path, monkeypatch):
 
 def test_overwriting_leaves_nothing_of_the_old_run(task, tmp_path):
     run(task, config_of(models="all"), tmp_path / "run")
-    run(task, config_of(controller="never", envs=2), tmp_path / "run", overwrite=True)
+    run(task, config_of(controller="never", envs=2), tmp_path / "run", opening=Opening(overwrite=True))
     assert not (tmp_path / "run" / "models").exists()
     assert events(tmp_path / "run")[0].controller == "never"
 
@@ -236,7 +237,7 @@ def test_bad_input_writes_and_removes_nothing(task, tmp_path, settings, overwrit
         run(task, config_of(controller="never", envs=1, steps=1), folder)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError):
-        run(task, config_of(**settings), folder, overwrite=overwrite)
+        run(task, config_of(**settings), folder, opening=Opening(overwrite=overwrite))
     assert sorted(tmp_path.rglob("*")) == before
 
 
