@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec.inspect
 
 from esper.leyline.stages import Stage
-from esper.nissa.events import ROWS, SCHEMA, Row
+from esper.nissa.events import ROWS, SCHEMA, PlayedRow, Row
 
 HEAD = f"""# The events of a run
 
@@ -15,7 +15,7 @@ can be read as one table, in which a field that a kind does not have is null. Fi
 E is the number of environments, S that of slots; the [glossary](glossary.md) explains these and the other words.
 
 The first row is a `run` row, and its `schema` is the version of the rows: {SCHEMA}. `telemetry.level` says which rows are
-written.
+written; a training, which grows whole populations, leaves out the step rows where it is not asked for them.
 
 ```python
 import json
@@ -79,17 +79,26 @@ def main() -> None:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, _section("Every row", Row), *(_section(_kind(row), row) for row in ROWS), STAGES, VERSIONS])
+    return "\n".join(
+        [
+            HEAD,
+            _section("Every row", Row),
+            _section("Every row of an episode", PlayedRow),
+            *(_section(_kind(row), row) for row in ROWS),
+            STAGES,
+            VERSIONS,
+        ]
+    )
 
 
 def fields(row: type[Row]) -> dict[str, tuple[str, bool, str]]:
-    """Of a kind of row: type, whether it can be null, and meaning, by the name in the file, without those of every row."""
+    """Of a kind of row: type, whether it can be null, and meaning, by the name in the file, without those of its base class."""
     found = msgspec.inspect.type_info(row)
     assert isinstance(found, msgspec.inspect.StructType)
     return {
         field.encode_name: (*type_name(field.type), _meaning(field.type))
         for field in found.fields
-        if row is Row or field.name not in Row.__struct_fields__
+        if row is Row or field.name not in row.__bases__[0].__struct_fields__
     }
 
 

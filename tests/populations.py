@@ -5,8 +5,12 @@ import torch
 
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import Memory
 from esper.tasks.custom import task_from
 from esper.tasks.hosts import MLP
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.journal import Journal
 
 MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 
@@ -39,6 +43,21 @@ def small_config(*layers, **top):
         *layers,
         top,
     )
+
+
+class Journalled(VectorizedEngine):
+    """An engine that keeps the rows of all its steps."""
+
+    def __init__(self, task, config, level="step"):
+        super().__init__(task, config)
+        memory = Memory()
+        self.rows_of_events = memory.rows
+        self.journal = Journal(self, Hub([memory], level))
+
+    def step(self, actions, reasons=None):
+        view, outcome = super().step(actions, reasons)
+        self.journal.record(view, outcome)
+        return view, outcome
 
 
 class Script:

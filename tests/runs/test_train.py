@@ -20,7 +20,7 @@ from esper.leyline.errors import InputError, LearningError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.progress import Silent
 from esper.leyline.task import Split
-from esper.nissa.events import RoundRow, RunRow, decode
+from esper.nissa.events import EpisodeRow, LifecycleRow, PlayedRow, RoundRow, RunRow, StepRow, decode
 from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.interrupt import Interrupt
 from esper.runs.resume import Opening, cohort_configs
@@ -131,6 +131,48 @@ def test_the_events_have_no_gap_and_a_row_for_every_round(trained):
     rounds = [row for row in found if isinstance(row, RoundRow)]
     assert [row.round for row in rounds] == [-1, 0, 1]
     assert {"return", "explained_variance", "entropy", "kept", "validation_objective"} <= set(rounds[-1].figures)
+
+
+def test_every_network_of_a_training_has_a_row_in_its_round(trained):
+    found = [row for row in rows(trained[0]) if isinstance(row, EpisodeRow)]
+    expected = [
+        (cohort, task, number, env)
+        for number in (-1, 0, 1)
+        for cohort, envs in (("training", SHORT["envs"]), ("validation", SHORT["ppo"]["validate_envs"]))
+        for task in ("digits-narrow", "iris")
+        for env in range(envs)
+    ]
+    assert [(row.cohort, row.task, row.round, row.env) for row in found] == expected
+
+
+def test_the_rows_of_a_training_tell_how_many_seeds_it_planted_and_kept(trained):
+    folder, _, watch = trained
+    for number, figures in watch.figures.items():
+        mine = [row for row in rows(folder) if isinstance(row, PlayedRow) and row.round == number]
+        changes = [row for row in mine if isinstance(row, LifecycleRow) and row.cohort == "training"]
+        planted = sum(row.to_stage == "GERMINATED" for row in changes)
+        ended = [row for row in mine if isinstance(row, EpisodeRow) and row.cohort == "training"]
+        kept = sum(row.fossilized for row in ended)
+        assert figures["kept"] == kept / len(ended)
+        assert figures["kept_share"] == (kept / planted if planted else pytest.approx(np.nan, nan_ok=True))
+        assert planted > 0 or number < 0  # the heuristic, which leads at first, plants nothing in so few steps
+        assert all(row.why for row in changes if row.to_stage == "GERMINATED")
+
+
+@pytest.mark.parametrize(
+    ("level", "kinds"),
+    [
+        ("run", {RunRow, RoundRow, LifecycleRow, EpisodeRow}),
+        ("step", {RunRow, RoundRow, LifecycleRow, EpisodeRow, StepRow}),
+    ],
+)
+def test_a_training_writes_the_rows_that_the_config_asks_for(tmp_path, level, kinds):
+    run([get_task("iris")], tmp_path / "run", None, {"telemetry": {"level": level}, "ppo": {"rounds": 1}})
+    found = rows(tmp_path / "run")
+    assert {type(row) for row in found} == kinds
+    steps = [row for row in found if isinstance(row, StepRow)]
+    assert {row.cohort for row in steps} == ({"training", "validation"} if steps else set())
+    assert len(steps) in (0, 2 * 2 * SHORT["steps"])
 
 
 def test_the_events_begin_and_end_with_the_run(trained):

@@ -13,14 +13,12 @@ from esper.leyline.errors import InputError
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.verdicts import Refusal
 from esper.nissa.events import EpisodeRow, LifecycleRow, StepRow
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import Memory
 from esper.simic.rewards import objective
 from esper.tamiyo.baselines import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.fitting import check_memory
-from populations import GROW, Script, blobs, small_config
+from populations import GROW, Journalled, Script, blobs, small_config
 
 
 def trajectory(config, decisions=GROW, task=None, env=0):
@@ -102,10 +100,9 @@ def test_a_twin_is_its_environment_until_that_decides_something():
 
 
 def test_a_whole_life_goes_through_the_stages_and_is_told_event_by_event():
-    memory = Memory()
-    engine = VectorizedEngine(blobs(), small_config(), Hub([memory]))
+    engine = Journalled(blobs(), small_config())
     engine.run(Script(GROW))
-    moves = [(r.env, r.step, r.from_stage, r.to_stage) for r in memory.rows if isinstance(r, LifecycleRow)]
+    moves = [(r.env, r.step, r.from_stage, r.to_stage) for r in engine.rows_of_events if isinstance(r, LifecycleRow)]
     assert [move[1:] for move in moves if move[0] == 1] == [
         (0, "DORMANT", "GERMINATED"),
         (0, "GERMINATED", "TRAINING"),
@@ -123,18 +120,20 @@ def test_a_whole_life_goes_through_the_stages_and_is_told_event_by_event():
         (5, "PRUNED", "EMBARGOED"),
         (7, "EMBARGOED", "DORMANT"),
     ]
-    assert sum(isinstance(r, StepRow) for r in memory.rows) == 8
-    assert [r.grown for r in memory.rows if isinstance(r, EpisodeRow)] == [{}, {"block0": "bypass-mlp"}, {}]
-    assert [row.seq for row in memory.rows] == list(range(len(memory.rows)))
+    assert sum(isinstance(r, StepRow) for r in engine.rows_of_events) == 8
+    assert [r.grown for r in engine.rows_of_events if isinstance(r, EpisodeRow)] == [{}, {"block0": "bypass-mlp"}, {}]
+    assert [row.seq for row in engine.rows_of_events] == list(range(len(engine.rows_of_events)))
 
 
 def test_telemetry_changes_nothing_that_is_computed():
-    def final(hub):
-        engine = VectorizedEngine(blobs(), small_config(), hub)
+    def final(level):
+        engine = Journalled(blobs(), small_config(), level)
         engine.run(RandomValid())
         return engine
 
-    loud, quiet = final(Hub([Memory()])), final(Hub([], level="off"))
+    loud, quiet = final("step"), final("off")
+    assert loud.rows_of_events
+    assert not quiet.rows_of_events
     assert torch.equal(loud.population.body.host.columns["value"], quiet.population.body.host.columns["value"])
     assert all(np.array_equal(a, b) for a, b in zip(loud.state.seeds, quiet.state.seeds, strict=True))
 

@@ -11,8 +11,6 @@ from esper.leyline.errors import DataFault
 from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Refusal, Vital
 from esper.nissa.events import EpisodeRow, RollbackRow, StepRow
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import Memory
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.schedule import load_schedule
 from esper.tasks.catalog import get_task
@@ -20,14 +18,14 @@ from esper.tasks.custom import task_from
 from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.reads import counted_reads
-from populations import GROW, MENU, Script, blobs, small_config
+from populations import GROW, MENU, Journalled, Script, blobs, small_config
 
 BAD = 1  # the row that is broken: it grows, as `GROW` says
 
 
 def an_engine(*layers, task=None, **top):
-    memory = Memory()
-    return VectorizedEngine(task or blobs(), small_config(*layers, **top), Hub([memory])), memory.rows
+    engine = Journalled(task or blobs(), small_config(*layers, **top))
+    return engine, engine.rows_of_events
 
 
 def played(engine, client, upto, trace=None):

@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from esper.leyline.actions import Op
-from esper.nissa.hub import Hub
-from esper.nissa.outputs import Memory
-from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.reads import counted_reads
-from populations import Script, blobs, small_config
+from populations import Journalled, Script, blobs, small_config
 
 
 def grown(envs, slots, live, incubation="shadow"):
@@ -16,8 +13,7 @@ def grown(envs, slots, live, incubation="shadow"):
     menu = ("bypass-mlp", "mlp-small", "bypass-linear")
     lifecycle = {"max_seeds": 8, "max_training_seeds": 8, "incubation": incubation}
     config = small_config(envs=envs, steps=40, lifecycle=lifecycle, probe={"sensors_every": 1})
-    memory = Memory()
-    engine = VectorizedEngine(blobs(hidden=(3,) * slots, menu=menu), config, Hub([memory]))
+    engine = Journalled(blobs(hidden=(3,) * slots, menu=menu), config)
     decisions = {}
     for env in range(envs):
         for seed in range(live):

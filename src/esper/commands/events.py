@@ -86,7 +86,7 @@ def _write_csv(out: Path | None, names: list[str], rows: Iterator[Any]) -> None:
         writer.writerow(names)
         for row in rows:
             values = msgspec.to_builtins(row)
-            writer.writerow([_cell(values[name]) for name in names])
+            writer.writerow([_cell(values.get(name)) for name in names])
 
 
 def _cell(value: Any) -> Any:

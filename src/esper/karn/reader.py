@@ -133,11 +133,11 @@ class OpenRun:
     def columns(self, kind: str) -> dict[str, Any]:
         """The rows of one kind as arrays, by field.
 
-        Numbers become arrays of shape (T,), lists (T, E), and lists of lists (T, E, S). What was not measured is nan. Fields
-        of text, and lists whose length changes from row to row, become lists of T values.
+        Numbers become arrays of shape (T,), lists (T, E), and lists of lists (T, E, S). What was not measured is nan, as is a
+        field that only trainings write. Fields of text, and lists whose length changes from row to row, become lists of T values.
         """
         rows = [msgspec.to_builtins(row) for row in self.rows(kind)]
-        return {name: _column([row[name] for row in rows]) for name in fields_of(kind_of(kind))} if rows else {}
+        return {name: _column([row.get(name) for row in rows]) for name in fields_of(kind_of(kind))} if rows else {}
 
     @property
     def steps(self) -> dict[str, Any]:

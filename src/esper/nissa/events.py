@@ -72,7 +72,19 @@ class RunRow(Row, tag="run", kw_only=True):
     )
 
 
-class StepRow(Row, tag="step", kw_only=True):
+class PlayedRow(Row, kw_only=True):
+    """Fields of every row of an episode in a training, whose rows come from several populations; other runs have none of them."""
+
+    cohort: Annotated[
+        str | msgspec.UnsetType, Meta(description="`training`, or `validation` for the greedy growth after a round")
+    ] = msgspec.UNSET
+    task: Annotated[str | msgspec.UnsetType, Meta(description="name of the population's task")] = msgspec.UNSET
+    round: Annotated[
+        int | msgspec.UnsetType, Meta(description="round of the training; rounds of imitation are below 0")
+    ] = msgspec.UNSET
+
+
+class StepRow(PlayedRow, tag="step", kw_only=True):
     """One step of every environment. All lists are over environments."""
 
     episode: Annotated[int, Meta(description="counted from 0")]
@@ -98,7 +110,7 @@ class StepRow(Row, tag="step", kw_only=True):
     ] = None
 
 
-class LifecycleRow(Row, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
+class LifecycleRow(PlayedRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
     """One change of stage of one slot of one environment."""
 
     episode: Annotated[int, Meta(description="counted from 0")]
@@ -124,7 +136,7 @@ class LifecycleRow(Row, tag="lifecycle", kw_only=True, rename={"from_stage": "fr
     gate_checks: Annotated[str | None, Meta(description="result of the gate of the seed at that decision")] = None
 
 
-class RollbackRow(Row, tag="rollback", kw_only=True):
+class RollbackRow(PlayedRow, tag="rollback", kw_only=True):
     """One environment, or its twin, failed in a step and was restored to its last healthy snapshot."""
 
     episode: Annotated[int, Meta(description="counted from 0")]
@@ -140,7 +152,7 @@ class RollbackRow(Row, tag="rollback", kw_only=True):
     slot_stages: Annotated[Sequence[int], Meta(description="(S,) stage of every slot, after the restoration")]
 
 
-class EpisodeRow(Row, tag="episode", kw_only=True):
+class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
     """One environment at the end of an episode. The figures are those of the network that is exported."""
 
     episode: Annotated[int, Meta(description="counted from 0")]

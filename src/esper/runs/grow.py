@@ -40,6 +40,7 @@ from esper.store.files import MODELS
 from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
 
 
@@ -68,8 +69,8 @@ def grow(
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
         get_blueprint(name)  # a task may lack it; a name that nothing has is a mistake
     with Interrupt() as interrupt, RunFolder(folder, config, watch.note, interrupt, opening, [task]) as run:
-        engine = VectorizedEngine(task.sealed(), with_sensors(config, client), run.hub)
-        growth = Growth(task, config, client, engine, run, watch, interrupt, started)
+        engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
+        growth = Growth(task, config, client, engine, Journal(engine, run.hub), run, watch, interrupt, started)
         engine.population.sound(test_splits(engine, task))  # looked at now, as nothing should stop the run at its end
         episode = _episode(growth)
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
@@ -92,6 +93,7 @@ class Growth(NamedTuple):
     config: Config  # as asked for; that of the engine has the sensors that the controller needs besides
     client: PolicyClient
     engine: VectorizedEngine
+    journal: Journal
     run: RunFolder
     watch: Watch
     interrupt: Interrupt
@@ -117,7 +119,9 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
     """Evaluate and export what was grown, and train the static networks beside it: the summary."""
     task, config, engine, run, watch = growth.task, growth.config, growth.engine, growth.run, growth.watch
     ended = engine.view().seeds
-    engine.finish()
+    exported = engine.finish()
+    if exported is not None:
+        growth.journal.close(exported, ended)
     figures = final_figures(engine, task, config)
     networks = [engine.export(env) for env in range(config.envs)]
     written = Written([], [])
@@ -275,6 +279,7 @@ def _play(growth: Growth, episode: Episode) -> Played:
         engine,
         client,
         Until(lambda: interrupt.asked),
+        growth.journal,
         keeper,
         episode,
         Shown(engine, episode, watch),

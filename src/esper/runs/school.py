@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, scalar
-from esper.leyline.protocols import PolicyClient, Reward
+from esper.leyline.protocols import Reward
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask
 from esper.leyline.view import View
@@ -30,6 +30,7 @@ from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.controller import Learned, Policy
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import total
+from esper.tolaria.journal import Journal, Source
 from esper.tolaria.play import Observer, Step, planted, play
 
 LED = (1.0, 0.75, 0.5, 0.25)
@@ -126,8 +127,10 @@ class School:
         policy: Policy,
         config: Config,
         reward: Callable[[RewardConfig], Reward] = get_reward,
+        hub: Hub | None = None,
     ) -> None:
         self.cohorts, self.policy, self.config = cohorts, policy, config
+        self.hub = hub or Hub()
         group = config.reward.group_size if config.reward.relative_to == "group" else None
         self.learner = PPO(policy, config.ppo, config.seed, group)
         self.clients = [
@@ -166,7 +169,7 @@ class School:
 
     def validate(self, number: int, figures: dict[str, float]) -> bool:
         """Grow the validation instances greedily, put J into the figures, and say whether it is the best so far."""
-        scores, kept = zip(*(_grown(cohort, Learned(self.policy)) for cohort in self.cohorts), strict=True)
+        scores, kept = zip(*(self._validated(cohort, number) for cohort in self.cohorts), strict=True)
         worth = float(np.mean([score.mean() for score in scores]))
         figures["validation_objective"], figures["validation_kept"] = worth, float(np.mean(np.concatenate(kept)))
         better = math.isfinite(worth) and (self.best is None or worth > self.best[0])
@@ -259,13 +262,28 @@ class School:
             cohort.engine.reset(sample_instances(cohort, self.number, group))
             self.episode = Episode(time.perf_counter() - begin)
         episode, pause = self.episode, Pause(self, interrupt, keeper)
-        play(cohort.engine, client, pause, episode)
+        play(cohort.engine, client, pause, self._journal(cohort, cohort.engine, "training", self.number), episode)
         if pause.asked:
             raise Stop
         view = cohort.engine.view()
         kept = int((view.seeds.stage == Stage.FOSSILIZED).sum())
         rollbacks = int(cohort.engine.governor.record.rollbacks[: cohort.config.envs].sum())
         return Played(episode.seconds, episode.deciding, episode.germinated, kept, rollbacks, cohort.config.envs)
+
+    def _validated(self, cohort: Cohort, number: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """J on the validation split of the networks that would be exported, and seeds kept, each (E,), always in one episode."""
+        engine, reward = cohort.validation, cohort.config.reward
+        engine.reset(episode=0)
+        play(engine, Learned(self.policy), self._journal(cohort, engine, "validation", number))
+        view = engine.view()
+        metric, loss = engine.evaluate(engine.population.validation_splits())
+        value = metric if reward.objective == "metric" else -loss
+        added = engine.exported_params() - view.host_params
+        kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)
+        return objective(value, added, view.host_params, reward.rent, reward.rent_size), kept
+
+    def _journal(self, cohort: Cohort, engine: VectorizedEngine, name: str, number: int) -> Journal:
+        return Journal(engine, self.hub, Source(name, cohort.task.name, number))
 
     def _close(
         self, figures: dict[str, float], clients: Sequence[SimicClient], played: Sequence[Played], updating: float
@@ -293,19 +311,6 @@ def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int6
     keys = cohort.task.keys("training")
     drawn = key(config.seed, Purpose.SAMPLE, number, cohort.engine.space.number // group) & ((1 << 62) - 1)
     return keys.start + drawn % len(keys)
-
-
-def _grown(cohort: Cohort, client: PolicyClient) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """J on the validation split of the networks that would be exported, and seeds kept, each (E,); the same episode always."""
-    engine, reward = cohort.validation, cohort.config.reward
-    engine.reset(episode=0)
-    play(engine, client)
-    view = engine.view()
-    metric, loss = engine.evaluate(engine.population.validation_splits())
-    value = metric if reward.objective == "metric" else -loss
-    added = engine.exported_params() - view.host_params
-    kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)
-    return objective(value, added, view.host_params, reward.rent, reward.rent_size), kept
 
 
 def cohort_of(task: AnyTask, config: Config) -> Cohort:

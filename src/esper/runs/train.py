@@ -56,7 +56,7 @@ def train(
         policy = Policy.fresh(
             Language.of([cohort.engine.space for cohort in cohorts]), config.seed, settings_of_policy(config)
         )
-        school = School(cohorts, policy, config, reward)
+        school = School(cohorts, policy, config, reward, run.hub)
         started -= _taken_up(school, run)
         run.begin(lambda: _environment(cohorts), _run_row(cohorts[0], "running"))
         keeper = Keeper(run.store, school, run.hub, started)

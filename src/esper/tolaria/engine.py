@@ -19,7 +19,7 @@ from esper.leyline.length import with_steps
 from esper.leyline.masks import barred
 from esper.leyline.objective import selection_score
 from esper.leyline.protocols import PolicyClient
-from esper.leyline.stages import Stage, among
+from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Split
 from esper.leyline.trees import as_tree, like
 from esper.leyline.verdicts import Refusal, Vital
@@ -36,15 +36,14 @@ from esper.leyline.view import (
     read_only,
     take,
 )
-from esper.nissa.events import StepRow, episode_rows, lifecycle_rows, rollback_rows, step_row
-from esper.nissa.hub import Hub
 from esper.tolaria.coalitions import Sampling
-from esper.tolaria.early_stopping import UNDER_WAY, EarlyStopping
+from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.fates import Fates
 from esper.tolaria.fitting import check_memory, instance_keys
 from esper.tolaria.governor import Governor, Verdicts, preflight
+from esper.tolaria.journal import Changes, Trace
 from esper.tolaria.measuring import Measured, measure, unmeasured, without
-from esper.tolaria.play import play
+from esper.tolaria.play import Observer, play
 from esper.tolaria.population import Indices, Population, row_environments
 from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
 from esper.tolaria.stacked import StackedPopulation
@@ -77,10 +76,9 @@ class Engine(Generic[P]):
     A step reads the device once, whatever E, S and the telemetry are, and a second time where a row is rolled back.
     """
 
-    def __init__(self, population: P, config: Config, hub: Hub | None = None) -> None:
+    def __init__(self, population: P, config: Config) -> None:
         """The population has the rows that `row_environments(config)` names."""
         self.population, self.config = population, config
-        self.hub = hub or Hub()
         self.rows = config.envs * (2 if config.twin else 1)
         self.device = population.device
         self.timer = PhaseTimer(self.device, population.label)
@@ -103,6 +101,7 @@ class Engine(Generic[P]):
         early = config.early_stopping.enabled
         self.stopping = EarlyStopping(population.keeper(seeds), self.rows, config) if early else None
         self.fates = Fates()
+        self.trace: Trace | None = None  # of the last step
 
     def reset(
         self,
@@ -244,7 +243,7 @@ class Engine(Generic[P]):
                 contribution_loss=view.measurements.contribution_loss,
                 twin=(take(before, twins), take(state.scores, twins)) if config.twin else None,
             )
-            self._report(view, outcome, (decided, applied, ticked), measured, found)
+            self.trace = self._traced((decided, applied, ticked), measured, found)
         return view, outcome
 
     def view(self) -> View:
@@ -281,19 +280,17 @@ class Engine(Generic[P]):
         if self.stopping is None:
             return None
         state = self.state
-        unfinished = among(state.seeds.stage, UNDER_WAY)
         state.seeds = self.stopping.restore(state.seeds)
         measured = measure(self.population, state.seeds, state.measurements, state.step)
         self._accept(measured)
         scores: Scores = take(state.scores, slice(0, self.rows))
-        self.hub.extend(episode_rows(self.view(), scores, state.step, unfinished, self.governor.record.rollbacks))
         return scores
 
-    def run(self, client: PolicyClient, rounds: int = 1) -> None:
-        """Play whole episodes, one a round, and let the client learn after each."""
+    def run(self, client: PolicyClient, *observers: Observer, rounds: int = 1) -> None:
+        """Play whole episodes, one a round, which observers follow, and let the client learn after each."""
         for _ in range(rounds):
             self.reset()
-            play(self, client)
+            play(self, client, *observers)
             client.update()
 
     # The parts of a step.
@@ -384,25 +381,16 @@ class Engine(Generic[P]):
         rest = np.zeros(len(self._env) - self.config.envs, np.int64)
         return Actions(*(np.concatenate([head, rest]) for head in checked_actions(actions, self.config.envs)))
 
-    def _report(self, view: View, outcome: Outcome, path: Sequence[Seeds], measured: Measured, found: Verdicts) -> None:
-        """Events of a step: changes of stage, rollbacks, the step itself, and the episode where it ends."""
-        envs = slice(0, self.config.envs)
+    def _traced(self, path: Sequence[Seeds], measured: Measured, found: Verdicts) -> Trace:
+        """What happened in the last step; `path` has the seeds before it, after the decisions and after the tick."""
+        envs, step, governed = slice(0, self.config.envs), self.state.step - 1, self.state.seeds
+        changes = []
         for before, after in itertools.pairwise(path):
-            changes = transitions(take(before, envs), take(after, envs))
-            bases = self.fates.transit(changes, before, after, self.space, outcome.step)
-            self.hub.extend(lifecycle_rows(outcome.episode, outcome.step, self.space, changes, before, after, bases))
-        self.fates.roll_back(found[envs], path[-1], self.state.seeds, self.space, outcome.step)
-        self.hub.extend(
-            rollback_rows(outcome, self.space, found[: self.rows], measured.scores, path[-1], self.state.seeds)
-        )
+            moved = transitions(take(before, envs), take(after, envs))
+            changes.append(Changes(moved, before, after, self.fates.transit(moved, before, after, self.space, step)))
+        self.fates.roll_back(found[envs], path[-1], governed, self.space, step)
         twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
-        if self.hub.wants(StepRow):
-            self.hub.emit(step_row(view, outcome, twin_metrics=twins))
-        if outcome.terminal and self.stopping is None:  # else `finish` says what would be exported
-            assert outcome.exported is not None, "it is measured at the end of an episode"
-            unfinished = among(view.seeds.stage, UNDER_WAY)
-            rollbacks = self.governor.record.rollbacks
-            self.hub.extend(episode_rows(view, outcome.exported, outcome.step + 1, unfinished, rollbacks))
+        return Trace(tuple(changes), measured.scores, found[: self.rows], path[-1], governed, twins)
 
 
 class VectorizedEngine(Engine[StackedPopulation]):
@@ -414,9 +402,7 @@ class VectorizedEngine(Engine[StackedPopulation]):
     The test split of the task is dropped at once.
     """
 
-    def __init__(
-        self, task: AnyTask, config: Config, hub: Hub | None = None, instance: NDArray[np.int64] | None = None
-    ) -> None:
+    def __init__(self, task: AnyTask, config: Config, *, instance: NDArray[np.int64] | None = None) -> None:
         """instance (E,) names the instances of the environments; without it the config does.
 
         Raises InputError where the task, the config and the device do not fit together.
@@ -424,7 +410,7 @@ class VectorizedEngine(Engine[StackedPopulation]):
         task, config = task.sealed(), with_steps(config, task)
         check_memory(task, config, available_memory(resolve_device(config.device)))  # before anything has a row
         keys = instance_keys(task, config) if instance is None else np.asarray(instance, np.int64)
-        super().__init__(StackedPopulation(task, config, keys[row_environments(config)]), config, hub)
+        super().__init__(StackedPopulation(task, config, keys[row_environments(config)]), config)
 
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config

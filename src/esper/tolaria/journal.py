@@ -1,0 +1,93 @@
+"""The journal: an observer that writes what happens in an episode as rows of the events. E environments, S slots."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from esper.leyline.stages import among
+from esper.leyline.view import Floats, Outcome, Scores, Seeds, Transitions, View
+from esper.nissa.events import (
+    Basis,
+    PlayedRow,
+    StepRow,
+    episode_rows,
+    lifecycle_rows,
+    rollback_rows,
+    step_row,
+)
+from esper.nissa.hub import Hub
+from esper.tolaria.early_stopping import UNDER_WAY
+from esper.tolaria.governor import Verdicts
+from esper.tolaria.play import Observer, Step
+
+if TYPE_CHECKING:
+    from esper.tolaria.engine import Engine
+
+
+class Changes(NamedTuple):
+    """Changes of stage between two states of the seeds, and what the decisions behind them were based on."""
+
+    transitions: Transitions
+    before: Seeds
+    after: Seeds
+    bases: dict[tuple[int, int], Basis]  # by environment and slot
+
+
+class Trace(NamedTuple):
+    """What happened within a step, beside its outcome. Rows are environments, then twins."""
+
+    changes: tuple[Changes, ...]  # of the decisions, then of the tick
+    scores: Scores  # (rows,) before rows were restored
+    found: Verdicts  # (rows,) a `Vital`
+    ticked: Seeds  # before rows were restored
+    governed: Seeds  # after it
+    twins: Floats | None  # (E,) metrics of the twins
+
+
+class Source(NamedTuple):
+    """The population of a training whose rows these are."""
+
+    cohort: str  # training or validation
+    task: str
+    round: int
+
+
+class Journal(Observer):
+    """Writes a step's changes of stage, its rollbacks and the step itself, and every environment at the end of an episode.
+
+    In a training, whose rows come from several populations, every row names its `source`.
+    """
+
+    def __init__(self, engine: "Engine[Any]", hub: Hub, source: Source | None = None) -> None:
+        self.engine, self.hub, self.source = engine, hub, source
+
+    def stepped(self, step: Step) -> None:
+        """Write the rows of a step."""
+        self.record(step.after, step.outcome)
+
+    def record(self, view: View, outcome: Outcome) -> None:
+        """Write the rows of the engine's last step, which led to `view`."""
+        engine, trace = self.engine, self.engine.trace
+        assert trace is not None, "a step comes before its rows"
+        for transitions, before, after, bases in trace.changes:
+            self._write(lifecycle_rows(outcome.episode, outcome.step, view.space, transitions, before, after, bases))
+        self._write(rollback_rows(outcome, view.space, trace.found, trace.scores, trace.ticked, trace.governed))
+        if self.hub.wants(StepRow):
+            self._write([step_row(view, outcome, twin_metrics=trace.twins)])
+        if outcome.terminal and engine.stopping is None:  # else `close` says what would be exported
+            assert outcome.exported is not None, "it is measured at the end of an episode"
+            self._close(view, outcome.exported, view.seeds)
+
+    def close(self, exported: Scores, ended: Seeds) -> None:
+        """Write the end of an episode with early stopping, from the scores of the restored networks and the seeds before that."""
+        self._close(self.engine.view(), exported, ended)
+
+    def _close(self, view: View, exported: Scores, ended: Seeds) -> None:
+        rollbacks = self.engine.governor.record.rollbacks
+        unfinished = among(ended.stage, UNDER_WAY)
+        self._write(episode_rows(view, exported, self.engine.state.step, unfinished, rollbacks))
+
+    def _write(self, rows: Iterable[PlayedRow]) -> None:
+        for row in rows:
+            if self.source is not None:
+                row.cohort, row.task, row.round = self.source
+            self.hub.emit(row)
