@@ -59,3 +59,20 @@ class Straight(torch.autograd.Function):
         """The gradient of the output, whole for h and its rows for the change."""
         (rows,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return gradients[0], gradients[0].index_select(0, rows), None
+
+
+class Proximal(torch.autograd.Function):
+    """The change c, bit for bit, whose gradient gets that of weight * |c|^2 / |h|^2 added; h gets none."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+        """change, h (B, ...); weight ()."""
+        ctx.save_for_backward(change, h, weight)
+        return change.view_as(change)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """g + 2 weight c / |h|^2."""
+        change, h, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        tiny = torch.finfo(h.dtype).tiny  # a dead stream is all 0
+        return gradients[0] + (2 * weight / h.square().sum().clamp(min=tiny)).to(h.dtype) * change, None, None

@@ -53,7 +53,12 @@ def slot_change(
     return blend_change(h, delta, gate, alpha, blend)
 
 
-def slot_output(stream: type[Stream], h: Tensor, u: Tensor, seed: Seedlike, alpha: float, blend: Blend) -> Tensor:
-    """y = h + c, with the change c of `slot_change`, for one network: h and u (B, ...); u is fitted to the resolution of h."""
+def slot_output(
+    stream: type[Stream], h: Tensor, u: Tensor, seed: Seedlike, alpha: Tensor | float, blend: Blend
+) -> Tensor:
+    """y = h + c, with the change c of `slot_change`, for one network: h and u (B, ...); u is fitted to the resolution of h.
+
+    alpha: a number, or a tensor ().
+    """
     u = stream.fitted(u, h)
     return h + slot_change(stream, h, u, seed, alpha, blend, gated=blend == Blend.GATE)
