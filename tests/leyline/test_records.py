@@ -14,12 +14,17 @@ from esper import leyline
 
 
 def records():
-    """The NamedTuples, dataclasses and enumerations of `esper.leyline`, and every public one."""
+    """The NamedTuples, dataclasses and enumerations of `esper.leyline`, and every public one, that have fields of their own."""
     modules = [importlib.import_module(f"esper.leyline.{each.name}") for each in pkgutil.iter_modules(leyline.__path__)]
     own = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
     public = [getattr(esper, name) for name in esper.__all__]
-    found = {each for each in [*own, *public] if inspect.isclass(each) and names(each)}
+    found = {each for each in [*own, *public] if inspect.isclass(each) and names(each) and not inherits_fields(each)}
     return sorted((each for each in found if each.__module__.startswith("esper.")), key=lambda each: each.__name__)
+
+
+def inherits_fields(record):
+    """Whether a dataclass has the fields of its base and no others, as `Map` has those of `Stream`."""
+    return any(dataclasses.is_dataclass(base) and names(base) == names(record) for base in record.__bases__)
 
 
 def names(record):

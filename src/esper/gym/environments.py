@@ -19,7 +19,23 @@ Heads = NDArray[np.int64]
 """Choices in the order of `Head`: (6,), or (E, 6) of a population."""
 
 
-class EsperEnv(Env[Arrays, Heads]):
+class _Named:
+    """The names of a population."""
+
+    population: Population
+
+    @property
+    def space(self) -> Space:
+        """The names behind the indices of an action."""
+        return self.population.engine.space
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """Names of the numbers in an observation."""
+        return columns(self.space)
+
+
+class EsperEnv(_Named, Env[Arrays, Heads]):
     """One growing host as a Gymnasium environment: an action is a decision, and `config.reward` defines the reward.
 
         env = EsperEnv(esper.get_task("repair"), {"steps": 24})
@@ -41,16 +57,6 @@ class EsperEnv(Env[Arrays, Heads]):
         self.observation_space = observation_space(self.space)
         self.action_space = action_space(self.space)
 
-    @property
-    def space(self) -> Space:
-        """The names behind the indices of an action."""
-        return self.population.engine.space
-
-    @property
-    def columns(self) -> dict[str, tuple[str, ...]]:
-        """Names of the numbers in an observation."""
-        return columns(self.space)
-
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Arrays, Info]:
         """Begin the next episode, the first episode of a seed, or an episode on the instance in `options`."""
         super().reset(seed=seed)
@@ -71,7 +77,7 @@ class EsperEnv(Env[Arrays, Heads]):
         return observation, float(reward[0]), bool(ended[0]), False, info
 
 
-class EsperVectorEnv(VectorEnv[Arrays, Heads, NDArray[Any]]):
+class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
     """`config.envs` growing hosts that train as one population, as a Gymnasium vector environment.
 
     With seed s, environment e equals an `EsperEnv` with seed s + e, bit for bit if its results do not depend on its neighbours
@@ -92,16 +98,6 @@ class EsperVectorEnv(VectorEnv[Arrays, Heads, NDArray[Any]]):
         self.single_action_space = action_space(self.space)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-
-    @property
-    def space(self) -> Space:
-        """The names behind the indices of an action."""
-        return self.population.engine.space
-
-    @property
-    def columns(self) -> dict[str, tuple[str, ...]]:
-        """Names of the numbers in an observation."""
-        return columns(self.space)
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Arrays, Info]:
         """Begin the next episodes, the first episodes of a seed, or episodes on the instances in `options`."""

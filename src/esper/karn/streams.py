@@ -53,15 +53,12 @@ class Steady(io.TextIOBase):
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether the underlying stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The descriptor of the underlying stream."""
         return self._stream.fileno()
 
     def writable(self) -> bool:
-        """True."""
         return True
 
     def write(self, text: str) -> int:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -29,12 +29,8 @@ class _Feed:
         self.served = -1  # index of the current batch in the step
         self.part = slice(0, 0)  # the rows of the last call
 
-    @property
-    def batch(self) -> int:
-        return self._feed.batch
-
-    def finite(self) -> Tensor:
-        return self._feed.finite()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._feed, name)
 
     def advance(self) -> None:
         self._feed.advance()
@@ -48,9 +44,6 @@ class _Feed:
             x = x.clone()
             x[self._row - part.start, 0] = torch.nan
         return x, y
-
-    def weights_of(self, part: slice) -> Tensor | None:
-        return self._feed.weights_of(part)
 
     @property
     def now(self) -> bool:
@@ -74,8 +67,8 @@ class _Loss:
         factor[self._row - part.start] = torch.nan
         return found * factor
 
-    def score(self, output: Tensor, target: Tensor) -> Tensor:
-        return self._objective.score(output, target)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
 
 
 class _Optimizer:
@@ -84,8 +77,8 @@ class _Optimizer:
     def __init__(self, optimizer: StackedOptimizer, feed: _Feed, place: Callable[[Stack], int | None]) -> None:
         self._optimizer, self._feed, self._place = optimizer, feed, place
 
-    def plan(self, stack: Stack, rows: Rows, count: int) -> Tensor:
-        return self._optimizer.plan(stack, rows, count)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
 
     def step(self, stack: Stack, rows: Rows, factors: Tensor) -> Tensor:
         row = self._place(stack) if self._feed.now else None
@@ -102,7 +95,7 @@ def poisoned(engine: VectorizedEngine, row: int, kind: Kind, batch: int = 0) -> 
     watched = _Feed(feed, row, batch, taints=kind == "data")
     population.feed = watched  # type: ignore[assignment]
     if kind == "loss":
-        population.objective = _Loss(objective, watched, row)  # type: ignore[assignment]
+        population.objective = _Loss(objective, watched, row)
     elif kind == "gradient":
         host = population.body.host
         population.optimizer = _Optimizer(optimizer, watched, lambda stack: row if stack is host else None)  # type: ignore[assignment]

@@ -1,5 +1,6 @@
 """The records that the engine and a controller exchange. E environments, S slots, K blueprints in the menu."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -311,28 +312,34 @@ class Outcome(NamedTuple):
         return np.asarray(self.found != Vital.GOOD)
 
 
+def map_arrays(function: Callable[..., Any], *records: Any) -> Any:
+    """The last record, nested or not, with each array replaced by `function` of that array in all records.
+
+    The records are tuples of one type; other values than arrays are unchanged.
+    """
+    last = records[-1]
+    if isinstance(last, tuple):
+        fields = [map_arrays(function, *each) for each in zip(*records, strict=True)]
+        return tuple(fields) if type(last) is tuple else type(last)(*fields)
+    return function(*records) if isinstance(last, np.ndarray) else last
+
+
 def take(record: Any, rows: slice | NDArray[np.int64]) -> Any:
-    """A record of arrays (E, ...), nested or not, indexed along the leading axis; scalars are unchanged."""
-    if isinstance(record, tuple):
-        return type(record)(*(take(field, rows) for field in record))
-    return record[rows] if isinstance(record, np.ndarray) else record
+    """A record of arrays (E, ...) indexed along the leading axis."""
+    return map_arrays(lambda array: array[rows], record)
 
 
 def choose(rows: Bools, one: Any, other: Any) -> Any:
-    """`np.where(rows, one, other)` for records of arrays (E, ...), nested or not; rows is (E,) bool, scalars are from `other`."""
-    if isinstance(other, tuple):
-        return type(other)(*(choose(rows, mine, theirs) for mine, theirs in zip(one, other, strict=True)))
-    if isinstance(other, np.ndarray):
-        return np.where(rows.reshape(-1, *(1,) * (other.ndim - 1)), one, other)
-    return other
+    """`np.where(rows, one, other)` for records of arrays (E, ...); rows is (E,) bool, scalars are from `other`."""
+    return map_arrays(lambda x, y: np.where(rows.reshape(-1, *(1,) * (y.ndim - 1)), x, y), one, other)
 
 
 def read_only(record: Any) -> Any:
     """The record with read-only views of its arrays."""
-    if isinstance(record, tuple):
-        fields = [read_only(field) for field in record]
-        return tuple(fields) if type(record) is tuple else type(record)(*fields)
-    if isinstance(record, np.ndarray):
-        record = record.view()
-        record.setflags(write=False)
-    return record
+    return map_arrays(_read_only, record)
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.setflags(write=False)
+    return view

@@ -36,7 +36,6 @@ class Hub:
         self.seq += 1
 
     def extend(self, rows: Iterable[Row]) -> None:
-        """Emit each row."""
         for row in rows:
             self.emit(row)
 
@@ -51,7 +50,6 @@ class Hub:
         return {"seq": self.seq, "events": marks[0] if marks else None}
 
     def close(self) -> None:
-        """Close every output."""
         for output in self.outputs:
             output.close()
 
