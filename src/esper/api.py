@@ -10,7 +10,7 @@ from torch import nn
 
 from esper.calls import OnInterrupt, end_of
 from esper.karn.progress import Shown, growth_progress, training_progress
-from esper.kasmina.blueprints import count, drawn_with, get_blueprint
+from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
 from esper.kasmina.export import check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
@@ -21,6 +21,7 @@ from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
+from esper.leyline.streams import Kind
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.runs.configuration import growth_config, training_configs
 from esper.runs.grow import grow as grow_run
@@ -160,8 +161,11 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     splits, row, dtype = [instance.train], np.zeros(1, np.int64), dtype_of(host)
     examples = stack_splits(splits, row, task.inputs, torch.device("cpu"), scaling=instance.scaling, dtype=dtype)
     found = segments_that_vary(task.largest, picked(examples.x, (0, slice(CHECKED))))
-    for width in sorted({slot.width for slot in host.slots}):
+    # Modules on maps run row by row, in separate calls.
+    streams = sorted({(slot.kind, slot.width) for slot in host.slots if slot.kind != Kind.MAP})
+    for kind, width in streams:
         for name in task.menu:
-            for blend, where in blends_that_vary(get_blueprint(name), width).items():
+            entry = BLUEPRINTS.get((kind, name))
+            for blend, where in blends_that_vary(entry, width).items() if entry is not None else ():
                 found.setdefault(f"{name}, {blend}", f"{where}, width {width}")
     return found

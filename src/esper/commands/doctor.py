@@ -82,8 +82,10 @@ def _check_rows() -> Iterator[Check]:
         x = torch.randn(64, *task.inputs, generator=torch.Generator().manual_seed(0))
         yield _row_check(f"host of {name}", segments_that_vary(task.largest, x))
     for (kind, name), blueprint in BLUEPRINTS.items():
-        if kind == Kind.VECTOR:  # modules on maps run row by row, in separate calls
-            yield _row_check(f"blueprint {name}", blends_that_vary(blueprint, 8) | blends_that_vary(blueprint, 2))
+        if kind != Kind.MAP:  # modules on maps run row by row, in separate calls
+            yield _row_check(
+                f"{kind} blueprint {name}", blends_that_vary(blueprint, 8) | blends_that_vary(blueprint, 2)
+            )
 
 
 def _row_check(what: str, differences: Mapping[str, str]) -> Check:

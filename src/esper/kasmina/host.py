@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from esper.kasmina.chain import Chain
+from esper.kasmina.chain import Chain, calling
 from esper.leyline.batches import Batch, arguments, leaves, map_leaves, run
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.sites import Flow, Site, Taps
@@ -53,7 +53,9 @@ class SegmentedHost(nn.Module):
     def sites(self) -> tuple[Site, ...]:
         """The slots as sites: what a bypass reads is what enters the segment in front of the slot."""
         paths = [self.chain.paths[slot.after] for slot in self.slots]
-        return tuple(Site(slot.name, path, path, slot.stream) for slot, path in zip(self.slots, paths, strict=True))
+        return tuple(
+            Site(slot.name, path, path, slot.stream, slot.causal) for slot, path in zip(self.slots, paths, strict=True)
+        )
 
     def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
         """Implements `leyline.sites.Host`."""
@@ -145,6 +147,7 @@ def check_host(
     training = host.training
     host.eval()
     by_segments = host.run(_CheckedCall(host), x, _check_stream(host))
+    _check_causal(host, x)
     whole = run(host, x)
     host.train(training)
     if (
@@ -280,6 +283,35 @@ def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Batch]], Batch]:
         return taps.here
 
     return visit
+
+
+def _check_causal(host: SegmentedHost, x: Batch) -> None:
+    """InputError where a causal slot's stream depends on later positions of x (B, L, ...), seen by swapping those of examples."""
+    causal = [index for index, slot in enumerate(host.slots) if slot.causal]
+    if not causal or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < 2:
+        return
+    middle = x.shape[1] // 2
+    other = torch.cat([x[:, :middle], x[:, middle:].flip(0, 1)], 1)
+    seen: list[list[Batch]] = [[], []]
+
+    def keeping(streams: list[Batch]) -> Callable[[int, Taps[Batch]], Batch]:
+        def keep(_: int, taps: Taps[Batch]) -> Batch:
+            streams.append(taps.here)
+            return taps.here
+
+        return keep
+
+    examples: tuple[Batch, Batch] = x, other
+    for given, streams in zip(examples, seen, strict=True):
+        host.chain.run(calling(host.segments), given, keeping(streams))
+    for index in causal:
+        here, changed = (leaves(streams[index])[0] for streams in seen)
+        same = torch.allclose(here[:, :middle], changed[:, :middle], rtol=1e-4, atol=1e-5)
+        if here.shape[1] == x.shape[1] and not same:
+            raise InputError(
+                f"slot {host.slots[index].name!r} is causal, but its stream depends on later positions of the input; mask them "
+                "in the host, or leave causal out of the slot"
+            )
 
 
 class _Misfit(NamedTuple):

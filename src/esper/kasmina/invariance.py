@@ -16,11 +16,13 @@ from esper.kasmina.slot import Seed, slot_output
 from esper.kasmina.stack import Stack
 from esper.leyline.actions import Blend
 from esper.leyline.batches import Batch, first, leaves, map_leaves, picked
-from esper.leyline.streams import Vector
+from esper.leyline.streams import STREAMS, Kind, Stream
 from esper.leyline.text import counted
 
 ROWS = 5
 BATCHES = (3, 7, 32)
+POSITIONS: dict[Kind, tuple[int, ...]] = {Kind.VECTOR: (), Kind.MAP: (5, 6), Kind.SEQUENCE: (13,)}
+"""Positions of an example of each kind of stream."""
 JOLT = 0.3
 """What parameters are moved by [standard deviation]: at birth a seed is 0 whatever the kernel."""
 
@@ -28,14 +30,14 @@ JOLT = 0.3
 class Blended(nn.Module):
     """A slot that reads its own stream: y = h + c, with the change c of a seed at alpha 1/2 under one blend."""
 
-    def __init__(self, seed: Seed, blend: Blend) -> None:
+    def __init__(self, stream: type[Stream], seed: Seed, blend: Blend) -> None:
         super().__init__()
-        self.seed, self.blend = seed, blend
+        self.stream, self.seed, self.blend = stream, seed, blend
         self.stacks = bool(getattr(seed.delta, "stacks", False))
 
     def forward(self, h: Tensor) -> Tensor:
-        """(B, D) -> (B, D), or (N, B, D) -> (N, B, D)."""
-        return slot_output(Vector, h, h, self.seed, 0.5, self.blend)
+        """(B, ...) -> (B, ...), or (N, B, ...) -> (N, B, ...)."""
+        return slot_output(self.stream, h, h, self.seed, 0.5, self.blend)
 
 
 def segments_that_vary(factory: Callable[[], nn.Module], x: Batch) -> dict[str, str]:
@@ -50,13 +52,14 @@ def segments_that_vary(factory: Callable[[], nn.Module], x: Batch) -> dict[str, 
 
 def blends_that_vary(entry: Blueprint, width: int) -> dict[str, str]:
     """The blends under which a blueprint's numbers for a row depend on its company, on a stream of `width` features."""
+    stream = STREAMS[entry.kind]
     with drawn_with(width):
-        x = torch.randn(max(BATCHES), width)
+        x = torch.randn(max(BATCHES), *POSITIONS[entry.kind], width).movedim(-1, stream.features)
     found: dict[str, str] = {}
     for blend in Blend:
 
         def build(blend: Blend = blend) -> nn.Module:
-            return Blended(Seed(entry.build(width, width), width), blend)
+            return Blended(stream, Seed(entry.build(width, width), width), blend)
 
         where = _vary([_jolted(build, row) for row in range(ROWS)], x, [""])
         if where:

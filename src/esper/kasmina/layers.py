@@ -6,14 +6,17 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """nn.Linear over (B, D); with stacked parameters (E, O, D), (E, O) over (E, B, D)."""
+    """nn.Linear over (B, ..., D); with stacked parameters (E, O, D), (E, O) over (E, B, ..., D)."""
 
     stacks = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, D) -> (B, O), or (E, B, D) -> (E, B, O)."""
+        """(B, ..., D) -> (B, ..., O), or (E, B, ..., D) -> (E, B, ..., O)."""
         if self.weight.dim() == 2:
             return F.linear(x, self.weight, self.bias)
+        if x.dim() > 3:  # the positions of every example are further rows of one product
+            y: Tensor = self(x.flatten(1, -2)).unflatten(1, x.shape[1:-1])
+            return y
         if self.bias is None:
             return torch.bmm(x, self.weight.mT)
         return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint, count, drawn_with
 from esper.kasmina.chain import Chain, calling
@@ -27,7 +27,8 @@ HERE, BEFORE, INPUT, INNER = range(4)
 
 
 class Widths(NamedTuple):
-    """True widths of a host's streams, 0 where a stream is of another kind than its slot's or there is none.
+    """True widths of a host's streams, 0 where a stream is of another kind than its slot's or there is none, and at a causal slot
+    where it has another length, because fitting it to the slot's would look ahead.
 
     Attributes:
         reads ((S, K) int): what each blueprint would read at each slot, 0 where it does not fit
@@ -78,13 +79,13 @@ class Layout:
                 assert isinstance(segment, nn.Sequential), "inner features are those of an nn.Sequential"
                 for module in list(segment)[: slot.inner]:
                     inner = run(module, inner)
-            taps.append([stream.width_of(x) for x in (*seen, inner)])
+            taps.append([_width_read(slot, stream, x, seen.here) for x in (*seen, inner)])
             return seen.here
 
         host.chain.run(calling(host.segments), on_cpu(example, self.dtype), measure)
         host.train(training)
         widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
-        fits = np.array([[entry.kind == slot.kind for entry in self.menu] for slot in self.slots], bool)
+        fits = np.array([[entry.fits(slot) for entry in self.menu] for slot in self.slots], bool)
         return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self.tap_of], 0), widths)
 
     def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
@@ -111,3 +112,13 @@ class Layout:
         """A seed at the widths of the largest host."""
         reads, writes = self.widest.reads[slot, blueprint], self.widest.taps[slot, HERE]
         return self.build(slot, blueprint, 0, int(reads), int(writes))
+
+
+def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) -> int:
+    """The width of what a seed would read at a slot, 0 where it cannot read it."""
+    width = stream.width_of(x)
+    if width and slot.causal:
+        assert isinstance(x, Tensor), "only a tensor has a width"
+        assert isinstance(here, Tensor), "a stream at a slot is a tensor"
+        return width if x.shape[1] == here.shape[1] else 0
+    return width

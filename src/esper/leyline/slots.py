@@ -31,9 +31,10 @@ class SlotSpec:
         name (str): name of the slot
         after (int): index of the segment whose output the slot changes
         width (int): features of the stream at the slot; channels of a map
-        kind (Kind): shape of the stream at the slot, also by its name: 'vector' or 'map'
+        kind (Kind): shape of the stream at the slot, also by its name: 'vector', 'map' or 'sequence'
         inner (int or None): number of modules at the start of that `nn.Sequential` that make its inner features; None lets the
             host find it
+        causal (bool): whether no position of a sequence may depend on later ones, so that only causal blueprints fit
     """
 
     name: str
@@ -41,6 +42,7 @@ class SlotSpec:
     width: int
     kind: Kind = Kind.VECTOR
     inner: int | None = None
+    causal: bool = False
 
     if TYPE_CHECKING:  # a type checker takes the kind by its name, too
 
@@ -49,8 +51,9 @@ class SlotSpec:
             name: str,
             after: int,
             width: int,
-            kind: Kind | Literal["vector", "map"] = Kind.VECTOR,
+            kind: Kind | Literal["vector", "map", "sequence"] = Kind.VECTOR,
             inner: int | None = None,
+            causal: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -72,6 +75,11 @@ class SlotSpec:
         if self.kind not in list(Kind):
             raise InputError(f"slot {self.name!r} is of kind {self.kind!r}; choose one of {', '.join(Kind)}")
         object.__setattr__(self, "kind", Kind(self.kind))
+        if self.causal and self.kind != Kind.SEQUENCE:
+            raise InputError(
+                f"slot {self.name!r} is causal and of kind {str(self.kind)!r}; leave causal out, because only a sequence has "
+                "earlier and later positions"
+            )
 
     @property
     def stream(self) -> Stream:

@@ -21,6 +21,8 @@ VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 host's input, because such a seed would leave a controller nothing to decide."""
 MAP_MENU = ("bypass-conv-3x3", "bypass-conv-1x1", "conv-light", "squeeze-excite")
 """The default menu for streams of maps."""
+SEQUENCE_MENU = ("bypass-mlp", "mlp-small", "causal-conv", "attention")
+"""The default menu for streams of sequences."""
 
 VectorHost = MLP | ResidualMLP
 
@@ -87,8 +89,10 @@ def _outputs(of: str, classes: int | None, outputs: int | None) -> int:
 
 def menu_of(host: SegmentedHost) -> tuple[str, ...]:
     """The default menu of a host: blueprints for the kinds of stream at its slots."""
+    menus = {Kind.VECTOR: VECTOR_MENU, Kind.MAP: MAP_MENU, Kind.SEQUENCE: SEQUENCE_MENU}
     kinds = {slot.kind for slot in host.slots}
-    return VECTOR_MENU * (Kind.VECTOR in kinds) + MAP_MENU * (Kind.MAP in kinds)
+    names = [name for kind, menu in menus.items() if kind in kinds for name in menu]
+    return tuple(dict.fromkeys(names))
 
 
 MOST_BLOCKS, WIDEST = 1024, 2**24

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import map as maps
+from esper.kasmina.blueprints import sequence as sequences
 from esper.kasmina.blueprints.vector import MLP, Affine, Gated, LinearMap, LowRank
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Tap
-from esper.leyline.streams import Kind
+from esper.leyline.slots import SlotSpec, Tap
+from esper.leyline.streams import STREAMS, Kind
 
 Build = Callable[[int, int], nn.Module]
 Count = Callable[[int, int], int]
@@ -22,14 +23,29 @@ Count = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A kind of seed."""
+    """A kind of seed.
+
+    Attributes:
+        name (str): name in menus and schedules
+        kind (Kind): kind of the streams that it changes
+        tap (Tap): what it reads
+        build (callable): (width read, width written) -> module that returns the change, of the shape of the stream
+        parameters (callable): (width read, width written) -> number of parameters
+        summary (str): one line for `esper blueprints`
+        causal (bool): False for a blueprint of sequences whose change at a position depends on later positions
+    """
 
     name: str
     kind: Kind
-    tap: Tap  # what it reads
-    build: Build  # (width read, width written) -> module that returns the change: (B, read, ...) -> (B, written, ...)
-    parameters: Count  # (width read, width written) -> number of parameters
+    tap: Tap
+    build: Build
+    parameters: Count
     summary: str
+    causal: bool = True
+
+    def fits(self, slot: SlotSpec) -> bool:
+        """Whether a slot can take it: it is of the slot's kind, and does not look ahead where the slot is causal."""
+        return self.kind == slot.kind and (self.causal or not slot.causal)
 
 
 BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}
@@ -37,12 +53,25 @@ BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}
 
 
 def blueprint(
-    name: str, *, parameters: Count, tap: Tap | str = Tap.HERE, kind: Kind | str = Kind.VECTOR, summary: str = ""
+    name: str,
+    *,
+    parameters: Count,
+    tap: Tap | str = Tap.HERE,
+    kind: Kind | str = Kind.VECTOR,
+    summary: str = "",
+    causal: bool = True,
 ) -> Callable[[Build], Build]:
-    """Register a builder of seeds, of vector streams or maps, under a name that tasks and schedules can use.
+    """Register a builder of seeds, for vectors, maps or sequences, under a name that tasks and schedules can use.
 
         @esper.blueprint("wide", tap="before", parameters=lambda r, w: r * w + w)
         def wide(reads, writes): ...
+
+    parameters: number of parameters of a module that reads width r and writes width w.
+    tap: what the module reads: 'here', 'before' or 'input'.
+    kind: kind of the stream, whose tensors are (B, C) for 'vector', (B, C, H, W) for 'map' and (B, L, C) for 'sequence'.
+    summary: one line for `esper blueprints`; the first line of the builder's docstring where it is empty.
+    causal: for a sequence, whether the change at a position depends on this and earlier positions alone, which is checked.
+    False registers a blueprint that looks ahead, and no causal slot takes it. Other kinds of stream do not read it.
 
     Raises InputError where the name is taken, the tap or kind is unknown, or the module fails a check of its birth
     (`check`).
@@ -56,7 +85,8 @@ def blueprint(
         if tap not in list(Tap):
             raise InputError(f"blueprint {name!r} reads tap {tap!r}; choose one of {', '.join(Tap)}")
         doc = (build.__doc__ or "").strip().splitlines()
-        entry = Blueprint(name, Kind(kind), Tap(tap), build, parameters, summary or (doc[0] if doc else ""))
+        described = summary or (doc[0] if doc else "")
+        entry = Blueprint(name, Kind(kind), Tap(tap), build, parameters, described, bool(causal))
         check(entry)
         BLUEPRINTS[entry.kind, name] = entry
         return build
@@ -99,15 +129,17 @@ def drawn_with(key: int) -> Iterator[None]:
 
 
 def check(entry: Blueprint) -> None:
-    """Hold a blueprint against the rules of a birth at two sizes, a map's also at two resolutions.
+    """Hold a blueprint against the rules of a birth at two sizes, a map's at two resolutions and a sequence's at two lengths.
 
     The shape is kept; the change is exactly 0 at birth; some gradient is not 0; twice the first step makes twice the change;
     every parameter moves within five optimizer steps; the declared number of parameters is true; a module that says `pads`
-    keeps padded units at exactly 0. Raises InputError, in one sentence, on the first that fails.
+    keeps padded units at exactly 0; a change at a position of a sequence does not depend on later positions, unless the
+    blueprint says that it looks ahead. Raises InputError, in one sentence, on the first that fails.
     """
-    # A bypass of maps crosses a segment that changes the number of channels; one of vectors does not.
-    differ = entry.tap == Tap.INPUT or (entry.kind == Kind.MAP and entry.tap == Tap.BEFORE)
-    for (reads, writes), resolution in zip(((5, 8), (9, 5)) if differ else ((5, 5), (8, 8)), _RESOLUTIONS, strict=True):
+    # A bypass of maps or sequences can cross a segment that changes the number of features; one of vectors does not.
+    differ = entry.tap == Tap.INPUT or (entry.kind != Kind.VECTOR and entry.tap == Tap.BEFORE)
+    sizes = ((5, 8), (9, 5)) if differ else ((5, 5), (8, 8))
+    for (reads, writes), shape in zip(sizes, _POSITIONS[entry.kind], strict=True):
         with drawn_with(reads):
             try:
                 module = entry.build(reads, writes)
@@ -118,18 +150,20 @@ def check(entry: Blueprint) -> None:
                 ) from None
             if not isinstance(module, nn.Module):
                 raise InputError(f"blueprint {entry.name!r} builds a {type(module).__name__}; return an nn.Module")
-            shape = resolution if entry.kind == Kind.MAP else ()
-            _check_size(entry, module, torch.randn(16, reads, *shape), torch.randn(16, writes, *shape))
+            features = STREAMS[entry.kind].features
+            u, pull = (torch.randn(16, *shape, width).movedim(-1, features) for width in (reads, writes))
+            _check_size(entry, module, u.contiguous(), pull.contiguous())
 
 
-_RESOLUTIONS = ((4, 4), (7, 6))
+_POSITIONS = {Kind.VECTOR: ((), ()), Kind.MAP: ((4, 4), (7, 6)), Kind.SEQUENCE: ((6,), (9,))}
+"""Positions of an example at each of the two sizes of a check."""
 
 
 def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) -> None:
     def refuse(what: str, mend: str) -> InputError:
         return InputError(f"blueprint {entry.name!r} {what}; {mend}")
 
-    reads, writes = u.shape[1], pull.shape[1]
+    reads, writes = (x.shape[STREAMS[entry.kind].features] for x in (u, pull))
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         raise refuse("normalises over the batch", "normalise each example by itself, as LayerNorm does")
     declared = entry.parameters(reads, writes)
@@ -179,7 +213,26 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
     if still:
         raise refuse(f"never moves {', '.join(still)}", "leave out parameters whose gradient is always 0")
     if getattr(module, "pads", False):
-        _check_padding(entry, u, pull)
+        _check_padding(entry, reads, writes, u, pull)
+    if entry.kind == Kind.SEQUENCE and entry.causal:
+        _check_causal(entry, module, u)
+
+
+@torch.no_grad()
+def _check_causal(entry: Blueprint, module: nn.Module, u: Tensor) -> None:
+    """InputError where other values at later positions of u (B, L, C) change what a trained module returns at earlier ones."""
+    for parameter in module.parameters():  # away from its birth, at which every change is 0
+        parameter.add_(torch.randn(parameter.shape).to(parameter.dtype), alpha=0.3)
+    delta = module(u)
+    for first in range(1, u.shape[1]):
+        other = u.clone()
+        other[:, first:] = torch.randn(other[:, first:].shape)
+        seen = (module(other)[:, :first] != delta[:, :first]).any(2).any(0).nonzero()
+        if len(seen):
+            raise InputError(
+                f"blueprint {entry.name!r} looks ahead: its change at position {int(seen[0])} of {u.shape[1]} depends on "
+                f"positions from {first} on; mask later positions, or register it with causal=False for slots that are not causal"
+            )
 
 
 def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Tensor:
@@ -196,12 +249,12 @@ def _reason(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _check_padding(entry: Blueprint, u: Tensor, pull: Tensor) -> None:
+def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: Tensor) -> None:
     """A module in the leading corner of a larger one keeps the rest at exactly 0."""
-    small = entry.build(u.shape[1], pull.shape[1])
+    small = entry.build(reads, writes)
     hidden = max((p.shape[0] for n, p in small.named_parameters() if n.startswith("inner")), default=0)
     try:
-        wide = type(small)(u.shape[1], pull.shape[1], hidden + 3)
+        wide = type(small)(reads, writes, hidden + 3)
         write_corner(wide, small)
     except (TypeError, RuntimeError):
         made = f"{type(small).__name__}(reads, writes, hidden)"
@@ -234,8 +287,12 @@ def _built_in(name: str, tap: Tap, build: Build, parameters: Count, summary: str
     BLUEPRINTS[kind, name] = Blueprint(name, kind, tap, build, parameters, summary)
 
 
-def _mlp(hidden: int) -> dict[str, Any]:
-    return {"build": lambda r, w: MLP(r, w, hidden), "parameters": lambda r, w: hidden * (r + 1) + w * (hidden + 1)}
+def _mlp(hidden: int, kind: Kind = Kind.VECTOR) -> dict[str, Any]:
+    return {
+        "build": lambda r, w: MLP(r, w, hidden),
+        "parameters": lambda r, w: hidden * (r + 1) + w * (hidden + 1),
+        "kind": kind,
+    }
 
 
 _built_in("affine", Tap.HERE, lambda r, w: Affine(w), lambda r, w: 2 * w, "scale and shift of every feature")
@@ -294,3 +351,55 @@ _built_in("conv-heavy", Tap.HERE, **_two_convs(16, 3), summary="3x3 to 16 channe
 _built_in("bypass-conv-1x1", Tap.BEFORE, **_one_conv(1), summary="1x1 around the segment: width")
 _built_in("bypass-conv-3x3", Tap.BEFORE, **_one_conv(3), summary="3x3 around the segment: width")
 _built_in("skip-conv", Tap.INPUT, **_two_convs(8, 1), summary="3x3 to 8 channels from the host's input, then 1x1")
+
+
+_SEQUENCE = Kind.SEQUENCE
+_built_in("norm", Tap.HERE, lambda r, w: sequences.Norm(w), lambda r, w: 2 * w, "each position normalised", _SEQUENCE)
+_built_in(
+    "low-rank",
+    Tap.HERE,
+    lambda r, w: LowRank(r, w, 4),
+    lambda r, w: 4 * (r + w) + w,
+    "linear map of rank 4 at each position",
+    _SEQUENCE,
+)
+_built_in("mlp-small", Tap.HERE, **_mlp(8, _SEQUENCE), summary="one hidden layer of 8 units at each position: depth")
+_built_in("mlp-large", Tap.HERE, **_mlp(32, _SEQUENCE), summary="one hidden layer of 32 units at each position: depth")
+_built_in(
+    "gated",
+    Tap.HERE,
+    Gated,
+    lambda r, w: 2 * (r * w + w),
+    "linear map at each position under a learned gate per feature",
+    _SEQUENCE,
+)
+_built_in(
+    "causal-conv",
+    Tap.HERE,
+    lambda r, w: sequences.CausalConv(w, 4),
+    lambda r, w: 5 * w,
+    "weighted sum of the last 4 positions, feature by feature",
+    _SEQUENCE,
+)
+_built_in(
+    "attention",
+    Tap.HERE,
+    lambda r, w: sequences.Attention(r, w, 8),
+    lambda r, w: 24 * r + 9 * w,
+    "one causal head of 8 features",
+    _SEQUENCE,
+)
+_built_in(
+    "bypass-linear",
+    Tap.BEFORE,
+    LinearMap,
+    lambda r, w: r * w + w,
+    "linear map at each position around the segment: width",
+    _SEQUENCE,
+)
+_built_in(
+    "bypass-mlp",
+    Tap.BEFORE,
+    **_mlp(16, _SEQUENCE),
+    summary="hidden layer of 16 units at each position around the segment: width",
+)

@@ -1,0 +1,97 @@
+"""Seeds for sequences (B, L, C). Each returns the change, and ends in a zero-initialised linear map.
+
+Position-wise seeds are those of vectors, whose modules act on the last axis. In the counts, r and w are the widths read and
+written. Every module here is causal: the change at a position does not depend on what later positions hold. None of them
+draws at random.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints.vector import zero_linear
+from esper.kasmina.layers import Linear
+
+
+class Norm(nn.Module):
+    """delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at birth; 2 w parameters.
+
+    Mean and variance are those of the features of one position (Ba et al., "Layer Normalization", 2016, equation 4).
+    """
+
+    stacks = True
+    eps = 1e-5
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1, 1, width))
+        self.shift = nn.Parameter(torch.zeros(1, 1, width))
+
+    def forward(self, u: Tensor) -> Tensor:
+        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
+        variance, mean = torch.var_mean(u, -1, correction=0, keepdim=True)
+        delta: Tensor = (u - mean) * torch.rsqrt(variance + self.eps) * self.scale + self.shift
+        return delta
+
+
+class CausalConv(nn.Module):
+    """delta_t = sum_j a_j * u_(t-j) + b over the last k positions, feature by feature, zero at birth; k w + w parameters.
+
+    A depthwise convolution that sees no later position; positions in front of the first count as 0.
+    """
+
+    stacks = True
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.taps = nn.Parameter(torch.zeros(size, 1, 1, width))
+        self.shift = nn.Parameter(torch.zeros(1, 1, width))
+
+    def forward(self, u: Tensor) -> Tensor:
+        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
+        length, size = u.shape[-2], self.taps.shape[-4]
+        earlier = F.pad(u, (0, 0, size - 1, 0))
+        delta: Tensor = self.shift
+        for j in range(size):
+            start = size - 1 - j
+            delta = delta + self.taps.select(-4, j) * earlier[..., start : start + length, :]
+        return delta
+
+
+class Attention(nn.Module):
+    """delta = W softmax(q k^T / sqrt(d)) v + b with one head of d features, W and b zero at birth; 3 d r + w (d + 1) parameters.
+
+    q, k and v are linear maps of u without biases; a position attends to itself and to earlier ones (Vaswani et al.,
+    "Attention Is All You Need", 2017, equation 1). A bias of k has no effect on the softmax, and one of v none that b lacks.
+    """
+
+    stacks = True
+
+    def __init__(self, reads: int, writes: int, head: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (Linear(reads, head, bias=False) for _ in range(3))
+        for part in (self.query, self.key, self.value):
+            nn.init.normal_(part.weight, std=1 / math.sqrt(reads))
+        self.out = zero_linear(head, writes)
+
+    def forward(self, u: Tensor) -> Tensor:
+        """(B, L, reads) -> (B, L, writes), or (E, B, L, reads) -> (E, B, L, writes)."""
+        delta: Tensor = self.out(causal_attention(self.query(u), self.key(u), self.value(u)))
+        return delta
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over this and earlier positions: q, k, v (..., L, d) -> (..., L, d).
+
+    Positions are filled up to a multiple of 4: a batch of products rounds a result by where in memory it lies, unless every
+    result is a whole number of the processor's words. No earlier position sees the ones behind the last.
+    """
+    length, spare = q.shape[-2], -q.shape[-2] % 4
+    if spare:
+        q, k, v = (F.pad(x, (0, 0, 0, spare)) for x in (q, k, v))
+    later = torch.ones(length + spare, length + spare, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(later, -torch.inf)
+    mixed: Tensor = torch.softmax(scores, -1) @ v
+    return mixed[..., :length, :] if spare else mixed

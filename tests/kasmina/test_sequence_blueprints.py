@@ -1,0 +1,216 @@
+"""Sequence blueprints: born well at any length, counted truly, and blind to later positions."""
+
+import pytest
+import torch
+from torch import nn
+
+from bodies import empty, set_seed
+from esper.kasmina.blueprints import BLUEPRINTS, blueprint, check, count, drawn_with, get_blueprint
+from esper.kasmina.blueprints.sequence import Attention, CausalConv, Norm
+from esper.kasmina.blueprints.vector import zero_linear
+from esper.kasmina.host import SegmentedHost, check_host
+from esper.kasmina.invariance import blends_that_vary
+from esper.kasmina.slot import Seed, slot_output
+from esper.leyline.actions import Blend
+from esper.leyline.errors import InputError
+from esper.leyline.slots import SlotSpec, Tap
+from esper.leyline.streams import Kind, Sequence
+from esper.tolaria.training import doses
+from sequences import HOST, SEQUENCES, CausalHost, sequence_body
+
+EVERY = pytest.mark.parametrize("name", SEQUENCES)
+BLENDS = pytest.mark.parametrize("blend", Blend)
+
+
+def drawn(name, width=4, key=3):
+    """A seed whose parameters are all away from their birth."""
+    with drawn_with(key):
+        seed = Seed(get_blueprint(name, Kind.SEQUENCE).build(width, width), width)
+        for parameter in seed.parameters():
+            nn.init.normal_(parameter)
+    return seed
+
+
+@EVERY
+def test_a_sequence_blueprint_passes_the_checks_of_its_birth(name):
+    check(get_blueprint(name, Kind.SEQUENCE))
+
+
+@EVERY
+@pytest.mark.parametrize(("reads", "writes"), [(1, 1), (3, 3), (64, 64)])
+def test_a_sequence_blueprint_has_as_many_parameters_as_it_declares(name, reads, writes):
+    entry = get_blueprint(name, Kind.SEQUENCE)
+    assert count(entry.build(reads, writes)) == entry.parameters(reads, writes)
+
+
+def test_the_sequence_blueprints_read_the_stream_and_the_bypasses_what_entered_the_segment():
+    taps = {name: get_blueprint(name, Kind.SEQUENCE).tap for name in SEQUENCES}
+    here = {"norm", "low-rank", "mlp-small", "mlp-large", "gated", "causal-conv", "attention"}
+    assert taps == dict.fromkeys(here, Tap.HERE) | dict.fromkeys(("bypass-linear", "bypass-mlp"), Tap.BEFORE)
+    assert all(get_blueprint(name, Kind.SEQUENCE).causal for name in SEQUENCES)
+
+
+@EVERY
+@pytest.mark.parametrize("length", [1, 2, 7, 64])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_a_newborn_changes_nothing_and_can_learn_at_any_length(name, length, batch):
+    with drawn_with(3):
+        module, u = get_blueprint(name, Kind.SEQUENCE).build(4, 4), torch.randn(batch, length, 4)
+    delta = module(u)
+    assert delta.shape == u.shape
+    assert not delta.count_nonzero()
+    (delta - u).square().sum().backward()
+    assert any(p.grad is not None and p.grad.count_nonzero() for p in module.parameters())
+
+
+@EVERY
+@BLENDS
+@pytest.mark.parametrize("length", [2, 5, 8])
+def test_other_values_at_later_positions_leave_earlier_ones_exactly_alone(name, blend, length):
+    seed = drawn(name)
+    h, u, other = torch.randn(3, 6, length, 4)
+    y = slot_output(Sequence, h, u, seed, 0.75, blend)
+    for first in range(1, length):
+        h2, u2 = h.clone(), u.clone()
+        h2[:, first:], u2[:, first:] = other[:, first:], 3 * other[:, first:]
+        z = slot_output(Sequence, h2, u2, seed, 0.75, blend)
+        assert torch.equal(y[:, :first], z[:, :first])
+        assert not torch.equal(y[:, first:], z[:, first:])
+
+
+@EVERY
+def test_an_example_does_not_depend_on_its_batch(name):
+    module, u = drawn(name).delta.double(), torch.randn(6, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(module(u)[2:3], module(u[2:3]))
+
+
+@EVERY
+@BLENDS
+def test_the_change_in_a_network_is_exactly_0_at_birth_and_some_gradient_is_not(name, blend):
+    body, x = sequence_body(2, [name]), torch.randn(2, 5, *HOST.inputs)
+    without = body.run(x, body.route(doses(empty(body)), empty(body))).output
+    seeds = set_seed(body, empty(body), 0, 1, 0, blend=blend, jolt=0)
+    output = body.run(x, body.route(doses(seeds), seeds)).output
+    assert torch.equal(output, without)
+    output.square().sum().backward()
+    (at,) = [key for key, envs in body.envs.items() if len(envs)]
+    assert body.stacks[at].columns["gradient"][0].count_nonzero() > 0
+
+
+def test_a_norm_is_the_layer_norm_of_torch():
+    module, u = Norm(4), torch.randn(5, 3, 4)
+    nn.init.ones_(module.scale)
+    torch.testing.assert_close(module(u), nn.functional.layer_norm(u, (4,)))
+
+
+def test_a_causal_convolution_is_that_of_torch_padded_in_front():
+    module, u = CausalConv(3, 4), torch.randn(5, 6, 3)
+    nn.init.normal_(module.taps)
+    weight = module.taps.detach()[:, 0, 0].flip(0).T[:, None]  # torch's last weight is that of the newest position
+    expected = nn.functional.conv1d(nn.functional.pad(u.mT, (3, 0)), weight, groups=3).mT
+    torch.testing.assert_close(module(u), expected)
+
+
+def test_attention_is_that_of_torch():
+    module, u = Attention(4, 4, 8), torch.randn(5, 7, 4)
+    nn.init.normal_(module.out.weight)
+    q, k, v = module.query(u), module.key(u), module.value(u)
+    mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(module(u), module.out(mixed))
+
+
+# The last bit of a row must not depend on its neighbours, at widths and lengths that are no multiples of a word too.
+@EVERY
+@pytest.mark.parametrize("width", [1, 2, 4, 12, 16])
+def test_no_sequence_blueprint_depends_on_neighbours_under_any_blend(name, width):
+    assert blends_that_vary(BLUEPRINTS[Kind.SEQUENCE, name], width) == {}
+
+
+# What looks ahead.
+
+
+class NextPosition(nn.Module):
+    """A linear map of the position behind each."""
+
+    def __init__(self, reads, writes):
+        super().__init__()
+        self.out = zero_linear(reads, writes)
+
+    def forward(self, u):
+        return self.out(u.roll(-1, 1))
+
+
+@pytest.fixture
+def registry():
+    """The table of blueprints, as it was again after the test."""
+    before = dict(BLUEPRINTS)
+    yield BLUEPRINTS
+    BLUEPRINTS.clear()
+    BLUEPRINTS.update(before)
+
+
+def test_a_blueprint_that_looks_ahead_is_refused_with_the_positions(registry):
+    with pytest.raises(
+        InputError, match=r"'ahead' looks ahead: its change at position 0 of 6 depends on positions from 1 on"
+    ):
+        blueprint("ahead", kind="sequence", parameters=lambda r, w: w * (r + 1))(NextPosition)
+    assert (Kind.SEQUENCE, "ahead") not in registry
+
+
+def test_a_blueprint_that_says_that_it_looks_ahead_fits_a_slot_that_is_not_causal_alone(registry):
+    blueprint("ahead", kind="sequence", parameters=lambda r, w: w * (r + 1), causal=False)(NextPosition)
+    for causal in (True, False):
+        body = sequence_body(2, ["mlp-small", "ahead"], host=CausalHost(causal=causal))
+        assert body.layout.fits.tolist() == [[True, not causal]] * 2
+
+
+def test_a_bypass_around_a_segment_that_shortens_a_causal_sequence_does_not_fit():
+    def host(causal):
+        halved = nn.Sequential(nn.Linear(2, 4), Halved())
+        slots = [SlotSpec("a", 0, 4, "sequence", causal=causal)]
+        return SegmentedHost([halved, nn.Sequential(nn.Flatten(), nn.Linear(12, 3))], slots)
+
+    for causal in (True, False):
+        made = CausalHostOf(lambda causal=causal: host(causal))
+        body = sequence_body(2, ["bypass-mlp", "mlp-small"], host=made)
+        assert body.layout.fits.tolist() == [[not causal, True]]
+
+
+class Halved(nn.Module):
+    """Every second position: (B, L, C) -> (B, L // 2, C)."""
+
+    def forward(self, x):
+        return x[..., 1::2, :]
+
+
+class CausalHostOf:
+    """The factory of a host for sequences of 7 positions."""
+
+    inputs, outputs = HOST.inputs, 3
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self):
+        return self.make()
+
+
+def test_a_causal_slot_behind_a_segment_that_looks_ahead_is_refused():
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(1, keepdim=True)
+
+    slots = [SlotSpec("a", 0, 2, "sequence", causal=True)]
+    host = SegmentedHost([Centred(), nn.Sequential(nn.Flatten(), nn.Linear(14, 3))], slots)
+    with pytest.raises(InputError, match="slot 'a' is causal, but its stream depends on later positions"):
+        check_host(host, torch.randn(4, *HOST.inputs), 3)
+    check_host(HOST(), torch.randn(4, *HOST.inputs), 3)
+
+
+def test_a_causal_slot_of_another_kind_is_refused():
+    with pytest.raises(InputError, match="slot 'a' is causal and of kind 'vector'; leave causal out"):
+        SlotSpec("a", 0, 4, causal=True)
+
+
+def test_a_site_of_a_causal_slot_is_causal():
+    assert [site.causal for site in HOST().sites] == [True, True]

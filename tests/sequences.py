@@ -1,0 +1,66 @@
+"""Small sequences for tests: causal hosts of three widths, and a body of them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
+from esper.kasmina.body import Body
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.layers import Linear
+from esper.leyline.slots import SlotSpec
+from esper.leyline.streams import Kind
+
+SEQUENCES = tuple(name for kind, name in BLUEPRINTS if kind == Kind.SEQUENCE)
+LENGTH = 7
+
+
+class RunningMean(nn.Module):
+    """The mean over this and earlier positions: causal, and without parameters."""
+
+    stacks = True
+
+    def forward(self, x):
+        return x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1, dtype=x.dtype, device=x.device)[:, None]
+
+
+class LastPosition(nn.Module):
+    """(B, L, C) -> (B, C)."""
+
+    stacks = True
+
+    def forward(self, x):
+        return x[..., -1, :]
+
+
+@dataclass(frozen=True)
+class CausalHost:
+    """(B, L, 2) -> (B, 3); slots of 4 and 5 features behind the first two segments."""
+
+    inputs: tuple[int, ...] = (LENGTH, 2)
+    outputs: int = 3
+    causal: bool = True
+
+    def __call__(self):
+        first = nn.Sequential(Linear(2, 4), RunningMean())
+        second = nn.Sequential(Linear(4, 6), nn.ReLU(), Linear(6, 5))
+        last = nn.Sequential(RunningMean(), LastPosition(), Linear(5, self.outputs))
+        slots = [SlotSpec(f"block{k}", k, width, "sequence", causal=self.causal) for k, width in enumerate((4, 5))]
+        host = SegmentedHost([first, second, last], slots)
+        host.stacks = True
+        return host
+
+
+HOST = CausalHost()
+
+
+def sequence_body(rows=3, menu=SEQUENCES, *, host=HOST, dtype=torch.float32, **options):
+    """A body of freshly drawn hosts; row r is drawn with key r."""
+    example = torch.zeros(2, *host.inputs, dtype=dtype)
+    menu = [get_blueprint(name, Kind.SEQUENCE) for name in menu]
+    body = Body(lambda: host().to(dtype), menu, max(rows, 2), example, **options)
+    for row in range(max(rows, 2)):
+        with drawn_with(100 + row):
+            body.plant_host([row], host(), example, host.outputs)
+    return body
