@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,10 +82,7 @@ def run_evaluation(
     the same for all. What was grown is kept in `folder`, where one is named, and not grown again. `watch` is told in a line
     what is done. Raises InputError before anything is grown.
     """
-    rules = [named(name) for name in RULES]
-    again = [(rule.name, rule.settings) for rule in rules]
-    ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
-    _check_names([contender.name for contender in (*rules, *ours)], tasks, baselines)
+    rules, ours = _contenders(controllers, tasks, baselines)
     static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     for task, contender in itertools.product(tasks, (*rules, *ours)):
         _check(task, contender, instances, seeds, part, first, settings)
@@ -114,7 +111,6 @@ def run_evaluation(
                 pace=pace,
             )
         )
-    where = resolve_device(build_config(tasks[0].defaults, *settings).device)
     return {
         "named": [controller.name for controller in controllers],
         "instances": instances,
@@ -122,7 +118,7 @@ def run_evaluation(
         "part": part,
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
-        "environment": describe_environment(where),
+        "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
         **findings(evaluations, searches, static),
     }
 
@@ -157,37 +153,19 @@ def evaluate(
         _check(task, contender, instances, seeds, part, first, settings)
     if folder is not None:
         _create(folder)
-    data = fingerprint(task) if folder is not None else {}
     base = build_config(task.defaults, *settings).seed
     chosen = tuple(range(base, base + seeds))
-    kept = Kept(folder, data)
-    runs: dict[str, list[list[Arrays]]] = {}  # by contender, seed and population
+    design = Design(task, settings, chosen, part, first, instances, rows)
+    kept = Kept(folder, fingerprint(task) if folder is not None else {})
+    runs = {contender.name: _grow(design, contender, kept, watch, pace) for contender in contenders}
     absent: dict[str, str] = {}
-    for contender in contenders:
-        runs[contender.name] = [[] for _ in chosen]
-        for at, start, config in _populations(task, contender, settings, chosen, part, first, instances, rows):
-            begin = time.perf_counter()
-            runs[contender.name][at].append(kept.grow(task, contender, config))
-            if pace is not None:
-                seconds = time.perf_counter() - begin
-                fresh = seconds > runs[contender.name][at][-1]["seconds"].sum() / 2  # else they were kept
-                pace.add(config.envs, seconds if fresh else None)
-            done = f"{start + config.envs} of {counted(instances, 'instance')}"
-            tell(watch, f"{task.name}: {contender.name}, seed {config.seed}, {done}")
     for name in static:
         sizer = next(contender for contender in contenders if contender.name == sized_by)
-        beside: list[list[Arrays]] = [[] for _ in chosen]
-        for at, start, config in _populations(task, sizer, settings, chosen, part, first, instances, rows):
-            trained = kept.train(name, task, sizer, config, runs[sizer.name][at][start // rows])
-            if isinstance(trained, Absent):
-                absent[name] = trained.reason
-                tell(watch, f"{task.name}: {name} is absent: {trained.reason}")
-                break
-            beside[at].append(trained)
-            done = f"{start + config.envs} of {counted(instances, 'instance')}"
-            tell(watch, f"{task.name}: {name}, seed {config.seed}, {done}")
+        trained = _train(design, name, sizer, runs[sizer.name], kept, watch)
+        if isinstance(trained, Absent):
+            absent[name] = trained.reason
         else:
-            runs[name] = beside
+            runs[name] = trained
     return Evaluation(
         task=task.name,
         metric=task.objective.metric,
@@ -202,20 +180,57 @@ def evaluate(
     )
 
 
-def _populations(
-    task: AnyTask,
-    contender: Contender,
-    settings: Sequence[Mapping[str, Any]],
-    seeds: Sequence[int],
-    part: str,
-    first: int,
-    instances: int,
-    rows: int,
-) -> Iterator[tuple[int, int, Config]]:
-    """Every population of a contender: the index of its seed, its first instance, and its config."""
-    for (at, seed), start in itertools.product(enumerate(seeds), range(0, instances, rows)):
-        envs = min(rows, instances - start)
-        yield at, start, contender_config(task, contender, settings, seed, part, first + start, envs)
+class Design(NamedTuple):
+    """What every contender is grown on."""
+
+    task: AnyTask
+    settings: Sequence[Mapping[str, Any]]  # layers of config over those of the task
+    seeds: tuple[int, ...]
+    part: str  # of the task's instances
+    first: int
+    instances: int
+    rows: int  # environments of a population, at most
+
+    def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
+        """Every population of a contender: the index of its seed, its first instance, and its config."""
+        for (at, seed), start in itertools.product(enumerate(self.seeds), range(0, self.instances, self.rows)):
+            envs, first = min(self.rows, self.instances - start), self.first + start
+            yield at, start, contender_config(self.task, contender, self.settings, seed, self.part, first, envs)
+
+
+Runs = list[list[Arrays]]
+"""The figures of a contender, by seed and population."""
+
+
+def _grow(design: Design, contender: Contender, kept: "Kept", watch: Say | None, pace: Pace | None) -> Runs:
+    """Every population of a contender, grown or as it was kept."""
+    task = design.task
+    grown: Runs = [[] for _ in design.seeds]
+    for at, start, config in design.populations(contender):
+        begin = time.perf_counter()
+        grown[at].append(kept.grow(task, contender, config))
+        if pace is not None:
+            seconds = time.perf_counter() - begin
+            fresh = seconds > grown[at][-1]["seconds"].sum() / 2  # else they were kept
+            pace.add(config.envs, seconds if fresh else None)
+        done = f"{start + config.envs} of {counted(design.instances, 'instance')}"
+        tell(watch, f"{task.name}: {contender.name}, seed {config.seed}, {done}")
+    return grown
+
+
+def _train(design: Design, name: str, sizer: Contender, grown: Runs, kept: "Kept", watch: Say | None) -> Runs | Absent:
+    """The static networks of a name beside every population that `sizer` grew; Absent where the task has none."""
+    task = design.task
+    beside: Runs = [[] for _ in design.seeds]
+    for at, start, config in design.populations(sizer):
+        trained = kept.train(name, task, sizer, config, grown[at][start // design.rows])
+        if isinstance(trained, Absent):
+            tell(watch, f"{task.name}: {name} is absent: {trained.reason}")
+            return trained
+        beside[at].append(trained)
+        done = f"{start + config.envs} of {counted(design.instances, 'instance')}"
+        tell(watch, f"{task.name}: {name}, seed {config.seed}, {done}")
+    return beside
 
 
 def _stacked(runs: Mapping[str, Sequence[Sequence[Arrays]]], name: str) -> Floats:
@@ -284,6 +299,17 @@ def _check(
     instance_keys(task, contender_config(task, contender, settings, base + seeds - 1, part, first, instances))
     config = contender_config(task, contender, settings, base, part, first, 1)
     contender.make(config).act(VectorizedEngine(task.sealed(), config).reset())
+
+
+def _contenders(
+    controllers: Sequence[Contender], tasks: Sequence[AnyTask], baselines: Sequence[str]
+) -> tuple[list[Contender], list[Contender]]:
+    """The rules that every evaluation has, and the controllers that are none of them. InputError where names are taken twice."""
+    rules = [named(name) for name in RULES]
+    again = [(rule.name, rule.settings) for rule in rules]
+    ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
+    _check_names([contender.name for contender in (*rules, *ours)], tasks, baselines)
+    return rules, ours
 
 
 def _check_names(contenders: Sequence[str], tasks: Sequence[AnyTask], baselines: Sequence[str]) -> None:
