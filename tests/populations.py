@@ -6,7 +6,6 @@ import torch
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
 from esper.nissa.hub import Hub
-from esper.nissa.outputs import Memory
 from esper.tasks.custom import task_from
 from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
@@ -43,6 +42,25 @@ def small_config(*layers, **top):
         *layers,
         top,
     )
+
+
+class Memory:
+    """A sink that keeps the rows of the events in a list."""
+
+    def __init__(self):
+        self.rows = []
+
+    def write(self, row):
+        self.rows.append(row)
+
+    def flush(self):
+        pass
+
+    def mark(self):
+        return None
+
+    def close(self):
+        pass
 
 
 class Journalled(VectorizedEngine):

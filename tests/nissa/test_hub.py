@@ -5,7 +5,8 @@ import pytest
 
 from esper.nissa.events import LifecycleRow, Row, StepRow
 from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines, Memory, OutputError
+from esper.nissa.outputs import JsonLines, OutputError
+from populations import Memory
 
 
 def change(env: int = 0) -> LifecycleRow:

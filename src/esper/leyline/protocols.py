@@ -1,14 +1,12 @@
-"""The protocols of controllers, hosts and rewards."""
+"""The protocols of controllers and rewards."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from esper.leyline.actions import Actions
-from esper.leyline.slots import SlotSpec
 from esper.leyline.view import Outcome, View
 
 
@@ -60,22 +58,6 @@ class Explains(Protocol):
     def explain(self) -> Sequence[str]:
         """Why nothing was planted so far: one sentence per reason, with the config key to change."""
         ...
-
-
-class Host(Protocol):
-    """A network in segments with named slots between them, such as `esper.SegmentedHost`."""
-
-    @property
-    def segments(self) -> Iterable[nn.Module]:
-        """The segments in the order of computation; each maps (B, ...) to (B, ...)."""
-        ...
-
-    @property
-    def slots(self) -> Sequence[SlotSpec]:
-        """The slots in the order of computation."""
-        ...
-
-    def forward(self, x: Tensor) -> Tensor: ...
 
 
 class Reward(Protocol):

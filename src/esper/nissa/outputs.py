@@ -1,4 +1,4 @@
-"""Outputs of the hub: a file of JSON lines, and a list."""
+"""The output of the hub: a file of JSON lines."""
 
 import hashlib
 import os
@@ -164,24 +164,3 @@ def _blocks(file: int) -> Iterator[bytes]:
     while block := os.pread(file, 2**20, place):
         yield block
         place += len(block)
-
-
-class Memory:
-    """Keeps rows in a list."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def write(self, row: Row) -> None:
-        """Append to `rows`."""
-        self.rows.append(row)
-
-    def flush(self) -> None:
-        """Nothing is pending."""
-
-    def mark(self) -> Mark | None:
-        """None: there is no file."""
-        return None
-
-    def close(self) -> None:
-        """Nothing is open."""

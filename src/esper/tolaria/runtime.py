@@ -100,28 +100,6 @@ def hold_freed_memory() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
-class CUDATimer:
-    """Device seconds between `start` and `stop` by CUDA events, summed when `seconds` is read, which waits for them."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def start(self) -> None:
-        """Mark the beginning on the current stream."""
-        begin = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        self._pairs.append((begin, torch.cuda.Event(enable_timing=True)))
-
-    def stop(self) -> None:
-        """Mark the end on the current stream."""
-        self._pairs[-1][1].record()
-
-    def seconds(self) -> float:
-        """All intervals so far; synchronises, so ask after a run and not in a step."""
-        torch.cuda.synchronize()
-        return float(sum(begin.elapsed_time(end) for begin, end in self._pairs)) / 1e3
-
-
 LOWER = {
     "apply": "envs or lifecycle.max_seeds",
     "train": "envs, data.batch_size or lifecycle.max_seeds",
@@ -131,13 +109,12 @@ LOWER = {
 
 
 class PhaseTimer:
-    """Seconds by phase of a step: of the process always, and of the device on CUDA, where launches return early."""
+    """Seconds of the process by phase of a step; on CUDA, where launches return early, the device works on behind them."""
 
     def __init__(self, device: torch.device, population: str = "") -> None:
         """`population` is what stands in memory, in words, for where that runs out."""
         self.seconds: dict[str, float] = {}
         self._device, self._population = device, population
-        self._cuda: dict[str, CUDATimer] = {}
 
     @contextmanager
     def memory(self, where: str, lower: str = "envs", *, users: bool = True) -> Iterator[None]:
@@ -159,17 +136,9 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of a block to a phase. OutOfMemory where memory runs out in it."""
-        if self._device.type == "cuda":
-            self._cuda.setdefault(name, CUDATimer()).start()
         begin = time.perf_counter()
         try:
             with self.memory(f"in the phase {name}", LOWER.get(name, "envs")):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-            if name in self._cuda:
-                self._cuda[name].stop()
-
-    def device_seconds(self) -> dict[str, float]:
-        """Device seconds by phase; empty on the CPU."""
-        return {name: timer.seconds() for name, timer in self._cuda.items()}
