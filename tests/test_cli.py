@@ -379,7 +379,7 @@ def test_a_full_disk_is_one_sentence_and_exit_code_1(tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "error: cannot write r/events.jsonl: File too large; raise the limit on the size of files (ulimit -f), and "
-        "`esper resume r` goes on"
+        "continue with `esper resume r`"
     )
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "r" / "summary.json").exists()

@@ -178,7 +178,7 @@ def test_a_disk_that_stays_full_ends_a_run_with_the_command_that_goes_on(esper, 
     code, out, err = esper(*GROW, *OFTEN, "--set", "faults.disk_seconds=0", "--run", "r")
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith("error: cannot write r/checkpoints/step-000002: No space left on device")
-    assert err.endswith("`esper resume r` goes on\n")
+    assert err.endswith("continue with `esper resume r`\n")
     disk.times = 0
     assert esper("resume", "r", "--json")[0] == 0
 

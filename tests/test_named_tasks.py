@@ -298,7 +298,9 @@ class Interrupting(Script):
 
 
 def test_ctrl_c_is_raised_again_when_the_folder_is_in_order():
-    with pytest.raises(KeyboardInterrupt, match=r"esper\.resume\('r', task=\.\.\., controller=\.\.\.\) goes on"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"continue it with esper\.resume\('r', task=\.\.\., controller=\.\.\.\)$"
+    ):
         esper.grow(blobs(), SMALL, controller=Interrupting({}), run="r", progress=False)
     assert json.loads(Path("r/summary.json").read_text())["status"] == "interrupted"
     summary = esper.grow(blobs(), SMALL, controller=Interrupting({}), progress=False, on_interrupt="return")
@@ -323,7 +325,7 @@ def test_an_interrupted_run_on_a_task_of_ones_own_ends_with_the_command_that_res
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "interrupted; esper resume r --task mine/own_task.py:written goes on"
+    assert err.splitlines()[-1] == "interrupted; continue with esper resume r --task mine/own_task.py:written"
 
 
 def test_a_file_without_a_function_is_refused_with_the_functions_that_it_has(command):

@@ -114,7 +114,7 @@ def play(task: str, case: Case | None, quick: bool) -> Episode:
             view, outcome = engine.step(actions)
         client.store(outcome)
         trace.append(fingerprints(engine))
-        found.append(outcome.found)
+        found.append(outcome.vital)
         pay.append(total(delta(outcome, config.reward)) - config.governor.penalty * outcome.rolled_back)
         training.append(np.flatnonzero(np.isfinite(view.measurements.seed_gradient_norm).any(1)).tolist())
     counts = engine.governor.record.counts()

@@ -154,7 +154,6 @@ def evaluate(
     listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
     say = evaluation_progress(progress)
-    told = say or (lambda line: None)
 
     def compare(grown: Path | None) -> dict[str, Any]:
         return run_evaluation(
@@ -173,7 +172,7 @@ def evaluate(
     if out is None:
         return compare(None)
     path = to_path(out, "out")
-    with EvaluationFolder(path, told, overwrite=overwrite, shared=path.parent == ROOT) as folder:
+    with EvaluationFolder(path, say or (lambda line: None), overwrite=overwrite, shared=path.parent == ROOT) as folder:
         record = compare(folder.grown)
         write_atomic(path / RECORD, to_json(record))
         draw_evaluation(record, path / FIGURE)
@@ -242,7 +241,7 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
     if folder is None:
         raise KeyboardInterrupt("the run was interrupted")
     raise KeyboardInterrupt(
-        f"the run was interrupted and its folder is whole; {call_of(summary, folder)} goes on with it"
+        f"the run was interrupted and its folder is complete; continue it with {call_of(summary, folder)}"
     )
 
 

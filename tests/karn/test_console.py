@@ -108,7 +108,7 @@ def test_the_table_fits_into_80_columns():
 
 def test_without_baselines_the_grown_networks_stand_alone_and_that_is_said():
     text = printed(SUMMARY, rows=3, baselines={}, test_objective={"host": None, "grown": [0.86, 0.76, 0.9]})
-    assert "no static network stands beside the grown ones" in text
+    assert "no static network was trained for comparison" in text
     assert "J on the test split: grown 0.8400 ± 0.0416\n" in text
     assert "twin" not in text
 
@@ -293,7 +293,7 @@ def test_the_closing_lines_say_why_nothing_was_planted():
 
 def test_rent_is_explained_where_j_is_shown_and_the_best_network_is_named():
     text = " ".join(printed(SUMMARY).split())
-    assert "J = accuracy - 0.1 * ln(1 + added parameters / host parameters): what is left after rent" in text
+    assert "J = accuracy - 0.1 * ln(1 + added parameters / host parameters): the metric less rent" in text
     assert "(reward.rent)" in text
     assert "best: environment 1, by validation accuracy, 0.9000 (select=metric)" in text
 

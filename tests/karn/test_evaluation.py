@@ -145,8 +145,8 @@ def test_what_was_grown_and_what_the_search_cost_are_printed():
 
 def test_j_is_explained_first_and_the_static_networks_are_told_from_never():
     text = printed(record(RULES) | {"baselines": ["same-size"], "sized_by": "heuristic"})
-    assert text.startswith("J: the metric of a task, less rent")
-    assert "same-size: static networks, trained beside at the size that heuristic grew to; `never` is the host" in text
+    assert text.startswith("J: the metric of a task less rent")
+    assert "same-size: static networks, trained at the size that heuristic grew to; `never` is the host" in text
 
 
 def test_of_one_data_set_the_starts_are_counted():

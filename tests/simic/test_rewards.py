@@ -83,7 +83,7 @@ def outcome(before, after, *, step=0, ops=(0, 0), accepted=(True, True), exporte
         step=step,
         actions=nothing._replace(op=np.array(ops)),
         refused=np.where(accepted, Refusal.NONE, Refusal.MASKED).astype(np.int8),
-        found=np.zeros(ENVS, np.int8),
+        vital=np.zeros(ENVS, np.int8),
         before=before,
         after=after,
         host_params=HOSTS,

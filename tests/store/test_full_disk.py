@@ -89,7 +89,7 @@ def test_no_seconds_are_no_waiting(tmp_path, notes):
 
 def test_what_stops_says_how_to_go_on(tmp_path, notes):
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(DiskFull, match=f"`esper resume {tmp_path}` goes on"):
+    with pytest.raises(DiskFull, match=f"continue with `esper resume {tmp_path}`"):
         waiting(tmp_path, notes, seconds=0)(tmp_path / "a", Failing(1))
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(DiskFull, match="start the run again"):

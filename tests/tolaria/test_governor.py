@@ -60,7 +60,7 @@ def test_a_row_that_breaks_is_put_back_in_that_step_and_no_other_row_is_touched(
         assert [g == e for row, (g, e) in enumerate(zip(got, expected, strict=True)) if row != BAD] == [True] * (
             engine.rows - 1
         )
-    found = np.array([outcome.found for outcome in client.outcomes])
+    found = np.array([outcome.vital for outcome in client.outcomes])
     assert np.argwhere(found).tolist() == [[step, BAD]]
     assert engine.governor.record.rollbacks[BAD] == 1
     assert engine.governor.record.found.sum() == 1
@@ -239,7 +239,7 @@ def test_a_row_whose_training_blows_up_is_put_back_after_the_patience():
     before = client.outcomes[-1].after.loss[BAD]
     engine.population.body.host.rates[BAD] = 2000.0
     played(engine, client, 16)
-    found = [int(outcome.found[BAD]) for outcome in client.outcomes]
+    found = [int(outcome.vital[BAD]) for outcome in client.outcomes]
     first = next(step for step, vital in enumerate(found) if vital)
     assert found[first] == Vital.RISE
     assert first == 11
@@ -254,7 +254,7 @@ def test_a_network_that_gives_all_examples_one_output_is_put_back():
         0.0  # no unit is active, so nothing learns again but the last bias
     )
     played(engine, client, 14)
-    found = [int(outcome.found[BAD]) for outcome in client.outcomes]
+    found = [int(outcome.vital[BAD]) for outcome in client.outcomes]
     assert [vital for vital in found if vital] == [Vital.COLLAPSE]
 
 
@@ -272,7 +272,7 @@ def test_a_metric_that_falls_far_below_its_best_is_put_back():
     host.columns["value"][1] += torch.randn_like(host.columns["value"][1])
     host.rates[1] = 1e-6  # it does not learn it again in time
     played(engine, client, 9)
-    assert [int(outcome.found[1]) for outcome in client.outcomes][6:] == [Vital.GOOD, Vital.FALL, Vital.GOOD]
+    assert [int(outcome.vital[1]) for outcome in client.outcomes][6:] == [Vital.GOOD, Vital.FALL, Vital.GOOD]
 
 
 @pytest.mark.parametrize("controller", ["never", "heuristic"])
@@ -301,7 +301,7 @@ def test_a_row_that_was_not_well_at_a_checkpoint_is_put_back_as_it_would_have_be
 
     straight, client = sickly()
     played(straight, client, 20)
-    assert any(outcome.found[BAD] for outcome in client.outcomes)
+    assert any(outcome.vital[BAD] for outcome in client.outcomes)
     engine, client = sickly()
     played(engine, client, 10 + cut)
     again = an_engine(**settings)[0]
@@ -432,7 +432,7 @@ def test_steps_on_examples_that_went_bad_are_taken_back_where_the_run_is_to_go_o
     view, found = engine.view(), []
     for _ in range(6):
         view, outcome = engine.step(client.act(view))
-        found.append(outcome.found)
+        found.append(outcome.vital)
     assert set(np.array(found)[:, BAD].tolist()) <= {Vital.GOOD, Vital.BATCH}
     assert Vital.BATCH in np.array(found)[:, BAD]
     assert not np.array(found)[:, [0, 2]].any()

@@ -90,6 +90,6 @@ def _check_rows() -> Iterator[Check]:
 
 def _row_check(what: str, differences: Mapping[str, str]) -> Check:
     if not differences:
-        return True, f"{what}: rows stand alone"
+        return True, f"{what}: rows are independent"
     where = "; ".join(f"{part}: {text}" for part, text in differences.items())
     return False, f"{what}: rows depend on their neighbours ({where})"

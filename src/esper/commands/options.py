@@ -109,7 +109,7 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
         from esper.calls import names_of
         from esper.leyline.resuming import resume_command
 
-        say(f"interrupted; {resume_command(folder, names_of(summary))} goes on", err=True)
+        say(f"interrupted; continue with {resume_command(folder, names_of(summary))}", err=True)
         raise typer.Exit(130)
     if summary["status"] == "failed":
         fail(summary["error"]["message"], 1)

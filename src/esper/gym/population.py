@@ -103,8 +103,8 @@ class Population:
         if outcome.rolled_back.any():
             self._history = self._history.reset(outcome.rolled_back)
         parts = paid(self._reward, outcome, self.config.governor.penalty)
-        told = {"accepted": outcome.accepted, "reward": parts, "rolled_back": outcome.rolled_back}
-        return self._see(view, told), total(parts), outcome.ended
+        info = {"accepted": outcome.accepted, "reward": parts, "rolled_back": outcome.rolled_back}
+        return self._see(view, info), total(parts), outcome.ended
 
     @property
     def over(self) -> bool:

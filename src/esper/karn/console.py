@@ -30,7 +30,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
     else:
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
         print_line(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
-        print_line(console, "J: the metric of the task, less rent for the parameters that were added (reward.rent)")
+        print_line(console, "J: the metric of the task less rent for added parameters (reward.rent)")
     for line in trouble_lines(summary):
         print_line(console, line)
     figures = {name: value for name, value in last.items() if value is not None}
@@ -150,7 +150,7 @@ def table_notes(summary: Mapping[str, Any]) -> list[str]:
             f"static networks: {'; '.join(f'{name} is {DESCRIPTIONS[name]}' for name in summary['baselines'])}"
         )
     else:
-        lines.append("no static network stands beside the grown ones; --baselines (the key baselines) names some")
+        lines.append("no static network was trained for comparison; --baselines (the key baselines) names some")
     if summary["metric"] == "r2":
         lines.append(
             "r2: the share of the variance that is explained; 1 is perfect, 0 is as good as predicting the mean"
@@ -182,7 +182,7 @@ def objective_lines(summary: Mapping[str, Any]) -> list[str]:
     name = summary["metric"] if best["select"] == "metric" else "J"
     value = "" if best["validation"] is None else f", {best['validation']:.4f}"
     return [
-        f"J = {summary['objective_formula']}: what is left after rent for the parameters that were added (reward.rent)",
+        f"J = {summary['objective_formula']}: the metric less rent for added parameters (reward.rent)",
         worth,
         f"best: environment {best['env']}, by validation {name}{value} (select={best['select']})",
     ]

@@ -24,7 +24,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 def print_evaluation(record: Record, console: Console) -> None:
     """Print controllers, comparisons and the schedule search of each task, and of all tasks together."""
-    print_line(console, "J: the metric of a task, less rent for the parameters that were added (reward.rent)")
+    print_line(console, "J: the metric of a task less rent for added parameters (reward.rent)")
     for task in record["tasks"]:
         print_line(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
         _print_estimates(console, task, task["metric"], record)
@@ -118,7 +118,7 @@ def static_lines(record: Record, task: Record) -> list[str]:
     if record.get("baselines"):
         names = ", ".join(record["baselines"])
         lines.append(
-            f"{names}: static networks, trained beside at the size that {record['sized_by']} grew to; `never` is the host "
+            f"{names}: static networks, trained at the size that {record['sized_by']} grew to; `never` is the host "
             "itself, trained without growth"
         )
     return lines + [f"{name}: absent: {reason}" for name, reason in task.get("absent", {}).items()]

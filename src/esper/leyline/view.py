@@ -267,7 +267,7 @@ class Outcome(NamedTuple):
         step (int): number of the step, from 0
         actions (Actions): the decisions of the controller
         refused ((E,) int8): a `Refusal`; NONE where the decision was carried out
-        found ((E,) int8): a `Vital`; where it is not GOOD, the row was restored to its last snapshot, and `after` describes
+        vital ((E,) int8): a `Vital`; where it is not GOOD, the row was restored to its last snapshot, and `after` describes
             the restored row
         before (Scores): the network before the step
         after (Scores): the network after the step
@@ -285,7 +285,7 @@ class Outcome(NamedTuple):
     step: int
     actions: Actions
     refused: NDArray[np.int8]
-    found: NDArray[np.int8]
+    vital: NDArray[np.int8]
     before: Scores
     after: Scores
     host_params: NDArray[np.int64]
@@ -309,7 +309,7 @@ class Outcome(NamedTuple):
     @property
     def rolled_back(self) -> Bools:
         """(E,) bool: whether the row was restored to its last snapshot because the step failed."""
-        return np.asarray(self.found != Vital.GOOD)
+        return np.asarray(self.vital != Vital.GOOD)
 
 
 def map_arrays(function: Callable[..., Any], *records: Any) -> Any:

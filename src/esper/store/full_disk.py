@@ -78,4 +78,4 @@ class DiskRetry:
         return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
 
     def _further(self) -> str:
-        return f"`{resume_command(self.run, self.tasks)}` goes on" if is_run(self.run) else "start the run again"
+        return f"continue with `{resume_command(self.run, self.tasks)}`" if is_run(self.run) else "start the run again"

@@ -232,7 +232,7 @@ class Engine(Generic[P]):
                 step=state.step - 1,
                 actions=actions,
                 refused=refused,
-                found=found[envs],
+                vital=found[envs],
                 before=take(before, envs),
                 after=take(state.scores, envs),
                 host_params=view.host_params,
