@@ -23,7 +23,7 @@ from esper.lab.sandbox import ARMS, CHAIN, GROWTH, Blindfolded, Sandbox, arms, b
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.tamiyo.controller import Language, Learned, Mind, Policy
+from esper.tamiyo.controller import Language, Learned, Policy, RecurrentActor
 
 Row = dict[str, float]
 OTHER = 1000
@@ -68,7 +68,7 @@ def chosen(seed: int, rounds: int | None) -> Row:
     best = seed % ARMS
     policy, seconds = _timed(bandit(best), seed, rounds)
     view = Sandbox(bandit(best), {"seed": seed + OTHER, "envs": 4096}).reset()
-    pulled = arms(Mind(policy).think(view, greedy=False).decision.actions)
+    pulled = arms(RecurrentActor(policy).act(view, greedy=False).decision.actions)
     return {"result": float((pulled == best).mean()), "seconds": seconds}
 
 

@@ -273,7 +273,7 @@ def test_a_language_that_asks_for_another_network_is_refused_before_one_is_built
         said = sentence(load_policy, controller)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
-    assert "its language asks for 20000" in said
+    assert "but the language has 20000" in said
 
 
 def test_a_weight_too_many_and_one_of_another_kind_are_named(controller):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.simic.advantages import advantages, less_group
+from esper.simic.advantages import advantages, subtract_group_mean
 
 T, E = 9, 4
 GOES_ON, TERMINAL, CUT, ROLLBACK = range(4)
@@ -108,7 +108,7 @@ def test_a_rollout_that_ends_in_the_air_is_refused():
 @pytest.mark.parametrize("group", [2, 3, 6])
 def test_a_group_baseline_is_the_mean_of_the_other_members(group):
     advantage = torch.randn(5, 12, dtype=torch.float64)
-    found = less_group(advantage, group)
+    found = subtract_group_mean(advantage, group)
     for t in range(5):
         for e in range(12):
             first = e - e % group
@@ -119,14 +119,14 @@ def test_a_group_baseline_is_the_mean_of_the_other_members(group):
 def test_a_group_baseline_takes_away_what_a_group_has_in_common():
     advantage, common = torch.randn(5, 12, dtype=torch.float64), torch.randn(5, 4, 1, dtype=torch.float64)
     shifted = (advantage.view(5, 4, 3) + common).view(5, 12)
-    torch.testing.assert_close(less_group(shifted, 3), less_group(advantage, 3), rtol=0, atol=1e-12)
+    torch.testing.assert_close(subtract_group_mean(shifted, 3), subtract_group_mean(advantage, 3), rtol=0, atol=1e-12)
 
 
 def test_a_group_of_one_keeps_its_advantage():
     advantage = torch.randn(5, 3)
-    assert torch.equal(less_group(advantage, 1), advantage)
+    assert torch.equal(subtract_group_mean(advantage, 1), advantage)
 
 
 def test_environments_that_do_not_make_whole_groups_are_refused():
     with pytest.raises(AssertionError):
-        less_group(torch.randn(2, 5), 2)
+        subtract_group_mean(torch.randn(2, 5), 2)

@@ -205,7 +205,7 @@ def test_an_update_learns_and_begins_the_next_round():
 def test_an_episode_cut_short_is_worth_what_the_mind_expects_of_its_last_state():
     engine, client = a_run()
     view = play(engine, client, 2)
-    expected = client.mind.expect(view)
+    expected = client.actor.value(view)
     client.cut(view)
     rollout = client.rollout()
     assert rollout.end.tolist() == [[False] * ENVS, [True] * ENVS]

@@ -9,7 +9,7 @@ from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
 from esper.tamiyo.baselines import RandomValid
-from esper.tamiyo.controller import Language, Learned, Mind, Policy
+from esper.tamiyo.controller import Language, Learned, Policy, RecurrentActor
 
 SEED = 1
 
@@ -60,7 +60,7 @@ def test_a_learner_puts_its_mass_on_the_best_arm_of_a_bandit():
     policy, client = learner(sandbox)
     train(sandbox, client, sandbox.config.ppo.rounds // 2)
     view = Sandbox(bandit(best), {"seed": SEED + 1000, "envs": 4096}).reset()
-    sampled = Mind(policy).think(view, greedy=False).decision.actions
+    sampled = RecurrentActor(policy).act(view, greedy=False).decision.actions
     assert np.mean(arms(sampled) == best) > 0.9
 
 

@@ -9,10 +9,10 @@ import torch
 from esper.leyline.actions import RELEVANT, Head, Op
 from esper.leyline.config import PPOConfig
 from esper.simic.advantages import advantages
-from esper.simic.client import drawn
+from esper.simic.client import sampled_step
 from esper.simic.ppo import PPO, LearningError, anneal, explained_variance, policy_loss, value_loss
 from esper.simic.rollout import TamiyoRolloutBuffer
-from esper.tamiyo.controller import Language, Mind, Policy
+from esper.tamiyo.controller import Language, Policy, RecurrentActor
 from esper.tamiyo.network import Batch, FactoredRecurrentActorCritic, Shapes
 from esper.tamiyo.policy import judge
 from esper.tolaria.engine import VectorizedEngine
@@ -49,13 +49,13 @@ def planted(actions):
 
 def a_rollout(learner, view, pay=planted, steps=1, forget=None):
     """Some steps at one and the same state, paid by what was decided; `forget` maps steps to rows that end before them."""
-    mind, buffer, forget = Mind(learner.policy), TamiyoRolloutBuffer(steps, ENVS), forget or {}
+    mind, buffer, forget = RecurrentActor(learner.policy), TamiyoRolloutBuffer(steps, ENVS), forget or {}
     for t in range(steps):
         if t in forget:
-            mind.forget(forget[t])
-        thought = mind.think(view._replace(step=t, episode=learner.round), learner.exploration, greedy=False)
+            mind.reset(forget[t])
+        thought = mind.act(view._replace(step=t, episode=learner.round), learner.exploration, greedy=False)
         made = thought.decision
-        buffer.add(drawn(thought, learner.exploration))
+        buffer.add(sampled_step(thought, learner.exploration))
         ends = np.full(ENVS, t == steps - 1) | forget.get(t + 1, np.zeros(ENVS, bool))
         buffer.close(pay(made.actions), ends)
     return buffer.rollout()
@@ -273,7 +273,7 @@ def test_an_update_that_cannot_be_trusted_keeps_everything_and_names_the_cause(v
 
 def test_the_value_of_a_state_behind_a_cut_is_named_where_it_is_not_finite(view):
     learner = a_learner(view)
-    with pytest.raises(LearningError, match=r"environment 3 .* step 0.* behind a cut nan"):
+    with pytest.raises(LearningError, match=r"environment 3 .* step 0.* after a truncation nan"):
         updated(learner, view, damaged(a_rollout(learner, view), "after", float("nan")))
 
 
@@ -350,7 +350,7 @@ def test_the_first_round_gives_the_critic_the_moments_of_the_returns_and_leaves_
     ).target
     assert float(network.value_mean) == pytest.approx(float(target.mean()), rel=1e-5)
     assert float(network.value_scale) == pytest.approx(float(target.std(correction=0)), rel=1e-5)
-    again = Mind(learner.policy).think(view._replace(episode=0), greedy=True)
+    again = RecurrentActor(learner.policy).act(view._replace(episode=0), greedy=True)
     torch.testing.assert_close(again.value, rollout.value[0], rtol=0, atol=1e-5)
 
 

@@ -21,8 +21,8 @@ from esper.tamiyo.controller import (
     WEIGHTS,
     Language,
     Learned,
-    Mind,
     Policy,
+    RecurrentActor,
     is_controller,
     load_policy,
     read_settings,
@@ -47,9 +47,9 @@ def play(engine, mind, steps=STEPS, greedy=False):
     """The thoughts of some steps of an episode, and the view and the outcomes behind them."""
     view, thoughts, outcomes = engine.reset(), [], []
     for _ in range(steps):
-        thoughts.append(mind.think(view, SOME, greedy=greedy))
+        thoughts.append(mind.act(view, SOME, greedy=greedy))
         view, outcome = engine.step(thoughts[-1].decision.actions)
-        mind.learn_outcome(outcome)
+        mind.store(outcome)
         outcomes.append(outcome)
     return thoughts, view, outcomes
 
@@ -124,12 +124,12 @@ def test_a_greedy_controller_decides_as_its_mind_does(trained):
     engine = engine_of()
     view = engine.reset()
     actions = Learned(trained).act(view)
-    thought = Mind(trained).think(view, greedy=True)
+    thought = RecurrentActor(trained).act(view, greedy=True)
     np.testing.assert_array_equal(np.stack(actions), np.stack(thought.decision.actions))
 
 
 def test_two_minds_that_see_the_same_decide_the_same(trained):
-    first, second = (play(engine_of(), Mind(trained))[0] for _ in range(2))
+    first, second = (play(engine_of(), RecurrentActor(trained))[0] for _ in range(2))
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.stack(one.decision.actions), np.stack(other.decision.actions))
         assert torch.equal(one.decision.log_prob, other.decision.log_prob)
@@ -140,7 +140,7 @@ def test_two_minds_that_see_the_same_decide_the_same(trained):
 def test_a_draw_has_a_key_of_its_own_episode_step_and_run(trained, change):
     view = engine_of().reset()
     other = view._replace(space=view.space._replace(seed=1)) if change == "seed" else view._replace(**{change: 1})
-    drawn = [np.stack(Mind(trained).think(v, SOME, greedy=False).decision.actions) for v in (view, other)]
+    drawn = [np.stack(RecurrentActor(trained).act(v, SOME, greedy=False).decision.actions) for v in (view, other)]
     assert not np.array_equal(*drawn)
 
 
@@ -155,13 +155,13 @@ def test_what_an_environment_decides_does_not_depend_on_the_others(trained):
         host_params=view.host_params[two],
         added_params=view.added_params[two],
     )
-    all_, some = (Mind(trained).think(v, SOME, greedy=False) for v in (view, fewer))
+    all_, some = (RecurrentActor(trained).act(v, SOME, greedy=False) for v in (view, fewer))
     np.testing.assert_array_equal(np.stack(some.decision.actions), np.stack(all_.decision.actions)[:, :2])
     torch.testing.assert_close(some.value, all_.value[:2], rtol=0, atol=1e-6)
 
 
 def test_a_mind_remembers_within_an_episode(trained):
-    mind = Mind(trained)
+    mind = RecurrentActor(trained)
     thoughts, _, _ = play(engine_of(), mind, 3)
     assert thoughts[0].starts.all()
     assert not thoughts[1].starts.any()
@@ -170,10 +170,10 @@ def test_a_mind_remembers_within_an_episode(trained):
 
 
 def test_a_mind_begins_anew_with_an_episode(trained):
-    engine, mind = engine_of(), Mind(trained)
+    engine, mind = engine_of(), RecurrentActor(trained)
     play(engine, mind)
     second, _, _ = play(engine, mind)
-    fresh = Mind(trained)
+    fresh = RecurrentActor(trained)
     other = engine_of()
     other.reset()
     expected, _, _ = play(other, fresh)
@@ -185,11 +185,11 @@ def test_a_mind_begins_anew_with_an_episode(trained):
 
 def test_forgetting_empties_the_memory_of_its_rows_exactly_and_of_no_other(trained):
     rows = np.array([False, True, False, True])
-    forgetful, keen, fresh = (Mind(trained) for _ in range(3))
+    forgetful, keen, fresh = (RecurrentActor(trained) for _ in range(3))
     _, view, _ = play(engine_of(), forgetful, 3)
     play(engine_of(), keen, 3)
-    forgetful.forget(rows)
-    after, whole, new = (mind.think(view, SOME, greedy=False) for mind in (forgetful, keen, fresh))
+    forgetful.reset(rows)
+    after, whole, new = (mind.act(view, SOME, greedy=False) for mind in (forgetful, keen, fresh))
     assert after.starts.tolist() == rows.tolist()
     for part in (after.value, after.decision.log_prob, *forgetful.hidden):
         assert part.isfinite().all()
@@ -207,37 +207,37 @@ def test_forgetting_empties_the_memory_of_its_rows_exactly_and_of_no_other(train
 
 
 def test_a_mind_that_forgot_begins_its_sequences_once(trained):
-    mind, rows = Mind(trained), np.array([True, False, False, False])
+    mind, rows = RecurrentActor(trained), np.array([True, False, False, False])
     _, view, _ = play(engine_of(), mind, 2)
-    mind.forget(rows)
-    assert [mind.think(view, SOME, greedy=False).starts.tolist() for _ in range(2)] == [rows.tolist(), [False] * 4]
+    mind.reset(rows)
+    assert [mind.act(view, SOME, greedy=False).starts.tolist() for _ in range(2)] == [rows.tolist(), [False] * 4]
 
 
 def test_rows_that_were_forgotten_one_after_the_other_all_begin_a_sequence(trained):
-    mind = Mind(trained)
+    mind = RecurrentActor(trained)
     _, view, _ = play(engine_of(), mind, 2)
-    mind.forget(np.array([True, False, False, False]))
-    mind.forget(np.array([False, False, True, False]))
-    assert mind.think(view, SOME, greedy=False).starts.tolist() == [True, False, True, False]
+    mind.reset(np.array([True, False, False, False]))
+    mind.reset(np.array([False, False, True, False]))
+    assert mind.act(view, SOME, greedy=False).starts.tolist() == [True, False, True, False]
 
 
 def test_what_a_mind_expects_of_a_state_is_its_value_there_and_changes_no_memory(trained):
-    mind = Mind(trained)
+    mind = RecurrentActor(trained)
     _, view, _ = play(engine_of(), mind, 2)
-    expected = mind.expect(view)
-    assert torch.equal(mind.expect(view), expected)
-    assert torch.equal(mind.think(view, SOME, greedy=False).value, expected)
+    expected = mind.value(view)
+    assert torch.equal(mind.value(view), expected)
+    assert torch.equal(mind.act(view, SOME, greedy=False).value, expected)
 
 
 def test_an_outcome_is_seen_at_the_next_decision(trained):
-    mind = Mind(trained)
+    mind = RecurrentActor(trained)
     engine = engine_of()
     view = engine.reset()
-    mind.think(view, SOME, greedy=False)
+    mind.act(view, SOME, greedy=False)
     script = Script({(0, 0): (Op.GERMINATE, 0, 0, 0, 2, 3), (0, 1): (Op.PRUNE, 0)})  # there is nothing to prune
     view, outcome = engine.step(script.act(view))
-    mind.learn_outcome(outcome)
-    flags = mind.think(view, SOME, greedy=False).observation.env_flags
+    mind.store(outcome)
+    flags = mind.act(view, SOME, greedy=False).observation.env_flags
     assert flags[0].tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
     assert flags[1].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
@@ -294,7 +294,7 @@ def test_a_policy_is_read_back_bit_for_bit(trained, saved):
 
 
 def test_a_policy_that_was_read_back_decides_the_same(trained, saved):
-    first, second = (play(engine_of(), Mind(policy))[0] for policy in (trained, load_policy(saved)))
+    first, second = (play(engine_of(), RecurrentActor(policy))[0] for policy in (trained, load_policy(saved)))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.decision.log_prob, other.decision.log_prob)
         assert torch.equal(one.value, other.value)

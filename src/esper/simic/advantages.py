@@ -1,4 +1,4 @@
-"""Returns and advantages of a rollout: arrays in, arrays out. T steps, E environments."""
+"""Returns and advantages of a rollout. T steps, E environments."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,17 @@ from torch import Tensor
 
 
 class Advantages(NamedTuple):
-    """What the policy and the critic learn from, each (T, E) float32."""
+    """The targets of the policy and of the critic, each (T, E) float32.
 
-    advantage: Tensor  # of the decision at t
-    target: Tensor  # lambda-return, which the critic is fitted to
-    returns: Tensor  # discounted sum of the rewards that came, bootstrapped where a sequence was cut short
+    Attributes:
+        advantage (tensor): advantage of the decision at step t
+        target (tensor): lambda-return, the target of the critic
+        returns (tensor): discounted sum of the rewards from step t on, bootstrapped where a sequence was truncated
+    """
+
+    advantage: Tensor
+    target: Tensor
+    returns: Tensor
 
 
 def advantages(reward: Tensor, value: Tensor, after: Tensor, end: Tensor, gamma: float, lam: float) -> Advantages:
@@ -19,30 +25,30 @@ def advantages(reward: Tensor, value: Tensor, after: Tensor, end: Tensor, gamma:
 
         delta_t = r_t + gamma V_{t+1} - V_t,      A_t = delta_t + gamma lam (1 - end_t) A_{t+1}
 
-    All are (T, E). end_t says that the sequence ends with step t, and `after` what its state is worth then: 0 where the
-    end is a true terminal, V of the last observation where it was cut short. Elsewhere V_{t+1} is the next row of `value`
-    and `after` is not read. The last step of a rollout must end every sequence. lam = 1 gives the Monte Carlo advantage.
+    All arguments are (T, E). `end` marks the last step of a sequence. There V_{t+1} is `after`: 0 at a terminal state, V of
+    the last observation where the sequence was truncated. Elsewhere V_{t+1} is the next row of `value`, and `after` is not
+    read. The last step of a rollout must end every sequence. lam = 1 gives the Monte Carlo advantage.
     """
     assert reward.shape == value.shape == after.shape == end.shape, (reward.shape, value.shape, after.shape, end.shape)
-    assert bool(end[-1].all()), "a rollout ends every sequence, by a terminal or by a bootstrap"
-    following = torch.where(end, after, torch.cat([value[1:], after[-1:]]))
-    delta = reward + gamma * following - value
-    goes_on = gamma * (~end).to(reward.dtype)
+    assert bool(end[-1].all()), "the last step of a rollout ends every sequence"
+    next_value = torch.where(end, after, torch.cat([value[1:], after[-1:]]))
+    delta = reward + gamma * next_value - value
+    discount = gamma * (~end).to(reward.dtype)
     advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
-    gathered, summed = torch.zeros_like(reward[0]), torch.zeros_like(reward[0])
+    next_advantage, next_return = torch.zeros_like(reward[0]), torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
-        gathered = delta[t] + lam * goes_on[t] * gathered
-        summed = reward[t] + torch.where(end[t], gamma * after[t], gamma * summed)
-        advantage[t], returns[t] = gathered, summed
+        next_advantage = delta[t] + lam * discount[t] * next_advantage
+        next_return = reward[t] + torch.where(end[t], gamma * after[t], gamma * next_return)
+        advantage[t], returns[t] = next_advantage, next_return
     return Advantages(advantage, advantage + value, returns)
 
 
-def less_group(advantage: Tensor, group: int) -> Tensor:
-    """The advantage less the mean of the other members' at the same step; groups are runs of `group` environments.
+def subtract_group_mean(advantage: Tensor, group: int) -> Tensor:
+    """A_i - mean over the other members j of the group of A_j, at each step: (T, E) -> (T, E).
 
-    What an environment is compared with does not depend on its own decisions, so the gradient stays unbiased (Kool, van
-    Hoof and Welling, "Buy 4 REINFORCE samples, get a baseline for free!", 2019); host, data and their luck are shared and
-    cancel. (T, E) -> (T, E); E must be a multiple of `group`, and a group of one keeps its advantage.
+    A group is `group` consecutive environments with the same host and data, whose random effects cancel. The baseline of an
+    environment does not depend on its own decisions, so the gradient is unbiased (Kool, van Hoof and Welling, "Buy 4 REINFORCE
+    samples, get a baseline for free!", 2019). E must be a multiple of `group`. A group of one keeps its advantage.
     """
     steps, envs = advantage.shape
     assert envs % group == 0, (envs, group)

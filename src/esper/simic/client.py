@@ -1,4 +1,4 @@
-"""The learner as a controller: it samples decisions, is paid, and keeps what it saw. E environments."""
+"""The learning controller: it samples decisions, receives rewards, and records both in a rollout. E environments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,28 +13,28 @@ from esper.leyline.view import Outcome, View
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
 from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
-from esper.tamiyo.controller import Mind, Thought
+from esper.tamiyo.controller import ActorOutput, RecurrentActor
 
 
 class SimicClient:
-    """One cohort's side of a learner: several may share it, and `learner.update` then takes all their rollouts."""
+    """The controller of one cohort. Several can share a learner, whose `update` then takes all their rollouts."""
 
     def __init__(self, learner: PPO, reward: Reward, penalty: float = GovernorConfig().penalty) -> None:
-        """`penalty` is what a step costs that the governor rolls back."""
+        """penalty: subtracted from the reward of a step that the governor rolls back."""
         self.learner, self.reward, self.penalty = learner, reward, penalty
-        self.mind = Mind(learner.policy)
+        self.actor = RecurrentActor(learner.policy)
         self.menu: tuple[str, ...] = ()
         self._buffer: TamiyoRolloutBuffer | None = None
 
     def act(self, view: View) -> Actions:
-        """A sampled decision per environment, kept with what it was based on."""
+        """A sampled decision per environment, recorded with its observation."""
         exploration = self.learner.exploration
-        thought = self.mind.think(view, exploration, greedy=False)
-        self.keep(view, drawn(thought, exploration))
-        return thought.decision.actions
+        output = self.actor.act(view, exploration, greedy=False)
+        self.record(view, sampled_step(output, exploration))
+        return output.decision.actions
 
-    def keep(self, view: View, step: Step) -> None:
-        """Write what was seen and decided into the rollout."""
+    def record(self, view: View, step: Step) -> None:
+        """Write a step into the rollout."""
         envs = len(view.host_params)
         if self._buffer is None or (self._buffer.steps, self._buffer.envs) != (view.steps, envs):
             self._buffer = TamiyoRolloutBuffer(view.steps, envs)
@@ -42,45 +42,46 @@ class SimicClient:
         self._buffer.add(step)
 
     def store(self, outcome: Outcome) -> None:
-        """Pay the decisions just made, after they acted. What was rolled back ends a sequence; the next begins without memory."""
-        assert self._buffer is not None, "act comes before store"
-        self._buffer.close(total(paid(self.reward, outcome, self.penalty)), outcome.ended)
-        self.mind.learn_outcome(outcome)
+        """Record the rewards of the last decisions. A rollback ends the sequence of its row, and empties the row's memory."""
+        self._written().close(total(paid(self.reward, outcome, self.penalty)), outcome.ended)
+        self.actor.store(outcome)
 
     def cut(self, view: View) -> None:
-        """End the rollout at an unfinished episode: what its states are worth is estimated, all of them in one pass.
+        """Truncate the unfinished sequences of the rollout, with an estimate of the value of their last states.
 
-        Where the episode goes on, it does so with empty memory: an update replays a sequence from its start.
+        Every memory is emptied, because an update replays each sequence from its start.
         """
-        assert self._buffer is not None, "act comes before cut"
-        self._buffer.cut(self.mind.expect(view))
-        self.mind.forget(np.ones(self._buffer.envs, bool))
+        buffer = self._written()
+        buffer.cut(self.actor.value(view))
+        self.actor.reset(np.ones(buffer.envs, bool))
 
     def rollout(self) -> Rollout:
-        """What the round left to learn from; `clear` forgets it."""
-        assert self._buffer is not None, "a round comes before its rollout"
-        return self._buffer.rollout()
+        """The steps that were recorded since `clear`."""
+        return self._written().rollout()
 
     def clear(self) -> None:
-        """Begin the next round."""
-        assert self._buffer is not None, "a round comes before the next"
-        self._buffer.clear()
+        """Begin the next rollout."""
+        self._written().clear()
+
+    def _written(self) -> TamiyoRolloutBuffer:
+        assert self._buffer is not None, "act is called first"
+        return self._buffer
 
     def state(self) -> dict[str, Any]:
-        """All that it remembers but the learner: memory, rollout so far, and what the reward remembers."""
+        """The memory, the rollout so far, and the state of the reward, without the learner."""
         buffer = self._buffer
         return {
             "menu": list(self.menu),
-            "mind": self.mind.state(),
+            "mind": self.actor.state(),
             "reward": dict(self.reward.state()) if isinstance(self.reward, StatefulReward) else {},
             "room": None if buffer is None else [buffer.steps, buffer.envs],
             "rollout": None if buffer is None else buffer.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, with a learner and a reward of the same kind."""
+        """Restore a `state`. The learner and the reward must be of the same classes."""
         self.menu = tuple(state["menu"])
-        self.mind.load_state(state["mind"])
+        self.actor.load_state(state["mind"])
         if isinstance(self.reward, StatefulReward):
             self.reward.load_state(state["reward"])
         self._buffer = None if state["room"] is None else TamiyoRolloutBuffer(*state["room"])
@@ -88,22 +89,22 @@ class SimicClient:
             self._buffer.load_state(state["rollout"])
 
     def update(self) -> Mapping[str, float]:
-        """Learn from this cohort alone, and begin the next round."""
+        """Update the learner from this cohort alone, and begin the next rollout."""
         figures = self.learner.update([self.rollout()], [self.menu])
         self.clear()
         return figures
 
 
-def drawn(thought: Thought, exploration: Mapping[Head, float]) -> Step:
-    """The step of a decision that was drawn under these shares of the uniform."""
-    made = thought.decision
+def sampled_step(output: ActorOutput, exploration: Mapping[Head, float]) -> Step:
+    """The step of a decision that was sampled with this exploration of each head."""
+    decision = output.decision
     shares = torch.tensor([[exploration[head] for head in Head]], dtype=torch.float64)
     return Step(
-        observation=thought.observation,
-        actions=made.actions,
-        valid=made.valid,
-        log_prob=made.log_prob,
-        value=thought.value,
-        starts=thought.starts,
-        exploration=shares.repeat(len(thought.value), 1),
+        observation=output.observation,
+        actions=decision.actions,
+        valid=decision.valid,
+        log_prob=decision.log_prob,
+        value=output.value,
+        starts=output.starts,
+        exploration=shares.repeat(len(output.value), 1),
     )

@@ -1,4 +1,4 @@
-"""Learning to do as a rule does, before learning to do better. E environments."""
+"""Imitation of a rule, from which a policy starts. E environments."""
 
 import numpy as np
 import torch
@@ -9,17 +9,17 @@ from esper.leyline.config import GovernorConfig
 from esper.leyline.masks import offered
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.view import View
-from esper.simic.client import SimicClient, drawn
+from esper.simic.client import SimicClient, sampled_step
 from esper.simic.ppo import PPO
 from esper.tamiyo.policy import GREEDY
 
 
 class Apprentice(SimicClient):
-    """Some environments follow the teacher, the others the policy; what the teacher would have done is kept of all.
+    """DAgger: some environments follow the teacher and the others the policy; the teacher's decisions are recorded in all.
 
-    So the policy is corrected in states that it brings about itself (Ross, Gordon and Bagnell, "A reduction of imitation
+    The policy is therefore trained on the states that it visits itself (Ross, Gordon and Bagnell, "A reduction of imitation
     learning to no-regret online learning", 2011, algorithm 3.1, with the mixture over environments instead of steps). The
-    teacher must decide each environment from its view alone.
+    teacher must decide each environment from its row of the view alone.
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class Apprentice(SimicClient):
         led: float,
         penalty: float = GovernorConfig().penalty,
     ) -> None:
-        """`led` is the share of environments that the teacher decides for."""
+        """led: share of the environments that follow the teacher."""
         super().__init__(learner, reward, penalty)
         self.teacher, self.led = teacher, led
 
     def act(self, view: View) -> Actions:
-        """The teacher's decision in the environments that it leads, the policy's own, sampled, in the rest."""
+        """The teacher's decisions in the environments that it leads, and sampled decisions of the policy in the others."""
         envs = len(view.host_params)
-        thought = self.mind.think(view, greedy=False)
-        shown = self.teacher.act(view)
-        valid = offered(view.masks, shown)
-        self.keep(view, drawn(thought, GREEDY)._replace(actions=shown, valid=valid, log_prob=torch.zeros(envs)))
+        output = self.actor.act(view, greedy=False)
+        taught = self.teacher.act(view)
+        step = sampled_step(output, GREEDY)
+        valid = offered(view.masks, taught)
+        self.record(view, step._replace(actions=taught, valid=valid, log_prob=torch.zeros(envs)))
         follows = led_by_teacher(view.space.number, self.led)
-        own = thought.decision.actions
-        return Actions(*(np.where(follows, theirs, mine) for theirs, mine in zip(shown, own, strict=True)))
+        return Actions(*(np.where(follows, *pair) for pair in zip(taught, output.decision.actions, strict=True)))
 
 
 def led_by_teacher(number: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
-    """floor((n + 1) share) > floor(n share): which environments the teacher leads, by their numbers n, (E,) int64.
+    """floor((n + 1) share) > floor(n share): whether the teacher leads the environments of numbers n, (E,) int64 -> (E,) bool.
 
-    Of m consecutive numbers these are share * m, rounded up or down, evenly spread; so a part of a population has its part.
+    The teacher leads share * m of m consecutive numbers, rounded up or down and evenly spread.
     """
     led: NDArray[np.bool_] = np.floor((number + 1) * share) > np.floor(number * share)
     return led

@@ -1,7 +1,8 @@
-"""Proximal policy optimisation over whole sequences (Schulman et al., 2017). T steps, E environments."""
+"""Proximal policy optimisation on whole sequences (Schulman et al., 2017). T steps, E environments."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,35 +13,35 @@ from esper.leyline.actions import RELEVANT, Head, Op
 from esper.leyline.config import PPOConfig
 from esper.leyline.errors import LearningError
 from esper.leyline.keys import Purpose, key, permutations
-from esper.simic.advantages import Advantages, advantages, less_group
+from esper.simic.advantages import Advantages, advantages, subtract_group_mean
 from esper.simic.rollout import Rollout
 from esper.tamiyo.controller import Policy
 from esper.tamiyo.network import Batch
 from esper.tamiyo.policy import GREEDY, Judged, judge
 
 TOLERANCE = 1e-5
-"""How far a rollout's log-probabilities may be from those of the same weights [nats]."""
+"""Largest difference between the log-probabilities of a rollout and those recomputed with the same weights [nats]."""
 
 
-class Batched(NamedTuple):
-    """A rollout of one cohort and what it is learnt with."""
+class TrainingBatch(NamedTuple):
+    """A rollout of one cohort, or rows of it, with the inputs and the targets of the network."""
 
     rollout: Rollout
     gains: Advantages
-    advantage: Tensor  # (T, E) of the decisions, normalised over all cohorts
+    advantage: Tensor  # (T, E) normalised over all cohorts
     weight: Tensor  # (T, E) 1 where there was a choice, 0 where only WAIT was valid
     batch: Batch  # (T, E, ...)
 
 
 class Losses(NamedTuple):
-    """Scalars of one minibatch, on the graph."""
+    """Scalars of one minibatch, attached to the graph."""
 
     policy: Tensor
     value: Tensor
     entropy: Tensor  # summed over the heads of a decision
-    kl: Tensor  # of the old policy from the new
-    clipped: Tensor  # share of decisions whose ratio was clipped
-    heads: Tensor  # (heads,) entropy of each where it mattered; 0 where it never did
+    kl: Tensor  # of the old policy from the new one
+    clipped: Tensor  # share of the decisions whose ratio was clipped
+    heads: Tensor  # (heads,) mean entropy of each head over the decisions that use it; 0 where none does
 
 
 def policy_loss(log_prob: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, clip: float) -> Tensor:
@@ -59,30 +60,32 @@ def value_loss(value: Tensor, target: Tensor, scale: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
-    """1 - Var(returns - value) / Var(returns); nan where the returns do not vary."""
-    varies = returns.var(correction=0)
-    return torch.where(varies > 0, 1 - (returns - value).var(correction=0) / varies, torch.nan)
+    """1 - Var(returns - value) / Var(returns); nan where the returns are constant."""
+    variance = returns.var(correction=0)
+    return torch.where(variance > 0, 1 - (returns - value).var(correction=0) / variance, torch.nan)
 
 
 def anneal(start: float, progress: float, end: float) -> float:
-    """Linear from `start` at progress 0 to `end` at progress 1."""
+    """Linear interpolation from `start` at progress 0 to `end` at progress 1."""
     return start + (end - start) * min(max(progress, 0.0), 1.0)
 
 
 class PPO:
-    """Updates a policy from rounds of rollouts; everything it remembers between rounds is in `state`."""
+    """Updates a policy from the rollouts of a round. `state` holds everything that persists between rounds."""
 
     def __init__(self, policy: Policy, config: PPOConfig, seed: int, group: int | None = None) -> None:
-        """`group`: environments in a row share an instance, and their mean is the baseline of the advantage; None: no."""
+        """group: number of consecutive environments that share an instance and form the baseline of each other's advantages;
+        None uses no such baseline.
+        """
         self.policy, self.config, self.seed, self.group = policy, config, seed, group
-        self.round = 0  # of learning; it anneals
-        self.updates = 0  # of either kind
-        # fused Adam: one call for all parameters, which are many and small
+        self.round = 0  # of `update`; learning rate, exploration and entropy weight depend on it
+        self.updates = 0  # calls of `update` and `imitate`
+        # The parameters are many and small, and fused Adam updates them in one call.
         self.optimizer = torch.optim.Adam(policy.network.parameters(), lr=config.lr, eps=1e-5, fused=True)
 
     @property
     def exploration(self) -> dict[Head, float]:
-        """Share of the uniform in this round's decisions, by head."""
+        """Share of the uniform distribution in the probabilities of this round, by head."""
         config = self.config
         shares = {head: config.op_exploration if head is Head.OP else config.exploration for head in Head}
         return {head: anneal(share, self._progress, 0.0) for head, share in shares.items()}
@@ -93,27 +96,30 @@ class PPO:
         return self.round / max(self.config.rounds - 1, 1)
 
     def update(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> dict[str, float]:
-        """Learn from a round: one rollout and the menu's names per cohort. Returns figures of health.
+        """Update the policy from a round, and return diagnostics by name.
 
-        Raises LearningError, with the weights of before, where an advantage or a loss is not finite or the rollout's
-        log-probabilities are not those of these weights.
+        rollouts, menus: a rollout and the names of the blueprints of each cohort.
+
+        Raises LearningError, and restores the weights, where an advantage or a loss is not finite, or the rollouts were made
+        with other weights.
         """
-        with self._kept():
+        with self._restored_on_failure():
             data = self._prepare(rollouts, menus)
             figures = self._learn(data)
-        self._follow(data)
+        self._update_moments(data)
         self.round += 1
         return figures | _figures(data)
 
     def imitate(
         self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]], fresh: int | None = None
     ) -> dict[str, float]:
-        """Learn to decide as the rollouts' actions say, whoever took them, and what their returns are. Raises as `update`.
+        """Fit the policy to the actions of the rollouts, and the critic to their returns. Raises as `update`.
 
-        The last `fresh` rollouts are new, all where it is None; older ones were counted into the moments before.
+        fresh: number of rollouts, at the end, that are new; None is all. Only these enter the moments of observations and
+        returns.
         """
-        found: list[Tensor] = []
-        with self._kept():
+        losses: list[Tensor] = []
+        with self._restored_on_failure():
             data = self._prepare(rollouts, menus)
             for epoch in range(self.config.update_epochs):
                 for part in self._minibatches(data, epoch):
@@ -123,36 +129,36 @@ class PPO:
                     alike = (judged.log_prob * part.weight).sum() / part.weight.sum().clamp(min=1)
                     fit = value_loss(value, part.gains.target, network.value_scale)
                     self._descend(-alike + self.config.value_weight * fit, epoch)
-                    found.append(torch.stack([alike, fit]).detach())
+                    losses.append(torch.stack([alike, fit]).detach())
         new = data if fresh is None else data[len(data) - fresh :]
-        self._follow(new)
-        alike, fit = torch.stack(found).mean(0).tolist()
+        self._update_moments(new)
+        alike, fit = torch.stack(losses).mean(0).tolist()
         return {"log_likelihood": alike, "value_loss": fit} | _figures(new)
 
     def state(self) -> dict[str, Any]:
-        """Everything but the policy that the next update depends on."""
-        kept = self.optimizer.state_dict()
+        """Everything that the next update depends on, except the policy."""
+        adam = self.optimizer.state_dict()
         return {
             "round": self.round,
             "updates": self.updates,
-            "lr": [group["lr"] for group in kept["param_groups"]],
-            "moments": {str(index): _copy(moments) for index, moments in kept["state"].items()},
+            "lr": [group["lr"] for group in adam["param_groups"]],
+            "moments": {str(index): deepcopy(moments) for index, moments in adam["state"].items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Restore a `state`."""
         self.round, self.updates = state["round"], state["updates"]
-        kept = self.optimizer.state_dict()
-        kept["state"] = {int(index): _copy(moments) for index, moments in state["moments"].items()}
-        for group, lr in zip(kept["param_groups"], state["lr"], strict=True):
+        adam = self.optimizer.state_dict()
+        adam["state"] = {int(index): deepcopy(moments) for index, moments in state["moments"].items()}
+        for group, lr in zip(adam["param_groups"], state["lr"], strict=True):
             group["lr"] = lr
-        self.optimizer.load_state_dict(kept)
+        self.optimizer.load_state_dict(adam)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """What fails inside leaves the policy and the optimizer as they were."""
+    def _restored_on_failure(self) -> Iterator[None]:
+        """Restore the policy and the optimizer where the body raises LearningError."""
         policy, normaliser = self.policy, self.policy.normaliser
-        weights, moments = _copy(policy.network.state_dict()), _copy(self.optimizer.state_dict())
+        weights, moments = deepcopy(policy.network.state_dict()), deepcopy(self.optimizer.state_dict())
         try:
             yield
         except LearningError:
@@ -161,39 +167,43 @@ class PPO:
             self.optimizer.load_state_dict(moments)
             raise
 
-    def _prepare(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> list[Batched]:
-        config, found = self.config, []
-        for rollout in rollouts:
-            gains = advantages(
-                rollout.reward, rollout.value, rollout.after, rollout.end, config.gamma, config.gae_lambda
-            )
-            if not bool(torch.isfinite(gains.advantage).all()):
-                where = (~torch.isfinite(gains.advantage)).nonzero()[-1].tolist()
-                raise LearningError(
-                    f"the advantage of environment {where[1]} is not finite at step {where[0]}: its reward is "
-                    f"{float(rollout.reward[tuple(where)])}, its value {float(rollout.value[tuple(where)]):.4g}, that of "
-                    f"the state behind a cut {float(rollout.after[tuple(where)]):.4g}; "
-                    "lower optimizer.lr, as a host has diverged, or look at the reward"
-                )
-            found.append((rollout, gains))
-        raw = [g.advantage if self.group is None else less_group(g.advantage, self.group) for _, g in found]
+    def _prepare(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> list[TrainingBatch]:
+        gains = [self._advantages(rollout) for rollout in rollouts]
+        raw = [g.advantage if self.group is None else subtract_group_mean(g.advantage, self.group) for g in gains]
         weights = [(rollout.valid[Head.OP].sum(-1) > 1).float() for rollout in rollouts]
         chosen = torch.cat([a[w > 0] for a, w in zip(raw, weights, strict=True)])
         if not len(chosen):
-            raise LearningError("no step of the round had anything to decide: only WAIT was valid; give the task slots")
+            raise LearningError("only WAIT was valid at every step of the round; give the task slots")
         centre = chosen.mean() if self.group is None else torch.zeros(())
-        # a thousandth of what returns vary by is luck of rounding, and must not be blown up to a lesson
+        # A spread under a thousandth of that of returns is rounding error, which normalisation must not amplify.
         spread = chosen.std(correction=0).clamp(min=1e-3 * float(self.policy.network.value_scale))
         return [
-            Batched(rollout, gains, (advantage - centre) / spread, weight, self._batch(rollout, menu))
-            for (rollout, gains), advantage, weight, menu in zip(found, raw, weights, menus, strict=True)
+            TrainingBatch(
+                rollout,
+                gain,
+                (advantage - centre) / spread,
+                weight,
+                self.policy.batch(self.policy.normalised(rollout.observations()), menu),
+            )
+            for rollout, gain, advantage, weight, menu in zip(rollouts, gains, raw, weights, menus, strict=True)
         ]
 
-    def _batch(self, rollout: Rollout, menu: Sequence[str]) -> Batch:
-        return self.policy.batch(self.policy.normalised(rollout.observations()), menu)
+    def _advantages(self, rollout: Rollout) -> Advantages:
+        config = self.config
+        gains = advantages(rollout.reward, rollout.value, rollout.after, rollout.end, config.gamma, config.gae_lambda)
+        bad = (~torch.isfinite(gains.advantage)).nonzero().tolist()
+        if bad:
+            step, env = bad[-1]
+            reward, value, after = (float(x[step, env]) for x in (rollout.reward, rollout.value, rollout.after))
+            raise LearningError(
+                f"the advantage of environment {env} is not finite at step {step}: its reward is {reward}, its value "
+                f"{value:.4g}, and the value after a truncation {after:.4g}; lower optimizer.lr, because a host has diverged, or "
+                "check the reward"
+            )
+        return gains
 
-    def _learn(self, data: Sequence[Batched]) -> dict[str, float]:
-        """Epochs over minibatches of sequences, until the policy has moved far enough. One read at the end, one an epoch."""
+    def _learn(self, data: Sequence[TrainingBatch]) -> dict[str, float]:
+        """Epochs over minibatches of sequences, until the KL divergence exceeds its target. One device read per epoch."""
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = anneal(config.lr, self._progress, config.lr / 10)
@@ -217,7 +227,7 @@ class PPO:
         return figures | {"kl": moved, "epochs": float(epochs)}
 
     def _descend(self, loss: Tensor, epoch: int) -> Tensor:
-        """One step of the optimizer; the norm of the gradient before it was clipped."""
+        """One step of the optimizer. Returns the norm of the gradient before clipping."""
         network = self.policy.network
         self.optimizer.zero_grad()
         loss.backward()
@@ -233,10 +243,12 @@ class PPO:
     def _judge(self, rollout: Rollout, batch: Batch) -> tuple[Judged, Tensor]:
         network = self.policy.network
         encoded, value, _ = network(batch, network.initial(rollout.value.shape[1]), rollout.starts)
-        shares = {head: rollout.exploration[..., head, None] for head in Head}  # those of then, not of the config
+        shares = {
+            head: rollout.exploration[..., head, None] for head in Head
+        }  # as they were when the actions were drawn
         return judge(network, encoded, rollout.actions, rollout.valid, shares), value
 
-    def _losses(self, part: Batched) -> Losses:
+    def _losses(self, part: TrainingBatch) -> Losses:
         rollout, config = part.rollout, self.config
         judged, value = self._judge(rollout, part.batch)
         change = judged.log_prob - rollout.log_prob
@@ -257,8 +269,8 @@ class PPO:
         )
 
     @torch.no_grad()
-    def _check(self, data: Sequence[Batched]) -> None:
-        """The same weights must give the rollout's own log-probabilities, or the ratio means nothing."""
+    def _check(self, data: Sequence[TrainingBatch]) -> None:
+        """Raise LearningError where the current weights do not reproduce the log-probabilities of the rollout."""
         for part in data:
             judged, _ = self._judge(part.rollout, part.batch)
             off = float((judged.log_prob - part.rollout.log_prob).abs().max())
@@ -268,23 +280,24 @@ class PPO:
                     f"{TOLERANCE:g}: the rollout was made by another policy, or a feature is not finite"
                 )
 
-    def _minibatches(self, data: Sequence[Batched], epoch: int) -> list[Batched]:
-        """Whole sequences, dealt anew every epoch; a minibatch is of one cohort."""
+    def _minibatches(self, data: Sequence[TrainingBatch], epoch: int) -> list[TrainingBatch]:
+        """Random minibatches of whole sequences. A minibatch holds sequences of one cohort."""
         parts = []
         for cohort, full in enumerate(data):
             envs = full.weight.shape[1]
-            keys = key(self.seed, Purpose.MINIBATCH, self.updates, epoch, cohort)
-            order = permutations(keys, np.array([envs]), torch.device("cpu"))[0]
-            for index in order.tensor_split(min(self.config.minibatches, envs)):
+            for index in self._permutation(envs, epoch, cohort).tensor_split(min(self.config.minibatches, envs)):
                 parts.append(_rows(full, index))
-        if len(data) > 1:  # cohorts take turns, so that no step of the optimizer is the last word of one
-            keys = key(self.seed, Purpose.MINIBATCH, self.updates, epoch, len(data))
-            parts = [parts[i] for i in permutations(keys, np.array([len(parts)]), torch.device("cpu"))[0].tolist()]
+        if len(data) > 1:  # shuffled, so that the last cohort has no larger influence
+            parts = [parts[i] for i in self._permutation(len(parts), epoch, len(data)).tolist()]
         return parts
 
+    def _permutation(self, count: int, epoch: int, purpose: int) -> Tensor:
+        keys = key(self.seed, Purpose.MINIBATCH, self.updates, epoch, purpose)
+        return permutations(keys, np.array([count]), torch.device("cpu"))[0]
+
     @torch.no_grad()
-    def _follow(self, data: Sequence[Batched]) -> None:
-        """Take the round into the moments of observations and returns, which stay as they are until the next update."""
+    def _update_moments(self, data: Sequence[TrainingBatch]) -> None:
+        """Add the round to the moments of observations and returns, which are then constant until the next update."""
         for part in data:
             self.policy.normaliser = self.policy.normaliser.including(part.rollout.observations())
         returns = torch.cat([part.gains.target.flatten() for part in data])
@@ -296,9 +309,9 @@ class PPO:
         self.updates += 1
 
 
-def _rows(full: Batched, index: Tensor) -> Batched:
+def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
     batch = full.batch
-    return Batched(
+    return TrainingBatch(
         full.rollout.rows(index),
         Advantages(*(x[:, index] for x in full.gains)),
         full.advantage[:, index],
@@ -309,13 +322,13 @@ def _rows(full: Batched, index: Tensor) -> Batched:
 
 @torch.no_grad()
 def _by_head(entropy: Tensor, op: Tensor, weight: Tensor) -> Tensor:
-    """(T, E, heads) -> (heads,): mean over the decisions in which a head mattered."""
-    mattered = torch.from_numpy(RELEVANT.copy())[op] & (weight > 0).unsqueeze(-1)
-    return (entropy * mattered).sum((0, 1)) / mattered.sum((0, 1)).clamp(min=1)
+    """(T, E, heads) -> (heads,): mean over the decisions that use a head."""
+    relevant = torch.from_numpy(RELEVANT.copy())[op] & (weight > 0).unsqueeze(-1)
+    return (entropy * relevant).sum((0, 1)) / relevant.sum((0, 1)).clamp(min=1)
 
 
-def _figures(data: Sequence[Batched]) -> dict[str, float]:
-    """What the round was like, over all cohorts."""
+def _figures(data: Sequence[TrainingBatch]) -> dict[str, float]:
+    """Statistics of the round over all cohorts."""
     value = torch.cat([part.rollout.value.flatten() for part in data])
     returns = torch.cat([part.gains.returns.flatten() for part in data])
     op = torch.cat([part.rollout.actions[Head.OP].flatten() for part in data])
@@ -326,12 +339,4 @@ def _figures(data: Sequence[Batched]) -> dict[str, float]:
         "explained_variance": float(explained_variance(value, returns)),
         "wait": float((op == Op.WAIT).float().mean()),
         "decisions": float((op != Op.WAIT).sum()) / max(episodes, 1),
-    }
-
-
-def _copy(state: Mapping[str, object]) -> dict[str, object]:
-    """A state dict in memory of its own."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else _copy(value) if isinstance(value, dict) else value
-        for name, value in state.items()
     }

@@ -1,4 +1,4 @@
-"""What an episode pays. E environments."""
+"""The return of an episode under several rewards. E environments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from esper.tolaria.play import Observer, Step, play
 
 
 class Returns(Observer):
-    """Sums up rewards over the steps of an episode; `earned` holds (E,) under the name of each."""
+    """Sums rewards over the steps of an episode. `earned` holds the sum (E,) of each reward by name."""
 
     def __init__(self, envs: int, rewards: Mapping[str, Reward]) -> None:
         self.rewards = rewards
@@ -26,11 +26,11 @@ class Returns(Observer):
 
 
 def returns(engine: Engine[Any], client: PolicyClient, rewards: Mapping[str, Reward]) -> dict[str, Floats]:
-    """The undiscounted return of the next episode under every reward, (E,) by its name. What is compared needs fresh engines.
+    """Play an episode and return its undiscounted return (E,) under every reward, by name.
 
-    The client is told outcomes and not asked to learn.
+    The client receives outcomes and is not updated. To compare clients, give each a fresh engine.
     """
     engine.reset()
-    found = Returns(engine.config.envs, rewards)
-    play(engine, client, found)
-    return found.earned
+    observer = Returns(engine.config.envs, rewards)
+    play(engine, client, observer)
+    return observer.earned

@@ -1,14 +1,14 @@
-"""What a grown network is worth, and what a controller is paid for growing it. E environments, S slots.
+"""The worth of a grown network, and the rewards of a controller. E environments, S slots.
 
 A reward is a sum of named components, each (E,):
 
     metric   change of the metric, or of minus the loss          budget   change of the penalty above `param_budget`
     rent     change of the rent for added parameters             fees     minus the price of the accepted operation
-    twin     minus the change of the twin's worth                escrow   what the accounts of kept seeds pay out
+    twin     minus the change of the twin's worth                escrow   payments for kept seeds
     governor minus the penalty of a step that was rolled back (`paid`)
 
-`twin` is there where `baseline` is twin, `escrow` in the reward of that name. The baseline `group` belongs to the advantage
-and leaves the reward alone. What was not measured is nan, and so is every component that needs it.
+The component `twin` exists where `baseline` is twin, and `escrow` in the reward of that name. The baseline `group` changes the
+advantage and not the reward. A component is nan where a quantity that it needs was not measured.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ from esper.leyline.stages import IN_BUDGET, LIVE, Stage, among
 from esper.leyline.view import Bools, Floats, Outcome, Scores
 
 Components = dict[str, Floats]
-"""Parts of a worth or of a reward by name, each (E,)."""
+"""The components of a worth or of a reward by name, each (E,) float64."""
 
 
 def worth(scores: Scores, host_params: NDArray[np.int64], config: RewardConfig) -> Components:
-    """J less the penalty of a soft cap, in parts: metric - rent * ln(1 + s) - weight * max(r - budget, 0).
+    """The components of the worth J = metric - rent * ln(1 + s) - weight * max(r - budget, 0).
 
     r = added / host,   s = added / max(host, rent_size).
-    Without a `param_budget` nothing is above it.
+    Without a `param_budget` the last term is 0.
     """
     growth = growth_of(scores.added_params, host_params)
     cap = np.inf if config.param_budget is None else config.param_budget
@@ -47,9 +47,9 @@ def worth(scores: Scores, host_params: NDArray[np.int64], config: RewardConfig) 
 
 
 def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Components]:
-    """What the networks were worth before a step and after it; at the end of an episode, those that would be exported.
+    """The worth before a step and after it. At the end of an episode, the worth after it is that of the exported network.
 
-    With the twin as baseline it is what they were worth beyond the twin. InputError where there are no twins then.
+    Where the baseline is twin, the worth of the twin is subtracted. Raises InputError where no twins are trained.
     """
     final = outcome.after if outcome.exported is None else outcome.exported
     before, after = (worth(scores, outcome.host_params, config) for scores in (outcome.before, final))
@@ -64,26 +64,26 @@ def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Componen
 
 
 def fees(outcome: Outcome, config: RewardConfig) -> Floats:
-    """(E,) minus the price of each accepted operation; one that was refused, or undone by a rollback, is free."""
+    """(E,) minus the price of each accepted operation. Operations that were refused or rolled back are free."""
     prices = np.zeros(len(Op))
     for name, price in config.fees.items():
         prices[Op[name.upper()]] = price
     paid = np.zeros(len(outcome.accepted))
     charged = outcome.accepted & ~outcome.rolled_back
-    paid[charged] -= prices[outcome.actions.op[charged]]  # a refused one may be no Op at all
+    paid[charged] -= prices[outcome.actions.op[charged]]  # the op of a refused action may be out of range
     return paid
 
 
 def delta(outcome: Outcome, config: RewardConfig) -> Components:
-    """r_t = J_{t+1} - J_t - fee(action_t), in parts; sums to J_T - J_0 - fees over an episode."""
+    """The components of r_t = J_{t+1} - J_t - fee(action_t), which sums to J_T - J_0 - fees over an episode."""
     return _rise(*worths(outcome, config)) | {"fees": fees(outcome, config)}
 
 
 def paid(reward: Reward, outcome: Outcome, penalty: float) -> Components:
-    """The reward of a step and, where it was rolled back, minus the penalty.
+    """The reward of a step, with minus the penalty in the rows that were rolled back.
 
-    In a failed step `outcome.after` is the network that was restored, so J_after - J_before takes back every rise since the
-    snapshot, which was paid when it came. The next step of such a row begins a new sequence of a `StatefulReward`.
+    In a row that was rolled back `outcome.after` is the restored network, so J_after - J_before subtracts the rewards since
+    the snapshot. The next step of the row begins a new sequence of a `StatefulReward`.
     """
     failed = outcome.rolled_back
     components = dict(reward(outcome))
@@ -99,40 +99,51 @@ def total(components: Mapping[str, Floats]) -> Floats:
 
 
 class Account(NamedTuple):
-    """What is held in escrow. Every seed has an account from its germination until it is kept or gone."""
+    """The escrow accounts. A seed has an account from its germination until it is kept or removed.
 
-    credit: Floats  # (E, S) the last measured contribution of the seed; 0 where none was measured or no account is open
-    entry: Floats  # (E, S) worth before the seed germinated; nan where no account is open
-    paid_up: Floats  # (E,) no rise below this worth is paid for again; at first the worth at the start, nan before that
+    Attributes:
+        credit ((E, S) array): last measured contribution of the seed; 0 where none was measured or no account is open
+        entry ((E, S) array): worth before the seed germinated; nan where no account is open
+        paid_up ((E,) array): worth up to which increases were paid for; the worth at the start before the first payment
+    """
+
+    credit: Floats
+    entry: Floats
+    paid_up: Floats
 
     @classmethod
     def empty(cls, envs: int, slots: int) -> "Account":
-        """No account is open."""
+        """Accounts before the first step."""
         return cls(np.zeros((envs, slots)), np.full((envs, slots), np.nan), np.full(envs, np.nan))
 
 
 class Flows(NamedTuple):
-    """What one step moved. Over the life of an account, credited = paid + returned."""
+    """The movements of one step. Over the life of an account, credited = paid + returned.
 
-    credited: Floats  # (E, S) into the account, negative where the contribution fell
-    paid: Floats  # (E, S) to the controller
-    returned: Floats  # (E, S) to nobody
+    Attributes:
+        credited ((E, S) array): change of the credit, negative where the contribution fell
+        paid ((E, S) array): paid to the controller
+        returned ((E, S) array): credit that expired without payment
+    """
+
+    credited: Floats
+    paid: Floats
+    returned: Floats
 
 
 def escrow_step(
     account: Account, stage: NDArray[np.int8], contribution: Floats, before: Floats, after: Floats, *, terminal: bool
 ) -> tuple[Account, Flows]:
-    """Credit live seeds, pay for those that were kept, return the credit of those that are gone.
+    """Credit live seeds, pay the credit of kept seeds, and let the credit of removed seeds expire.
 
         pay = min(credit, max(J_after - max(J_entry, paid_up), 0)),   then paid_up = max(J_entry, paid_up) + pay
 
-    stage (E, S) and contribution (E, S) are those after the step, before and after (E,) what the network was worth. A seed
-    that was kept is no longer measured, so its credit is what it was in its last step on trial; a live seed that was not
-    measured keeps its credit. Credit below 0 is paid in full: keeping what harms costs. At the end all credit is returned.
+    stage (E, S) and contribution (E, S) are those after the step; before and after (E,) are the worth J. The contribution of a
+    kept seed is not measured, so its credit is its last contribution on trial. A live seed that was not measured keeps its
+    credit. A negative credit is paid in full, so keeping a harmful seed costs. At the end of the episode all credit expires.
 
-    No two seeds are paid for one rise of J, nor one for a rise that only makes up for a fall: all pay above 0 together is at
-    most the largest J so far less the first. Otherwise seeds planted together would each sell the same rise, and a network
-    that is first damaged and then healed would sell it twice.
+    Every increase of J is paid for once: the sum of positive payments is at most max_t J_t - J_0. Without this bound, seeds
+    that are planted together would all be paid for the same increase, and so would the repair of an earlier decrease.
     """
     assert stage.shape == contribution.shape == account.credit.shape, (stage.shape, contribution.shape)
     kept, present = stage == Stage.FOSSILIZED, among(stage, IN_BUDGET)
@@ -142,7 +153,7 @@ def escrow_step(
     credit = np.where(among(stage, LIVE) & ~np.isnan(contribution), contribution, account.credit)
 
     paid = np.zeros_like(credit)
-    for slot in range(stage.shape[1]):  # one after the other, as they draw on one rise
+    for slot in range(stage.shape[1]):  # in sequence, because a payment raises paid_up for the next slot
         base = np.maximum(entry[:, slot], paid_up)
         pay = np.minimum(credit[:, slot], np.maximum(after - base, 0.0))
         paid[:, slot] = np.where(was_open[:, slot] & kept[:, slot], pay, 0.0)
@@ -155,24 +166,24 @@ def escrow_step(
 
 @runtime_checkable
 class StatefulReward(Reward, Protocol):
-    """A reward that depends on earlier steps. It begins anew with step 0 of an episode."""
+    """A reward that depends on earlier steps. Step 0 of an episode resets it."""
 
     def restart(self, rows: Bools) -> None:
-        """Forget the steps so far of some environments, (E,): their next step is the first of a new sequence."""
+        """Begin a new sequence in the environments that are marked in `rows` (E,)."""
         ...
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """All that it remembers, as arrays with a leading environment axis; empty before the first step."""
+        """The state as arrays with a leading axis E; empty before the first step."""
         ...
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
-        """Go on from what `state` gave."""
+        """Restore a `state`."""
         ...
 
 
 @dataclass(frozen=True)
 class Delta:
-    """r_t = J_{t+1} - J_t - fee(action_t); remembers nothing."""
+    """r_t = J_{t+1} - J_t - fee(action_t), without state."""
 
     config: RewardConfig
 
@@ -182,10 +193,10 @@ class Delta:
 
 
 class Sparse:
-    """sparse_reward_scale * (J_T - J_0) at the end of a sequence and 0 before it, where J_0 is J when the sequence began.
+    """sparse_reward_scale * (J_T - J_0) at the end of a sequence, and 0 before it, where J_0 is the worth at its start.
 
-    A sequence ends with the episode or with a rollback, where J_T is that of the restored network, with which the next one
-    begins. Fees are charged at once and are not scaled.
+    A sequence ends with the episode or with a rollback. After a rollback J_T is the worth of the restored network, and the J_0
+    of the next sequence. Fees are charged at every step and are not scaled.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -204,27 +215,26 @@ class Sparse:
         return paid | {"fees": charged}
 
     def restart(self, rows: Bools) -> None:
-        """Measure J_0 of some environments, (E,), again before their next step."""
+        """Set J_0 of the environments that are marked in `rows` (E,) to their worth before the next step."""
         self._rise = {name: np.where(rows, 0.0, rise) for name, rise in self._rise.items()}
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """The rise so far of every component, (E,)."""
+        """J now - J_0 by component, (E,)."""
         return {name: rise.copy() for name, rise in self._rise.items()}
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
-        """Go on from what `state` gave."""
+        """Restore a `state`."""
         self._rise = {name: rise.copy() for name, rise in state.items()}
 
 
 class Escrow:
-    """delta, and for a seed that is kept what its account pays: its contribution, at most the rise of J that it came with.
+    """`Delta`, plus a payment for every kept seed: its contribution, at most the increase of J since it germinated.
 
-    Credit is no reward until it is paid. A credit that were shown to the controller at once and taken back later would leave
-    it with something for waiting wherever returns are discounted or a sequence is cut short. An episode comes to
-    J_T - J_0 - fees + paid. A rollback closes every account of its row without pay, and what was paid before stays paid: no
-    later seed is paid for the same rise.
+    A contribution is paid when the seed is kept. If it were paid at once and taken back later, waiting would pay wherever
+    returns are discounted or a sequence is truncated. The rewards of an episode sum to J_T - J_0 - fees + paid. A rollback
+    closes the accounts of its row without payment. Earlier payments stay, and no later seed is paid for the same increase.
 
-    Experimental: what a seed brought is measured when it is kept, so that keeping it late may pay more than keeping it early
+    Experimental: the contribution is measured when a seed is kept, so keeping it late may pay more than keeping it early
     (docs/benchmarks/exploits.md).
     """
 
@@ -245,7 +255,7 @@ class Escrow:
         return _rise(before, after) | {"fees": fees(outcome, self.config), "escrow": flows.paid.sum(1)}
 
     def restart(self, rows: Bools) -> None:
-        """Close the accounts of some environments, (E,); the rise up to which they were paid stays."""
+        """Close the accounts of the environments that are marked in `rows` (E,). `paid_up` stays."""
         if self._account is not None:
             credit, entry, paid_up = self._account
             column = rows[:, None]
@@ -256,12 +266,12 @@ class Escrow:
         return {} if self._account is None else {name: field.copy() for name, field in self._account._asdict().items()}
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
-        """Go on from what `state` gave."""
+        """Restore a `state`."""
         self._account = Account(**{name: field.copy() for name, field in state.items()}) if state else None
 
 
 def get_reward(config: RewardConfig) -> Reward:
-    """A fresh reward of the kind that the config names."""
+    """A new reward of the name in the config."""
     match config.name:
         case "delta":
             return Delta(config)

@@ -1,6 +1,6 @@
-"""What a round leaves to learn from. T steps, E environments, S slots."""
+"""The recorded steps of a round, from which a policy is updated. T steps, E environments, S slots."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,37 +13,57 @@ from esper.tamiyo.observation import Observation
 
 
 class Step(NamedTuple):
-    """One step of every environment, before it is known what came of it."""
+    """One step of every environment, before its outcome is known.
 
-    observation: Observation  # (E, ...)
-    actions: Actions  # (E,)
-    valid: Sequence[NDArray[np.bool_]]  # by head (E, choices)
-    log_prob: Tensor  # (E,)
-    value: Tensor  # (E,) V of the state, in units of return
-    starts: NDArray[np.bool_]  # (E,) a sequence begins here: the memory was empty
-    exploration: Tensor  # (E, heads) float64, share of the uniform in each head's choice, as it is in `log_prob`
+    Attributes:
+        observation (Observation): (E, ...)
+        actions (Actions): (E,)
+        valid (arrays by head): (E, choices) bool
+        log_prob ((E,) tensor): log-probability of the decision [nats]
+        value ((E,) tensor): V of the state, in units of return
+        starts ((E,) bool array): whether a sequence begins with this step
+        exploration ((E, heads) float64 tensor): share of the uniform distribution in each head's probabilities
+    """
+
+    observation: Observation
+    actions: Actions
+    valid: Sequence[NDArray[np.bool_]]
+    log_prob: Tensor
+    value: Tensor
+    starts: NDArray[np.bool_]
+    exploration: Tensor
 
 
 class Rollout(NamedTuple):
-    """The steps of a round, each field with a leading (T, E)."""
+    """The steps of a round; every tensor has the leading axes (T, E).
 
-    observation: tuple[Tensor, ...]  # the fields of `Observation`
-    actions: tuple[Tensor, ...]  # by head, (T, E) int64
-    valid: tuple[Tensor, ...]  # by head, (T, E, choices) bool
-    log_prob: Tensor  # (T, E)
-    value: Tensor  # (T, E)
-    starts: Tensor  # (T, E) bool
-    exploration: Tensor  # (T, E, heads) float64, the shares under which the decisions were drawn
-    reward: Tensor  # (T, E)
-    end: Tensor  # (T, E) bool, the sequence ends with this step
-    after: Tensor  # (T, E) value of the state behind it where it was cut short, else 0
+    Attributes:
+        observation (tensors): the fields of `Observation`
+        actions (tensors by head): (T, E) int64
+        valid (tensors by head): (T, E, choices) bool
+        log_prob, value, starts, exploration (tensors): as in `Step`
+        reward ((T, E) tensor): reward of the step
+        end ((T, E) bool tensor): whether the sequence ends with this step
+        after ((T, E) tensor): value of the next state where the sequence is truncated after this step, else 0
+    """
+
+    observation: tuple[Tensor, ...]
+    actions: tuple[Tensor, ...]
+    valid: tuple[Tensor, ...]
+    log_prob: Tensor
+    value: Tensor
+    starts: Tensor
+    exploration: Tensor
+    reward: Tensor
+    end: Tensor
+    after: Tensor
 
     def observations(self) -> Observation:
-        """The observations as arrays, sharing memory."""
+        """The observations as arrays, which share memory."""
         return Observation(*(field.numpy() for field in self.observation))
 
     def copied(self) -> "Rollout":
-        """The same in memory of its own, which a next round does not write over."""
+        """A copy, which the next round does not overwrite."""
         return self.rows(torch.arange(self.value.shape[1]))
 
     def tree(self) -> dict[str, Any]:
@@ -52,21 +72,28 @@ class Rollout(NamedTuple):
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "Rollout":
-        """What `tree` took apart."""
+        """The inverse of `tree`."""
         fields: list[Any] = [tuple(tree[name]) if isinstance(tree[name], list) else tree[name] for name in cls._fields]
         return cls(*fields)
 
     def rows(self, index: Tensor) -> "Rollout":
-        """Whole sequences of some environments."""
-        pick = [tuple(x[:, index] for x in field) if isinstance(field, tuple) else field[:, index] for field in self]
-        return Rollout(*pick)  # type: ignore[arg-type]
+        """The sequences of the environments in `index`, as copies."""
+        return self._map(lambda field: field[:, index])
+
+    def steps(self, stop: int) -> "Rollout":
+        """The steps before `stop`, as views."""
+        return self._map(lambda field: field[:stop])
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Rollout":
+        fields = [tuple(map(function, field)) if isinstance(field, tuple) else function(field) for field in self]
+        return Rollout(*fields)  # type: ignore[arg-type]
 
 
 class TamiyoRolloutBuffer:
-    """Room for T steps of E environments, allocated once and written one step at a time.
+    """Memory for T steps of E environments, allocated once and written one step at a time.
 
-    A sequence ends at a terminal, where a governor rolled a row back (`end` with its own penalty), or where it is cut
-    short; then `cut` keeps what its state is worth. Behind an end the same row begins a new sequence with empty memory.
+    A sequence ends at a terminal state, at a rollback by the governor, or by `cut`, which truncates it with the value of its
+    last state. After an end the row begins a new sequence with empty memory.
     """
 
     def __init__(self, steps: int, envs: int) -> None:
@@ -74,16 +101,17 @@ class TamiyoRolloutBuffer:
         self._rollout: Rollout | None = None
 
     def add(self, step: Step) -> None:
-        """Write what was seen and decided; `close` adds what came of it."""
+        """Write observations and decisions of a step. `close` adds its rewards."""
         assert self.length < self.steps, "the buffer is full; clear() begins the next round"
+        rollout = self._rollout = self._rollout or _allocate(self.steps, self.envs, step)
+        fields = (*rollout.observation, *rollout.actions, *rollout.valid, *rollout[3:7])
         parts = (*step.observation, *step.actions, *step.valid, *step[3:])
-        rollout = self._rollout = self._rollout or _room(self.steps, self.envs, step)
-        for room, part in zip(_written(rollout), parts, strict=True):
-            room[self.length] = part if isinstance(part, Tensor) else torch.from_numpy(part)
+        for field, part in zip(fields, parts, strict=True):
+            field[self.length] = part if isinstance(part, Tensor) else torch.from_numpy(part)
         self.length += 1
 
     def close(self, reward: NDArray[np.float64], end: NDArray[np.bool_]) -> None:
-        """What came of the last step, (E,)."""
+        """Write the rewards (E,) of the last step, and whether it ends the sequence (E,)."""
         assert self._rollout is not None, "a step is written before it is closed"
         at = self.length - 1
         self._rollout.reward[at] = torch.from_numpy(reward)
@@ -91,19 +119,16 @@ class TamiyoRolloutBuffer:
         self._rollout.after[at] = 0.0
 
     def cut(self, after: Tensor) -> None:
-        """End every sequence that has not ended with the last step, where its state is worth `after`, (E,)."""
-        assert self._rollout is not None, "there is nothing to cut short"
+        """Truncate the sequences that have not ended with the last step; the value of their next states is `after` (E,)."""
+        assert self._rollout is not None, "a step is written before it is truncated"
         at = self.length - 1
-        going = ~self._rollout.end[at]
-        self._rollout.after[at] = torch.where(going, after, self._rollout.after[at])
+        self._rollout.after[at] = torch.where(self._rollout.end[at], self._rollout.after[at], after)
         self._rollout.end[at] = True
 
     def rollout(self) -> Rollout:
         """The steps written so far, as views."""
         assert self._rollout is not None, "nothing was written"
-        t = self.length
-        cut = [tuple(x[:t] for x in field) if isinstance(field, tuple) else field[:t] for field in self._rollout]
-        return Rollout(*cut)  # type: ignore[arg-type]
+        return self._rollout.steps(self.length)
 
     def clear(self) -> None:
         """Begin the next round in the same memory."""
@@ -114,22 +139,17 @@ class TamiyoRolloutBuffer:
         return self.rollout().tree() if self.length else None
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on behind the steps that `state` gave."""
+        """Restore the steps of a `state`; further steps follow them."""
         if state is None:
             self.clear()
             return
         written = Rollout.of_tree(state)
         self.length = len(written.value)
-        self._rollout = Rollout(*[self._with_room(field) for field in written])
-
-    def _with_room(self, field: Tensor | tuple[Tensor, ...]) -> Any:
-        """A field, or each part of one, with room for the steps that are still to come."""
-        if isinstance(field, tuple):
-            return tuple(map(self._with_room, field))
-        return torch.cat([field, field.new_zeros(self.steps - self.length, *field.shape[1:])])
+        left = self.steps - self.length
+        self._rollout = written._map(lambda field: torch.cat([field, field.new_zeros(left, *field.shape[1:])]))
 
 
-def _room(steps: int, envs: int, step: Step) -> Rollout:
+def _allocate(steps: int, envs: int, step: Step) -> Rollout:
     def like(part: NDArray[np.generic] | Tensor) -> Tensor:
         tensor = part if isinstance(part, Tensor) else torch.from_numpy(part)
         assert len(tensor) == envs, (tensor.shape, envs)
@@ -148,15 +168,3 @@ def _room(steps: int, envs: int, step: Step) -> Rollout:
         end=torch.zeros(shape, dtype=torch.bool),
         after=torch.zeros(shape),
     )
-
-
-def _written(rollout: Rollout) -> list[Tensor]:
-    return [
-        *rollout.observation,
-        *rollout.actions,
-        *rollout.valid,
-        rollout.log_prob,
-        rollout.value,
-        rollout.starts,
-        rollout.exploration,
-    ]

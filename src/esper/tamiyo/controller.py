@@ -1,4 +1,4 @@
-"""A trained policy as a controller, and the two files that hold it: weights as safetensors, everything else as JSON."""
+"""A trained policy as a controller, and its two files: weights as safetensors, everything else as JSON."""
 
 import hashlib
 import json
@@ -31,22 +31,29 @@ from esper.tamiyo.observation import History, Inputs, Moments, Normaliser, Obser
 from esper.tamiyo.policy import GREEDY, Decision, decide
 
 VERSION = 1
-"""Format of the files of a controller."""
+"""Version of the file format."""
 WEIGHTS, FACTS = "controller.safetensors", "controller.json"
-_LARGEST, _LARGEST_FACTS = 64 * 2**20, 2**20  # bytes of the files that are read
+_LARGEST, _LARGEST_FACTS = 64 * 2**20, 2**20  # sizes of the files [bytes]
 
 
 class Language(NamedTuple):
-    """The names and choices that a policy was trained with; a space must speak it."""
+    """The sensors and the choices that a policy was trained with. A space must have the same, and a subset of the blueprints.
+
+    Attributes:
+        sensors (names): growth sensors
+        blueprints (names): the vocabulary, which contains the menu of every space
+        tempos (ints): lengths of ramps [steps]
+        targets (floats): targets of ramps
+    """
 
     sensors: tuple[str, ...]
-    blueprints: tuple[str, ...]  # the vocabulary; a menu is a part of it
+    blueprints: tuple[str, ...]
     tempos: tuple[int, ...]
     targets: tuple[float, ...]
 
     @classmethod
     def of(cls, spaces: Sequence[Space]) -> "Language":
-        """What several spaces have in common; their blueprints together. InputError where they do not fit together."""
+        """The language of several spaces, with the blueprints of all. InputError where sensors, tempos or targets differ."""
         names = dict.fromkeys(info.name for space in spaces for info in space.blueprints)
         first = spaces[0]
         language = cls(first.sensors, tuple(names), first.tempos, first.targets)
@@ -55,19 +62,18 @@ class Language(NamedTuple):
         return language
 
     def check(self, space: Space) -> None:
-        """InputError, saying what differs, where a space has other features or choices."""
-        names = tuple(info.name for info in space.blueprints)
-        for what, mine, theirs, alike in (
+        """Raise InputError where a space has other sensors or choices."""
+        for what, mine, theirs, advice in (
             ("growth sensors", self.sensors, space.sensors, ""),
-            ("tempos", self.tempos, space.tempos, "set lifecycle.tempos to what it knows, or "),
-            ("targets", self.targets, space.targets, "set lifecycle.targets to what it knows, or "),
+            ("tempos", self.tempos, space.tempos, "set lifecycle.tempos to those of the controller, or "),
+            ("targets", self.targets, space.targets, "set lifecycle.targets to those of the controller, or "),
         ):
             if mine != theirs:
                 raise InputError(
-                    f"the controller knows the {what} {list(mine)}, the task has {list(theirs)}; {alike}train a controller "
-                    "on those of the task"
+                    f"the controller knows the {what} {list(mine)}, the task has {list(theirs)}; {advice}train a controller "
+                    "on the task"
                 )
-        if unknown := [name for name in names if name not in self.blueprints]:
+        if unknown := [info.name for info in space.blueprints if info.name not in self.blueprints]:
             raise InputError(
                 f"the controller does not know blueprint {unknown[0]!r}; it knows {', '.join(self.blueprints)}: choose "
                 "those of them that fit the task's slots with --set blueprints=[...] (the config key blueprints), "
@@ -78,19 +84,25 @@ class Language(NamedTuple):
 @brief
 @dataclass
 class Policy:
-    """Weights, the normalisation of what they read, and what they were trained with. A learner changes the first two."""
+    """A policy network with the normalisation of its inputs. A learner updates `network` and `normaliser`.
+
+    Attributes:
+        network (FactoredRecurrentActorCritic): the weights
+        normaliser (Normaliser): moments of the observations
+        language (Language): the sensors and choices that the policy was trained with
+        settings (mapping): config that a run with this policy uses, keys of `leyline.controller_settings`
+        origin (mapping): tasks, rounds and validation results of the training
+    """
 
     network: FactoredRecurrentActorCritic
     normaliser: Normaliser
     language: Language
-    settings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # config under which it decides, keys of `leyline.controller_settings`
-    origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from: tasks, rounds, validation
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def fresh(cls, language: Language, seed: int, settings: Mapping[str, Any] | None = None) -> "Policy":
-        """An untrained policy, drawn by the run's seed."""
+        """An untrained policy with random weights."""
         env, slot = input_names(language.sensors)
         shapes = Shapes(len(env), len(slot), len(language.blueprints), len(language.tempos), len(language.targets))
         with torch.random.fork_rng(devices=[]):
@@ -99,27 +111,27 @@ class Policy:
         return cls(network, Normaliser.prior(language.sensors), language, dict(settings or {}))
 
     def normalised(self, observation: Observation) -> Inputs:
-        """What the network reads of an observation."""
+        """The inputs of the network for an observation."""
         return normalise(observation, self.normaliser, slot_features(self.language.sensors))
 
     def state(self) -> dict[str, Any]:
-        """Weights and moments, as a tree of arrays; tensors share memory."""
+        """Weights and moments as a tree of arrays. The tensors share memory with the policy."""
         moments = {part: getattr(self.normaliser, part)._asdict() for part in Normaliser._fields}
         return {"network": dict(self.network.state_dict()), "normaliser": moments}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. ValueError where it is that of a policy of other shapes."""
+        """Restore a `state`. ValueError where it belongs to a policy of other shapes."""
         try:
             self.network.load_state_dict(state["network"])
-        except RuntimeError as error:  # which is what torch says
+        except RuntimeError as error:  # torch raises it for missing names and other shapes
             raise ValueError(" ".join(str(error).split())[:160]) from None
         self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
 
     def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
-        """Inputs, (T, E, ...), as tensors, with the menu's blueprints by their place in the vocabulary."""
+        """Inputs (T, E, ...) as tensors. Indices into the menu become indices into the vocabulary."""
         vocabulary = [self.language.blueprints.index(name) for name in menu]
         empty = len(self.language.blueprints)
-        index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, is the last
+        index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, takes the last entry
         return Batch(
             torch.from_numpy(inputs.env),
             torch.from_numpy(inputs.slot),
@@ -129,17 +141,24 @@ class Policy:
         )
 
 
-class Thought(NamedTuple):
-    """What a policy saw, what it decided, and what it expects."""
+class ActorOutput(NamedTuple):
+    """The results of a policy for one step.
 
-    observation: Observation  # (E, ...)
+    Attributes:
+        observation (Observation): (E, ...)
+        decision (Decision): one per environment
+        value ((E,) tensor): V of the state, in units of return
+        starts ((E,) bool array): whether a sequence begins with this step
+    """
+
+    observation: Observation
     decision: Decision
-    value: Tensor  # (E,)
-    starts: NDArray[np.bool_]  # (E,) sequences that begin with this step
+    value: Tensor
+    starts: NDArray[np.bool_]
 
 
-class Mind:
-    """The memory of a policy while an episode goes on: its own history, and the state of the network."""
+class RecurrentActor:
+    """Runs a policy through an episode. It holds the history of measurements and the hidden state of the network."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -148,8 +167,8 @@ class Mind:
         self._begins: NDArray[np.bool_] | None = None
         self._episode = -1
 
-    def think(self, view: View, exploration: Mapping[Head, float] = GREEDY, *, greedy: bool) -> Thought:
-        """Decide for every environment. Memory is empty at an episode's first step and behind `forget`."""
+    def act(self, view: View, exploration: Mapping[Head, float] = GREEDY, *, greedy: bool) -> ActorOutput:
+        """Decide for every environment. The memory is empty at the first step of an episode and after `reset`."""
         envs = len(view.host_params)
         if self.history is None or view.episode != self._episode or view.step == 0 or len(self.history.op) != envs:
             self.policy.language.check(view.space)
@@ -160,30 +179,30 @@ class Mind:
         self.history = self.history.measured(view.measurements)
         observation = observe(view, self.history)
         with torch.no_grad():
-            encoded, value, self.hidden = self._look(observation, view.space, self.hidden)
+            encoded, value, self.hidden = self._forward(observation, view.space, self.hidden)
             drawn = None if greedy else draws(view)
             decision = decide(self.policy.network, encoded, view.masks, drawn, exploration)
-        thought = Thought(observation, decision, value[0], self._begins)
+        output = ActorOutput(observation, decision, value[0], self._begins)
         self._begins = np.zeros(envs, bool)
-        return thought
+        return output
 
-    def expect(self, view: View) -> Tensor:
-        """V of a state that nothing is decided in, (E,): what a sequence that is cut short here is still worth."""
+    def value(self, view: View) -> Tensor:
+        """V of the state (E,), without a decision. The memory is unchanged."""
         assert self.history is not None
         assert self.hidden is not None
         observation = observe(view, self.history.measured(view.measurements))
         with torch.no_grad():
-            return self._look(observation, view.space, self.hidden)[1][0]
+            return self._forward(observation, view.space, self.hidden)[1][0]
 
-    def learn_outcome(self, outcome: Outcome) -> None:
-        """Remember what was decided and whether it was taken; nothing where the step was rolled back."""
+    def store(self, outcome: Outcome) -> None:
+        """Add the last decisions to the history. The memory of a row that was rolled back is emptied."""
         assert self.history is not None
         self.history = self.history.decided(outcome.actions, outcome.accepted)
         if outcome.rolled_back.any():
-            self.forget(outcome.rolled_back)
+            self.reset(outcome.rolled_back)
 
-    def forget(self, rows: NDArray[np.bool_]) -> None:
-        """Begin a new sequence in some environments, (E,) bool: their history and state are emptied."""
+    def reset(self, rows: NDArray[np.bool_]) -> None:
+        """Empty the memory of the environments that are marked in `rows` (E,), which begin a new sequence."""
         assert self.history is not None
         assert self.hidden is not None
         assert self._begins is not None
@@ -192,7 +211,7 @@ class Mind:
         self._begins = self._begins | rows
 
     def state(self) -> dict[str, Any]:
-        """History, state of the network, and which sequences begin, as a tree of arrays."""
+        """The memory as a tree of arrays."""
         return {
             "episode": self._episode,
             "history": None if self.history is None else self.history._asdict(),
@@ -201,49 +220,49 @@ class Mind:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, with the policy as it is."""
+        """Restore a `state`. The policy is not part of it."""
         history, hidden = state["history"], state["hidden"]
         self.history = None if history is None else History(**history)
         self.hidden = None if hidden is None else (hidden[0], hidden[1])
         self._begins, self._episode = state["begins"], state["episode"]
 
-    def _look(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
+    def _forward(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
         seen = self.policy.normalised(observation)
         inputs = Inputs(seen.env[None], seen.slot[None], seen.blueprint[None], seen.cost[None])
         batch = self.policy.batch(inputs, [info.name for info in space.blueprints])
-        found: tuple[Encoded, Tensor, Hidden] = self.policy.network(batch, hidden)
-        return found
+        result: tuple[Encoded, Tensor, Hidden] = self.policy.network(batch, hidden)
+        return result
 
 
 class Learned(Rule):
-    """A trained policy, greedy: the most probable choice of every head."""
+    """A controller that takes the most probable choice of every head of a trained policy."""
 
     def __init__(self, policy: Policy) -> None:
-        self.mind = Mind(policy)
+        self.actor = RecurrentActor(policy)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.mind.policy!r})"
+        return f"{type(self).__name__}({self.actor.policy!r})"
 
     def act(self, view: View) -> Actions:
-        """One decision per environment. InputError where the policy does not know the task's features or choices."""
-        return self.mind.think(view, greedy=True).decision.actions
+        """One decision per environment. InputError where the policy was trained with other sensors or choices."""
+        return self.actor.act(view, greedy=True).decision.actions
 
     def store(self, outcome: Outcome) -> None:
-        """What the policy will see of it at the next decision."""
-        self.mind.learn_outcome(outcome)
+        """Add the last decisions to the memory."""
+        self.actor.store(outcome)
 
     def state(self) -> dict[str, Any]:
-        """The memory, and the policy itself: its folder may hold another one by the time a run goes on."""
-        return {"policy": self.mind.policy.state(), "mind": self.mind.state()}
+        """The memory and the policy. The folder of the policy may have changed when a run is resumed."""
+        return {"policy": self.actor.policy.state(), "mind": self.actor.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self.mind.policy.load_state(state["policy"])
-        self.mind.load_state(state["mind"])
+        """Restore a `state`."""
+        self.actor.policy.load_state(state["policy"])
+        self.actor.load_state(state["mind"])
 
 
 def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None:
-    """Write the two files as a folder, in place of the one of that name; a crash leaves the old one or the new."""
+    """Write the two files as a folder, which replaces an existing one. A crash leaves either the old or the new folder."""
     weights = save({name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()})
     facts = {
         "version": VERSION,
@@ -262,7 +281,7 @@ def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None
 
 
 def load_policy(folder: Path) -> Policy:
-    """The policy of a folder that `save_policy` wrote. InputError where a file is missing, damaged, or of another format."""
+    """Read a folder that `save_policy` wrote. InputError where a file is missing, damaged, or of another format."""
     folder = find_folder(folder)
     facts = _read_facts(folder)
     weights = folder / WEIGHTS
@@ -280,7 +299,7 @@ def load_policy(folder: Path) -> Policy:
             raise ValueError(f"tensor {odd[0]} is {state[odd[0]].dtype}, the network has {wanted[odd[0]].dtype}")
         policy.network.load_state_dict(state)
         if odd := [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]:
-            raise ValueError(f"weights of {odd[0]} are not finite")  # they would decide to wait, always
+            raise ValueError(f"weights of {odd[0]} are not finite")
         sizes = len(GLOBAL), len(slot_features(language.sensors))
         normaliser = Normaliser(
             *(_moments(facts["normaliser"][part], n) for part, n in zip(Normaliser._fields, sizes, strict=True))
@@ -293,13 +312,13 @@ def load_policy(folder: Path) -> Policy:
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
-    """The config under which a controller decides, without its weights. InputError as `load_policy`."""
+    """The `settings` of a controller, read without its weights. InputError as in `load_policy`."""
     settings: dict[str, Any] = _read_facts(find_folder(folder))["settings"]
     return settings
 
 
 def is_controller(folder: Path) -> bool:
-    """Whether a folder claims to hold a controller."""
+    """Whether a folder has the JSON file of a controller."""
     return (find_folder(folder) / FACTS).is_file()
 
 
@@ -317,7 +336,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} lacks {', '.join(missing)}; train the controller again")
     for name in sorted(needed - {"sha256", "checksum"}):
         if not isinstance(facts[name], dict):
-            raise InputError(f"{path}: {name} is no JSON object; train the controller again")
+            raise InputError(f"{path}: {name} is not a JSON object; train the controller again")
     for name, mine in _vocabulary().items():
         theirs = facts["vocabulary"].get(name)
         if theirs != mine:
@@ -333,34 +352,34 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 
 def _check_rows(state: Mapping[str, Tensor], language: Language) -> None:
-    """See that the weights have as many rows as a language has names, before a network of it is built. ValueError if not."""
+    """Raise ValueError where the weights have other numbers of rows than the language has names, before a network is built."""
     for name, count in (
         ("blueprint.weight", len(language.blueprints) + 1),
         ("tempo_head.2.bias", len(language.tempos)),
         ("target_head.2.bias", len(language.targets)),
     ):
         if len(state[name]) != count:
-            raise ValueError(f"tensor {name} has {len(state[name])} rows, its language asks for {count}")
+            raise ValueError(f"tensor {name} has {len(state[name])} rows, but the language has {count}")
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    """sha256 of everything else in the file, in an order of its own."""
+    """sha256 of everything else in the file, as JSON with sorted keys."""
     rest = {name: value for name, value in facts.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _moments(known: Mapping[str, Any], features: int) -> Moments:
-    """Moments from JSON. ValueError where they are not finite, or not those of so many features."""
+    """Moments from JSON. ValueError where they are not finite, or of another number of features."""
     moments = Moments(*(np.array(known[name], np.float64) for name in Moments._fields))
     if any(field.shape != (features,) or not np.isfinite(field).all() for field in moments):
-        raise ValueError(f"the normaliser is not of {features} finite features")
+        raise ValueError(f"the normaliser does not hold finite moments of {features} features")
     if (moments.var < 0).any() or (moments.n < 0).any():
         raise ValueError("the normaliser has a variance or a count below 0")
     return moments
 
 
 def _vocabulary() -> dict[str, list[str]]:
-    """The names that a column or an index of a controller stands for, but those of its language."""
+    """The names of columns and indices that are fixed in the source, other than those of the language."""
     env, slot = input_names(())
     return {
         "environment_features": list(env),
