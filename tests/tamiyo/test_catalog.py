@@ -44,7 +44,7 @@ def test_an_unknown_controller_gets_the_known_ones_named(name):
 
 def test_a_folder_without_a_controller_is_told_apart_from_an_unknown_name(tmp_path):
     with pytest.raises(
-        InputError, match=r"holds no trained controller, as it has no file controller/controller\.json;"
+        InputError, match=r"holds no trained controller, because it has no file controller/controller\.json;"
     ):
         get_controller(str(tmp_path), Config())
 

@@ -6,7 +6,7 @@ from esper.leyline.config import Config, GatesConfig, HeuristicConfig, build_con
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from esper.leyline.view import BlueprintInfo, Estimate, Seeds, take
-from esper.tamiyo.heuristic import Heuristic, reached
+from esper.tamiyo.heuristic import Heuristic, relative_metric
 
 DORMANT, TRAINING, HOLDING = Stage.DORMANT, Stage.TRAINING, Stage.HOLDING
 PLANTABLE = {Op.GERMINATE: True}
@@ -137,9 +137,9 @@ def test_the_limit_is_relative_to_what_can_be_gained(view, floor, metric, op):
 
 def test_the_share_that_a_metric_has_reached_is_0_at_the_floor_and_1_at_the_ceiling():
     metric, floor = np.array([0.97, 0.985, 1.0, -3.0, np.nan]), np.array([0.97, 0.97, 0.97, 0.0, 0.0])
-    np.testing.assert_allclose(reached(metric, floor, np.ones(5)), [0, 0.5, 1, -3, np.nan])
-    assert reached(np.ones(1), np.ones(1), np.ones(1)) == 1  # nothing can be gained
-    assert reached(np.ones(1), np.full(1, np.nan), np.ones(1)) == -np.inf  # nobody knows
+    np.testing.assert_allclose(relative_metric(metric, floor, np.ones(5)), [0, 0.5, 1, -3, np.nan])
+    assert relative_metric(np.ones(1), np.ones(1), np.ones(1)) == 1  # nothing can be gained
+    assert relative_metric(np.ones(1), np.full(1, np.nan), np.ones(1)) == -np.inf  # nobody knows
 
 
 def test_a_metric_whose_range_is_not_known_is_no_obstacle(view):

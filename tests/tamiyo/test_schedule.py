@@ -149,13 +149,13 @@ def test_a_file_is_a_list_of_entries(tmp_path, view):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{at: 1}", "holds no list of entries; write each on a line of its own, as - {at: 4, op: WAIT}"),
-        ("", "holds no list of entries; write each on a line of its own, as - {at: 4, op: WAIT}"),
+        ("{at: 1}", "is not a list of entries; write one entry a line, as - {at: 4, op: WAIT}"),
+        ("", "is not a list of entries; write one entry a line, as - {at: 4, op: WAIT}"),
         ("- [", "is not valid YAML; write one entry a line, as - {at: 4, op: WAIT}"),
         ("- wait", ", entry 1 is 'wait', not a mapping; write it as {at: 4, op: WAIT}"),
         (
             "- {at: 0, op: wait}\n- {at: 1, op: wait, slots: a}",
-            "entry 2: 'slots' is no key of an entry; the keys are at, op, slot, blueprint, blend, tempo, target, keep",
+            "entry 2: unknown key 'slots'; the keys are at, op, slot, blueprint, blend, tempo, target, keep",
         ),
         ("- {op: wait}", ", entry 1: at is missing; give a step, a whole number from 0 on"),
         ("- {at: -1, op: wait}", ", entry 1: at is -1; give a step, a whole number from 0 on"),

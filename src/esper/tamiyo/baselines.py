@@ -1,4 +1,4 @@
-"""What rules have in common, and the controllers that do not look at what they grow. E environments."""
+"""The base of rules, and the controllers that ignore measurements. E environments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,28 +12,28 @@ from esper.leyline.view import Floats, Outcome, View
 
 
 class Rule:
-    """A controller that learns nothing: `act` is all there is to it. One that remembers says so in `state`."""
+    """Base of controllers that do not learn. A subclass defines `act`, and `state` and `load_state` where it has a state."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def store(self, outcome: Outcome) -> None:
-        """Nothing is kept."""
+        """Ignore the outcome."""
 
     def update(self) -> Mapping[str, float]:
-        """Nothing is learnt."""
+        """Return no diagnostics, because nothing is learnt."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Nothing is remembered."""
+        """An empty state."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Nothing to go on from."""
+        """Ignore the state."""
 
 
 class Never(Rule):
-    """WAIT, always: the host alone."""
+    """Always WAIT, so the host is trained without growth."""
 
     def act(self, view: View) -> Actions:
         """WAIT for every environment."""
@@ -41,21 +41,21 @@ class Never(Rule):
 
 
 class RandomValid(Rule):
-    """Uniform over the valid operations, then over the valid choices of each head that matters, in the order of `Head`.
+    """Draws an operation uniformly from the valid ones, then each relevant head from its valid choices, in the order of `Head`.
 
-    A draw is a hash of (run seed, number of the environment, episode, step, head), so what an environment does depends neither
-    on the others nor on what was drawn before.
+    A draw is a hash of (run seed, number of the environment, episode, step, head), so it depends neither on other environments
+    nor on earlier draws.
     """
 
     def act(self, view: View) -> Actions:
-        """One valid decision per environment; a head that does not matter is 0."""
+        """One valid decision per environment. A head that the operation does not use is 0."""
         return draw_uniform(view.masks, draws(view))
 
 
 def draws(view: View) -> Floats:
-    """(heads, E) in [0, 1) for the decisions of a step, keyed by the number of each environment.
+    """(heads, E) uniform in [0, 1) for the decisions of a step, keyed by the number of each environment.
 
-    So what an environment does depends neither on the others nor on its place in a population.
+    A decision therefore depends neither on other environments nor on the index of the environment in its population.
     """
     space, heads = view.space, np.array(list(Head))[:, None]
     return uniform(key(space.seed, Purpose.POLICY, space.number, view.episode, view.step, heads))

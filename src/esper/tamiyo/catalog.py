@@ -1,4 +1,4 @@
-"""Controllers by name, for a command line and a config."""
+"""Controllers by name or path."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,20 +15,23 @@ from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.schedule import load_schedule
 
 FOLDER = "controller"
-"""Where a run folder holds the controller that was trained in it."""
+"""Name of the folder, within a run folder, of the controller that was trained in the run."""
 
 CONTROLLERS: Mapping[str, str] = MappingProxyType(
     {
-        "never": "waits: the host alone",
-        "random-valid": "draws uniformly from what the masks allow",
-        "heuristic": "plants bypasses early where the host is narrow, and keeps what brings in more than it costs",
+        "never": "always waits, so the host is trained without growth",
+        "random-valid": "draws decisions uniformly from the valid ones",
+        "heuristic": "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
     }
 )
-"""Name and summary of each; the path of a schedule (.yaml or .yml), or of the run folder of a trained one, is one too."""
+"""Names and summaries of the built-in controllers. The path of a schedule or of a trained controller is accepted as well."""
 
 
 def get_controller(name_or_path: str, config: Config) -> PolicyClient:
-    """A fresh controller, by name, from a schedule file, or from a folder that holds a trained one. InputError if neither."""
+    """A new controller, by name, from a schedule file, or from the folder of a trained controller.
+
+    Raises InputError where there is no such name, file or folder.
+    """
     if not isinstance(name_or_path, str):
         raise InputError(f"the controller is {show(name_or_path)}; give a name or a path as text")
     match name_or_path:
@@ -44,8 +47,8 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
         return Learned(load_policy(folder))
     if name_or_path and Path(name_or_path).is_dir():
         raise InputError(
-            f"the folder {name_or_path!r} holds no trained controller, as it has no file {FOLDER}/{FACTS}; name a folder "
-            "that `esper train` wrote, once its first validation is done"
+            f"the folder {name_or_path!r} holds no trained controller, because it has no file {FOLDER}/{FACTS}; name a folder "
+            "that `esper train` wrote; the file is there after the first validation"
         )
     raise InputError(
         f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file "
@@ -54,13 +57,13 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
 
 
 def settings_of(name_or_path: str) -> Mapping[str, Any]:
-    """The config that a controller brings along, over the task's own: what a trained one was trained under."""
+    """The settings of a trained controller, which take precedence over the config of a task; empty for other controllers."""
     folder = trained(name_or_path)
     return {} if folder is None else read_settings(folder)
 
 
 def with_sensors(config: Config, client: PolicyClient) -> Config:
-    """The config with the cadence of the growth sensors that the controller needs, where `probe.sensors_every` is null."""
+    """The config, with `probe.sensors_every` set to what the controller needs where it is null."""
     if config.probe.sensors_every is not None:
         return config
     every = client.sensors_every if isinstance(client, Senses) else 0
@@ -68,7 +71,7 @@ def with_sensors(config: Config, client: PolicyClient) -> Config:
 
 
 def trained(name_or_path: str) -> Path | None:
-    """The folder of a trained controller: a run folder, or what `esper train` wrote in it; None where it is none."""
+    """The folder of a trained controller, given it or its run folder; None where the path is neither."""
     if name_or_path in CONTROLLERS:
         return None
     inner = Path(name_or_path) / FOLDER

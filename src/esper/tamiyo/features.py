@@ -1,4 +1,4 @@
-"""The features of a controller, each with its unit, its scale and the function that reads it. E environments, S slots."""
+"""The table of features that a controller observes: name, unit, scale and function of each. E environments, S slots."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -8,44 +8,76 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Blend, Op
 from esper.leyline.stages import IN_BUDGET, Stage, among
-from esper.leyline.view import CoalitionValues, Floats, View
+from esper.leyline.view import CoalitionValues, Floats, Measurements, Seeds, View
 
 if TYPE_CHECKING:
     from esper.tamiyo.observation import History
 
 WINDOWS = (2, 6)
-"""Steps over which slopes are taken."""
+"""Lengths of the windows of slopes [steps]."""
 
 
 class Seen(NamedTuple):
-    """What features are read off."""
+    """The sources of features.
+
+    Attributes:
+        view (View): the view of this step
+        history (History): the history, with the measurements of this step
+        interaction ((E, S) array): result of `interactions`
+        interaction_age ((E, S) array): result of `interactions` [steps]
+    """
 
     view: View
     history: "History"
-    interaction: Floats  # (E, S) as `interactions` has it
-    interaction_age: Floats  # (E, S) likewise [steps]
+    interaction: Floats
+    interaction_age: Floats
+
+    @property
+    def seeds(self) -> Seeds:
+        """The seeds of the view."""
+        return self.view.seeds
+
+    @property
+    def measured(self) -> Measurements:
+        """The measurements of the view."""
+        return self.view.measurements
 
 
 Read = Callable[[Seen], Any]
-"""A column off what is seen: (E,) or one number for all environments; of a slot (E, S)."""
+"""Returns a column: (E,) or a number for a feature of the environment, (E, S) for a feature of a slot."""
 
 
 class Feature(NamedTuple):
-    """One column of an observation."""
+    """A continuous column of an observation.
+
+    Attributes:
+        name (str): name of the column
+        unit (str): unit of the value
+        scale (float): standard deviation before the first round; a tenth of it is the lower bound later
+        missing (bool): whether the value can be absent; a flag `name?` then says whether it was measured
+        meaning (str): description for docs/observation.md
+        read (callable): returns the values
+    """
 
     name: str
     unit: str
-    scale: float  # the standard deviation before a first round; a tenth of it is the least there is later
-    missing: bool  # it can be absent, and a column `name?` beside the flags says whether it was measured
+    scale: float
+    missing: bool
     meaning: str
     read: Read
 
 
 class Flag(NamedTuple):
-    """One column that is 0 or 1."""
+    """A column that is 0 or 1.
+
+    Attributes:
+        name (str): name of the column
+        meaning (str): the condition under which it is 1
+        read (callable): returns the values
+    """
 
     name: str
-    meaning: str  # 1 where this is so
+    meaning: str
     read: Read
 
 
@@ -65,11 +97,11 @@ def _left(seen: Seen) -> int:
 
 
 def _at(stage: Stage) -> Read:
-    return lambda seen: seen.view.seeds.stage == stage
+    return lambda seen: seen.seeds.stage == stage
 
 
 def _count(stage: Stage) -> Read:
-    return lambda seen: (seen.view.seeds.stage == stage).sum(1)
+    return lambda seen: (seen.seeds.stage == stage).sum(1)
 
 
 def _last(op: Op) -> Read:
@@ -77,22 +109,22 @@ def _last(op: Op) -> Read:
 
 
 def _blended(blend: Blend) -> Read:
-    return lambda seen: (seen.view.seeds.blend == blend) & (seen.view.seeds.blueprint >= 0)
+    return lambda seen: (seen.seeds.blend == blend) & (seen.seeds.blueprint >= 0)
 
 
 def _depth(seen: Seen) -> Floats:
-    envs, slots = seen.view.seeds.stage.shape
+    envs, slots = seen.seeds.stage.shape
     return np.broadcast_to(np.linspace(0, 1, slots), (envs, slots))
 
 
 def _occupied(seen: Seen) -> NDArray[np.int64]:
-    return np.asarray(among(seen.view.seeds.stage, IN_BUDGET).sum(1), np.int64)
+    return np.asarray(among(seen.seeds.stage, IN_BUDGET).sum(1), np.int64)
 
 
 GLOBAL: tuple[Feature, ...] = (
     Feature("time_left", "1", 1.0, False, "share of the episode that is left", lambda s: _left(s) / s.view.steps),
     Feature("steps_left", "ln steps", 3.0, False, "ln(1 + steps left)", lambda s: np.log1p(_left(s))),
-    Feature("metric", "1", 1.0, True, "on the probe split, at the real doses", _newest(0)),
+    Feature("metric", "1", 1.0, True, "metric on the probe split, every seed at its dose", _newest(0)),
     Feature("loss", "ln loss", 1.0, True, "logarithm of the probe loss", _newest(1)),
     Feature("train_loss", "ln loss", 1.0, True, "logarithm of the mean training loss of the step", _newest(2)),
     *(
@@ -101,7 +133,7 @@ GLOBAL: tuple[Feature, ...] = (
             f"{unit} / step",
             0.1,
             True,
-            f"its change over up to {window} steps, a step",
+            f"change of {name} per step, over up to {window} steps",
             _change(column, window),
         )
         for column, (name, unit) in enumerate(TREND)
@@ -120,8 +152,8 @@ GLOBAL: tuple[Feature, ...] = (
         "ln norm",
         2.0,
         True,
-        "of the host, mean over the step",
-        lambda s: ln(s.view.measurements.gradient_norm),
+        "gradient norm of the host, mean over the step",
+        lambda s: ln(s.measured.gradient_norm),
     ),
     Feature("host_params", "ln parameters", 3.0, False, "size of the host", lambda s: np.log(s.view.host_params)),
     Feature(
@@ -129,7 +161,7 @@ GLOBAL: tuple[Feature, ...] = (
         "1",
         0.5,
         False,
-        "ln(1 + added / host parameters), what rent is paid on",
+        "ln(1 + added / host parameters)",
         lambda s: np.log1p(s.view.added_params / s.view.host_params),
     ),
     Feature(
@@ -137,7 +169,7 @@ GLOBAL: tuple[Feature, ...] = (
         "seeds",
         2.0,
         False,
-        "seeds that may still be planted, at the present budget",
+        "number of seeds that can be planted within the budget",
         lambda s: s.view.space.max_seeds - _occupied(s),
     ),
     Feature(
@@ -146,7 +178,7 @@ GLOBAL: tuple[Feature, ...] = (
         0.5,
         False,
         "steps since the growth sensors were computed / steps of an episode",
-        lambda s: s.view.measurements.sensor_age / s.view.steps,
+        lambda s: s.measured.sensor_age / s.view.steps,
     ),
     *(
         Feature(f"seeds_{stage.name.lower()}", "seeds", 1.0, False, f"slots in {stage.name}", _count(stage))
@@ -157,80 +189,63 @@ GLOBAL: tuple[Feature, ...] = (
 
 GLOBAL_FLAGS: tuple[Flag, ...] = (
     *(Flag(f"last_{op.name.lower()}", f"the last decision was {op.name}", _last(op)) for op in Op),
-    Flag("last_accepted", "the last decision was taken, not refused", lambda s: s.history.accepted),
+    Flag("last_accepted", "the last decision was accepted", lambda s: s.history.accepted),
     Flag("first_step", "there was no decision yet", lambda s: s.history.op < 0),
 )
-"""The last decision's operation, whether it was taken, and whether there was none yet."""
+"""Flags of an environment: the last operation, whether it was accepted, and whether there was none."""
 
 SLOT: tuple[Feature, ...] = (
     Feature(
-        "age",
-        "1",
-        0.2,
-        False,
-        "steps in the present stage / steps of an episode",
-        lambda s: s.view.seeds.age / s.view.steps,
+        "age", "1", 0.2, False, "steps in the current stage / steps of an episode", lambda s: s.seeds.age / s.view.steps
     ),
     Feature(
-        "life",
-        "1",
-        0.2,
-        False,
-        "steps since germination / steps of an episode",
-        lambda s: s.view.seeds.life / s.view.steps,
+        "life", "1", 0.2, False, "steps since germination / steps of an episode", lambda s: s.seeds.life / s.view.steps
     ),
-    Feature(
-        "alpha", "1", 1.0, False, "alpha of the seed, which is its dose while it is live", lambda s: s.view.seeds.alpha
-    ),
-    Feature("ramp_target", "1", 1.0, False, "alpha at the end of the ramp", lambda s: s.view.seeds.ramp[..., 1]),
-    Feature("ramp_length", "steps", 4.0, False, "length of the ramp", lambda s: s.view.seeds.ramp[..., 2]),
+    Feature("alpha", "1", 1.0, False, "alpha of the seed; the dose of a live seed", lambda s: s.seeds.alpha),
+    Feature("ramp_target", "1", 1.0, False, "alpha at the end of the ramp", lambda s: s.seeds.ramp[..., 1]),
+    Feature("ramp_length", "steps", 4.0, False, "length of the ramp", lambda s: s.seeds.ramp[..., 2]),
     Feature(
         "contribution",
         "metric",
         0.1,
         True,
-        "metric at the real doses less that without the seed",
-        lambda s: s.view.measurements.contribution.mean,
+        "metric with every seed at its dose, minus the metric without the seed",
+        lambda s: s.measured.contribution.mean,
     ),
     Feature(
-        "contribution_se",
-        "metric",
-        0.05,
-        True,
-        "its standard error",
-        lambda s: s.view.measurements.contribution.se,
+        "contribution_se", "metric", 0.05, True, "standard error of contribution", lambda s: s.measured.contribution.se
     ),
     Feature(
         "contribution_loss",
         "loss",
         0.1,
         True,
-        "loss without the seed less that at the real doses",
-        lambda s: s.view.measurements.contribution_loss.mean,
+        "loss without the seed, minus the loss with every seed at its dose",
+        lambda s: s.measured.contribution_loss.mean,
     ),
     Feature(
         "gain",
         "loss",
         0.1,
         True,
-        "incubation gain: loss at the real doses less that with the seed at dose 1",
-        lambda s: s.view.measurements.gain.mean,
+        "incubation gain: loss with every seed at its dose, minus the loss with this seed at dose 1",
+        lambda s: s.measured.gain.mean,
     ),
-    Feature("gain_se", "loss", 0.05, True, "its standard error", lambda s: s.view.measurements.gain.se),
+    Feature("gain_se", "loss", 0.05, True, "standard error of gain", lambda s: s.measured.gain.se),
     Feature(
         "gain_metric",
         "metric",
         0.1,
         True,
-        "metric with the incubating seed at dose 1 less that at the real doses",
-        lambda s: s.view.measurements.gain_metric.mean,
+        "metric with the incubating seed at dose 1, minus the metric with every seed at its dose",
+        lambda s: s.measured.gain_metric.mean,
     ),
     Feature(
         "interaction",
         "metric",
         0.1,
         True,
-        "worth of the seed among the live ones less its worth alone",
+        "value that the seed adds to all other live seeds, minus the value that it adds alone",
         lambda s: s.interaction,
     ),
     Feature(
@@ -247,16 +262,11 @@ SLOT: tuple[Feature, ...] = (
         2.0,
         True,
         "gradient norm of the seed, mean over the step",
-        lambda s: ln(s.view.measurements.seed_gradient_norm),
+        lambda s: ln(s.measured.seed_gradient_norm),
     ),
     Feature("depth", "1", 0.5, False, "position of the slot, 0 the first and 1 the last", _depth),
     Feature(
-        "width",
-        "ln features",
-        1.0,
-        False,
-        "width of the stream",
-        lambda s: np.log(np.maximum(s.view.space.width, 1)),
+        "width", "ln features", 1.0, False, "width of the stream", lambda s: np.log(np.maximum(s.view.space.width, 1))
     ),
     Feature(
         "participation_probe",
@@ -264,27 +274,27 @@ SLOT: tuple[Feature, ...] = (
         0.3,
         True,
         "participation ratio of the stream on the probe split / its width",
-        lambda s: s.view.measurements.participation,
+        lambda s: s.measured.participation,
     ),
 )
-"""Continuous features of a slot; those of the growth sensors follow, in the order of `Space.sensors`."""
+"""Continuous features of a slot. Those of the growth sensors follow them, in the order of `Space.sensors`."""
 
 SLOT_FLAGS: tuple[Flag, ...] = (
     *(Flag(stage.name.lower(), f"the slot is {stage.name}", _at(stage)) for stage in Stage),
     *(Flag(f"blend_{blend.name.lower()}", f"its seed blends by {blend.name}", _blended(blend)) for blend in Blend),
-    Flag("doomed", "its seed ramps down to be pruned", lambda s: s.view.seeds.doomed),
+    Flag("doomed", "its seed ramps down to be pruned", lambda s: s.seeds.doomed),
 )
-"""Stage and blend of the slot, and whether it ramps down to be pruned."""
+"""Flags of a slot: its stage, its blend, and whether its seed ramps down to be pruned."""
 
 RELATIVE = "_relative"
-"""Suffix of a slot's feature less its mean over the slots where it was measured."""
+"""Suffix of relative features: the value minus its mean over the slots where it was measured."""
 
 
 def slot_features(sensors: Sequence[str]) -> tuple[Feature, ...]:
-    """The continuous features of a slot, raw and then relative."""
+    """The continuous features of a slot: first the raw ones, then the relative ones."""
     raw = (*SLOT, *(sensor_feature(name) for name in sensors))
     relative = (
-        feature._replace(name=feature.name + RELATIVE, meaning="the same less its mean over the slots")
+        feature._replace(name=feature.name + RELATIVE, meaning="the raw feature minus its mean over the slots")
         for feature in raw
     )
     return (*raw, *relative)
@@ -297,7 +307,7 @@ def read(columns: Sequence[Feature | Flag], seen: Seen, shape: tuple[int, ...]) 
 
 
 def _slope(values: Floats, window: int) -> Floats:
-    """(E, W) newest first -> (E,) mean change a step over the measured part of a window; nan with one value or none."""
+    """(E, W), newest first -> (E,) mean change per step over the measured part of the window; nan with fewer than two values."""
     known = np.isfinite(values[:, : window + 1])
     span = known.cumprod(1).sum(1) - 1
     oldest = np.take_along_axis(values, np.maximum(span, 0)[:, None], 1)[:, 0]
@@ -305,21 +315,21 @@ def _slope(values: Floats, window: int) -> Floats:
 
 
 def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int32]) -> tuple[Floats, Floats]:
-    """(E, S) each: a live seed's worth with all other live ones less its worth alone, and the age of the table [steps].
+    """[v(N) - v(N - {i})] - [v({i}) - v(0)] for each live seed i, and the age of the table [steps], each (E, S).
 
-    [v(N) - v(N - {i})] - [v({i}) - v(0)], which for two seeds is their pairwise interaction. nan where the table lacks a
-    term of it, where fewer than two seeds were live, and where the seed that was live is gone.
+    N is the set of all live seeds. For two seeds the value is their pairwise interaction. It is nan where a coalition was not
+    evaluated, where fewer than two seeds were live, and where the seed that was live has been removed.
     """
     envs, slots = shape = life.shape
-    found, age = np.full(shape, np.nan), np.full(shape, np.nan)
+    interaction, age = np.full((2, *shape), np.nan)
     if table is None or not len(table.env):
-        return found, age
+        return interaction, age
     bit = np.left_shift(1, np.arange(slots))
     live = table.live[:envs]
     every = (live * bit).sum(1)
 
     def value(mask: NDArray[np.int64]) -> Floats:
-        """v of one mask per environment and slot, (E, S); nan where it was not evaluated."""
+        """v (E, S) of a mask for each environment and slot; nan where the coalition was not evaluated."""
         code, asked = table.env << slots | table.mask, np.arange(envs)[:, None] << slots | mask
         order = np.argsort(code)
         place = np.searchsorted(code[order], asked).clip(max=len(code) - 1)
@@ -329,14 +339,16 @@ def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int3
     nobody = np.zeros(shape, np.int64)
     whole = nobody + every[:, None]
     worth: Floats = value(whole) - value(whole & ~bit) - value(nobody + bit) + value(nobody)
-    several = live & (live.sum(1) > 1)[:, None] & (life > step - table.step)  # a seed planted since has lived less
-    found[several] = worth[several]
-    age[several & np.isfinite(found)] = step - table.step
-    return found, age
+    several = (
+        live & (live.sum(1) > 1)[:, None] & (life > step - table.step)
+    )  # not a seed that was planted since the table
+    interaction[several] = worth[several]
+    age[several & np.isfinite(interaction)] = step - table.step
+    return interaction, age
 
 
 def sensor_feature(name: str) -> Feature:
-    """A growth sensor as a feature: shares as they are, held-out energies as shares of the gradient's, the rest as logarithms."""
+    """A growth sensor as a feature: shares unchanged, held-out energies relative to the gradient energy, others as logarithms."""
     if _is_share(name):
         return Feature(name, "1", 0.3, True, "growth sensor (docs/observation.md)", lambda s: _sensed(s, name))
     if name.startswith("heldout_"):
@@ -351,8 +363,8 @@ def _is_share(name: str) -> bool:
 
 
 def _sensed(seen: Seen, name: str) -> Floats:
-    """(E, S) of one growth sensor; what overflowed tells nothing and is nan."""
-    value = seen.view.measurements.sensors[..., seen.view.space.sensors.index(name)]
+    """The values (E, S) of a growth sensor; nan where they are not finite."""
+    value = seen.measured.sensors[..., seen.view.space.sensors.index(name)]
     return np.where(np.isfinite(value), value, np.nan)
 
 
@@ -367,5 +379,5 @@ def _energy_share(seen: Seen, name: str) -> Floats:
 
 
 def ln(values: Floats) -> Floats:
-    """Logarithm of positive values, bounded below; nan stays nan."""
+    """The logarithm of values of at least 1e-6; nan stays nan."""
     return np.log(np.maximum(values, 1e-6))

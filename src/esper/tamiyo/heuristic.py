@@ -1,4 +1,4 @@
-"""The default rule: plant early where the host is narrow, and keep what brings in more than it costs.
+"""The default rule: plant early where the host is narrow, and keep the seeds that contribute more than they cost.
 
 E environments, S slots, K blueprints.
 """
@@ -18,11 +18,11 @@ from esper.leyline.view import Bools, Floats, Outcome, View
 from esper.tamiyo.baselines import Rule
 
 DEAD = 0.02
-"""Relative participation under which the inner features of a segment pass on nothing."""
+"""Relative participation below which the inner features of a segment count as dead."""
 
 
-class Obstacle(IntEnum):
-    """Why the rule did not plant at a decision at which it might have."""
+class PlantingObstacle(IntEnum):
+    """Why the rule planted no seed although the masks allowed it."""
 
     NONE = 0
     LATE = 1  # too few steps are left
@@ -32,53 +32,54 @@ class Obstacle(IntEnum):
 
 
 class _Trials(NamedTuple):
-    """What the seeds on trial bring in and cost, (E, S); nan compares False with everything."""
+    """The judgement of every seed, (E, S) each. A comparison with nan is False."""
 
-    worth: Floats  # contribution to what J is made of
-    error: Floats  # its standard error
-    price: Floats  # the share of its rent that a seed must exceed
-    keep: Bools  # may be fossilized, and pays
-    unpaid: Bools  # was on trial for long enough, does not pay, and no other seed is on its way in
-    holding: Bools  # is on trial
-    refused: Bools  # its gate refused it for as long as the patience lasts
+    worth: Floats  # contribution to the metric or the loss of J
+    error: Floats  # standard error of the contribution
+    price: Floats  # the contribution that the seed must exceed
+    keep: Bools  # can be fossilized, and contributes more than the price
+    unpaid: Bools  # was on trial long enough, contributes at most the price, and no other seed incubates or blends
+    holding: Bools  # on trial
+    refused: Bools  # its gate refused it for as many decisions as the patience
 
 
 class _Plans(NamedTuple):
-    """Where to plant, and what stands against it."""
+    """Where to plant a seed, or why not."""
 
-    where: Bools  # (E, S) candidates, all alike narrow or all alike weak
-    score: Floats  # (E, S) the largest is planted first
+    where: Bools  # (E, S) candidates
+    score: Floats  # (E, S) the candidate with the largest score is planted first
     blueprint: Ints  # (E, S)
-    obstacle: NDArray[np.int8]  # (E,) an Obstacle; NONE where something is planted, or the masks forbid it
-    share: Floats  # (E,) how far the metric has come from the best constant prediction to a perfect one
+    obstacle: NDArray[np.int8]  # (E,) an PlantingObstacle; NONE where a seed is planted or the masks forbid it
+    share: Floats  # (E,) result of `relative_metric`
     narrow: Bools  # (E, S) narrow segments
     inner: Floats  # (E, S) participation_inner
-    blind: Bools  # (E,) no segment shows its inner features
+    blind: Bools  # (E,) the inner features of no segment are measured
 
 
 class Heuristic(Rule):
-    """One operation per environment and step; several seeds may be under way. The first of these that applies:
+    """Decides one operation per environment and step: the first of the following that applies.
 
-    1. FOSSILIZE the holding seed of the largest contribution, where the mask allows it and the contribution is above
-       `keep` times its rent.
-    2. ADVANCE the trained seed of the largest incubation gain, if it can still be fossilized in this episode.
-    3. PRUNE the seed of the lowest contribution among those that were on trial for `gates.min_holding_steps` steps and do not
-       bring in that much while no other seed incubates or blends, and those whose gate could have let them through at
-       `patience` decisions, `training_patience` of an incubating one, and does not now.
-    4. GERMINATE behind a *narrow* segment, if the metric has covered less than `plant_below` of the way from the best
-       constant prediction to a perfect one. A segment is narrow where nearly all of its few inner units are in use, their
-       relative participation ratio `narrow_from` or more, or none of them is, the ratio under .02. Of several, the slot of
-       the lowest participation of the stream.
-    5. GERMINATE at the slot of the lowest participation of the stream where no other segment is narrow, no seed incubates,
-       and the metric has covered less than `weak_below` of that way. So a host that stays weak behind the seeds of 4 gets a
-       hidden layer too. Where no segment shows its inner features, the limits are those of 4, and slots within `tie` times
-       the lowest count as lowest: the first of them is the cause.
-       This compares the slots of one host: a ratio is 1 / width at the least, so that no fixed bound holds for all widths.
+    1. FOSSILIZE the seed on trial with the largest contribution, where the masks allow it and the contribution is above
+       `keep_above` times its rent.
+    2. ADVANCE the incubating seed with the largest incubation gain, if enough steps are left to fossilize it.
+    3. PRUNE the seed with the lowest contribution among two groups. The first are seeds that were on trial for
+       `gates.min_holding_steps` steps and contribute at most `keep_above` times their rent, while no other seed incubates or
+       blends. The second are seeds that their gate has refused at `holding_patience` decisions, or `training_patience`
+       decisions of an incubating seed.
+    4. GERMINATE behind a *narrow* segment, if the relative metric is below `plant_below`. The relative metric is 0 for the best
+       constant prediction and 1 for a perfect one. A segment is narrow where almost all of its inner units are in use, with a
+       relative participation ratio of at least `narrow_from`, or almost none, with a ratio below .02. Among several such
+       segments, the slot with the lowest participation of the stream is taken.
+    5. GERMINATE at the slot with the lowest participation of the stream, if no other segment is narrow, no seed incubates, and
+       the relative metric is below `weak_below`. A host that stays weak after 4 thereby gets a hidden layer. Where the inner
+       features of no segment are measured, the bound is `plant_below`, seeds may incubate, and the slot is the first whose
+       participation is within `tie_ratio` times the lowest, because a stream stays thin behind the segment that made it thin.
+       The rule compares the slots of one host, because the smallest possible ratio, 1 / width, differs between hosts.
     6. WAIT.
 
-    It plants only while there is time to fossilize and `slack` steps more, and only blueprints that fit the slot: the first
-    of `narrow_blueprints` or `weak_blueprints` that does, else the cheapest bypass, else the cheapest. What was not measured
-    satisfies no condition; where the range of a metric is not known, the metric is no obstacle.
+    A seed is planted only while there are enough steps to fossilize it, and `spare_steps` more. Its blueprint is the first of
+    `narrow_blueprints` or `weak_blueprints` that fits the slot, otherwise the cheapest bypass, otherwise the cheapest. A
+    quantity that was not measured satisfies no condition. Where the range of the metric is unknown, any metric is low enough.
     """
 
     sensors_every = 4
@@ -86,15 +87,15 @@ class Heuristic(Rule):
     def __init__(self, config: HeuristicConfig, gates: GatesConfig) -> None:
         self.config = config
         self.gates = gates
-        self._why: list[str | None] = []  # of the last decision
-        self._planted: Bools | None = None  # (E,) in this episode
-        self._obstacle: NDArray[np.int8] | None = None  # (E,) the last one, LATE only where there was no other
-        self._share: Floats | None = None  # (E,) how far the metric had come then
+        self._why: list[str | None] = []  # reasons of the last decision
+        self._planted: Bools | None = None  # (E,) whether a seed was planted in this episode
+        self._obstacle: NDArray[np.int8] | None = None  # (E,) the last one; LATE only where there was no other
+        self._share: Floats | None = None  # (E,) relative metric at that obstacle
         self._steps = 0
-        self._blind = False  # whether it chose among slots none of which has inner features
+        self._blind = False  # whether slots were chosen without measured inner features
 
     def act(self, view: View) -> Actions:
-        """One decision per environment, from its own row of the view alone."""
+        """One decision per environment, from its row of the view alone."""
         may = view.masks.slot
         usual = defaults(view.space)
         trial = view.space.tempos[usual[Head.TEMPO]] + self.gates.min_holding_steps + 1
@@ -104,7 +105,7 @@ class Heuristic(Rule):
 
         envs = len(view.seeds.stage)
         op, slot = np.zeros(envs, np.int64), np.zeros(envs, np.int64)
-        for choice, candidates, score in (  # last first: each overrules those before it
+        for choice, candidates, score in (  # in reverse order, so that an operation replaces those of lower rank
             (Op.GERMINATE, plans.where, plans.score),
             (Op.PRUNE, prune, -trials.worth),
             (Op.ADVANCE, advance, view.measurements.gain.mean),
@@ -123,36 +124,36 @@ class Heuristic(Rule):
         return complete(view.masks, op, slot, {**usual, Head.BLUEPRINT: plans.blueprint[np.arange(envs), slot]})
 
     def store(self, outcome: Outcome) -> None:
-        """Remember where something was planted."""
+        """Record where a seed was planted."""
         assert self._planted is not None, "act comes before store"
         self._planted = self._planted | (outcome.accepted & (outcome.actions.op == Op.GERMINATE))
 
     def reasons(self) -> Sequence[str | None]:
-        """For each environment, why the last decision was GERMINATE, PRUNE or FOSSILIZE; None where it was another."""
+        """For each environment, the reason of a GERMINATE, PRUNE or FOSSILIZE at the last decision; None for other operations."""
         return self._why
 
     def explain(self) -> list[str]:
-        """Which of its conditions kept it from planting anything, a sentence each with the number of environments.
+        """Sentences that name the conditions that prevented planting, with the number of environments.
 
-        A further sentence says where it could not recognise narrow segments.
+        A further sentence says where narrow segments could not be recognised.
         """
         if self._planted is None or self._obstacle is None or self._share is None:
             return []
         sentences = []
-        for obstacle in list(Obstacle)[1:]:
+        for obstacle in list(PlantingObstacle)[1:]:
             where = ~self._planted & (self._obstacle == obstacle)
             if where.any():
                 count = f"{int(where.sum())} of {len(where)} environment{'s' * (len(where) > 1)}"
                 sentences.append(f"nothing was planted in {count}: {self._sentence(obstacle, self._share[where])}")
         if self._blind:
             sentences.append(
-                "no segment of the host has inner features that can be measured (SlotSpec.inner), so the heuristic did not "
+                "no segment of the host has inner features that can be measured (SlotSpec.inner), so the heuristic could not "
                 "recognise narrow segments and chose slots by the stream alone"
             )
         return sentences
 
     def state(self) -> dict[str, Any]:
-        """What kept it from planting so far."""
+        """The obstacles so far, from which `explain` makes its sentences."""
         return {
             "planted": self._planted,
             "obstacle": self._obstacle,
@@ -162,52 +163,52 @@ class Heuristic(Rule):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. A state without these figures is of a rule that kept none, and begins anew."""
+        """Restore a `state`. An empty state is that of a rule before its first decision."""
         self._planted, self._obstacle = state.get("planted"), state.get("obstacle")
         self._share, self._steps = state.get("share"), state.get("steps", 0)
         self._blind = bool(state.get("blind", False))
 
     def _judge(self, view: View) -> _Trials:
-        """Hold what every seed brings in against its rent."""
+        """Compare the contribution of every seed with its rent."""
         gates, stage, age, may = self.gates, view.seeds.stage, view.seeds.age, view.masks.slot
         measured = view.measurements
-        found = measured.contribution if view.space.objective == "metric" else measured.contribution_loss
+        contribution = measured.contribution if view.space.objective == "metric" else measured.contribution_loss
+        worth = contribution.mean
         price = self.config.keep_above * _rent(view)
-        pays = found.mean > price
         holding, training = stage == Stage.HOLDING, stage == Stage.TRAINING
-        keep = may[:, Op.FOSSILIZE] & pays
-        # Of two bottlenecks each hides what the other's bypass is worth, so no seed is judged while another is on its way in.
-        coming = ((stage == Stage.TRAINING) | (stage == Stage.BLENDING)) & ~view.seeds.doomed
-        alone = ~coming.any(1, keepdims=True)
-        unpaid = holding & alone & (age >= gates.min_holding_steps) & (found.mean <= price)
+        keep = may[:, Op.FOSSILIZE] & (worth > price)
+        # With two bottlenecks, the bypass of one contributes little until the other has its bypass, so no seed is removed while
+        # another incubates or blends.
+        coming = (training | (stage == Stage.BLENDING)) & ~view.seeds.doomed
+        unpaid = holding & ~coming.any(1, keepdims=True) & (age >= gates.min_holding_steps) & (worth <= price)
         unkept = holding & ~may[:, Op.FOSSILIZE] & (age - gates.min_holding_steps + 1 >= self.config.holding_patience)
         untrained = (
             training & ~may[:, Op.ADVANCE] & (age - gates.min_training_steps + 1 >= self.config.training_patience)
         )
-        return _Trials(found.mean, found.se, price, keep, unpaid, holding, unkept | untrained)
+        return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained)
 
     def _plan(self, view: View, trial: int) -> _Plans:
-        """Where to plant: at narrow slots, or where there are none, at the weakest."""
+        """Where to plant: at narrow segments, or where there are none, at the weakest."""
         config, measured, space = self.config, view.measurements, view.space
         may: Bools = np.asarray(view.masks.blueprint.any(2))
-        share = reached(measured.metric, space.floor, space.ceiling)[:, None]
+        share = relative_metric(measured.metric, space.floor, space.ceiling)[:, None]
         inner = _sensor(view, "participation_inner")
         blind: Bools = np.asarray(np.isnan(inner).all(1, keepdims=True))
         if may.any() and not np.isnan(_sensor(view, "participation")).all():
             self._blind = bool(blind.all())
         narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
         none = ~narrow.any(1, keepdims=True)
-        # A seed planted now trains from the next step on, and its FOSSILIZE takes a decision of its own.
+        # A seed that is planted now trains from the next step on, and FOSSILIZE takes one more decision.
         timely = view.steps - view.step >= 1 + self.gates.min_training_steps + trial + config.spare_steps
 
         rank = measured.participation
         lowest = np.where(may & ~np.isnan(rank), rank, np.inf).min(1, keepdims=True)
-        # A stream stays thin behind the slot where it became so, hence of about equals the first is the cause.
-        about = np.where(blind, rank <= config.tie_ratio * lowest, rank <= lowest) | np.isinf(lowest)
-        # What a seed brings in shows from its ramp on; while one incubates, the host may be weak for want of that alone.
-        waiting = (view.seeds.stage == Stage.TRAINING).any(1, keepdims=True)
-        needy = np.where(blind, share < config.plant_below, (share < config.weak_below) & ~waiting)
-        weak = may & none & about & needy
+        # A stream stays thin behind the segment that made it thin, so the first of several similar slots is the cause.
+        thinnest = np.where(blind, rank <= config.tie_ratio * lowest, rank <= lowest) | np.isinf(lowest)
+        # An incubating seed does not contribute yet, and may be all that the host lacks.
+        incubating = (view.seeds.stage == Stage.TRAINING).any(1, keepdims=True)
+        low = np.where(blind, share < config.plant_below, (share < config.weak_below) & ~incubating)
+        weak = may & none & thinnest & low
         where: Bools = timely & ((narrow & (share < config.plant_below)) | weak)
 
         score = np.where(none, 0.0, -rank)
@@ -217,24 +218,24 @@ class Heuristic(Rule):
             _first_that_fits(config.weak_blueprints, view),
         )
         share = share[:, 0]
-        obstacle = np.full(len(may), Obstacle.EVEN, np.int8)
-        obstacle[share >= config.plant_below] = Obstacle.REACHED
-        obstacle[np.isnan(share)] = Obstacle.UNMEASURED
+        obstacle = np.full(len(may), PlantingObstacle.EVEN, np.int8)
+        obstacle[share >= config.plant_below] = PlantingObstacle.REACHED
+        obstacle[np.isnan(share)] = PlantingObstacle.UNMEASURED
         if not timely:
-            obstacle[:] = Obstacle.LATE
-        obstacle[where.any(1) | ~may.any(1)] = Obstacle.NONE
+            obstacle[:] = PlantingObstacle.LATE
+        obstacle[where.any(1) | ~may.any(1)] = PlantingObstacle.NONE
         return _Plans(where, score, blueprint, obstacle, share, narrow, inner, blind[:, 0])
 
     def _remember(self, view: View, plans: _Plans) -> None:
-        """Take what stands against planting into account."""
+        """Record the obstacles of this decision."""
         if view.step == 0 or self._planted is None or self._obstacle is None or self._share is None:
             envs = len(view.seeds.stage)
             self._planted, self._obstacle = np.zeros(envs, bool), np.zeros(envs, np.int8)
             self._share = np.full(envs, np.nan)
-        late = (plans.obstacle == Obstacle.LATE) & (self._obstacle != Obstacle.NONE)
-        news = (plans.obstacle != Obstacle.NONE) & ~late
-        self._obstacle = np.where(news, plans.obstacle, self._obstacle)
-        self._share = np.where(news, plans.share, self._share)
+        late = (plans.obstacle == PlantingObstacle.LATE) & (self._obstacle != PlantingObstacle.NONE)
+        record = (plans.obstacle != PlantingObstacle.NONE) & ~late
+        self._obstacle = np.where(record, plans.obstacle, self._obstacle)
+        self._share = np.where(record, plans.share, self._share)
         self._steps = view.steps
 
     def _why_planted(self, plans: _Plans, view: View, env: int, slot: int) -> str:
@@ -277,29 +278,29 @@ class Heuristic(Rule):
             return f"its gate refused it at {self.config.holding_patience} decisions (heuristic.holding_patience)"
         return f"its gate refused it at {self.config.training_patience} decisions (heuristic.training_patience)"
 
-    def _sentence(self, obstacle: Obstacle, share: Floats) -> str:
+    def _sentence(self, obstacle: PlantingObstacle, share: Floats) -> str:
         config = self.config
         come = f"the metric had covered {_range(share)} of the way from the best constant prediction to a perfect one"
-        if obstacle == Obstacle.LATE:
+        if obstacle == PlantingObstacle.LATE:
             return (
-                f"a seed that can still be kept has to be planted before the last steps, and the run has {self._steps}; "
+                f"the run has {self._steps} steps, which are too few to plant, train and keep a seed; "
                 f"raise steps, or lower heuristic.spare_steps ({config.spare_steps}), gates.min_training_steps or "
                 "gates.min_holding_steps"
             )
-        if obstacle == Obstacle.UNMEASURED:
-            return "the metric is not a number; look at the data and the loss"
-        if obstacle == Obstacle.REACHED:
+        if obstacle == PlantingObstacle.UNMEASURED:
+            return "the metric is not a number; check the data and the loss"
+        if obstacle == PlantingObstacle.REACHED:
             return f"{come}, and the heuristic plants below {config.plant_below:.0%}; raise heuristic.plant_below"
         return (
-            f"no segment is narrow by heuristic.narrow_from ({config.narrow_from:g}), {come}, and such a host gets a seed "
-            f"below {config.weak_below:.0%}; raise heuristic.weak_below"
+            f"no segment is narrow by heuristic.narrow_from ({config.narrow_from:g}), {come}, and the heuristic plants in such "
+            f"a host below {config.weak_below:.0%}; raise heuristic.weak_below"
         )
 
 
-def reached(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:
-    """(E,) how far a metric has come from `floor` to `ceiling`: 0 at the floor, 1 at the ceiling, nan where it is nan.
+def relative_metric(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:
+    """(metric - floor) / (ceiling - floor), (E,): 0 at the floor and 1 at the ceiling.
 
-    1 where there is nothing between the two, and minus infinity where either is not known.
+    nan where the metric is nan, minus infinity where floor or ceiling is nan, and 1 where the ceiling is not above the floor.
     """
     room = ceiling - floor
     share = np.where(room > 0, (metric - floor) / np.where(room > 0, room, 1.0), 1.0)
@@ -307,7 +308,7 @@ def reached(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:
 
 
 def _rent(view: View) -> Floats:
-    """(E, S) by how much J would rise if only the rent of the seed were saved; 0 at an empty slot."""
+    """(E, S) the rent in J of the parameters of each seed; 0 at an empty slot."""
     space, planted = view.space, view.seeds.blueprint
     cost = np.broadcast_to(space.cost, (*planted.shape, len(space.blueprints)))
     price = np.take_along_axis(cost, np.maximum(planted, 0).astype(np.int64)[..., None], 2)[..., 0]
@@ -318,7 +319,7 @@ def _rent(view: View) -> Floats:
 
 
 def _sensor(view: View, name: str) -> Floats:
-    """(E, S) of one growth sensor; nan where it is not measured."""
+    """The values (E, S) of a growth sensor; nan where the space does not have it."""
     names = view.space.sensors
     if name not in names:
         return np.full(view.seeds.stage.shape, np.nan)
@@ -326,12 +327,12 @@ def _sensor(view: View, name: str) -> Floats:
 
 
 def _first_that_fits(names: Sequence[str], view: View) -> Ints:
-    """(E, S) the first of some blueprints that may be planted, else the cheapest bypass, else the cheapest of all."""
+    """(E, S) the first of the named blueprints that the masks allow, otherwise the cheapest bypass, otherwise the cheapest."""
     menu = view.space.blueprints
     order = [names.index(each.name) if each.name in names else len(names) + (each.tap != "before") for each in menu]
     cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
-    place = np.where(view.masks.blueprint, np.array(order)[None, None], len(names) + 2)
-    best = place == place.min(2, keepdims=True)
+    rank = np.where(view.masks.blueprint, np.array(order)[None, None], len(names) + 2)
+    best = rank == rank.min(2, keepdims=True)
     cheapest: Ints = np.where(best, cost, np.iinfo(np.int64).max).argmin(2)
     return cheapest
 
@@ -343,9 +344,9 @@ def _range(values: Floats) -> str:
 
 
 def _best(candidates: Bools, score: Floats) -> Ints:
-    """The candidate of the highest score, the first of equals; one that was not measured comes after all that were.
+    """The candidate with the highest score, the first of equal ones. A score of nan is the lowest.
 
-    candidates, score: (E, S).  Returns (E,) int64; 0 where there is no candidate.
+    candidates, score: (E, S). Returns (E,) int64; 0 where there is no candidate.
     """
     known = np.nan_to_num(score, nan=np.finfo(np.float64).min)
     best: Ints = np.where(candidates, known, -np.inf).argmax(1)

@@ -11,34 +11,53 @@ from torch import Tensor, nn
 from esper.leyline.actions import Blend, Head, Op
 
 Hidden = tuple[Tensor, Tensor]
-"""State of the LSTM, each (E, H) float32: what it remembers, and what it puts out."""
+"""Hidden state and cell state of the LSTM, each (E, H) float32."""
 
 
 class Shapes(NamedTuple):
-    """What the network's parameters are laid out for."""
+    """The sizes of the network.
 
-    env: int  # columns of `Inputs.env`
-    slot: int  # columns of `Inputs.slot`
-    blueprints: int  # names that it has an embedding for
+    Attributes:
+        env (int): columns of `Inputs.env`
+        slot (int): columns of `Inputs.slot`
+        blueprints (int): blueprints of the vocabulary
+        tempos (int): choices of the tempo head
+        targets (int): choices of the target head
+        hidden (int): units of the LSTM
+        code (int): width of the encoding of a slot
+        embedding (int): width of the embedding of a blueprint and of an op
+    """
+
+    env: int
+    slot: int
+    blueprints: int
     tempos: int
     targets: int
-    hidden: int = 96  # units of the LSTM
-    code: int = 48  # width of a slot's encoding
-    embedding: int = 8  # width of a blueprint's
+    hidden: int = 96
+    code: int = 48
+    embedding: int = 8
 
 
 class Batch(NamedTuple):
-    """`Inputs` as tensors, with blueprints by their place in the network's own vocabulary."""
+    """`Inputs` as tensors, with blueprints as indices into the vocabulary.
 
-    env: Tensor  # (T, E, G)
-    slot: Tensor  # (T, E, S, F)
-    blueprint: Tensor  # (T, E, S) int64, vocabulary index of what the slot holds; `Shapes.blueprints` when empty
-    cost: Tensor  # (T, E, S, K)
-    menu: Tensor  # (K,) int64, vocabulary index of every blueprint of the menu
+    Attributes:
+        env ((T, E, G) tensor): features of the environment
+        slot ((T, E, S, F) tensor): features of the slots
+        blueprint ((T, E, S) int64 tensor): blueprint of the seed in the slot; `Shapes.blueprints` for an empty slot
+        cost ((T, E, S, K) tensor): cost of each blueprint of the menu at the slot
+        menu ((K,) int64 tensor): the blueprints of the menu
+    """
+
+    env: Tensor
+    slot: Tensor
+    blueprint: Tensor
+    cost: Tensor
+    menu: Tensor
 
 
 class Encoded(NamedTuple):
-    """What the heads read."""
+    """The inputs of the heads."""
 
     trunk: Tensor  # (T, E, H)
     slots: Tensor  # (T, E, S, D)
@@ -47,10 +66,10 @@ class Encoded(NamedTuple):
 
 
 class FactoredRecurrentActorCritic(nn.Module):
-    """pi(op, slot, blueprint, blend, tempo, target | history) as a product over heads, and V(s), which sees no action.
+    """pi(op, slot, blueprint, blend, tempo, target | history) as a product over heads, and the value V of the state.
 
-    Each head reads the op and the slot chosen before it. A slot's score given the op, and everything that depends on the
-    slot, comes from that slot's encoding through shared weights, so permuting slots permutes their probabilities.
+    A head is conditioned on the op and the slot that were chosen before it. Scores that depend on the slot are computed from
+    the encoding of that slot with shared weights, so permuting slots permutes their probabilities.
     """
 
     value_mean: Tensor
@@ -72,7 +91,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.tempo_head = _head(h + d + e, 32, shapes.tempos)
         self.target_head = _head(h + d + e, 32, shapes.targets)
         self.value_head = _head(h, 64, 1)
-        self.register_buffer("value_mean", torch.zeros(()))  # moments of the return, in whose units V is given
+        self.register_buffer("value_mean", torch.zeros(()))  # moments of the return; V is in units of the return
         self.register_buffer("value_scale", torch.ones(()))
 
     def initial(self, envs: int) -> Hidden:
@@ -83,8 +102,8 @@ class FactoredRecurrentActorCritic(nn.Module):
     def forward(self, batch: Batch, hidden: Hidden, starts: Tensor | None = None) -> tuple[Encoded, Tensor, Hidden]:
         """Encodings, values (T, E) and the state after the last step.
 
-        starts (T, E) bool: steps at which a sequence begins anew, before which the state of that row is forgotten. None
-        begins none.
+        starts: (T, E) bool, steps at which a new sequence begins. The state of the row is set to zeros before such a step.
+        None stands for no such step.
         """
         code = self.encoder(torch.cat([batch.slot, self.blueprint(batch.blueprint)], -1))
         pooled = torch.cat([batch.env, code.mean(2), code.amax(2)], -1)
@@ -93,9 +112,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         return Encoded(trunk, code, batch.cost, batch.menu), value, hidden
 
     def logits(self, head: Head, encoded: Encoded, op: Tensor, slot: Tensor) -> Tensor:
-        """(T, E, choices of the head), given what was chosen before it; op, slot: (T, E) int64.
+        """Logits (T, E, choices) of a head, given the choices before it. op, slot: (T, E) int64.
 
-        The first two heads read no slot, the first no op.
+        The op head reads neither, and the slot head does not read `slot`.
         """
         trunk, slots = encoded.trunk, encoded.slots
         if head is Head.OP:
@@ -119,7 +138,7 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     @torch.no_grad()
     def rescale(self, mean: Tensor, scale: Tensor) -> None:
-        """Take other moments of the return and leave every V(s) what it is.
+        """Change the moments of the return and keep every V(s).
 
         van Hasselt et al., "Learning values across many orders of magnitude", 2016, equation 9 (Pop-Art).
         """
@@ -131,7 +150,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.value_scale.copy_(scale)
 
     def _recur(self, x: Tensor, hidden: Hidden, starts: Tensor | None) -> tuple[Tensor, Hidden]:
-        """The LSTM over (T, E, H), cut where sequences begin anew: between two such steps it is one call."""
+        """Run the LSTM over (T, E, H), in one call for each range of steps within which no sequence begins."""
         state = (hidden[0].unsqueeze(0), hidden[1].unsqueeze(0))
         cuts = [] if starts is None else [t for t in starts.any(1).nonzero()[:, 0].tolist() if t > 0]
         parts = []
@@ -145,7 +164,7 @@ class FactoredRecurrentActorCritic(nn.Module):
 
 
 def _head(reads: int, units: int, writes: int) -> nn.Sequential:
-    """One hidden layer; a last layer of small weights, so that a new policy is near uniform and a new value near 0."""
+    """An MLP with one hidden layer. The last weights are small, so a new policy is almost uniform and a new V almost 0."""
     last = nn.Linear(units, writes)
     nn.init.orthogonal_(last.weight, 0.01)
     nn.init.zeros_(last.bias)
@@ -153,6 +172,6 @@ def _head(reads: int, units: int, writes: int) -> nn.Sequential:
 
 
 def _at(values: Tensor, slot: Tensor) -> Tensor:
-    """(T, E, S, F) at a slot each, (T, E) -> (T, E, F)."""
+    """values (T, E, S, F), slot (T, E) -> the values of the slot (T, E, F)."""
     index = slot[..., None, None].expand(*slot.shape, 1, values.shape[-1])
     return values.gather(2, index).squeeze(2)

@@ -1,7 +1,7 @@
-"""What a controller sees: a view as arrays of features. E environments, S slots, K blueprints, W remembered steps.
+"""The observation of a policy: features of a view as arrays. E environments, S slots, K blueprints, W steps of history.
 
-One table names every feature. Continuous ones are nan where they were not measured; `Normaliser` gives them zero mean and
-unit variance and puts 0 in place of nan, beside a flag that says so. Flags are 0 or 1 and are left as they are.
+The tables of `features` name every column. Continuous features are nan where they were not measured. `normalise` scales them to
+zero mean and unit variance, replaces nan by 0, and adds a flag for it. Flags are 0 or 1 and are not scaled.
 """
 
 from collections.abc import Sequence
@@ -34,22 +34,37 @@ Features = NDArray[np.float32]
 
 
 class Observation(NamedTuple):
-    """Features as they stand before normalisation; nan where something was not measured."""
+    """Features before normalisation, float32; nan where a quantity was not measured.
 
-    env: Features  # (E, G)
-    env_flags: Features  # (E, Gf)
-    slot: Features  # (E, S, F) raw, then relative to the mean over slots
-    slot_flags: Features  # (E, S, Ff)
-    blueprint: NDArray[np.int64]  # (E, S) index into the menu, -1 when empty
-    cost: Features  # (E, S, K) ln(1 + parameters of the blueprint / host parameters)
+    Attributes:
+        env ((E, G) array): continuous features of the environment
+        env_flags ((E, Gf) array): flags of the environment
+        slot ((E, S, F) array): continuous features of the slots, raw, then relative to the mean over slots
+        slot_flags ((E, S, Ff) array): flags of the slots
+        blueprint ((E, S) int64 array): index into the menu; -1 for an empty slot
+        cost ((E, S, K) array): ln(1 + parameters of the blueprint / host parameters)
+    """
+
+    env: Features
+    env_flags: Features
+    slot: Features
+    slot_flags: Features
+    blueprint: NDArray[np.int64]
+    cost: Features
 
 
 class History(NamedTuple):
-    """What an environment remembers of its own past, to tell slopes and the last decision."""
+    """The recent measurements and the last decision of every environment.
 
-    trend: Floats  # (E, W, 3) metric, ln loss and ln training loss of the last steps, the newest first; nan before
-    op: NDArray[np.int64]  # (E,) the last operation, -1 where there is none
-    accepted: Bools  # (E,)
+    Attributes:
+        trend ((E, W, 3) array): metric, ln loss and ln training loss, newest step first; nan before the episode
+        op ((E,) int64 array): last operation; -1 where there is none
+        accepted ((E,) bool array): whether the last decision was accepted
+    """
+
+    trend: Floats
+    op: NDArray[np.int64]
+    accepted: Bools
 
     @classmethod
     def empty(cls, envs: int) -> "History":
@@ -58,11 +73,9 @@ class History(NamedTuple):
         return cls(np.full(shape, np.nan), np.full(envs, -1, np.int64), np.zeros(envs, bool))
 
     def measured(self, measurements: Measurements) -> "History":
-        """The history with one more step in front."""
+        """The history with the measurements of one more step. Infinite values become nan."""
         newest = np.stack([measurements.metric, ln(measurements.loss), ln(measurements.train_loss)], 1)
-        newest = np.where(
-            np.isfinite(newest), newest, np.nan
-        )  # a loss that overflowed tells as little as an absent one
+        newest = np.where(np.isfinite(newest), newest, np.nan)
         return self._replace(trend=np.concatenate([newest[:, None], self.trend[:, :-1]], 1))
 
     def decided(self, actions: Actions, accepted: Bools) -> "History":
@@ -70,7 +83,7 @@ class History(NamedTuple):
         return self._replace(op=np.asarray(actions.op, np.int64), accepted=accepted)
 
     def reset(self, rows: Bools) -> "History":
-        """The history with that of some environments, (E,) bool, forgotten."""
+        """The history, emptied in the environments that are marked in `rows` (E,)."""
         fresh = History.empty(len(rows))
         return History(
             np.where(rows[:, None, None], fresh.trend, self.trend),
@@ -80,7 +93,7 @@ class History(NamedTuple):
 
 
 def observe(view: View, history: History) -> Observation:
-    """The view as features; `history` holds this view's own measurements in front (`History.measured`)."""
+    """The features of a view. `history` must already contain the measurements of the view (`History.measured`)."""
     seen = Seen(view, history, *interactions(view.coalitions, view.step, view.seeds.life))
     envs = len(view.host_params)
     slot_shape = envs, len(view.space.slots)
@@ -100,20 +113,20 @@ def observe(view: View, history: History) -> Observation:
 
 
 class Moments(NamedTuple):
-    """Running mean and variance of some features, and how many values of each they are made of."""
+    """Running mean, variance and number of values of each feature, (F,) float64 each."""
 
-    mean: Floats  # (F,)
-    var: Floats  # (F,)
-    n: Floats  # (F,)
+    mean: Floats
+    var: Floats
+    n: Floats
 
     @classmethod
     def prior(cls, features: Sequence[Feature]) -> "Moments":
-        """Nothing seen yet: mean 0 and the scale of the table."""
+        """Moments before any value: mean 0 and the scales of the table."""
         scale = np.array([feature.scale for feature in features])
         return cls(np.zeros(len(features)), scale**2, np.zeros(len(features)))
 
     def including(self, values: Features) -> "Moments":
-        """With (..., F) more values, nan left out (Chan, Golub and LeVeque, "Updating formulae", 1979, equation 1.5)."""
+        """The moments with more values (..., F), without nan (Chan, Golub and LeVeque, "Updating formulae", 1979, eq. 1.5)."""
         flat = values.reshape(-1, values.shape[-1]).astype(np.float64)
         known = np.isfinite(flat)
         count = known.sum(0).astype(np.float64)
@@ -131,36 +144,43 @@ class Moments(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """Frozen moments of the continuous features. They change between a policy's update and the next rollout only."""
+    """Moments of the continuous features. They change only after an update of the policy, never during a rollout."""
 
     env: Moments
     slot: Moments
 
     @classmethod
     def prior(cls, sensors: Sequence[str]) -> "Normaliser":
-        """What stands in for moments before the first round."""
+        """The moments before the first round."""
         return cls(Moments.prior(GLOBAL), Moments.prior(slot_features(sensors)))
 
     def including(self, observation: Observation) -> "Normaliser":
-        """With the moments of more observations, of any leading shape."""
+        """The moments with more observations, of any leading shape."""
         return Normaliser(self.env.including(observation.env), self.slot.including(observation.slot))
 
 
 class Inputs(NamedTuple):
-    """An observation as a network reads it: no nan, flags included. All but `blueprint` are float32."""
+    """The inputs of a network: normalised features and flags, without nan, float32.
 
-    env: Features  # (..., G + flags)
-    slot: Features  # (..., S, F + flags)
-    blueprint: NDArray[np.int64]  # (..., S)
-    cost: Features  # (..., S, K)
+    Attributes:
+        env ((..., G + flags) array): features of the environment
+        slot ((..., S, F + flags) array): features of the slots
+        blueprint ((..., S) int64 array): index into the menu; -1 for an empty slot
+        cost ((..., S, K) array): as in `Observation`
+    """
+
+    env: Features
+    slot: Features
+    blueprint: NDArray[np.int64]
+    cost: Features
 
 
 CLIP = 5.0
-"""Largest normalised value [standard deviations]."""
+"""Largest absolute normalised value [standard deviations]."""
 
 
 def normalise(observation: Observation, normaliser: Normaliser, features: Sequence[Feature]) -> Inputs:
-    """Inputs of a network; `features` are the columns of `observation.slot`, as `slot_features` names them."""
+    """The inputs of a network. `features`: the columns of `observation.slot`, from `slot_features`."""
     return Inputs(
         env=_normal(observation.env, observation.env_flags, normaliser.env, GLOBAL),
         slot=_normal(observation.slot, observation.slot_flags, normaliser.slot, features),
@@ -170,7 +190,7 @@ def normalise(observation: Observation, normaliser: Normaliser, features: Sequen
 
 
 def input_names(sensors: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the columns of `Inputs.env` and `Inputs.slot`; `name?` says whether `name` was measured."""
+    """Names of the columns of `Inputs.env` and `Inputs.slot`. The flag `name?` says whether `name` was measured."""
     return _columns(GLOBAL, GLOBAL_FLAGS), _columns(slot_features(sensors), SLOT_FLAGS)
 
 
@@ -180,7 +200,7 @@ def _columns(features: Sequence[Feature], flags: Sequence[Flag]) -> tuple[str, .
 
 
 def _flagged(feature: Feature) -> bool:
-    """A relative feature is measured where the raw one is, so one flag does for both."""
+    """Whether a feature has a flag `name?`. A relative feature shares the flag of the raw one."""
     return feature.missing and not feature.name.endswith(RELATIVE)
 
 
@@ -196,5 +216,5 @@ def _normal(values: Features, flags: Features, moments: Moments, features: Seque
 
 
 def _single(values: Floats) -> Features:
-    """As float32; what exceeds its range counts as not measured, nan."""
+    """Values as float32; nan where they exceed its range."""
     return np.where(np.abs(values) <= np.finfo(np.float32).max, values, np.nan).astype(np.float32)

@@ -1,12 +1,12 @@
-"""Decisions from a network: sampled, greedy, or judged again. T steps, E environments.
+"""Decisions of a policy network, and the probabilities of decisions that were made. T steps, E environments.
 
-The probability of a choice is a mixture of the network's and the uniform over what is valid,
+The probability of a choice is a mixture of the network's distribution and the uniform distribution over the valid choices,
 
     p(c) = (1 - x) softmax(logits)_c + x / n_valid,
 
-with exploration x of its head, inside the probability that is stored and differentiated: the ratio of PPO then is that of
-what acted. An op is chosen at every step and a slot once in a seed's life, so the shares of their heads differ: a tenth of
-random operations at each of twenty steps leaves no seed alive.
+with the exploration x of the head. The rollout stores the probability of the mixture, and training differentiates it, so the
+ratio of PPO is that of the distribution from which the decision was sampled. The exploration of the op head is smaller than
+that of the others, because an op is chosen at every step: with a tenth of random operations no seed survives twenty steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,24 +29,35 @@ _RELEVANT = torch.from_numpy(RELEVANT.copy())
 
 
 class Decision(NamedTuple):
-    """One decision per environment and what it was chosen from."""
+    """One decision per environment.
 
-    actions: Actions  # (E,)
-    valid: tuple[NDArray[np.bool_], ...]  # by head, (E, choices): what was valid given the choices before
-    log_prob: Tensor  # (E,) of the whole decision
+    Attributes:
+        actions (Actions): (E,)
+        valid (arrays by head): (E, choices) bool, the valid choices given those of the heads before
+        log_prob ((E,) tensor): log-probability of the whole decision [nats]
+    """
+
+    actions: Actions
+    valid: tuple[NDArray[np.bool_], ...]
+    log_prob: Tensor
 
 
 class Judged(NamedTuple):
-    """What a network makes of decisions that were made."""
+    """The probabilities that a network gives to decisions.
 
-    log_prob: Tensor  # (T, E) of the whole decision
-    entropy: Tensor  # (T, E, heads) of each head given the choices before it, 0 where the head did not matter [nats]
+    Attributes:
+        log_prob ((T, E) tensor): log-probability of the whole decision [nats]
+        entropy ((T, E, heads) tensor): entropy of each head given the choices before; 0 where the op does not use the head [nats]
+    """
+
+    log_prob: Tensor
+    entropy: Tensor
 
 
 def probabilities(logits: Tensor, valid: Tensor, exploration: float | Tensor) -> Tensor:
-    """The mixture above: logits and valid (..., C) -> (..., C), exactly 0 where not valid; one choice must be.
+    """The mixture above. logits, valid: (..., C) -> (..., C), exactly 0 where not valid. At least one choice must be valid.
 
-    exploration is one share for all, or float64 (..., 1).
+    exploration: one number for all, or a float64 tensor (..., 1).
     """
     soft = logits.masked_fill(~valid, -torch.inf).softmax(-1)
     share = torch.as_tensor(exploration, dtype=torch.float64)
@@ -60,9 +71,10 @@ def decide(
     draws: NDArray[np.float64] | None,
     exploration: Mapping[Head, float],
 ) -> Decision:
-    """A decision of every environment, from encodings of one step, (1, E, ...).
+    """One decision per environment, from the encodings of one step (1, E, ...).
 
-    draws (heads, E) in [0, 1) picks by the inverse of the cumulated probabilities; None is greedy, the first of equals.
+    draws: (heads, E) uniform in [0, 1), for inverse transform sampling. None takes the most probable choice, and the first of
+    equally probable ones.
     """
     log_prob = torch.zeros(len(masks.op))
 
@@ -72,9 +84,9 @@ def decide(
         if draws is None:
             choice = p.argmax(-1)
         else:
-            cumulated = p.double().cumsum(-1)
-            passed = cumulated <= torch.from_numpy(draws[head])[:, None] * cumulated[:, -1:]
-            choice = passed.sum(-1).clamp(max=p.shape[-1] - 1)
+            cumulative = p.double().cumsum(-1)
+            below = cumulative <= torch.from_numpy(draws[head])[:, None] * cumulative[:, -1:]
+            choice = below.sum(-1).clamp(max=p.shape[-1] - 1)
         log_prob.add_(torch.where(_RELEVANT[op[0], head], p.gather(-1, choice[:, None])[:, 0].log(), 0.0))
         return choice.numpy()
 
@@ -89,9 +101,10 @@ def judge(
     valid: Sequence[Tensor],
     exploration: Mapping[Head, float] | Mapping[Head, Tensor],
 ) -> Judged:
-    """Log-probability and entropies of decisions; actions: by head (T, E), valid: by head (T, E, choices).
+    """Log-probabilities and entropies of decisions.
 
-    exploration: by head, one share for all decisions or float64 (T, E, 1).
+    actions: by head, (T, E) int64. valid: by head, (T, E, choices) bool.
+    exploration: by head, one number for all decisions, or a float64 tensor (T, E, 1).
     """
     op, slot = actions[Head.OP], actions[Head.SLOT]
     log_probs, entropies = [], []

@@ -1,4 +1,4 @@
-"""A fixed plan read from YAML, carried out by every environment as soon as its masks allow. E environments, N entries.
+"""A fixed list of operations, read from YAML, that every environment carries out. E environments, N entries.
 
 A file is a list of entries:
 
@@ -27,17 +27,17 @@ from esper.store.reading import read_named
 from esper.tamiyo.baselines import Rule
 
 
-class Hindrance(IntEnum):
+class EntryObstacle(IntEnum):
     """Why a pending entry was not carried out at a decision."""
 
     NONE = 0
-    EARLY = 1  # its step has not come
-    BUSY = 2  # the slot holds a seed, or rests after one
-    FULL = 3  # lifecycle.max_seeds seeds are in the environment
+    EARLY = 1  # the step is before `at`
+    BUSY = 2  # the slot holds a seed, or is under embargo after one
+    FULL = 3  # the environment holds lifecycle.max_seeds seeds
     INCUBATING = 4  # lifecycle.max_training_seeds seeds incubate in the environment
     NO_SEED = 5  # the slot holds no seed at the stage that the operation needs
-    GATE = 6  # the gate in front of the seed is shut
-    CHOICE = 7  # the masks forbid a head that it names
+    GATE = 6  # the gate refuses the seed
+    CHOICE = 7  # the masks forbid a choice of the entry
     TURN = 8  # another entry was carried out
     REFUSED = 9  # the engine refused it
 
@@ -61,9 +61,9 @@ def _listing(names: Sequence[object]) -> str:
 
 
 class Entry(BaseModel):
-    """One line of a schedule. Heads left out take `baselines.defaults`, or what the masks allow where they refuse that.
+    """One entry of a schedule. A head that is left out takes its default (`baselines.defaults`), or another valid choice.
 
-    The description of a field is the mend that its error names.
+    Error messages quote the description of a field as the accepted values.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -97,14 +97,14 @@ class Entry(BaseModel):
 
 
 class _Plan(NamedTuple):
-    """The entries as indices into a space: those listed, each followed by what its `keep` adds, then a closing WAIT."""
+    """The entries as indices into a space. An entry is followed by those that its `keep` adds; a WAIT is the last entry."""
 
     at: Ints  # (N,) steps
     decisions: Ints  # (N, heads) choice of each head
-    free: Bools  # (N, heads) the entry left the head out, so that any choice will do
-    listed: Bools  # (N,) pending from the start; what a `keep` adds waits for its GERMINATE
-    starts: Bools  # (N, N) carrying out i makes j pending
-    ends: Bools  # (N, N) carrying out i ends the pendency of j
+    free: Bools  # (N, heads) whether the entry leaves the head out, so that any choice is accepted
+    listed: Bools  # (N,) pending from the start; the entries of a `keep` are not
+    starts: Bools  # (N, N) whether carrying out i makes j pending
+    ends: Bools  # (N, N) whether carrying out i makes j not pending
 
     @property
     def op(self) -> Ints:
@@ -118,75 +118,76 @@ class _Plan(NamedTuple):
 
 
 class Schedule(Rule):
-    """The same plan in every environment.
+    """A controller that carries out the same entries in every environment.
 
-    At each decision an environment carries out, of its pending entries whose `at` has come and which its masks allow
-    now, the first in list order; an entry that is not yet valid waits, and holds up none behind it. Each entry is
-    carried out once an episode; one that the engine refuses, as for its parameters, stays pending and lets the others go
-    first at the next decision. `keep` puts an ADVANCE and a FOSSILIZE of the slot behind its GERMINATE in the list;
-    they are pending from the moment the seed is planted until the slot is planted anew. An entry whose `at` lies beyond
-    the end of the episode never comes.
+    At each decision an environment carries out the first pending entry, in list order, whose step `at` has come and which its
+    masks allow. An entry that is not yet valid waits without delaying later entries. Each entry is carried out once per
+    episode. An entry that the engine refuses, for example for its parameters, stays pending and is skipped at the next
+    decision. `keep` adds an ADVANCE and a FOSSILIZE of the slot after a GERMINATE; they are pending from planting until
+    another seed is planted in the slot.
     """
 
     def __init__(self, entries: Sequence[Entry], source: str = "schedule") -> None:
         self.entries = tuple(entries)
-        self.source = source  # what errors call it
+        self.source = source  # the name of the schedule in messages
         self._plan: _Plan | None = None
         self._pending: Bools | None = None  # (E, N)
         self._refused: Bools | None = None  # (E, N) at the last decision
-        self._turn: tuple[Ints, Bools] | None = None  # (E,) that decision, and what was pending before it
-        self._hindered: NDArray[np.int8] | None = (
-            None  # (E, N) a Hindrance, that of the last decision since its step came
+        self._turn: tuple[Ints, Bools] | None = (
+            None  # (E,) entry of the last decision, and (E, N) pending entries before it
+        )
+        self._obstacle: NDArray[np.int8] | None = (
+            None  # (E, N) an EntryObstacle, of the last decision since the step `at`
         )
         self._steps = 0
 
     def act(self, view: View) -> Actions:
-        """The entry whose turn it is, per environment, or WAIT. InputError where the space lacks what it names."""
+        """The operation of an entry, or WAIT, per environment. InputError where the space lacks a name of an entry."""
         if self._plan is None or view.step == 0:
             self._plan = _plan(self.entries, view.space, self.source)
         plan = self._plan
         if self._pending is None or view.step == 0:
             self._pending = np.tile(plan.listed, (len(view.masks.op), 1))
             self._refused = None
-            self._hindered = np.zeros(self._pending.shape, np.int8)
+            self._obstacle = np.zeros(self._pending.shape, np.int8)
         ready = self._pending & (plan.at <= view.step) & allowed_of(view.masks, plan.decisions, plan.free)
         if self._refused is not None:
             ready &= ~self._refused
-        turn = ready.argmax(1)  # the WAIT at the end is always ready
+        turn = ready.argmax(1)  # the last entry, a WAIT, is always ready
         self._remember(plan, view, ready)
         self._turn, self._refused = (turn, self._pending), None
         self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
         return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.decisions[turn, head] for head in OPEN})
 
     def store(self, outcome: Outcome) -> None:
-        """What was refused is pending again."""
+        """Make refused entries pending again."""
         assert self._turn is not None, "act comes before store"
         assert self._pending is not None, "act comes before store"
+        assert self._obstacle is not None, "act comes before store"
         turn, before = self._turn
         refused = ~outcome.accepted[:, None]
         self._pending = np.where(refused, before, self._pending)
         self._refused = refused & (turn[:, None] == np.arange(before.shape[1]))
-        assert self._hindered is not None, "act comes before store"
-        self._hindered = np.where(self._refused, np.int8(Hindrance.REFUSED), self._hindered)
+        self._obstacle = np.where(self._refused, np.int8(EntryObstacle.REFUSED), self._obstacle)
 
     def reasons(self) -> Sequence[str | None]:
         """For each environment, the entry that planted, kept or removed a seed at the last decision; None for others."""
         if self._turn is None or self._plan is None:
             return []
-        said = [
+        names = [
             f"entry {number} of {self.source}" if entry.op in (Op.GERMINATE, Op.PRUNE, Op.FOSSILIZE) else None
             for number, entry in _expanded(self.entries)
         ]
-        return [[*said, None][row] for row in self._turn[0].tolist()]  # the closing WAIT is behind them
+        return [[*names, None][row] for row in self._turn[0].tolist()]  # None is for the WAIT at the end
 
     def explain(self) -> list[str]:
-        """The entries that were not carried out, a sentence each and for each cause."""
-        if self._pending is None or self._hindered is None:
+        """Sentences that name the entries that were not carried out, with the causes and the numbers of environments."""
+        if self._pending is None or self._obstacle is None:
             return []
         sentences = []
         for row, (number, entry) in enumerate(_expanded(self.entries)):
-            for cause in Hindrance:
-                where = self._pending[:, row] & (self._hindered[:, row] == cause)
+            for cause in EntryObstacle:
+                where = self._pending[:, row] & (self._obstacle[:, row] == cause)
                 if where.any():
                     done = f"{entry.op.name} of entry {number} of {self.source} was not carried out"
                     envs = f"{int(where.sum())} of {counted(len(where), 'environment')}"
@@ -194,16 +195,16 @@ class Schedule(Rule):
         return sentences
 
     def _remember(self, plan: "_Plan", view: View, ready: Bools) -> None:
-        """Take in what stands against each pending entry now; for one whose step has not come, nothing is known yet."""
-        assert self._hindered is not None, "act comes first"
-        now = np.where(ready, np.int8(Hindrance.TURN), _hindrances(plan, view))
+        """Record the obstacles of the pending entries. The obstacle of an entry before its step is EARLY."""
+        assert self._obstacle is not None, "act creates it"
+        now = np.where(ready, np.int8(EntryObstacle.TURN), _obstacles(plan, view))
         if self._refused is not None:
-            now = np.where(self._refused, np.int8(Hindrance.REFUSED), now)
+            now = np.where(self._refused, np.int8(EntryObstacle.REFUSED), now)
         due = plan.at <= view.step
-        self._hindered = np.where(due, now, np.where(self._hindered == 0, np.int8(Hindrance.EARLY), self._hindered))
+        self._obstacle = np.where(due, now, np.where(self._obstacle == 0, np.int8(EntryObstacle.EARLY), self._obstacle))
         self._steps = view.steps
 
-    def _cause(self, cause: Hindrance, entry: Entry) -> str:
+    def _cause(self, cause: EntryObstacle, entry: Entry) -> str:
         slot = entry.slot
         gate = (
             "gates.gain_z or gates.min_training_steps"
@@ -211,47 +212,49 @@ class Schedule(Rule):
             else "gates.min_holding_steps, gates.min_contribution or gates.contribution_z"
         )
         return {
-            Hindrance.NONE: "it became due after the last decision; raise steps",
-            Hindrance.EARLY: f"`at` is {entry.at}, and the last decision of {counted(self._steps, 'step')} is {self._steps - 1}; "
-            "lower `at`, or raise steps",
-            Hindrance.BUSY: f"slot {slot} held a seed, or rested after one; name another slot, or lower lifecycle.embargo",
-            Hindrance.FULL: "lifecycle.max_seeds seeds were in place already; raise it",
-            Hindrance.INCUBATING: "lifecycle.max_training_seeds seeds were incubating; raise it, or steps",
-            Hindrance.NO_SEED: f"slot {slot} held no seed at the stage that it needs; plant one earlier, or raise steps",
-            Hindrance.GATE: f"its gate had not let the seed at {slot} pass by the last decision; lower {gate}, set "
+            EntryObstacle.NONE: "it became due after the last decision; raise steps",
+            EntryObstacle.EARLY: f"`at` is {entry.at}, and the last decision of {counted(self._steps, 'step')} is "
+            f"{self._steps - 1}; lower `at`, or raise steps",
+            EntryObstacle.BUSY: f"slot {slot} held a seed, or was under embargo after one; name another slot, or lower "
+            "lifecycle.embargo",
+            EntryObstacle.FULL: "the environment held lifecycle.max_seeds seeds already; raise lifecycle.max_seeds",
+            EntryObstacle.INCUBATING: "lifecycle.max_training_seeds seeds were incubating; raise that key, or steps",
+            EntryObstacle.NO_SEED: f"slot {slot} held no seed at the stage that the operation needs; plant one earlier, or "
+            "raise steps",
+            EntryObstacle.GATE: f"the gate of the seed at {slot} refused it until the last decision; lower {gate}, set "
             "gates.permissive, or raise steps",
-            Hindrance.CHOICE: "the masks did not allow the choices that it names; leave them out",
-            Hindrance.TURN: "other entries came first, one at a decision; raise steps",
-            Hindrance.REFUSED: "the engine refused it; `refused` in the summary says why",
+            EntryObstacle.CHOICE: "the masks did not allow the choices of the entry; leave them out",
+            EntryObstacle.TURN: "other entries came first, and a decision carries out one; raise steps",
+            EntryObstacle.REFUSED: "the engine refused it; `refused` in the summary says why",
         }[cause]
 
     def state(self) -> dict[str, Any]:
-        """The entries, which of them are still to be carried out, by environment, and which were refused just now."""
+        """The entries, and by environment which are pending, which were refused at the last decision, and the obstacles."""
         return {
             "entries": self._listed(),
             "pending": self._pending,
             "refused": self._refused,
-            "hindered": self._hindered,
+            "hindered": self._obstacle,
             "steps": self._steps,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, at the next view. InputError where the entries are others now."""
+        """Restore a `state`. InputError where the entries of the schedule have changed."""
         if state["entries"] != self._listed():
-            raise InputError(f"{self.source} is not the schedule that the run began with; put back what was there")
+            raise InputError(f"{self.source} is not the schedule that the run began with; restore the old entries")
         self._plan, self._pending, self._refused = None, state["pending"], state["refused"]
-        self._hindered, self._steps = state["hindered"], state["steps"]
+        self._obstacle, self._steps = state["hindered"], state["steps"]
 
     def _listed(self) -> list[dict[str, Any]]:
         return [entry.model_dump(mode="json") for entry in self.entries]
 
 
 def load_schedule(path: str | Path) -> Schedule:
-    """A schedule from a YAML list of entries. InputError names the file, the entry and the mend."""
+    """Read a schedule from a YAML list of entries. InputError names the file and the entry that cannot be used."""
     data = read_named(Path(path), LARGEST_YAML, "a schedule is a readable YAML file")
     content = parse_yaml(data, str(path), "write one entry a line, as - {at: 4, op: WAIT}")
     if not isinstance(content, list):
-        raise InputError(f"{path} holds no list of entries; write each on a line of its own, as - {{at: 4, op: WAIT}}")
+        raise InputError(f"{path} is not a list of entries; write one entry a line, as - {{at: 4, op: WAIT}}")
     return Schedule([_entry(item, f"{path}, entry {i}") for i, item in enumerate(content, 1)], str(path))
 
 
@@ -266,7 +269,7 @@ def _entry(item: object, where: str) -> Entry:
         raise InputError(f"{where}: {first['msg'].removeprefix('Value error, ')}")
     name = str(first["loc"][0])
     if name not in Entry.model_fields:
-        raise InputError(f"{where}: {name!r} is no key of an entry; the keys are {_listing(list(Entry.model_fields))}")
+        raise InputError(f"{where}: unknown key {name!r}; the keys are {_listing(list(Entry.model_fields))}")
     accepted = Entry.model_fields[name].description
     if first["type"] == "missing":
         raise InputError(f"{where}: {name} is missing; give {accepted}")
@@ -274,7 +277,7 @@ def _entry(item: object, where: str) -> Entry:
 
 
 def _expanded(entries: Sequence[Entry]) -> list[tuple[int, Entry]]:
-    """Every entry with its number in the list, from 1, each followed by what its `keep` adds."""
+    """Every entry with its number in the list, from 1. The entries that a `keep` adds follow with the same number."""
     rows: list[tuple[int, Entry]] = []
     for number, entry in enumerate(entries, 1):
         rows.append((number, entry))
@@ -284,7 +287,7 @@ def _expanded(entries: Sequence[Entry]) -> list[tuple[int, Entry]]:
 
 
 def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
-    rows: list[tuple[Entry, int]] = []  # with the row of the GERMINATE that it belongs to, -1 for what is listed
+    rows: list[tuple[Entry, int]] = []  # an entry, and for an entry of a `keep` the row of its GERMINATE, otherwise -1
     last = 0
     for number, entry in _expanded(entries):
         follows = number == last
@@ -315,7 +318,7 @@ def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
     slot = wanted[:, Head.SLOT]
     parent = np.array([planting for _, planting in rows], np.int64)
     plants = (op == Op.GERMINATE)[:, None]
-    itself = np.eye(len(rows), dtype=bool) & (np.arange(len(rows)) < len(rows) - 1)  # the closing WAIT stays
+    itself = np.eye(len(rows), dtype=bool) & (np.arange(len(rows)) < len(rows) - 1)  # the last WAIT stays pending
     return _Plan(
         at=np.array([entry.at for entry, _ in rows], np.int64),
         decisions=wanted,
@@ -327,7 +330,7 @@ def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
 
 
 def _check(entry: Entry, space: Space, where: str) -> None:
-    """InputError where the space lacks what an entry names, or the blueprint does not fit its slot."""
+    """Raise InputError where the space lacks a name or a value of an entry, or the blueprint does not fit the slot."""
     menu = [blueprint.name for blueprint in space.blueprints]
     for name, given, known in (
         ("slot", entry.slot, space.slots),
@@ -350,23 +353,23 @@ _NEEDS = {
     Op.SET_ALPHA: {Stage.HOLDING},
     Op.PRUNE: {Stage.TRAINING, Stage.BLENDING, Stage.HOLDING},
 }
-"""The stages of a seed on which an operation works."""
+"""The stages at which a seed can be the object of an operation."""
 
 
-def _hindrances(plan: _Plan, view: View) -> NDArray[np.int8]:
-    """(E, N) a Hindrance: what stands against each entry by the stages of the seeds, were its step come."""
+def _obstacles(plan: _Plan, view: View) -> NDArray[np.int8]:
+    """(E, N) an EntryObstacle: what the stages of the seeds say about each entry, whatever its step."""
     stage = view.seeds.stage
     here = stage[:, plan.slot]  # (E, N)
-    found = np.full(here.shape, Hindrance.CHOICE, np.int8)
+    found = np.full(here.shape, EntryObstacle.CHOICE, np.int8)
     plants = plan.op == Op.GERMINATE
     incubates = among(stage, frozenset({Stage.GERMINATED, Stage.TRAINING})).any(1, keepdims=True)
     full = (among(stage, IN_BUDGET).sum(1) >= view.space.max_seeds)[:, None]
-    found[plants & incubates] = Hindrance.INCUBATING
-    found[plants & full] = Hindrance.FULL
-    found[plants & (here != Stage.DORMANT)] = Hindrance.BUSY
+    found[plants & incubates] = EntryObstacle.INCUBATING
+    found[plants & full] = EntryObstacle.FULL
+    found[plants & (here != Stage.DORMANT)] = EntryObstacle.BUSY
     for op, stages in _NEEDS.items():
         able = among(here, frozenset(stages))
         acts = plan.op == op
-        found[acts & able & (op in (Op.ADVANCE, Op.FOSSILIZE))] = Hindrance.GATE
-        found[acts & ~able] = Hindrance.NO_SEED
+        found[acts & able & (op in (Op.ADVANCE, Op.FOSSILIZE))] = EntryObstacle.GATE
+        found[acts & ~able] = EntryObstacle.NO_SEED
     return found
