@@ -148,7 +148,9 @@ def test_what_an_environment_decides_does_not_depend_on_the_others(trained):
     view = engine_of().reset()
     two, space = slice(0, 2), view.space
     fewer = view._replace(
-        space=space._replace(cost=space.cost[two], width=space.width[two], instance=space.instance[two]),
+        space=space._replace(
+            cost=space.cost[two], width=space.width[two], instance=space.instance[two], number=space.number[two]
+        ),
         seeds=take(view.seeds, two),
         masks=take(view.masks, two),
         measurements=take(view.measurements, two),
