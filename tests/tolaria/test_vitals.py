@@ -134,7 +134,7 @@ losses = st.lists(st.floats(0, 100) | st.just(np.nan), min_size=1, max_size=12)
 @settings(deadline=None)
 @given(losses)
 def test_the_rise_is_that_of_the_plain_formula(path):
-    config = GovernorConfig(confirm_steps=1, loss_window=4, collapse=0.0)
+    config = GovernorConfig(confirm_steps=1, loss_window=4, min_output_spread=0.0)
     history, kept = History.begin(signs(train_loss=np.nan, loss=2.0), config), []
     for loss in path:
         history, found = examine(history, signs(train_loss=loss), config)

@@ -1,4 +1,4 @@
-"""Between what a metric moves: the best constant prediction and a perfect one. N examples, C classes or targets."""
+"""The range of a metric: its values for the best constant prediction and for a perfect one. N examples, C classes or targets."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,29 @@ from torch import Tensor
 from esper.leyline.task import Objective, Scaling, Split
 
 CERTAIN = 30.0
-"""Logit of the right class over the others: a probability of 1 in float32."""
+"""Logit of the predicted class; the logits of the others are 0. The probability is 1 in float32."""
 CHUNK = 1024
-"""Examples that are counted at once."""
+"""Number of examples that are counted at a time."""
 
 
 class Bounds(NamedTuple):
-    """A metric on one split; nan where it is not a finite number, or the objective takes no such prediction."""
+    """The range of a metric on one split; nan where a value is not finite, or the objective takes no such prediction.
 
-    floor: float  # of the best constant prediction: the most frequent class of a position, or the mean target
-    ceiling: float  # of the prediction that is always right
+    Attributes:
+        floor (float): metric of the best constant prediction: the most frequent class of a position, or the mean target
+        ceiling (float): metric of the perfect prediction
+    """
+
+    floor: float
+    ceiling: float
 
 
 def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -> Bounds:
-    """What a network that learns nothing reaches on a split, and what no network exceeds, by the task's own metric.
+    """The metric of an objective on a split for the best constant prediction and for the perfect prediction.
 
-    Accuracy has the share of the most frequent class and 1, R2 has 0 and 1. `scaling` is that of targets that hosts return
-    standardized.
+    For accuracy these are the share of the most frequent class and 1; for R2 they are 0 and 1.
+
+    scaling: scaling of the targets where hosts return them standardized.
     """
     y = split.y.cpu()
     if y.is_floating_point():

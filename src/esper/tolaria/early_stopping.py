@@ -1,8 +1,7 @@
-"""Early stopping: the best state of every row by its validation split, and which rows have stopped. E rows, S slots.
+"""Early stopping: the best state of every row on its validation split, and the rows that have stopped. E rows, S slots.
 
-A row's candidates are the networks that would be exported at reset and after each step: its host with its fossilized seeds,
-every live or incubating seed left out. Rows are kept, stop and are restored each by itself, so that what becomes of one does
-not depend on the others.
+The candidates of a row are its networks as exported, at reset and after each step: the host with the fossilized seeds, without
+live and incubating seeds. Every row stops and is restored independently of the others.
 """
 
 from collections.abc import Mapping
@@ -18,19 +17,20 @@ from esper.leyline.view import Bools, Floats, Seeds
 from esper.tolaria.population import Keeper
 
 UNDER_WAY = IN_BUDGET - {Stage.FOSSILIZED}
-"""Stages of a seed that may still become part of the network."""
+"""Stages of seeds that can still become part of the network."""
 
 
 class EarlyStopping:
-    """What is kept of every row for the end of the episode.
+    """Holds the best state of every row for the end of the episode.
 
-    score (E,): the best validation score so far; -inf where none was finite.
-    latest (E,): the last step at which the score rose or a seed was fossilized.
-    stopped (E,): the steps after which a row stopped; -1 where it has not.
+    Attributes:
+        score ((E,) array): best validation score so far; -inf where none was finite
+        latest ((E,) int64 array): last step at which the score improved or a seed was fossilized
+        stopped ((E,) int64 array): number of steps after which the row stopped; -1 where it has not stopped
     """
 
     def __init__(self, keeper: Keeper, real: int, config: Config) -> None:
-        """The first `real` rows are waited for; a ghost behind them is not."""
+        """real: number of rows that `over` waits for, from the first; the padding rows after them are not waited for."""
         self.patience, self.embargo = config.early_stopping.patience, config.lifecycle.embargo
         self.keeper, rows = keeper, len(keeper.step)
         self.score, self.latest = np.full(rows, -np.inf), np.zeros(rows, np.int64)
@@ -39,7 +39,7 @@ class EarlyStopping:
 
     @property
     def best_step(self) -> NDArray[np.int64]:
-        """(E,) the steps after which every row was at its best."""
+        """(E,) the number of steps after which the score of the row was best."""
         return self.keeper.step
 
     @property
@@ -48,12 +48,12 @@ class EarlyStopping:
         return bool((self.stopped[: self._real] >= 0).all())
 
     def begin(self, seeds: Seeds, score: Floats) -> None:
-        """An episode begins; score (E,) is that of the fresh hosts."""
+        """Begin an episode. score: (E,) validation scores of the fresh hosts."""
         self.score[:], self.latest[:], self.stopped[:] = np.where(np.isfinite(score), score, -np.inf), 0, -1
         self.keeper.take(seeds, np.ones(len(score), bool), 0)
 
     def observe(self, seeds: Seeds, score: Floats, healthy: Bools, step: int) -> None:
-        """Take the scores (E,) after a step; rows that are not healthy, (E,) bool, were rolled back and are no candidates."""
+        """Compare the scores (E,) after a step with the best. Only rows that are marked in `healthy` (E,) can improve."""
         going = self.stopped < 0
         with np.errstate(invalid="ignore"):
             better = going & healthy & (score > self.score)
@@ -65,12 +65,12 @@ class EarlyStopping:
         self.stopped[going & ~waiting & (step - self.latest >= self.patience)] = step
 
     def restore(self, seeds: Seeds) -> Seeds:
-        """Make every row what it was at its best, without the seeds that were under way; returns the state of all."""
+        """Restore every row to its best state, without live and incubating seeds. Returns the seeds of all rows."""
         rows = np.ones(len(self.score), bool)
         return self.keeper.put_back(seeds, rows, uprooted(self.keeper.seeds, rows, self.embargo))
 
     def state(self, step: int) -> dict[str, Any]:
-        """All that it goes by, as a tree of arrays, after so many steps of the episode."""
+        """The scores, the steps and the snapshots, as a tree of arrays, after `step` steps of the episode."""
         return {
             "score": self.score,
             "latest": self.latest,
@@ -79,9 +79,9 @@ class EarlyStopping:
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Go on from what `state` gave, with population and seeds as they were then. ValueError where they were others.
+        """Restore a `state`. Population and seeds must have been restored already. ValueError where they do not fit.
 
-        Rows that had stopped go on where the patience has been raised since.
+        A row that had stopped continues where the patience is larger now.
         """
         self.score, self.latest, self.stopped = (np.array(state[name]) for name in ("score", "latest", "stopped"))
         self.stopped[self.stopped - self.latest < self.patience] = -1

@@ -1,7 +1,7 @@
-"""What became of seeds, and why: those that were planted, kept and removed. E environments, S slots.
+"""The seeds that were planted, kept and removed in an episode, with the reasons. E environments, S slots.
 
-A decision is justified when it is made and may take effect later, as a slow PRUNE does: what it was based on is noted at
-once, and listed when it takes effect.
+A decision can take effect later than it is made: a PRUNE with a ramp removes the seed at the end of the ramp. The basis of a
+decision is therefore recorded when it is made, and listed when it takes effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,21 @@ from esper.leyline.view import Bools, Measurements, Seeds, Space, Transitions
 from esper.nissa.events import Basis
 
 GATES = {Stage.TRAINING: "advance", Stage.HOLDING: "fossilize"}
-"""The gate in front of a seed, by its stage."""
+"""The gate that a seed must pass next, by its stage."""
 
 
 class Fates:
-    """What was planted, kept and removed in an episode, in order, and what the decisions under way were based on."""
+    """Lists of the seeds that were planted, kept and removed, in order.
+
+    The entries have the keys env, slot, blueprint, step and reason. `bases` holds the bases of decisions that have not taken
+    effect, by environment and slot.
+    """
 
     def __init__(self) -> None:
-        # each entry: env, slot, blueprint, step, reason
         self.plantings: list[dict[str, Any]] = []
         self.keeps: list[dict[str, Any]] = []
         self.prunes: list[dict[str, Any]] = []
-        self.bases: dict[
-            tuple[int, int], Basis
-        ] = {}  # by environment and slot, of decisions that have not taken effect
+        self.bases: dict[tuple[int, int], Basis] = {}
 
     def note(
         self,
@@ -45,7 +46,10 @@ class Fates:
         config: GatesConfig,
         reasons: Sequence[str | None] | None,
     ) -> None:
-        """Note what accepted decisions to plant, keep or remove were based on; op, slot, accepted (E,), seeds before them."""
+        """Record the bases of accepted decisions to plant, keep or remove seeds.
+
+        op, slot, accepted: (E,). seeds, measurements: those before the decisions. reasons: those that the controller gives.
+        """
         for env in np.flatnonzero(accepted & (op == Op.GERMINATE)).tolist():
             own = reasons[env] if reasons is not None else None
             self.bases[env, int(slot[env])] = Basis(why=own or _chose(Op.GERMINATE))
@@ -55,7 +59,7 @@ class Fates:
         gates = judge(seeds, measurements, config)
         for env in chosen.tolist():
             at = int(slot[env])
-            if seeds.doomed[env, at]:  # it is only sped up
+            if seeds.doomed[env, at]:  # the decision shortens a ramp down whose basis is recorded
                 continue
             stage = Stage(int(seeds.stage[env, at]))
             gate = getattr(gates, GATES[stage]).reason(env, at) if stage in GATES else None
@@ -76,38 +80,37 @@ class Fates:
     def transit(
         self, changes: Transitions, before: Seeds, after: Seeds, space: Space, step: int
     ) -> dict[tuple[int, int], Basis]:
-        """List the seeds that were planted, kept or removed between two states, and return what that was based on."""
+        """List the seeds that were planted, kept or removed between two states. Returns the bases by environment and slot."""
         lists = {Stage.GERMINATED: self.plantings, Stage.FOSSILIZED: self.keeps, Stage.PRUNED: self.prunes}
-        found = {}
+        bases = {}
         for env, slot, _, target in np.stack(changes, 1).tolist():
             if target not in lists or (env, slot) not in self.bases:
                 continue
-            basis = found[env, slot] = self.bases.pop((env, slot))
+            basis = bases[env, slot] = self.bases.pop((env, slot))
             seeds = after if target == Stage.GERMINATED else before
             lists[Stage(target)].append(_entry(env, slot, seeds, space, step, basis.why))
-        return found
+        return bases
 
     def roll_back(self, found: NDArray[np.int8], before: Seeds, after: Seeds, space: Space, step: int) -> None:
-        """List the seeds that did not survive a rollback; found (E,) a `Vital`, and the seeds on either side of it."""
+        """List the seeds that a rollback removed. found: (E,) a `Vital`; before, after: the seeds around the rollback."""
         for env in np.flatnonzero(found != Vital.GOOD).tolist():
             gone = among(before.stage[env], IN_BUDGET) & ~among(after.stage[env], IN_BUDGET)
             name = Vital(int(found[env])).name.lower()
             for slot in np.flatnonzero(gone).tolist():
-                why = f"rolled back by the governor ({name}): a seed that was not kept yet does not survive that"
+                why = f"rolled back by the governor ({name}), which removes seeds that were not kept"
                 self.prunes.append(_entry(env, slot, before, space, step, why))
-            for key in [key for key in self.bases if key[0] == env]:
-                del self.bases[key]
+            self.bases = {key: basis for key, basis in self.bases.items() if key[0] != env}
 
     def lists(self) -> dict[str, list[dict[str, Any]]]:
-        """What was planted, kept and removed, as the summary has it."""
+        """The three lists, as in the summary."""
         return {"plantings": self.plantings, "keeps": self.keeps, "prunes": self.prunes}
 
     def state(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """The lists and the bases, as plain values."""
         return {**self.lists(), "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore a `state`."""
         self.plantings, self.keeps, self.prunes = (
             [dict(entry) for entry in state[name]] for name in ("plantings", "keeps", "prunes")
         )
@@ -115,7 +118,7 @@ class Fates:
 
 
 def _entry(env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> dict[str, Any]:
-    """What happened to a seed at a step, and why; `seeds` hold it."""
+    """An entry of a list. The seed is part of `seeds`."""
     blueprint = space.blueprints[int(seeds.blueprint[env, slot])].name
     return {"env": env, "slot": space.slots[slot], "blueprint": blueprint, "step": step, "reason": reason}
 
@@ -129,10 +132,10 @@ def _number(value: float) -> float | None:
 
 
 def _measured(figures: Mapping[str, float | None], own: str | None) -> list[str]:
-    """The figures that were measured, in words; none that the controller has said already."""
-    said = []
+    """The measured figures as text, without those that the reason of the controller, `own`, contains."""
+    parts = []
     for name in ("contribution", "gain"):
         mean, se = figures[f"{name}_mean"], figures[f"{name}_se"]
         if mean is not None and se is not None and name not in (own or ""):
-            said.append(f"{name} {mean:+.4f} ± {se:.4f}")
-    return said
+            parts.append(f"{name} {mean:+.4f} ± {se:.4f}")
+    return parts

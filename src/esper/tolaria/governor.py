@@ -1,7 +1,7 @@
-"""The governor: rolls back rows that are broken, and refuses edits that had better not be made. E rows, S slots.
+"""The governor: rolls back rows that failed, and refuses operations before they are applied. E rows, S slots.
 
-Each step it holds every row's vital signs against the row's own past (tolaria/vitals.py), keeps healthy rows as they are,
-and puts the others back. All of it is array operations over rows.
+At every step it compares the vital signs of each row with the row's history (tolaria/vitals.py), takes snapshots of healthy
+rows, and restores the others to their last snapshots. All computations are array operations over rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,17 +22,17 @@ from esper.tolaria.runtime import available_memory
 from esper.tolaria.vitals import History, Signs, examine, lowered, remembered
 
 Verdicts = NDArray[np.int8]
-"""(E,) a `Vital` or a `Refusal` of every row."""
+"""A `Vital` or a `Refusal` for every row, (E,) int8."""
 Counts = dict[str, dict[str, int]]
-"""Under `rollbacks` and `refused`, how many there were by reason."""
+"""Numbers of rollbacks and refusals by reason, under the keys `rollbacks` and `refused`."""
 
 
 def preflight(
     population: Population, seeds: Seeds, actions: Actions, masks: Masks, max_seeds: int, config: GovernorConfig
 ) -> Verdicts:
-    """Which decisions are refused before anything is changed, and why, (E,) a `Refusal`.
+    """Check decisions before they are applied. Returns a `Refusal` for every row, (E,).
 
-    Memory is weighed for all that would be planted in the step together, and too little of it refuses all of that.
+    The memory check covers all seeds of the step together. Where they do not fit, all of them are refused.
     """
     refused = np.full(len(seeds.stage), Refusal.NONE, np.int8)
     plants, legal = actions.op == Op.GERMINATE, allowed(masks, actions)
@@ -55,19 +55,25 @@ def preflight(
 
 
 class Record(NamedTuple):
-    """What happened so far."""
+    """Numbers of rollbacks and refusals, int64.
 
-    rollbacks: NDArray[np.int64]  # (E,) of the present episode
-    found: NDArray[np.int64]  # (vitals,) rollbacks by reason since the engine was made, twins included
-    refused: NDArray[np.int64]  # (refusals,) decisions likewise
+    Attributes:
+        rollbacks ((E,) array): rollbacks of each row in this episode
+        found ((vitals,) array): rollbacks by `Vital` since the engine was created, twins included
+        refused ((refusals,) array): refused decisions by `Refusal` since the engine was created
+    """
+
+    rollbacks: NDArray[np.int64]
+    found: NDArray[np.int64]
+    refused: NDArray[np.int64]
 
     @classmethod
     def empty(cls, rows: int) -> "Record":
-        """Nothing yet."""
+        """A record of zeros."""
         return cls(np.zeros(rows, np.int64), np.zeros(len(Vital), np.int64), np.zeros(len(Refusal), np.int64))
 
     def counts(self) -> Counts:
-        """The totals by reason; reasons that did not occur are left out."""
+        """The totals by reason, without reasons that did not occur."""
         return {"rollbacks": _by_name(self.found, Vital), "refused": _by_name(self.refused, Refusal)}
 
 
@@ -82,25 +88,25 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 
 class Governor:
-    """Its own part of the state of a population: what rows are held against, and what they are put back to."""
+    """Holds the history and the snapshots of the rows of a population, and rolls rows back."""
 
     def __init__(self, keeper: Keeper, real: int, config: Config) -> None:
-        """The first `real` rows are counted; a ghost behind them is not."""
+        """real: number of rows that are counted, from the first; the padding rows after them are not."""
         self.config, self.embargo = config.governor, config.lifecycle.embargo
         self.keeper = keeper
-        self.history: History | None = None  # none before the first episode
+        self.history: History | None = None  # None before the first episode
         self.record = Record.empty(len(keeper.step))
         self._real = np.arange(len(keeper.step)) < real
 
     def begin(self, seeds: Seeds, signs: Signs) -> None:
-        """An episode begins with fresh hosts, whose first measurement is at hand."""
+        """Begin an episode. `signs` are those of the fresh hosts."""
         self.record.rollbacks[:] = 0
         if self.config.enabled:
             self.history = History.begin(signs, self.config)
             self.keeper.take(seeds, np.ones(len(seeds.stage), bool), 0)
 
     def inspect(self, before: Seeds, after: Seeds, signs: Signs) -> Verdicts:
-        """What is found of every row, (E,) a `Vital`, after a step that led from one state of the seeds to another."""
+        """Examine every row after a step that changed the seeds from `before` to `after`. Returns (E,) a `Vital`."""
         if not self.config.enabled:
             return np.full(len(after.stage), Vital.GOOD, np.int8)
         assert self.history is not None, "an episode was begun"
@@ -108,15 +114,15 @@ class Governor:
         return found
 
     def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
-        """Roll back some rows, (E,) bool; returns the state of all.
+        """Restore the rows that are marked in `rows` (E,) to their last snapshots. Returns the seeds of all rows.
 
-        Their fossils and hosts are what they were at the snapshot, and so are ages and embargos. Seeds that were live or
-        incubating then are pruned.
+        Hosts, fossilized seeds, ages and embargos are those of the snapshot. Seeds that were live or incubating at the snapshot
+        are pruned.
         """
         return self.keeper.put_back(seeds, rows, uprooted(self.keeper.seeds, rows, self.embargo))
 
     def resume(self, found: Verdicts, signs: Signs) -> None:
-        """Rows that were rolled back are counted and begin a new history, with what was measured of them since."""
+        """Count the rows that were rolled back, and restart their histories with the signs of the restored rows."""
         assert self.history is not None, "an episode was begun"
         rows = found != Vital.GOOD
         self.record.rollbacks[rows] += 1
@@ -124,7 +130,7 @@ class Governor:
         self.history = remembered(self.history.restart(rows), signs, rows)
 
     def keep(self, seeds: Seeds, found: Verdicts, step: int) -> None:
-        """Take the snapshot of rows that are well, where it is due, and of those that have just been rolled back."""
+        """Take snapshots of healthy rows, where they are due, and of the rows that were rolled back in this step."""
         if not self.config.enabled:
             return
         assert self.history is not None, "an episode was begun"
@@ -132,11 +138,11 @@ class Governor:
         self.keeper.take(seeds, well | (found != Vital.GOOD), step)
 
     def count(self, refused: Verdicts) -> None:
-        """Take the refusals of a step into the record."""
+        """Add the refusals of a step to the record."""
         np.add.at(self.record.refused, refused[self._real], 1)
 
     def state(self, step: int) -> dict[str, Any]:
-        """All that it goes by, as a tree of arrays, after so many steps of the episode."""
+        """The record, the history and the snapshots, as a tree of arrays, after `step` steps of the episode."""
         return {
             "record": self.record._asdict(),
             "history": None if self.history is None else self.history._asdict(),
@@ -144,7 +150,7 @@ class Governor:
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Go on from what `state` gave, with population and seeds as they were then. ValueError where they were others."""
+        """Restore a `state`. Population and seeds must have been restored already. ValueError where they do not fit."""
         self.record = Record(**state["record"])
         self.history = None if state["history"] is None else History(**state["history"])
         if state["snapshot"] is not None:

@@ -1,4 +1,4 @@
-"""What a step measured, from the figures that a population gives. E rows, S slots."""
+"""The measurements of a step, from the figures of a population. E rows, S slots."""
 
 from typing import NamedTuple
 
@@ -13,18 +13,28 @@ from esper.tolaria.vitals import Signs
 
 
 class Measured(NamedTuple):
-    """What was."""
+    """The results of `measure`. A network as exported contains the fossilized seeds only.
+
+    Attributes:
+        measurements (Measurements): what a controller sees
+        scores (Scores): scores of the networks on the probe split
+        exported (Scores or None): scores of the networks as exported; None before the end of an episode
+        coalitions (CoalitionValues or None): values of coalitions; None where attribution was not due
+        signs (Signs): vital signs
+        data ((E,) bool array or None): whether the data of a row are finite; None where it was not asked for
+        validation (Scores or None): scores of the networks as exported on the validation split; None where not asked for
+    """
 
     measurements: Measurements
     scores: Scores
-    exported: Scores | None  # of the networks that would be exported, at the end of an episode
-    coalitions: CoalitionValues | None  # where attribution was due
+    exported: Scores | None
+    coalitions: CoalitionValues | None
     signs: Signs
-    data: Bools | None = None  # (E,) whether a row's data are finite, where it was asked for
-    validation: Scores | None = None  # of the networks that would be exported, where the validation split was asked for
+    data: Bools | None = None
+    validation: Scores | None = None
 
     def replaced(self, other: "Measured", rows: Bools) -> "Measured":
-        """Some rows, (E,) bool, measured again, after all their unfinished seeds are gone; the rest is as it was."""
+        """The results, with those of `other` in the rows that are marked in `rows` (E,), which have no unfinished seed."""
         scores = choose(rows, other.scores, self.scores)
         return Measured(
             choose(rows, other.measurements, self.measurements),
@@ -50,11 +60,12 @@ def measure(
     finite: bool = False,
     validation: bool = False,
 ) -> Measured:
-    """Probe every row after `step` steps and read what was found: the one device read of a step.
+    """Probe every row after `step` steps. This is the one device read of a step.
 
-    `last` are the measurements before, whose growth sensors stay where they are not due. `sampling` says how attribution is
-    sampled, None where it is not due; at the end of an episode, `terminal`, what would be exported is measured too. The others
-    are those of `Asked`.
+    last: the previous measurements, whose growth sensors are kept where new ones are not due.
+    sampling: how attribution samples coalitions; None where attribution is not due.
+    terminal: whether the episode ends, so that the networks as exported are measured too.
+    trained, sensors, finite, validation: as in `Asked`.
     """
     wanted = coalitions(seeds, sampling, terminal=terminal)
     figures = population.probe(seeds, Asked(wanted, trained, sensors, finite, validation))
@@ -73,7 +84,7 @@ def measure(
 
 
 def unmeasured(rows: int, slots: int, sensors: int) -> Measurements:
-    """Nothing measured yet, (rows,), (rows, slots) and (rows, slots, sensors)."""
+    """Measurements of nan, (rows,), (rows, slots) and (rows, slots, sensors), before the first step."""
     nothing, shape = np.full(rows, np.nan), (rows, slots)
     return Measurements(
         metric=nothing,
@@ -93,7 +104,7 @@ def unmeasured(rows: int, slots: int, sensors: int) -> Measurements:
 
 
 def _values(step: int, draw: int, asked: Coalitions, figures: Figures) -> CoalitionValues:
-    """The coalitions of a step, the full one of every environment with live seeds included."""
+    """The values of the coalitions of a step, with the full coalition of every environment that has live seeds."""
     full = np.flatnonzero(asked.live.any(1))
     env, mask = np.concatenate([asked.env, full]), np.concatenate([asked.mask, masks(asked.live)[full]])
     order = np.lexsort((mask, env))
@@ -103,7 +114,7 @@ def _values(step: int, draw: int, asked: Coalitions, figures: Figures) -> Coalit
 
 
 def _unpack(seeds: Seeds, asked: Coalitions, figures: Figures, last: Measurements) -> Measurements:
-    """The figures of a step as measurements over (rows, S)."""
+    """The figures of a step as measurements."""
     shape, trained = seeds.stage.shape, figures.trained
     fresh = unmeasured(*last.sensors.shape)
     seed_norm = fresh.seed_gradient_norm
@@ -130,7 +141,7 @@ def _unpack(seeds: Seeds, asked: Coalitions, figures: Figures, last: Measurement
 
 
 def _exported(asked: Coalitions, figures: Figures, scores: Scores, kept: Indices) -> Scores:
-    """What the networks are worth with every unfinished seed left out; kept (E,) are the parameters of the others."""
+    """The scores of the networks without unfinished seeds. kept: (E,) added parameters of the fossilized seeds."""
     branch, env = asked.exported()
     metric, loss = scores.metric.copy(), scores.loss.copy()
     metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
@@ -138,7 +149,7 @@ def _exported(asked: Coalitions, figures: Figures, scores: Scores, kept: Indices
 
 
 def _signs(measurements: Measurements, figures: Figures) -> Signs:
-    """The vital signs among what was measured."""
+    """The vital signs of a step."""
     gradient = np.ones(len(figures.loss), bool)
     if figures.trained is not None:
         gradient = np.isfinite(measurements.gradient_norm)
@@ -157,7 +168,7 @@ def _signs(measurements: Measurements, figures: Figures) -> Signs:
 
 
 def without(values: CoalitionValues, rows: Bools) -> CoalitionValues:
-    """The coalitions of all but some rows, (E,) bool: those no longer have the seeds that theirs were of."""
+    """The values without those of the rows that are marked in `rows` (E,), whose seeds were removed."""
     kept = ~rows[values.env]
     return values._replace(
         live=values.live & ~rows[:, None],

@@ -1,7 +1,7 @@
-"""Growth sensors: whether a seed at a slot could learn anything. E rows, S slots, N examples, F sensors.
+"""Growth sensors: estimates of what a seed at a slot could learn. E rows, S slots, N examples, F sensors.
 
-Everything is measured on a fixed sample of the train split, what a seed could explain also on held-out examples; the
-positions of a map are examples. A feature beyond a row's true width is exactly 0 and changes nothing.
+Sensors are measured on a fixed sample of the train split, and the explained energies also on held-out examples. The positions
+of a map count as examples. A feature beyond the true width of a row is exactly 0 and has no effect.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from esper.leyline.keys import Purpose, key, uniform
 
 
 class SensorInfo(NamedTuple):
-    """What one column of a sensor table holds."""
+    """A column of the table of sensors."""
 
     name: str
     unit: str
@@ -27,55 +27,75 @@ class SensorInfo(NamedTuple):
 
 SENSORS: tuple[SensorInfo, ...] = (
     SensorInfo("participation", "1", "participation ratio of the stream / its width; 0 where it is constant"),
-    SensorInfo("participation_inner", "1", "likewise of the inner features of the segment in front of the slot"),
+    SensorInfo(
+        "participation_inner", "1", "participation ratio of the inner features of the segment before the slot / width"
+    ),
     SensorInfo("dead", "1", "share of the segment's inner units that are active on under 1 % of examples"),
     SensorInfo("unsaturated", "1", "share of the segment's inner units that are active on over 99 % of examples"),
     SensorInfo("stream_rms", "stream", "root mean square over examples of |h|"),
     SensorInfo("gradient_rms", "loss / stream", "root mean square over examples of |g|"),
     SensorInfo("map_gradient_here", "loss / weight", "gradient norm of a zero linear map that reads the stream"),
-    SensorInfo("map_gradient_before", "loss / weight", "likewise of one that reads what entered the segment"),
-    SensorInfo("map_gradient_input", "loss / weight", "likewise of one that reads the host's input"),
-    SensorInfo("explained_here_linear", "(loss / stream)^2", "energy of g that a linear map of the stream explains"),
-    SensorInfo("explained_here_relu", "(loss / stream)^2", "likewise one hidden layer on the stream"),
-    SensorInfo("explained_before_linear", "(loss / stream)^2", "likewise a linear map of what entered the segment"),
-    SensorInfo("explained_before_relu", "(loss / stream)^2", "likewise one hidden layer on what entered the segment"),
-    SensorInfo("explained_input_relu", "(loss / stream)^2", "likewise one hidden layer on the host's input"),
-    SensorInfo("heldout_here_linear", "(loss / stream)^2", "what the same map explains of held-out examples"),
-    SensorInfo("heldout_here_relu", "(loss / stream)^2", "likewise"),
-    SensorInfo("heldout_before_linear", "(loss / stream)^2", "likewise"),
-    SensorInfo("heldout_before_relu", "(loss / stream)^2", "likewise"),
-    SensorInfo("heldout_input_relu", "(loss / stream)^2", "likewise"),
+    SensorInfo(
+        "map_gradient_before", "loss / weight", "gradient norm of a zero linear map that reads the segment's input"
+    ),
+    SensorInfo("map_gradient_input", "loss / weight", "gradient norm of a zero linear map that reads the host's input"),
+    SensorInfo("explained_here_linear", "(loss / stream)^2", "energy of g explained by a linear map of the stream"),
+    SensorInfo("explained_here_relu", "(loss / stream)^2", "energy of g explained by a hidden layer on the stream"),
+    SensorInfo(
+        "explained_before_linear", "(loss / stream)^2", "energy of g explained by a linear map of the segment's input"
+    ),
+    SensorInfo(
+        "explained_before_relu", "(loss / stream)^2", "energy of g explained by a hidden layer on the segment's input"
+    ),
+    SensorInfo(
+        "explained_input_relu", "(loss / stream)^2", "energy of g explained by a hidden layer on the host's input"
+    ),
+    *(
+        SensorInfo(f"heldout_{name}", "(loss / stream)^2", f"explained_{name} on held-out examples, with the same map")
+        for name in ("here_linear", "here_relu", "before_linear", "before_relu", "input_relu")
+    ),
 )
-"""The columns of `growth_sensors`. Those without a unit are in [0, 1]; the others span decades, and none is negative but
-the held-out ones."""
+"""The columns of `growth_sensors`. Sensors of unit 1 are in [0, 1]. The others span orders of magnitude, and only the held-out
+ones can be negative."""
 
 
 class Sample(NamedTuple):
-    """What one slot sees of some examples."""
+    """The activations at one slot for some examples.
 
-    stream: Tensor  # (E, N, D) at the slot, in front of any seed
-    before: Tensor  # (E, N, Db) as it entered the segment in front of the slot
-    input: Tensor  # (E, N, Di) of the host
-    inner: Tensor | None  # (E, N, R) features inside that segment; None where the host does not offer them
-    gradient: Tensor  # (E, N, D) of the sum over examples of the loss, by the stream: one loss gradient an example
-    real: Tensor | None  # (E, N) bool, False where a row has no such example; None when all are real
+    Attributes:
+        stream ((E, N, D) tensor): stream at the slot, before any seed
+        before ((E, N, Db) tensor): input of the segment before the slot
+        input ((E, N, Di) tensor): input of the host
+        inner ((E, N, R) tensor or None): inner features of that segment; None where the host does not provide them
+        gradient ((E, N, D) tensor): gradient of each example's loss with respect to the stream
+        real ((E, N) bool tensor or None): False for padding; None where every example is real
+    """
+
+    stream: Tensor
+    before: Tensor
+    input: Tensor
+    inner: Tensor | None
+    gradient: Tensor
+    real: Tensor | None
 
 
 class Widths(NamedTuple):
-    """True widths at one slot, in the dtype of the samples; features beyond them are 0."""
+    """True widths at one slot, (E,) each, in the dtype of the samples. Features beyond them are 0; `inner` 0 means none."""
 
-    stream: Tensor  # (E,)
-    before: Tensor  # (E,)
-    input: Tensor  # (E,)
-    inner: Tensor  # (E,) 0 where there are none
+    stream: Tensor
+    before: Tensor
+    input: Tensor
+    inner: Tensor
 
 
 @torch.no_grad()
 def growth_sensors(fit: Sequence[Sample], held: Sequence[Sample], widths: Sequence[Widths]) -> Tensor:
-    """Every sensor of every row and slot: a sample to measure on and one held out, one of each a slot -> (E, S, F).
+    """Compute all sensors, (E, S, F) in the order of `SENSORS`.
 
-    Slots that are given one and the same `input` tensor share what is worked out from it. A quantity is nan where it does
-    not exist, as those of inner features where there are none, or where what it is made of is not finite.
+    fit, held, widths: one entry per slot; `fit` is the sample that is measured, `held` the held-out sample.
+
+    Consecutive slots with the same `input` tensor share its factorisation. A sensor is nan where it does not exist, as those of
+    inner features where there are none, and where its inputs are not finite.
     """
     table = []
     source: _Reading | None = None
@@ -104,33 +124,35 @@ def growth_sensors(fit: Sequence[Sample], held: Sequence[Sample], widths: Sequen
 def participation_ratio(h: Tensor, width: Tensor | None = None, real: Tensor | None = None) -> Tensor:
     """tr(S)^2 / tr(S^2) of the covariance S of features, divided by their number: h (E, N, D) -> (E,) in [0, 1].
 
-    1 when the features are uncorrelated and equally large, 1 / D when they lie on a line (Gao et al., "A theory of
-    multineuronal dimensionality", 2017, equation 4), and 0 when they are constant up to rounding: no direction is left.
-    `width` (E,) is the true number of features, `real` (E, N) bool which examples count; all where they are not given.
+    The ratio is 1 for uncorrelated features of equal variance, 1 / D for features on a line (Gao et al., "A theory of
+    multineuronal dimensionality", 2017, equation 4), and 0 for features that are constant up to rounding.
+
+    width: (E,) true number of features; None is D. real: (E, N) bool, the examples that count; None is all.
     """
     count = h.shape[1] if real is None else real.sum(1)[:, None, None]
     mean = _only(h, real).sum(1, keepdim=True) / count
     centred = _aligned(_only(h - mean, real))
     scatter = centred.mT @ centred
     trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
-    # Relative to the trace, so that neither a tiny nor a huge stream leaves the range of float32.
+    # Division by the trace keeps very small and very large streams within the range of float32.
     dimension = (scatter / trace[:, None, None]).square().sum((1, 2)).reciprocal()
     rounding = (count * mean.square()).sum((1, 2)) * (32 * torch.finfo(h.dtype).eps) ** 2
     return torch.where(trace <= rounding, 0, dimension / (h.shape[2] if width is None else width))
 
 
 def activity(z: Tensor, width: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Shares (E,) of dead units, z > 0 on under 1 % of examples, and of unsaturated ones, on over 99 %: z (E, N, R).
+    """Shares (E,) of dead units, with z > 0 on under 1 % of examples, and of unsaturated units, with z > 0 on over 99 %.
 
-    A unit of the first kind passes nothing on, one of the second is linear: either way the segment computes less than
-    its width. `width` (E,) is the true number of units; a padded one is 0 and not counted. nan where features are not
-    finite or there are none.
+    A dead unit passes on nothing, and an unsaturated unit is linear; both reduce what the segment can compute.
+
+    z: (E, N, R). width: (E,) true number of units; padded units are not counted. real: as in `participation_ratio`. The shares
+    are nan where z is not finite, and where there are no units.
     """
     active = ((z > 0) if real is None else (z > 0) & real[:, :, None]).sum(1)
     count = z.shape[1] if real is None else real.sum(1, keepdim=True)
     there = torch.arange(z.shape[2], device=z.device) < width[:, None]
     dead, unsaturated = (100 * active < count) & there, (100 * active > 99 * count) & there
-    # nan > 0 is False, which would pass for a dead unit.
+    # nan > 0 is False, so a unit of nan would count as dead.
     total = torch.where(_only(z, real).sum((1, 2)).isfinite(), width, torch.nan).to(z.dtype)
     return dead.sum(1) / total, unsaturated.sum(1) / total
 
@@ -144,26 +166,28 @@ def explained(
     count: Tensor,
     count_held: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Energy of the loss gradient that a ridge map of features explains: on the sample it is fitted to, and held out.
+    """Energy of the loss gradient that a ridge regression on features explains, on the fitted and on the held-out sample.
 
         W = argmin_W  mean |g - F W|^2 + lambda |W|^2,     lambda = 1e-2 * mean of the diagonal of F^T F / N + 1e-6
         e = mean |g|^2 - mean |g - F W|^2
 
-    features (E, N, f) with a column of ones, gradient (E, N, D); likewise held out (E, M, .); width the number of true
-    features but the ones, counts (E,) of real examples, beyond which features and gradients are 0. Returns (E,), (E,).
-    The second is negative where the map fits noise. A step of a new layer can lower the loss to first order by what its
-    features explain of g, so this is the expressivity that the network lacks and the seed offers (Verbockhaven et al.,
-    "Growing Tiny Networks: Spotting Expressivity Bottlenecks and Fixing Them Optimally", TMLR 2024).
+    features: (E, N, f), with a column of ones. gradient: (E, N, D). The held-out tensors have M examples in place of N.
+    width: number of true features without the column of ones. count, count_held: (E,) real examples; padding is 0.
 
-    With (A + lambda) W = B the first energy is tr(W^T B) + lambda |W|^2, a sum of what is not negative. The condition of
-    A + lambda is at most 100 (f + 1), so that float32 is enough: within 1e-6 of float64 also where features have rank one.
+    Returns two tensors (E,). The second is negative where the regression fits noise. To first order, a step of a new layer can
+    lower the loss by the energy that its features explain, so the energy measures the expressivity that the network lacks and
+    the seed offers (Verbockhaven et al., "Growing Tiny Networks: Spotting Expressivity Bottlenecks and Fixing Them Optimally",
+    TMLR 2024).
+
+    With (A + lambda) W = B the first energy is tr(W^T B) + lambda |W|^2, a sum of nonnegative terms. The condition number of
+    A + lambda is at most 100 (f + 1), so the error in float32 is under 1e-6, also for features of rank one.
     """
     moments = torch.cat([features.mT @ features, features.mT @ gradient], 2) / count[:, None, None]
     f = features.shape[2]
     square, cross = moments[..., :f], moments[..., f:]
     ridge = 1e-2 * square.diagonal(dim1=1, dim2=2).sum(1) / (width + 1) + 1e-6
     penalty = ridge[:, None, None] * torch.eye(f, dtype=square.dtype, device=square.device)
-    # The checked form of the factorisation reads the device. It fails only where it is given nan, which then stays nan.
+    # `cholesky` would read the device to check for failure. `cholesky_ex` fails only for nan, which stays nan.
     factor, _ = torch.linalg.cholesky_ex(square + penalty)
     halfway = torch.linalg.solve_triangular(factor, cross, upper=False)
     w = torch.linalg.solve_triangular(factor.mT, halfway, upper=True)
@@ -178,11 +202,12 @@ RELU_UNITS = 24
 
 @lru_cache
 def relu_expansion(width: int) -> NDArray[np.float64]:
-    """A fixed random hidden layer over [1, u] with u of mean square 1: (1 + width, 1 + RELU_UNITS), the first unit 1.
+    """A fixed random hidden layer on [1, u] for u of mean square 1, as a matrix (1 + width, 1 + RELU_UNITS).
 
-    Weights are normal with standard deviation 2, to be divided by the root of the true width, biases with 1/2. Every
-    weight has a key of its own, so that a wider layer begins with the narrower one. The normal draws are those of Box
-    and Muller ("A note on the generation of random normal deviates", 1958).
+    The first unit is the constant 1. Weights are normal with standard deviation 2, and the caller divides them by the root of
+    the true width. Biases are normal with standard deviation 1/2. Every weight has its own key, so the first rows of a wider
+    layer are those of a narrower one. Normal draws are made by the method of Box and Muller ("A note on the generation of
+    random normal deviates", 1958).
     """
     keys = key(Purpose.SENSOR, np.arange(1 + width)[:, None], np.arange(RELU_UNITS))
     radius, angle = uniform(keys), uniform(key(keys, 1))
@@ -195,9 +220,9 @@ def relu_expansion(width: int) -> NDArray[np.float64]:
 
 
 class _Reading(NamedTuple):
-    """What a tap offers a seed. Features are divided by their rms on the fit sample; column 0 is 1 on real examples.
+    """The features that a seed can read at a tap, divided by their rms on the fitted sample. Column 0 is 1 on real examples.
 
-    Behind what the shapes say there are columns of 0, as `_aligned` adds them.
+    The features have additional columns of 0, from `_aligned`.
     """
 
     linear: Tensor  # (E, N, 1 + W)
@@ -217,20 +242,20 @@ def _read(u: Tensor, held: Tensor, width: Tensor, real: Tensor | None, real_held
     layer = torch.from_numpy(relu_expansion(u.shape[2])).to(u.device, u.dtype, non_blocking=True)
     layer = torch.cat([layer[:1].expand(len(u), 1, -1), layer[1:] / width.sqrt()[:, None, None]], 1)
     layer = F.pad(_aligned(layer), (0, 0, 0, linear.shape[2] - layer.shape[1]))
-    # One product a row: in one product over all rows, a row's rounding would depend on how many there are.
+    # One product per row, because the rounding in a single product over all rows depends on the number of rows.
     return _Reading(linear, linear_held, torch.bmm(linear, layer).relu_(), torch.bmm(linear_held, layer).relu_(), rms)
 
 
 def _design(u: Tensor, real: Tensor | None) -> Tensor:
-    """[1, u], all 0 where an example is not real: (E, N, W) -> (E, N, 1 + W), and the columns of `_aligned`."""
+    """[1, u], with 0 for padding: (E, N, W) -> (E, N, 1 + W), and the columns of `_aligned`."""
     one = u.new_ones(*u.shape[:2], 1) if real is None else real[:, :, None].to(u.dtype)
     return torch.cat([one, u, u.new_zeros(*u.shape[:2], -(1 + u.shape[2]) % 4)], 2)
 
 
 def _map_gradient(tap: _Reading, gradient: Tensor, count: Tensor) -> Tensor:
-    """|| F^T g / N ||, the gradient norm of a linear map from the tap that is 0 now: (E,).
+    """|| F^T g / N || (E,), the gradient norm of a linear map from the tap whose weights are 0.
 
-    The larger, the faster a seed whose last map starts at 0 lowers the loss (Evci et al., "GradMax: Growing Neural
+    A larger norm means that a seed whose last map starts at 0 lowers the loss faster (Evci et al., "GradMax: Growing Neural
     Networks using Gradient Information", ICLR 2022).
     """
     norm: Tensor = torch.linalg.vector_norm(tap.linear[:, :, 1:].mT @ gradient, dim=(1, 2))
@@ -258,15 +283,15 @@ def _count(sample: Sample) -> Tensor:
 
 
 def _only(values: Tensor, real: Tensor | None) -> Tensor:
-    """(E, N, W) with every example that is not real at 0, whatever it held."""
+    """(E, N, W) with 0 in place of padding."""
     return values if real is None else values.masked_fill(~real[:, :, None], 0)
 
 
 def _aligned(values: Tensor) -> Tensor:
-    """(E, N, W) with columns of 0 behind it, so that W is a multiple of 4.
+    """(E, N, W), padded with columns of 0 so that W is a multiple of 4.
 
-    A batch of products rounds a row by where in memory its result lies, unless every result has a whole number of the
-    processor's words: without this, a row would depend on how many are in front of it.
+    The rounding of a batched product depends on the alignment of each result in memory. Without the padding, a row would
+    depend on the number of rows before it.
     """
     spare = -values.shape[2] % 4
     return F.pad(values, (0, spare)) if spare else values

@@ -1,6 +1,6 @@
-"""The vital signs of a population and what they say: arrays in, arrays out. E rows, S slots, W losses of history.
+"""The vital signs of a population, and the detection of failures. E rows, S slots, W losses of history.
 
-A row is judged by its own numbers and its own past alone, so what is found of it does not depend on the others.
+A row is judged by its own signs and its own history, so the result does not depend on other rows.
 """
 
 from typing import NamedTuple
@@ -15,30 +15,49 @@ from esper.leyline.view import Bools, Floats, Seeds
 from esper.tolaria.training import doses
 
 PATIENT = (Vital.RISE, Vital.COLLAPSE, Vital.FALL)
-"""Signs that must last for `patience` steps, the most telling first."""
+"""Failures that must last for `confirm_steps` steps. The first of several is reported."""
 
 
 class Signs(NamedTuple):
-    """What a step showed of every row; each field is (E,)."""
+    """The vital signs of every row after a step; each field is (E,).
 
-    loss: Floats  # on the probe split
-    metric: Floats  # likewise
-    metric_se: Floats  # standard error of its mean over examples
-    spread: Floats  # standard deviation of the outputs over examples, root mean square over outputs
-    train_loss: Floats  # mean over the step's batches; nan where none was trained
-    gradient: Bools  # every gradient of the host and of its seeds was finite
-    parameter: Bools  # every parameter of the host and of its seeds is
+    Attributes:
+        loss (array): loss on the probe split
+        metric (array): metric on the probe split
+        metric_se (array): standard error of the metric
+        spread (array): standard deviation of the outputs over examples, root mean square over outputs
+        train_loss (array): mean loss over the batches of the step; nan where the row was not trained
+        gradient (bool array): whether every gradient of the host and its seeds was finite
+        parameter (bool array): whether every parameter of the host and its seeds is finite
+    """
+
+    loss: Floats
+    metric: Floats
+    metric_se: Floats
+    spread: Floats
+    train_loss: Floats
+    gradient: Bools
+    parameter: Bools
 
 
 class History(NamedTuple):
-    """What a row is held against; nan where nothing is known yet."""
+    """The history with which the signs of a row are compared; nan where a value is not known.
 
-    first: Floats  # (E,) loss on the probe split before training
-    loss: Floats  # (E, W) the last training losses that were no strike, the newest first
-    best: Floats  # (E,) metric
-    best_se: Floats  # (E,)
-    spread: Floats  # (E,) the largest
-    strikes: NDArray[np.int64]  # (E, 3) steps in a row that each of the `PATIENT` signs has lasted
+    Attributes:
+        first ((E,) array): loss on the probe split before training
+        loss ((E, W) array): last training losses of healthy steps, newest first
+        best ((E,) array): best metric
+        best_se ((E,) array): standard error of the best metric
+        spread ((E,) array): largest spread
+        strikes ((E, 3) int64 array): number of consecutive steps for which each failure of `PATIENT` has lasted
+    """
+
+    first: Floats
+    loss: Floats
+    best: Floats
+    best_se: Floats
+    spread: Floats
+    strikes: NDArray[np.int64]
 
     @classmethod
     def begin(cls, signs: Signs, config: GovernorConfig) -> "History":
@@ -56,7 +75,7 @@ class History(NamedTuple):
         return remembered(empty, signs, np.ones(rows, bool))
 
     def restart(self, rows: Bools) -> "History":
-        """Forget all of some rows, (E,) bool, but the loss before training."""
+        """The history, emptied in the rows that are marked in `rows` (E,) except for the loss before training."""
         column = rows[:, None]
         return History(
             first=self.first,
@@ -69,27 +88,27 @@ class History(NamedTuple):
 
 
 def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[History, NDArray[np.int8]]:
-    """What is wrong with each row after a step, (E,) a `Vital`, and the history that the next step is held against.
+    """Examine the signs of a step. Returns the history for the next step, and a `Vital` for every row, (E,) int8.
 
         RISE      train_loss - median > loss_rise_z * max(1.4826 MAD, min_loss_std * first)      of the row's last losses
-        COLLAPSE  spread < collapse * largest spread so far,  and  train_loss - median > min_loss_std * first
+        COLLAPSE  spread < min_output_spread * largest spread so far,  and  train_loss - median > min_loss_std * first
         FALL      best - metric > max(metric_drop_z * sqrt(se^2 + se_best^2), min_metric_drop)
 
-    1.4826 MAD estimates the standard deviation of a normal sample and is not moved by single large losses (Rousseeuw and
-    Croux, "Alternatives to the median absolute deviation", 1993, section 1). A sign that has not lasted yet is a strike: the
-    row's numbers are kept out of its history, and no snapshot is taken of it. A row's loss is compared with no median of fewer
-    than `confirm_steps` losses, as one lucky loss would then stay its measure. A network that never told its examples apart loses
-    nothing by not doing so, hence the second condition of a collapse. The loss on the probe split is not held against its
-    history, since it may rise for a whole episode while a network learns its training examples by heart.
+    1.4826 MAD estimates the standard deviation of a normal sample and is robust to single large losses (Rousseeuw and Croux,
+    "Alternatives to the median absolute deviation", 1993, section 1). A failure that has lasted for fewer than `confirm_steps`
+    steps is a strike: the signs of the step do not enter the history, and no snapshot is taken. A loss is compared only with a
+    median of at least `confirm_steps` losses, because a single low loss would be no reliable reference. The second condition
+    of COLLAPSE excludes networks that never distinguished their examples. The loss on the probe split has no rule, because it
+    can rise throughout an episode while a network overfits.
     """
     known = ~np.isnan(history.loss)
     count, least = known.sum(1), min(config.confirm_steps, config.loss_window)
-    filled = np.where(known, history.loss, np.inf)  # a median over a row's own number of losses
+    filled = np.where(known, history.loss, np.inf)
     middle = np.where(count < least, np.nan, _median(filled, count))
     deviation = np.where(known, np.abs(history.loss - middle[:, None]), np.inf)
     scale = np.maximum(1.4826 * _median(deviation, count), config.min_loss_std * history.first)
     noise = np.sqrt(signs.metric_se**2 + history.best_se**2)
-    with np.errstate(invalid="ignore"):  # what is not known compares False
+    with np.errstate(invalid="ignore"):  # a comparison with nan is False
         rise = signs.train_loss - middle
         struck = np.stack(
             [
@@ -112,10 +131,9 @@ def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[His
 
 
 def lowered(before: Seeds, after: Seeds) -> Bools:
-    """(E,) rows of which a seed's dose was lowered: what then gets worse does so by a decision, and is no failure.
+    """(E,) whether the dose of a seed was lowered. A row that gets worse by such a decision has not failed.
 
-    The dose of a ramp is set one step ahead: the first training at the last dose of a ramp down comes when that dose is no
-    news any more.
+    The dose of a ramp is set one step ahead, so a ramp down is also recognised by the stage before the step.
     """
     start, end = before.ramp[..., 0], before.ramp[..., 1]
     falling = (before.stage == Stage.BLENDING) & (end < start)
@@ -123,16 +141,16 @@ def lowered(before: Seeds, after: Seeds) -> Bools:
 
 
 def _median(values: Floats, count: NDArray[np.int64]) -> Floats:
-    """(E, W) with inf for what is not there -> (E,) the medians of each row's `count` (E,) values, nan where there is none."""
+    """values (E, W), with inf after the `count` (E,) values of a row -> (E,) medians of these values; nan where count is 0."""
     ordered, rows = np.sort(values, axis=1), np.arange(len(values))
     low, high = ordered[rows, np.maximum(count - 1, 0) // 2], ordered[rows, np.minimum(count // 2, values.shape[1] - 1)]
     return np.where(count > 0, (low + high) / 2, np.nan)
 
 
 def remembered(history: History, signs: Signs, rows: Bools) -> History:
-    """The history with the signs of some rows, (E,) bool, taken into it."""
+    """The history with the signs of the rows that are marked in `rows` (E,)."""
     column = rows[:, None]
-    better = rows & ~np.isnan(signs.metric) & ~(signs.metric <= history.best)  # also where there is no best yet
+    better = rows & ~np.isnan(signs.metric) & ~(signs.metric <= history.best)  # true where best is nan
     return history._replace(
         loss=np.where(column, np.concatenate([signs.train_loss[:, None], history.loss[:, :-1]], 1), history.loss),
         best=np.where(better, signs.metric, history.best),
