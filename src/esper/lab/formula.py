@@ -18,7 +18,7 @@ from esper.leyline.keys import Purpose, key
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.text import counted
 from esper.leyline.view import BlueprintInfo, Bools, Floats, Seeds, Space, choose, take
-from esper.tolaria.population import Asked, Figures, Indices, Keeper, TrainedFigures, row_numbers
+from esper.tolaria.population import Asked, Figures, Indices, Keeper, TrainedFigures, row_environments, row_numbers
 from esper.tolaria.training import doses
 
 HOST_PARAMS = 1000
@@ -60,6 +60,7 @@ class FormulaPopulation:
         rows, slots = len(instance), len(process.slots)
         self.process, self.config = process, config
         self.device = torch.device("cpu")
+        self.environment = row_environments(config)
         self.label = f"{counted(rows, 'row')} of {process.name}"
         self.host_params = np.full(rows, HOST_PARAMS)
         self.step = 0  # training steps in the episode

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,16 @@ from esper.tolaria.stacked import StackedPopulation
 
 
 @brief
+class Opened(NamedTuple):
+    """A step under way: what was decided, and what it was decided on."""
+
+    actions: Actions  # (E,)
+    refused: NDArray[np.int8]  # (E,) a `Refusal`
+    before: Scores  # (rows,)
+    decided: Seeds  # (rows, S) before the decisions were carried out
+
+
+@brief
 @dataclass
 class ParallelEnvState:
     """What an engine knows of its population between two steps; the networks and their data are the population's own.
@@ -65,6 +75,7 @@ class ParallelEnvState:
     masks: Masks  # (rows, ...) of the next decision
     episode: int
     step: int  # steps taken in the episode
+    opened: Opened | None = None  # the step between `apply` and `close`
 
 
 P = TypeVar("P", bound=Population)
@@ -77,12 +88,11 @@ class Engine(Generic[P]):
     """
 
     def __init__(self, population: P, config: Config) -> None:
-        """The population has the rows that `row_environments(config)` names."""
         self.population, self.config = population, config
         self.rows = config.envs * (2 if config.twin else 1)
         self.device = population.device
         self.timer = PhaseTimer(self.device, population.label)
-        self._env = row_environments(config)
+        self._env = population.environment
         space = population.space
         self.space = self._visible()
         shape = len(self._env), len(space.slots)
@@ -119,7 +129,7 @@ class Engine(Generic[P]):
         if instance is not None:
             state.instance = np.asarray(instance[self._env], np.int64)
         state.episode = state.episode + 1 if episode is None else episode
-        state.step, state.coalitions = 0, None
+        state.step, state.coalitions, state.opened = 0, None, None
         self.fates = Fates()
         state.seeds = dormant(*state.seeds.stage.shape)
         state.measurements = unmeasured(*state.measurements.sensors.shape)
@@ -151,6 +161,7 @@ class Engine(Generic[P]):
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
             "fates": self.fates.state(),
+            **({} if state.opened is None else {"opened": as_tree(state.opened)}),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
@@ -167,6 +178,10 @@ class Engine(Generic[P]):
         self.population.load(tree, instance, state.episode)
         self.space = self._visible()
         state.seeds, state.measurements, state.scores = seeds, measurements, scores
+        state.opened = None
+        if (opened := tree.get("opened")) is not None:
+            actions, decided = Actions(**opened["actions"]), like(seeds, opened["decided"], "opened.decided")
+            state.opened = Opened(actions, opened["refused"], like(scores, opened["before"], "opened.before"), decided)
         state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
         state.masks = self._legal(seeds, measurements)
         self.governor.load_state(tree["governor"], seeds)
@@ -201,18 +216,30 @@ class Engine(Generic[P]):
         next decision may be based on, and the outcome of this one, measured after it acted. InputError where a field of the
         decision is no array of E whole numbers.
         """
+        self.apply(actions, reasons)
+        with self.timer.phase("train"):
+            self.population.train(self.state.seeds)
+        return self.close()
+
+    def apply(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> None:
+        """The first half of a step, for a population that is trained from outside before `close`: carry the decisions out."""
         config, state = self.config, self.state
         assert state.episode >= 0, "reset() begins an episode"
         assert state.step < config.steps, "the episode is over; reset() begins the next"
+        assert state.opened is None, "close() ends the step that is under way"
         actions = checked_actions(actions, config.envs)
         before, decided = state.scores, state.seeds
-        measured_before = state.measurements
         refused = self.decide(actions)
         accepted = refused == Refusal.NONE
-        self.fates.note(actions.op, actions.slot, accepted, decided, measured_before, config.gates, reasons)
-        applied = state.seeds
-        with self.timer.phase("train"):
-            self.population.train(applied)
+        self.fates.note(actions.op, actions.slot, accepted, decided, state.measurements, config.gates, reasons)
+        state.opened = Opened(actions, refused, before, decided)
+
+    def close(self) -> tuple[View, Outcome]:
+        """The second half of a step, once the population is trained: tick -> probe -> govern -> close. Returns as `step` does."""
+        config, state = self.config, self.state
+        assert state.opened is not None, "apply() begins a step"
+        actions, refused, before, decided = state.opened
+        applied, state.opened = state.seeds, None
         with self.timer.phase("tick"):
             gates = judge(applied, state.measurements, config.gates)
             state.seeds = ticked = tick(applied, gates, config.lifecycle)

@@ -82,12 +82,14 @@ class Keeper(Protocol):
 class Population(Protocol):
     """R networks that are trained and measured together.
 
+    environment (R,): the environment that each row belongs to.
     space: of all rows; its costs, widths and bounds are known once an episode has begun.
     host_params (R,): likewise.
     label: the population in words, for messages.
     """
 
     device: torch.device
+    environment: Indices
     space: Space
     host_params: Indices
     label: str

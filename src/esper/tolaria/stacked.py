@@ -61,7 +61,7 @@ class StackedPopulation:
         self.label = f"{counted(seen, 'network')} at data.batch_size {config.data.batch_size}"
         self.optimizer = StackedOptimizer(config.optimizer)
         self.objective = task.objective
-        self._env = row_environments(config)
+        self.environment = row_environments(config)
         self._episode = -1
         self._trained: Trained | None = None  # of the last step
         with drawn_with(0):
@@ -166,7 +166,7 @@ class StackedPopulation:
             raise DataFault(
                 f"the train split of instance {self._instance[row]} of {self.task.name} was finite when it was loaded and "
                 f"holds NaN or infinite values now, in example{'s' * (len(examples) > 1)} "
-                f"{', '.join(map(str, examples[:5].tolist()))} of what environment {self._env[row]} trained on in step "
+                f"{', '.join(map(str, examples[:5].tolist()))} of what environment {self.environment[row]} trained on in step "
                 f"{step}; look for what writes into it, or go on without such steps: "
                 "--set data.nonfinite=skip, or {'data': {'nonfinite': 'skip'}} in the config"
             )
@@ -213,7 +213,9 @@ class StackedPopulation:
         One split that all environments share, or one for each environment. InputError where one is longer than a mixture's
         rows have room for.
         """
-        splits, row = ([split], np.zeros_like(self._env)) if isinstance(split, Split) else (split, self._env)
+        splits, row = (
+            ([split], np.zeros_like(self.environment)) if isinstance(split, Split) else (split, self.environment)
+        )
         probed = self._final(seeds, self._stacked(self.sound(splits), row, "held"))
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric, loss
