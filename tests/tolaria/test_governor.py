@@ -17,6 +17,7 @@ from esper.tasks.catalog import get_task
 from esper.tasks.custom import task_from
 from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.reads import counted_reads
 from populations import GROW, MENU, Journalled, Script, blobs, small_config
 
@@ -46,6 +47,26 @@ def broken_at(step, kind="loss", row=BAD, batch=1, client=None, **config):
     with poisoned(engine, row, kind, batch):
         played(engine, client, step + 1, trace)
     return engine, client, rows, trace
+
+
+class Uneven(StackedOptimizer):
+    """An optimizer under which the host of one row has another learning rate than all else."""
+
+    def __init__(self, config, host, row, times):
+        super().__init__(config)
+        self.host, self.row, self.times = host, row, times
+
+    def plan(self, stack, rows, count):
+        factors = super().plan(stack, rows, count)
+        if stack is self.host:
+            factors[:, 0, np.flatnonzero(np.arange(stack.capacity)[rows] == self.row)] *= self.times
+        return factors
+
+
+def learn_at(engine, times, row=BAD):
+    """Multiply the learning rate of a row's host from here on."""
+    population = engine.population
+    population.optimizer = Uneven(engine.config.optimizer, population.body.host, row, times)
 
 
 @pytest.mark.parametrize("twin", [True, False])
@@ -237,13 +258,12 @@ def test_a_row_whose_training_blows_up_is_put_back_after_the_patience():
     engine, client = an_engine(steps=20, governor={"confirm_steps": 2})[0], Script({})
     played(engine, client, 10)
     before = client.outcomes[-1].after.loss[BAD]
-    engine.population.body.host.rates[BAD] = 2000.0
+    learn_at(engine, 2000.0)
     played(engine, client, 16)
     found = [int(outcome.vital[BAD]) for outcome in client.outcomes]
     first = next(step for step, vital in enumerate(found) if vital)
     assert found[first] == Vital.RISE
     assert first == 11
-    assert engine.population.body.host.rates[BAD] == 1.0  # that of the snapshot
     assert client.outcomes[first].after.loss[BAD] == pytest.approx(before)
 
 
@@ -270,7 +290,7 @@ def test_a_metric_that_falls_far_below_its_best_is_put_back():
     played(engine, client, 6)
     host = engine.population.body.host
     host.columns["value"][1] += torch.randn_like(host.columns["value"][1])
-    host.rates[1] = 1e-6  # it does not learn it again in time
+    learn_at(engine, 1e-6, row=1)  # it does not learn it again in time
     played(engine, client, 9)
     assert [int(outcome.vital[1]) for outcome in client.outcomes][6:] == [Vital.GOOD, Vital.FALL, Vital.GOOD]
 
@@ -296,7 +316,7 @@ def test_a_row_that_was_not_well_at_a_checkpoint_is_put_back_as_it_would_have_be
     def sickly():
         engine, client = an_engine(**settings)[0], Script(GROW)
         played(engine, client, 10)
-        engine.population.body.host.rates[BAD] = 3000.0
+        learn_at(engine, 3000.0)
         return engine, client
 
     straight, client = sickly()
@@ -305,6 +325,7 @@ def test_a_row_that_was_not_well_at_a_checkpoint_is_put_back_as_it_would_have_be
     engine, client = sickly()
     played(engine, client, 10 + cut)
     again = an_engine(**settings)[0]
+    learn_at(again, 3000.0)
     again.restore(engine.snapshot())
     played(again, Script(GROW), 20)
     assert fingerprints(again) == fingerprints(straight)

@@ -11,7 +11,6 @@ from esper.tolaria.optimizer import StackedOptimizer
 
 ROWS, STEPS = 4, 20
 BORN = [0, 3, 3, 11]  # the step from which each row takes part
-RATES = [1.0, 0.5, 2.0, 0.1]
 BOTH = pytest.mark.parametrize("name", ["adamw", "sgd"])
 KINDS = pytest.mark.parametrize(
     "as_rows", [lambda a, b: slice(a, b), lambda a, b: np.arange(a, b)], ids=["slice", "index"]
@@ -32,10 +31,10 @@ def make(config, rows=ROWS):
     return stack, optimizer, modules
 
 
-def torch_optimizer(config, parameters, rate):
+def torch_optimizer(config, parameters):
     if config.name == "adamw":
-        return torch.optim.AdamW(parameters, lr=config.lr * rate, weight_decay=config.weight_decay)
-    return torch.optim.SGD(parameters, lr=config.lr * rate, weight_decay=config.weight_decay, momentum=config.momentum)
+        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum)
 
 
 def flat(one):
@@ -62,8 +61,7 @@ CONFIGS = {
 def test_every_row_is_moved_as_torch_moves_it(name, settings):
     config = OptimizerConfig(name=name, lr=0.01, **settings)
     stack, optimizer, modules = make(config)
-    stack.rates[:] = RATES
-    theirs = [torch_optimizer(config, m.parameters(), rate) for m, rate in zip(modules, RATES, strict=True)]
+    theirs = [torch_optimizer(config, m.parameters()) for m in modules]
     for step in range(STEPS):
         rows = np.array([row for row in range(ROWS) if step >= BORN[row]])
         x = torch.randn(len(rows), 5, 3, dtype=torch.float64)
@@ -99,7 +97,7 @@ def test_the_first_step_of_a_newborn_row_is_that_of_a_first_step_anywhere(name):
 @BOTH
 def test_a_plan_of_several_steps_is_several_plans_of_one(name):
     stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1))
-    stack.rates[:], stack.steps[:] = RATES, [0, 7, 1, 100]
+    stack.steps[:] = [0, 7, 1, 100]
     rows = slice(1, 4)
     plan = optimizer.plan(stack, rows, 5)
     for factors in plan:
@@ -109,7 +107,7 @@ def test_a_plan_of_several_steps_is_several_plans_of_one(name):
 
 def everything(stack, rows):
     return {name: column[rows].clone() for name, column in stack.columns.items()} | {
-        "steps": torch.from_numpy(stack.steps[rows].copy()), "rates": torch.from_numpy(stack.rates[rows].copy()),
+        "steps": torch.from_numpy(stack.steps[rows].copy()),
     }  # fmt: skip
 
 
@@ -144,7 +142,7 @@ def test_a_slice_and_an_index_array_of_the_same_rows_do_the_same_bit_for_bit(nam
     def run(rows):
         torch.manual_seed(1)
         stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5))
-        stack.steps[:], stack.rates[:] = [0, 5, 2, 9], RATES
+        stack.steps[:] = [0, 5, 2, 9]
         norms = []
         for factors in optimizer.plan(stack, rows, 3):
             stack.columns["gradient"][:] = torch.randn_like(stack.columns["gradient"])
@@ -160,7 +158,7 @@ def test_rows_in_any_order_are_moved_by_factors_of_their_own(name):
     def run(rows):
         torch.manual_seed(1)
         stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1))
-        stack.steps[:], stack.rates[:] = [0, 5, 2, 9], RATES
+        stack.steps[:] = [0, 5, 2, 9]
         stack.columns["gradient"][:] = torch.randn_like(stack.columns["gradient"])
         norms = optimizer.step(stack, rows, optimizer.plan(stack, rows, 1)[0])
         return stack.columns["value"], norms[np.argsort(rows)]
@@ -200,16 +198,6 @@ def test_a_gradient_that_is_not_finite_shows_in_its_row_and_moves_no_other(name,
 
 
 @BOTH
-def test_a_rate_of_0_does_not_move_a_row(name):
-    stack, optimizer, _ = make(OptimizerConfig(name=name, weight_decay=0.1))
-    stack.rates[1] = 0
-    stack.columns["gradient"][:] = 1
-    before = stack.columns["value"].clone()
-    optimizer.step(stack, slice(0, ROWS), optimizer.plan(stack, slice(0, ROWS), 1)[0])
-    assert (stack.columns["value"] != before).any(1).tolist() == [True, False, True, True]
-
-
-@BOTH
 @KINDS
 def test_a_parameter_that_does_not_require_a_gradient_is_not_decayed(name, as_rows):
     one = module()
@@ -235,7 +223,7 @@ def test_a_parameter_that_is_fixed_in_one_row_moves_in_the_others(name, as_rows)
     config = OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5)
     optimizer = StackedOptimizer(config)
     stack = Stack(free, 2, moments=optimizer.rule.moments, dtype=torch.float64)
-    theirs = [torch_optimizer(config, [p for p in m.parameters() if p.requires_grad], 1.0) for m in (fixed, free)]
+    theirs = [torch_optimizer(config, [p for p in m.parameters() if p.requires_grad]) for m in (fixed, free)]
     stack.write(0, fixed)
     stack.write(1, free)
     rows = as_rows(0, 2)
@@ -257,7 +245,7 @@ def test_in_float32_the_factors_are_worked_out_in_float64(name):
     optimizer = StackedOptimizer(OptimizerConfig(name=name))
     stack = Stack(module().float(), 2, moments=optimizer.rule.moments, dtype=torch.float32)
     stack.steps[:] = [0, 100_000]
-    exact = np.array(optimizer.rule.factors(stack.steps, stack.rates), np.float64)
+    exact = np.array(optimizer.rule.factors(stack.steps), np.float64)
     plan = optimizer.plan(stack, slice(0, 2), 1)[0]
     assert plan.dtype == torch.float32
     assert np.array_equal(plan[..., 0].numpy(), exact.astype(np.float32))

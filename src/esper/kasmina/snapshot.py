@@ -24,7 +24,7 @@ class Rows:
 
     def __init__(self, stack: Stack, envs: int) -> None:
         self.columns = _room(stack, envs)
-        self.steps, self.rates = np.zeros(envs, np.int64), np.ones(envs)
+        self.steps = np.zeros(envs, np.int64)
 
     @torch.no_grad()
     def save(self, stack: Stack, rows: Indices, envs: Indices) -> None:
@@ -37,7 +37,7 @@ class Rows:
                 column.copy_(stack.columns[name][: len(envs)])
             else:
                 column.index_copy_(0, target, stack.columns[name].index_select(0, source))
-        self.steps[envs], self.rates[envs] = stack.steps[rows], stack.rates[rows]
+        self.steps[envs] = stack.steps[rows]
 
     @torch.no_grad()
     def load(self, stack: Stack, rows: Indices, envs: Indices) -> None:
@@ -47,7 +47,7 @@ class Rows:
         for name, column in self.columns.items():
             stack.columns[name].index_copy_(0, target, column.index_select(0, source))
         stack.columns["gradient"].index_fill_(0, target, 0)
-        stack.steps[rows], stack.rates[rows] = self.steps[envs], self.rates[envs]
+        stack.steps[rows] = self.steps[envs]
 
     def follow(self, stack: Stack) -> None:
         """Room for a column that the stack has got since."""
@@ -149,7 +149,6 @@ def _cut(rows: Rows, index: Tensor) -> dict[str, Any]:
     return {
         "columns": {name: column[index.to(column.device)] for name, column in rows.columns.items()},
         "steps": rows.steps[index.numpy()],
-        "rates": rows.rates[index.numpy()],
     }
 
 
@@ -161,7 +160,7 @@ def _paste(rows: Rows, stack: Stack, cut: dict[str, Any], envs: Indices) -> None
         if given.shape[1:] != column.shape[1:] or given.dtype != column.dtype:
             raise ValueError(f"{name} of a snapshot is {tuple(given.shape)} {given.dtype}, where another was expected")
         column[index.to(column.device)] = given.to(column.device)
-    rows.steps[envs], rows.rates[envs] = cut["steps"], cut["rates"]
+    rows.steps[envs] = cut["steps"]
 
 
 def _unborn(env: int, slot: int) -> int:

@@ -124,7 +124,6 @@ class Stack:
         for name, value in self.buffers.items():
             self.columns[name] = value.expand(capacity, *value.shape).clone()
         self.steps = np.zeros(capacity, np.int64)  # optimizer steps that each row has taken
-        self.rates = np.ones(capacity)  # factor on the learning rate of each row
         self._leaves: dict[tuple[str, int, int, bool], list[Tensor]] = {}
         self._replicas: dict[bool, list[nn.Module]] = {}
         self._parts: dict[str, _Part] = {}
@@ -260,14 +259,14 @@ class Stack:
         """Make a row equal to another, in every column."""
         for column in self.columns.values():
             column[target] = column[source]
-        self.steps[target], self.rates[target] = self.steps[source], self.rates[source]
+        self.steps[target] = self.steps[source]
 
     @torch.no_grad()
     def clear(self, row: int) -> None:
         """Empty a row, in every column."""
         for column in self.columns.values():
             column[row] = 0
-        self.steps[row], self.rates[row] = 0, 1.0
+        self.steps[row] = 0
 
     @torch.no_grad()
     def arrange(self, rows: NDArray[np.int64]) -> None:
@@ -277,7 +276,7 @@ class Stack:
         index = self._index(rows)
         for column in self.columns.values():
             column[: len(rows)] = column[index]
-        self.steps[: len(rows)], self.rates[: len(rows)] = self.steps[rows], self.rates[rows]
+        self.steps[: len(rows)] = self.steps[rows]
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
@@ -288,7 +287,6 @@ class Stack:
         for name, column in self.columns.items():
             self.columns[name] = torch.cat([column, column.new_zeros(extra, *column.shape[1:])])
         self.steps = np.concatenate([self.steps, np.zeros(extra, np.int64)])
-        self.rates = np.concatenate([self.rates, np.ones(extra)])
         self._leaves.clear()
         self._replicas.clear()
 
@@ -300,7 +298,6 @@ class Stack:
         return {
             "columns": {name: column for name, column in self.columns.items() if name != "gradient"},
             "steps": self.steps,
-            "rates": self.rates,
             "ways": {path: part.way for path, part in self._parts.items()},
         }
 
@@ -315,7 +312,7 @@ class Stack:
         for name, column in known.items():
             column.copy_(columns[name])
         self.columns["gradient"].zero_()
-        self.steps, self.rates = state["steps"], state["rates"]
+        self.steps = state["steps"]
         for path, way in state["ways"].items():  # what vmap failed on is not tried again
             self._parts[path] = self.part(path)._replace(way=way)
 

@@ -1,4 +1,4 @@
-"""Stacked optimizers: one step of every row at once, each with its own step count and rate. n rows, P parameters."""
+"""Stacked optimizers: one step of every row at once, each with its own step count. n rows, P parameters."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -56,8 +56,8 @@ class Rule(Protocol):
 
     moments: tuple[str, ...]  # the columns that it keeps beside every value
 
-    def factors(self, steps: NDArray[np.int64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(f, n) the numbers of each row's next step, given how many it has taken and its learning rate factor."""
+    def factors(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """(f, n) the numbers of each row's next step, given how many it has taken."""
         ...
 
     def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
@@ -75,11 +75,11 @@ class AdamW:
     def __init__(self, config: OptimizerConfig) -> None:
         self.lr, self.weight_decay = config.lr, config.weight_decay
 
-    def factors(self, steps: NDArray[np.int64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Bias corrections and rates of every row, (3, n)."""
-        t, lr = steps + 1.0, self.lr * rates
+    def factors(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Step size, epsilon and decay of every row, (3, n)."""
+        t, lr = steps + 1.0, self.lr
         c = np.sqrt(1 - self.betas[1] ** t)
-        return np.stack([lr * c / (1 - self.betas[0] ** t), self.eps * c, 1 - lr * self.weight_decay])
+        return np.stack([lr * c / (1 - self.betas[0] ** t), self.eps * c, np.full_like(t, 1 - lr * self.weight_decay)])
 
     def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
         """One step in place."""
@@ -94,9 +94,9 @@ class SGD:
     def __init__(self, config: OptimizerConfig) -> None:
         self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
 
-    def factors(self, steps: NDArray[np.int64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
+    def factors(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Learning rate of every row, (1, n)."""
-        return (self.lr * rates)[None]
+        return np.full((1, len(steps)), self.lr)
 
     def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
         """One step in place."""
@@ -106,7 +106,7 @@ class SGD:
 class StackedOptimizer:
     """Steps rows of stacks. What is not among the rows of a call does not move at all, moments included.
 
-    Each row is a network, or a seed, of its own: its gradient norm, its clipping, its step count and its rate.
+    Each row is a network, or a seed, of its own: its gradient norm, its clipping and its step count.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -116,8 +116,8 @@ class StackedOptimizer:
 
     def plan(self, stack: Stack, rows: Rows, count: int) -> Tensor:
         """The factors of the next `count` steps of some rows, (count, f, n, 1) on the device: one transfer a phase."""
-        steps, rates = stack.steps[rows], stack.rates[rows]
-        factors = np.stack([self.rule.factors(steps + k, rates) for k in range(count)])
+        steps = stack.steps[rows]
+        factors = np.stack([self.rule.factors(steps + k) for k in range(count)])
         return torch.from_numpy(factors[..., None]).to(stack.device, stack.dtype, non_blocking=True)
 
     @torch.no_grad()
