@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.leyline.errors import InputError, OutOfMemory, asked_for, is_shortage
+from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, requested_memory
 from esper.tolaria.runtime import PhaseTimer, available_memory
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share", "time")
@@ -130,8 +130,8 @@ def test_other_errors_of_a_phase_stay_what_they_are():
     ],
 )
 def test_what_says_that_memory_ran_out_is_known_with_the_amount(error, asked):
-    assert is_shortage(error)
-    assert asked_for(error) == asked
+    assert is_out_of_memory(error)
+    assert requested_memory(error) == asked
 
 
 def test_what_is_available_is_no_more_than_the_limit_of_the_process_leaves():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.lab.poison import KINDS, Kind, fingerprints, poisoned
+from esper.lab.poison import FAULTS, Fault, fingerprints, poisoned
 from esper.leyline.config import Config
 from esper.leyline.verdicts import Vital
 from esper.runs.configuration import training_configs
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
     number: int
     task: str
-    kind: Kind
+    kind: Fault
     row: int  # an environment or, in a quarter of the cases, a twin; for a seed's gradient one that then has a seed
     step: int
     batch: int
@@ -75,11 +75,11 @@ def campaign(out: Path, count: int, seed: int, quick: bool) -> None:
 def draw(number: int, seed: int, quick: bool) -> Case:
     """A case by its number; kinds and tasks take turns, the rest is random."""
     generator = np.random.default_rng([seed, number])
-    task, kind = TASKS[number // len(KINDS) % len(TASKS)], KINDS[number % len(KINDS)]
+    task, kind = TASKS[number // len(FAULTS) % len(TASKS)], FAULTS[number % len(FAULTS)]
     config = config_of(task, quick)
     step, batch = int(generator.integers(config.steps)), int(generator.integers(config.data.batches_per_step))
     rows = list(range(config.envs))
-    if number // len(KINDS) % 4 == 3:  # a twin
+    if number // len(FAULTS) % 4 == 3:  # a twin
         rows = list(range(config.envs, 2 * config.envs))
     if kind == "seed gradient":
         several = [found for found in straight(task, quick).training if found]
@@ -179,7 +179,7 @@ def section(out: Path) -> list[str]:
         return []
     steps = sum(row["steps_looked_at"] for row in rows)
     lines = []
-    for kind in KINDS:
+    for kind in FAULTS:
         mine = [row for row in rows if row["kind"] == kind]
         reasons = sorted({row["reason"] for row in mine if row["reason"]})
         lines.append(

@@ -26,10 +26,10 @@ from esper.leyline.errors import (
     OutOfMemory,
     RunWarning,
     UserCodeError,
-    asked_for,
-    in_user_code,
-    in_users_words,
-    is_shortage,
+    is_out_of_memory,
+    raised_in_user_code,
+    requested_memory,
+    user_traceback,
 )
 
 warn_of_conflict()  # again: esper/__init__.py may have been overwritten by the other library
@@ -88,19 +88,19 @@ def _run(arguments: Sequence[str] | None) -> None:
     except InputError as error:
         fail(error, 2)
     except UserCodeError as error:
-        typer.echo(in_users_words(error.__cause__ or error), err=True, nl=False)
+        typer.echo(user_traceback(error.__cause__ or error), err=True, nl=False)
         fail(error, 1)
     except (OutOfMemory, DataFault, LearningError) as error:
         fail(error, 1)
     except Exception as error:  # outside a run, which says more, or of the user's code
-        if in_user_code(error):
-            typer.echo(in_users_words(error), err=True, nl=False)
+        if raised_in_user_code(error):
+            typer.echo(user_traceback(error), err=True, nl=False)
             raise SystemExit(1) from error
         if isinstance(error, OSError):
             fail(error, 1)
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
-        asked = asked_for(error)
+        asked = requested_memory(error)
         fail(f"memory ran out{f': {asked} were asked for' if asked else ''}; free some, or lower envs", 1)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper.lab.poison import KINDS, fingerprints, poisoned
+from esper.lab.poison import FAULTS, fingerprints, poisoned
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
 from esper.leyline.errors import DataFault
@@ -70,7 +70,7 @@ def learn_at(engine, times, row=BAD):
 
 
 @pytest.mark.parametrize("twin", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("step", [1, 3, 7])
 def test_a_row_that_breaks_is_put_back_in_that_step_and_no_other_row_is_touched(kind, step, twin):
     engine, client, _, trace = broken_at(step, kind, twin=twin)

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from esper.gym.population import Arrays, Info, Population, action_space, columns, observation_space, row
+from esper.gym.population import Arrays, GymPopulation, Info, action_space, columns, observation_space, row
 from esper.leyline.config import Config
 from esper.leyline.task import AnyTask
 from esper.leyline.view import Bools, Floats, Space
@@ -22,7 +22,7 @@ Heads = NDArray[np.int64]
 class _Named:
     """The names of a population."""
 
-    population: Population
+    population: GymPopulation
 
     @property
     def space(self) -> Space:
@@ -52,7 +52,7 @@ class EsperEnv(_Named, Env[Arrays, Heads]):
 
     def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None = None) -> None:
         """`envs` of the config is ignored. Raises InputError if the task and the config do not fit together."""
-        self.population = Population(task, config, envs=1)
+        self.population = GymPopulation(task, config, envs=1)
         self._rest: tuple[Arrays, Info] | None = None  # first observation after a rollback
         self.observation_space = observation_space(self.space)
         self.action_space = action_space(self.space)
@@ -92,7 +92,7 @@ class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
 
     def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None = None) -> None:
         """Raises InputError if the task and the config do not fit together."""
-        self.population = Population(task, config)
+        self.population = GymPopulation(task, config)
         self.num_envs = self.population.config.envs
         self.single_observation_space = observation_space(self.space)
         self.single_action_space = action_space(self.space)

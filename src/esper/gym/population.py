@@ -37,7 +37,7 @@ class Observed(NamedTuple):
     info: Info
 
 
-class Population:
+class GymPopulation:
     """A `VectorizedEngine` of E environments with observations, rewards and seeds for other libraries.
 
     In a population with seed s, environment e has the seed s + e. An environment with seed s draws the instance of its n-th

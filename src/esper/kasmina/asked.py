@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.leyline.arrays import as_tensor, by_name
+from esper.leyline.arrays import as_tensor, select_columns
 from esper.leyline.batches import Batch, Shape, leaf_names, shape_leaves
 from esper.leyline.errors import InputError
 from esper.leyline.task import Interface, Split, nonfinite, which
@@ -30,7 +30,7 @@ def read_examples(x: Any, taken: Interface, dtype: torch.dtype) -> Batch:
             raise InputError(f"x {given}, but the network takes a tuple of {len(inputs)} tensors; give that")
         values = list(x)
     else:
-        values = [by_name(x, taken.columns, "x")]
+        values = [select_columns(x, taken.columns, "x")]
     read = [
         _leaf(value, name, shape, dtype, held, taken.scaling is not None)
         for value, name, shape, held in zip(values, names, shape_leaves(inputs), whole, strict=True)

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.memory import stack_rows
 from esper.leyline.batches import Batch, arguments, first, map_leaves, picked, run, unstacked
-from esper.leyline.errors import InputError, is_shortage
+from esper.leyline.errors import InputError, is_out_of_memory
 
 # A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not
 # contiguous. The optimizer gains more from one contiguous tensor of all gradients than backward loses.
@@ -205,7 +205,7 @@ class Stack:
             try:
                 y = vmap(lambda p, v: functional_call(what.module, p, *arguments(v), tie_weights=False))(inner, x)
             except RuntimeError as error:
-                if self.mapping == "vmap" or is_shortage(error):
+                if self.mapping == "vmap" or is_out_of_memory(error):
                     raise
                 # What vmap cannot map (recurrences, draws, branches on data), a loop runs, or says what is wrong with it.
                 self._parts[part] = what._replace(way="loop")

@@ -16,9 +16,9 @@ from esper.tolaria.data import SharedBatchIterator
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.optimizer import StackedOptimizer
 
-Kind = Literal["loss", "gradient", "seed gradient", "parameter", "data"]
+Fault = Literal["loss", "gradient", "seed gradient", "parameter", "data"]
 """Where NaN is injected; 'seed gradient' has an effect only if the row has a seed that trains."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
+FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 class _Feed:
@@ -88,7 +88,7 @@ class _Optimizer:
 
 
 @contextmanager
-def poisoned(engine: VectorizedEngine, row: int, kind: Kind, batch: int = 0) -> Iterator[None]:
+def poisoned(engine: VectorizedEngine, row: int, kind: Fault, batch: int = 0) -> Iterator[None]:
     """Context manager: in the step that is taken inside the block, put NaN into one row at one batch."""
     population = engine.population
     feed, optimizer, objective = population.feed, population.optimizer, population.objective

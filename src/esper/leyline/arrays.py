@@ -27,11 +27,11 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
     """Numbers as a detached tensor on the CPU; float64 values that are no tensor become `dtype`. InputError if not numbers."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    tensor = torch.from_numpy(np.array(numbers(value, what)))
+    tensor = torch.from_numpy(np.array(numeric_array(value, what)))
     return tensor.to(dtype) if tensor.dtype == torch.float64 else tensor
 
 
-def numbers(value: Any, what: str) -> NDArray[Any]:
+def numeric_array(value: Any, what: str) -> NDArray[Any]:
     """An array, list or data frame as an array of numbers, NaN for missing values. InputError if a value is no number."""
     if isinstance(value, Frame):
         names = list(value.columns)
@@ -41,21 +41,21 @@ def numbers(value: Any, what: str) -> NDArray[Any]:
             )
         columns = [_column(np.asarray(value[name]), f"column {name!r} of {what}") for name in names]
         return np.stack(columns, 1) if columns else np.empty((len(value.to_numpy()), 0))
-    return _column(array(value, what), what)
+    return _column(to_array(value, what), what)
 
 
-def columns_of(value: Any) -> tuple[str, ...] | None:
+def column_names(value: Any) -> tuple[str, ...] | None:
     """The names of a data frame's columns; None if the value is no data frame, or if a name is no text."""
     names = tuple(value.columns) if isinstance(value, Frame) else ()
     return tuple(map(str, names)) if names and all(isinstance(name, str) for name in names) else None
 
 
-def by_name(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
+def select_columns(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
     """The named columns of a data frame, in the order of `names`. A value without column names is returned unchanged.
 
     InputError if a column is missing.
     """
-    given = columns_of(value)
+    given = column_names(value)
     if names is None or given is None:
         return value
     missing = [name for name in names if name not in given]
@@ -66,7 +66,7 @@ def by_name(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
     return value if given == names else value[list(names)]
 
 
-def array(value: Any, what: str) -> NDArray[Any]:
+def to_array(value: Any, what: str) -> NDArray[Any]:
     """The value as an array. InputError if NumPy cannot convert it."""
     try:
         made = np.asarray(value)

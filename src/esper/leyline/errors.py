@@ -75,18 +75,18 @@ def typed_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
 
 
-def described(error: BaseException) -> dict[str, str]:
+def describe_error(error: BaseException) -> dict[str, str]:
     """Type and message of an error, as in summary.json."""
     return {"type": type(error).__name__, "message": str(error)}
 
 
-def in_user_code(error: BaseException) -> bool:
+def raised_in_user_code(error: BaseException) -> bool:
     """Whether the traceback of an error has a frame that belongs neither to Esper, nor to Python, nor to an installed package."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return not all(map(_is_hidden, files))
 
 
-def in_users_words(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """An error as Python prints it, without the frames before the first frame of the user's code."""
     trace = error.__traceback__
     while trace is not None and _is_hidden(trace.tb_frame.f_code.co_filename):
@@ -103,12 +103,12 @@ def _is_library(file: str) -> bool:
     return file.startswith(("<frozen", *_LIBRARIES)) or bool(_PACKAGES.search(file))
 
 
-def is_shortage(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of Python, NumPy or torch says that memory ran out; torch raises a plain RuntimeError on the CPU."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_SHORTAGE.search(str(error))))
 
 
-def asked_for(error: BaseException) -> str | None:
+def requested_memory(error: BaseException) -> str | None:
     """The amount of memory that could not be allocated, as the error says; None if it does not say."""
     found = _ASKED.search(str(error))
     if found is None:

@@ -24,7 +24,7 @@ from esper.kasmina.regrow import RegrownHost
 from esper.kasmina.static import Absent, Factory, Scales, Skipped, skip_places, widened
 from esper.leyline.batches import Shape, map_leaves, picked, shapes
 from esper.leyline.config import Config
-from esper.leyline.errors import InputError, OutOfMemory, is_shortage
+from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Instance, Mixture, Room, Task
 from esper.leyline.text import counted
@@ -179,7 +179,7 @@ def train_baseline(
     except (InputError, OutOfMemory) as error:
         return Absent(str(error))
     except (MemoryError, RuntimeError) as error:
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
         return Absent("memory ran out while it was trained")
     alike = len(grown.instance) - sum(len(population.envs) for population in populations)

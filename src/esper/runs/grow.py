@@ -17,7 +17,7 @@ from esper.kasmina.export import PROGRAM, save_network
 from esper.kasmina.static import Absent
 from esper.leyline.batches import map_leaves
 from esper.leyline.config import Config
-from esper.leyline.errors import InputError, described
+from esper.leyline.errors import InputError, describe_error
 from esper.leyline.length import epochs_of
 from esper.leyline.progress import Silent, Watch
 from esper.leyline.protocols import PolicyClient, Resumable
@@ -148,7 +148,7 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
         "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
     }
     if played.status == "failed":
-        summary["error"] = described(RolledBack(engine.governor.record.counts()["rollbacks"]))
+        summary["error"] = describe_error(RolledBack(engine.governor.record.counts()["rollbacks"]))
     return summary
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from esper.leyline.config import Config
 from esper.leyline.config_text import dump_config
-from esper.leyline.errors import described
+from esper.leyline.errors import describe_error
 from esper.leyline.task import AnyTask
 from esper.nissa.events import RunRow
 from esper.nissa.hub import Hub
@@ -131,7 +131,7 @@ class RunFolder:
 
     def fail(self, row: RunRow, summary: Mapping[str, Any], error: Exception) -> None:
         """Write the last row and the summary of a run that an error ends, both with the error."""
-        found = described(error)
+        found = describe_error(error)
         row.error = f"{found['type']}: {found['message']}"
         self.end(row, {**summary, "status": "failed", "error": found}, at_once=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from esper.leyline.config import Config, RewardConfig
-from esper.leyline.errors import InputError, described
+from esper.leyline.errors import InputError, describe_error
 from esper.leyline.progress import Progress, Silent
 from esper.leyline.protocols import Reward
 from esper.leyline.task import AnyTask
@@ -69,7 +69,7 @@ def train(
             raise
         whole = _summary(school, started, status)
         if status == "failed":
-            whole["error"] = described(RolledBack(school.summary()["rollbacks"]))
+            whole["error"] = describe_error(RolledBack(school.summary()["rollbacks"]))
         run.end(failed_row(_run_row(cohorts[0], status), whole), whole)
     return whole
 

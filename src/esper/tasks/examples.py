@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from esper.leyline.arrays import array, as_tensor, by_name, columns_of, numbers
+from esper.leyline.arrays import as_tensor, column_names, numeric_array, select_columns, to_array
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split, finite, nonfinite
 from esper.leyline.text import counted
@@ -49,7 +49,7 @@ def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int
         features, values = _read(x, y, workers)
         parts = None if splits is None else _indices(splits, len(features))
         weights = None if sample_weights is None else _weights(sample_weights, len(features), "x")
-        return Examples(features, values, parts, weights, columns_of(x))
+        return Examples(features, values, parts, weights, column_names(x))
     if y is not None:
         raise InputError("y was given without x; leave y out, because the splits contain their own y, or give x too")
     return _read_splits(splits, sample_weights, workers)
@@ -57,7 +57,7 @@ def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int
 
 def _read_splits(splits: Mapping[str, Any], sample_weights: Any, workers: int) -> Examples:
     """Read four splits, each a pair (x, y) or a Dataset."""
-    columns = columns_of(splits["train"][0]) if isinstance(splits["train"], tuple | list) else None
+    columns = column_names(splits["train"][0]) if isinstance(splits["train"], tuple | list) else None
     pairs = [_read_split(name, splits[name], columns, workers) for name in Splits._fields]
     for name, (features, _) in zip(Splits._fields, pairs, strict=True):
         if features.shape[1:] != pairs[0][0].shape[1:]:
@@ -145,7 +145,7 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
             f"the {name} split is a {type(given).__name__}; give a pair (x, y) or a Dataset, or give indices together with x and "
             "y of all examples"
         )
-    features, values = _read(by_name(given[0], columns, f"the {name} split"), given[1], workers)
+    features, values = _read(select_columns(given[0], columns, f"the {name} split"), given[1], workers)
     if not features.dim() or len(features) != len(values):
         examples = counted(len(features) if features.dim() else 1, "example")
         raise InputError(f"the {name} split has {examples}, but {len(values):,} labels or targets; give one for each")
@@ -157,7 +157,7 @@ def _indices(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
     parts, owner = [], np.full(examples, -1)
     for place, name in enumerate(Splits._fields):
         given = splits[name]
-        given = given.cpu().numpy() if isinstance(given, Tensor) else array(given, f"the {name} split")
+        given = given.cpu().numpy() if isinstance(given, Tensor) else to_array(given, f"the {name} split")
         if given.dtype == bool and given.shape == (examples,):
             given = np.flatnonzero(given)
         if given.ndim != 1 or given.dtype.kind not in "iu":
@@ -183,7 +183,7 @@ def _indices(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
 
 
 def _weights(given: Any, examples: int, of: str) -> NDArray[np.float64]:
-    weights = given.detach().cpu().numpy() if isinstance(given, Tensor) else numbers(given, "sample_weights")
+    weights = given.detach().cpu().numpy() if isinstance(given, Tensor) else numeric_array(given, "sample_weights")
     if weights.shape != (examples,):
         raise InputError(
             f"sample_weights has shape {weights.shape}; give one weight for each of the {examples} examples of {of}"

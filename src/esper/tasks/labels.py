@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.arrays import Frame, array, is_missing, numbers
+from esper.leyline.arrays import Frame, is_missing, numeric_array, to_array
 from esper.leyline.errors import InputError
 from esper.leyline.task import Label, which
 
@@ -97,9 +97,9 @@ def read_y(y: Any) -> NDArray[Any]:
         values = y.to(torch.float64).numpy() if y.is_floating_point() else y.numpy()
     elif isinstance(y, Frame):
         names = list(y.columns)
-        values = np.asarray(y[names[0]]) if len(names) == 1 else numbers(y, "y")
+        values = np.asarray(y[names[0]]) if len(names) == 1 else numeric_array(y, "y")
     else:
-        values = array(y, "y")
+        values = to_array(y, "y")
     if values.ndim == 0:
         raise InputError("x or y is a single number; give one row of features and one label or target per example")
     if not len(values):

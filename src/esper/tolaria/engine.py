@@ -21,7 +21,7 @@ from esper.leyline.objective import selection_score
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Split
-from esper.leyline.trees import as_tree, like
+from esper.leyline.trees import as_tree, from_tree
 from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import (
     CoalitionValues,
@@ -170,18 +170,20 @@ class Engine(Generic[P]):
         Masks follow from the rest.
         """
         state = self.state
-        seeds = like(state.seeds, tree["seeds"], "seeds")
-        measurements = like(state.measurements, tree["measurements"], "measurements")
-        scores = like(state.scores, tree["scores"], "scores")
-        instance = like(state.instance, tree["instance"], "instance")
+        seeds = from_tree(state.seeds, tree["seeds"], "seeds")
+        measurements = from_tree(state.measurements, tree["measurements"], "measurements")
+        scores = from_tree(state.scores, tree["scores"], "scores")
+        instance = from_tree(state.instance, tree["instance"], "instance")
         state.episode, state.step, state.instance = tree["episode"], tree["step"], instance
         self.population.load(tree, instance, state.episode)
         self.space = self._visible()
         state.seeds, state.measurements, state.scores = seeds, measurements, scores
         state.opened = None
         if (opened := tree.get("opened")) is not None:
-            actions, decided = Actions(**opened["actions"]), like(seeds, opened["decided"], "opened.decided")
-            state.opened = Opened(actions, opened["refused"], like(scores, opened["before"], "opened.before"), decided)
+            actions, decided = Actions(**opened["actions"]), from_tree(seeds, opened["decided"], "opened.decided")
+            state.opened = Opened(
+                actions, opened["refused"], from_tree(scores, opened["before"], "opened.before"), decided
+            )
         state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
         state.masks = self._legal(seeds, measurements)
         self.governor.load_state(tree["governor"], seeds)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.errors import InputError, OutOfMemory, asked_for, in_user_code, is_shortage
+from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, raised_in_user_code, requested_memory
 
 
 def resolve_device(text: str) -> torch.device:
@@ -125,9 +125,13 @@ class PhaseTimer:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, OutOfMemory) or not is_shortage(error) or (not users and in_user_code(error)):
+            if (
+                isinstance(error, OutOfMemory)
+                or not is_out_of_memory(error)
+                or (not users and raised_in_user_code(error))
+            ):
                 raise
-            asked, free = asked_for(error), available_memory(self._device) / 2**20
+            asked, free = requested_memory(error), available_memory(self._device) / 2**20
             raise OutOfMemory(
                 f"memory ran out {where}, with {self._population}: {f'{asked} were asked for, ' if asked else ''}"
                 f"{free:,.0f} MiB are available; free some, or lower {lower}"
