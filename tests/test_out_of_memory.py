@@ -87,7 +87,7 @@ def test_a_run_that_memory_ran_out_for_says_so_and_is_resumed_to_the_same_number
     assert re.search(
         r"1024: ([\d.]+ [KMG]iB were asked for, )?[\d.]+ [KMG]iB are available; free some, or lower ", sentence
     )
-    assert re.search(r"; esper resume r goes on after step \d+, that of the last checkpoint$", sentence)
+    assert re.search(r"; esper resume r continues after step \d+, that of the last checkpoint$", sentence)
     assert events("r")[-1]["status"] == "failed"
     assert timeless(json.loads(esper("resume", "r", "--json").stdout)) == timeless(json.loads(straight))
     assert events("r") == events("straight")

@@ -105,7 +105,7 @@ def test_a_file_of_others_that_the_new_run_would_write_over_is_named_and_nothing
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("mine")
     before = content(folder)
-    with pytest.raises(InputError, match=r"would be lost, which Esper did not write"):
+    with pytest.raises(InputError, match=r"a run would overwrite .*, which Esper did not write"):
         create_folder(folder, overwrite=True)
     assert content(folder) == before
 

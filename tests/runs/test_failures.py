@@ -130,8 +130,8 @@ def test_a_run_whose_controller_failed_goes_on_behind_its_last_whole_step(tmp_pa
 @pytest.mark.parametrize(
     ("where", "every", "place"),
     [
-        ("act", 2, "goes on after step 3,"),
-        ("store", 2, "goes on after step 2,"),
+        ("act", 2, "continues after step 3,"),
+        ("store", 2, "continues after step 2,"),
         ("store", 0, "starts again with the first step,"),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_run_in_which_every_environment_was_rolled_back_in_every_step_has_fail
     summary = grow(blobs(), config_of(optimizer={"lr": 1e6}, twin=twin), Never(), tmp_path / "run")
     assert summary["status"] == "failed"
     assert summary["error"]["message"].startswith("every environment was rolled back in every step (")
-    assert summary["error"]["message"].endswith("so nothing was trained: lower optimizer.lr, or look at the loss")
+    assert summary["error"]["message"].endswith("so nothing was trained: lower optimizer.lr, or check the loss")
     assert_failed(tmp_path / "run", "RolledBack", summary["error"]["message"])
 
 
@@ -216,7 +216,7 @@ def test_a_failure_names_the_place_of_the_task_in_the_command_that_resumes_the_r
     task = replace(blobs(), name="bad.py:badloss")
     with pytest.raises(Broken) as raised:
         grow(task, config_of(task="bad.py:badloss"), Raising(Broken("no")), tmp_path / "run")
-    assert f"`esper resume {tmp_path / 'run'} --task bad.py:badloss` goes on" in raised.value.__notes__[-1]
+    assert f"`esper resume {tmp_path / 'run'} --task bad.py:badloss` continues" in raised.value.__notes__[-1]
 
 
 def test_a_metric_that_is_nan_is_found_in_every_row_and_named(tmp_path):
@@ -224,9 +224,7 @@ def test_a_metric_that_is_nan_is_found_in_every_row_and_named(tmp_path):
     nan = replace(task, objective=Failing(task.objective, "score", 0, float("nan")))
     summary = grow(nan, config_of(), Never(), tmp_path / "run")
     assert summary["rollbacks"] == {"metric": ENVS * STEPS}
-    assert summary["error"]["message"].endswith(
-        "(18 for metric), so nothing was trained: look at the metric of the task"
-    )
+    assert summary["error"]["message"].endswith("(18 for metric), so nothing was trained: check the metric of the task")
 
 
 def test_a_metric_that_is_nan_in_one_step_is_rolled_back_there_and_the_run_is_finished(tmp_path):

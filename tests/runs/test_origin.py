@@ -67,7 +67,7 @@ def test_the_same_versions_and_data_go_on_without_a_word(run, recwarn):
 def test_other_data_are_refused_by_the_name_of_their_split_and_nothing_is_changed(run, split):
     (run / "summary.json").unlink()
     before = content(run)
-    with pytest.raises(InputError, match=rf"other data than .*: {split} of task blobs; .*--other-data"):
+    with pytest.raises(InputError, match=rf"the data differ, by sha256, .*: {split} of task blobs; .*--other-data"):
         going_on(run, other(blobs(), split))
     assert content(run) == before
 

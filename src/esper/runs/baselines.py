@@ -1,11 +1,11 @@
-"""Static networks beside grown ones: trained on the same data, in the same batches, for as many steps. E environments, S slots.
+"""Baselines: static networks that are trained on the same batches as the grown networks, for the same number of steps.
 
-    twin       the host alone: a further row of the population that grows
-    same-size  the network that was grown, with its seeds in place from step 0
-    plain      the host without its bottlenecks, of the smallest width that gives it at least the grown network's parameters
+    twin       the host alone, as a further row of the population that grows
+    same-size  the grown network, with its seeds in place from step 0
+    plain      the host without its bottlenecks, of the smallest width with at least the parameters of the grown network
     skips      the host with an identity skip around every segment where one fits
 
-All but the twin are populations of their own, trained after the growth has ended, so that they change nothing of it.
+All but the twin are separate populations, which are trained after the growth and do not affect it. E environments, S slots.
 """
 
 import time
@@ -38,7 +38,7 @@ Keys = NDArray[np.int64]
 Stop = Callable[[], bool]
 
 EXAMPLES = 64
-"""Training examples on which a derived host is tried [examples]."""
+"""Number of training examples on which a derived host is checked."""
 OWN = "pass esper.task(..., plain=f), where f(parameters) returns a host factory of at least so many parameters, to bring one"
 INTERRUPTED = Absent(
     "the run was interrupted before it was trained; esper resume trains it where there is a run folder"
@@ -46,46 +46,60 @@ INTERRUPTED = Absent(
 
 
 _ALIKE = {"same-size": "{} kept no seed", "plain": "the host of {} is plain and of that size already", "skips": "{}"}
-"""Where a static network is the twin, by name."""
+"""The reason for which a static network equals the twin, by baseline."""
 
 
 @runtime_checkable
 class Spacious(Protocol):
-    """A factory whose hosts fit into the leading corner of a larger one of its kind, where padded units stay 0."""
+    """A factory whose hosts fit into the leading corner of a larger host of the same class, where padded units stay 0."""
 
     def room(self, others: Sequence[Any], outputs: int) -> Room:
-        """The layout of rows for hosts of its kind with up to so many outputs."""
+        """The layout of rows for `others`, hosts of this class, with at least `outputs` outputs."""
         ...
 
 
 class Grown(NamedTuple):
-    """What growth came to, as far as static networks depend on it."""
+    """The results of a growth on which static networks depend.
 
-    instance: Keys  # (E,)
-    kept: Seeds  # (E, S) the seeds that are part of the networks for good; every other slot is empty
-    params: Keys  # (E,) of the networks that are exported
+    Attributes:
+        instance ((E,) int64 array): keys of the instances
+        kept (Seeds, (E, S)): the fossilized seeds; every other slot is empty
+        params ((E,) int64 array): parameters of the networks as exported
+    """
+
+    instance: Keys
+    kept: Seeds
+    params: Keys
 
 
 class Trained(NamedTuple):
-    """What static networks came to on the test split."""
+    """The results of static networks on the test split.
 
-    metric: Floats  # (E,)
-    loss: Floats  # (E,)
-    params: Keys  # (E,)
-    seconds: float | None  # of building, training and evaluating; None of twins, which share the steps of the grown
-    note: str | None = None  # what else a reader should know
+    Attributes:
+        metric ((E,) array): metric
+        loss ((E,) array): loss
+        params ((E,) int64 array): parameters
+        seconds (float or None): duration of building, training and evaluation; None for twins, which are trained with the growth
+        note (str or None): further information for a reader
+    """
+
+    metric: Floats
+    loss: Floats
+    params: Keys
+    seconds: float | None
+    note: str | None = None
 
 
 class _Population(NamedTuple):
-    """Static networks that are trained together: those of n environments."""
+    """Static networks of n environments that are trained together."""
 
     envs: Keys  # (n,)
     task: AnyTask
-    planted: Seeds | None = None  # (n, S) seeds that stand in them from step 0
+    planted: Seeds | None = None  # (n, S) seeds that are in place from step 0
 
 
 def grown_of(engine: VectorizedEngine) -> Grown:
-    """What a population has grown to."""
+    """The results of the growth of a population."""
     envs = slice(0, engine.config.envs)
     seeds: Seeds = take(engine.state.seeds, envs)
     fossil = seeds.stage == Stage.FOSSILIZED
@@ -104,10 +118,10 @@ def train_baselines(
     interrupt: Interrupt,
     note: Callable[[str], None],
 ) -> dict[str, Trained | Absent]:
-    """Every baseline that the config names, in order. What an interrupt cuts off is absent, and the rest is kept.
+    """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
-    An interrupt that ended the growth lets the baselines train for as many steps as were done, where `interrupt` was rearmed
-    then; the next one, and one that comes while the growth is evaluated and exported, leaves them out.
+    After an interrupted growth, the baselines train for the steps that the growth took, if `interrupt` was rearmed. A further
+    interrupt leaves out the baselines that are not trained yet.
     """
     found: dict[str, Trained | Absent] = {}
     told = False
@@ -129,12 +143,12 @@ def train_baselines(
 
 
 def cut_off(found: Mapping[str, Trained | Absent]) -> list[str]:
-    """The baselines that an interrupt left out."""
+    """The baselines that an interrupt prevented."""
     return [name for name, trained in found.items() if trained is INTERRUPTED]
 
 
 def as_record(trained: Trained | Absent, metric: str) -> dict[str, Any]:
-    """A baseline as it stands in a summary: strict JSON, with null for a figure that is not finite."""
+    """A baseline as an entry of the summary: strict JSON, with null for a figure that is not finite."""
     if isinstance(trained, Absent):
         return {"absent": trained.reason}
     values = [float(value) if np.isfinite(value) else None for value in trained.metric]
@@ -153,11 +167,13 @@ def train_baseline(
     twin: Trained | None = None,
     stop: Stop = lambda: False,
 ) -> Trained | Absent:
-    """Train the static networks of one name for so many steps and evaluate them on the test split.
+    """Train the static networks of one baseline for `steps` steps, and evaluate them on the test split.
 
-    `config` and `grown` are those of the run that they stand beside. With a `twin`, an environment whose static
-    network would be the same one takes its figures. Absent where the host has no such network, where it does not fit into
-    memory, or where `stop` became true.
+    config, grown: those of the run with which the baseline is compared.
+    twin: results of the twins; an environment whose static network equals the twin takes these results.
+    stop: polled at every step; the baseline is absent where it returns true.
+
+    `Absent` where the host has no such network, or it does not fit into memory.
     """
     assert name in _POPULATIONS, name
     begin = time.perf_counter()
@@ -191,7 +207,7 @@ def train_baseline(
 def _train(
     population: _Population, config: Config, grown: Grown, steps: int, stop: Stop
 ) -> tuple[Floats, Floats, Keys] | Absent:
-    """(n,) metric and loss on the test split and parameters, of the networks of a population."""
+    """Metric and loss on the test split, and parameters, (n,) each, of the networks of a population."""
     task, instance = population.task, grown.instance[population.envs]
     config = config.model_copy(
         update={
@@ -240,7 +256,7 @@ def _plain(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Abse
 
 
 def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory | Absent:
-    """The plain network of an instance's host, of at least so many parameters."""
+    """The factory of the plain network for the host of an instance, with at least `parameters` parameters."""
     if isinstance(task, Task) and task.plain is not None:
         made = task.plain(parameters)
         with drawn_with(0):
@@ -258,7 +274,7 @@ def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory |
 
 
 def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Keys) -> list[_Population]:
-    """Populations of hosts (n,) for some environments (n,): one where they fit into one layout, else one a kind of host."""
+    """Populations for the hosts (n,) of environments (n,): one where they fit into one layout, otherwise one per host."""
     if not len(envs):
         return []
     first = hosts[0]
@@ -311,7 +327,7 @@ def _padded(x: Tensor, inputs: Shape) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rowwise(Task):
-    """A task whose instances have hosts of their own."""
+    """A task whose instances have different hosts."""
 
     hosts: Mapping[int, Factory] = field(default_factory=dict)  # by key
 
@@ -320,7 +336,7 @@ class _Rowwise(Task):
 
 
 def _with_hosts(task: AnyTask, instance: Keys, hosts: Sequence[Factory], room: Room | None) -> AnyTask:
-    """The same task with other hosts (E,) for the given instances, in a layout that holds them all."""
+    """The task with the hosts (E,) for the given instances, in a layout that holds them all."""
     by_key = dict(zip(instance.tolist(), hosts, strict=True))
     if isinstance(task, Mixture):
         assert room is not None

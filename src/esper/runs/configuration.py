@@ -1,4 +1,4 @@
-"""The config of a run: what a task, a trained controller and a person ask for, one over the other."""
+"""The config of a run, merged from those of the task, of a trained controller and of the user."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,16 +15,16 @@ from esper.tamiyo.catalog import settings_of
 
 
 def growth_config(task: AnyTask, *asked: Mapping[str, Any]) -> Config:
-    """The config of a growth: the task's defaults, the settings that a trained controller brings, and what is asked for.
+    """The config of a growth: the defaults of the task, the settings of a trained controller, and the layers `asked`.
 
-    A later layer goes over an earlier one; the controller is the one that the layers come to. Raises InputError.
+    Later layers take precedence. The controller is the one that the merged layers name. InputError for a bad key or value.
     """
     named = build_config(task.defaults, *asked).controller
     return with_steps(build_config(task.defaults, settings_of(named), *asked, {"task": task.name}), task)
 
 
 def load_config_file(path: str) -> dict[str, Any]:
-    """A YAML file as a nested mapping. InputError where it cannot be read or is no mapping."""
+    """Read a YAML file as a nested mapping. InputError where it cannot be read or is not a mapping."""
     data = read_named(Path(path), LARGEST_YAML, "give a readable YAML file with --config")
     content = parse_yaml(data, f"--config {path}", "`esper config --yaml` prints one to start from")
     if content is None:
@@ -39,14 +39,14 @@ TRAINING: Mapping[str, Any] = MappingProxyType(
         "envs": 64,
         "baselines": [],
         "models": "none",
-        "gates": {"permissive": True, "min_holding_steps": 1},  # a learner judges for itself what a gate would forbid
+        "gates": {"permissive": True, "min_holding_steps": 1},  # a policy learns which seeds to keep
         "probe": {"sensors_every": 4},
         "reward": {"relative_to": "group", "group_size": 8},
         "telemetry": {"level": "run"},
-        "early_stopping": {"enabled": False},  # a controller learns from whole episodes
+        "early_stopping": {"enabled": False},  # a policy learns from whole episodes
     }
 )
-"""What training sets over a task's defaults and under everything that a person asks for."""
+"""Config of every training. It takes precedence over the defaults of a task, and the user's config over it."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -54,11 +54,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "standard": {"ppo": {"rounds": 150, "imitation_rounds": 8}},
     }
 )
-"""Lengths of training by name."""
+"""Lengths of a training by name."""
 
 
 def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str, Any]) -> list[Config]:
-    """The config of every task: its own defaults, those of training and of the preset, and what is asked for, in layers."""
+    """The config of every task of a training: its defaults, TRAINING, the preset, and the layers `asked`.
+
+    Later layers take precedence. InputError for an unknown preset, a task that is named twice, and a bad key or value.
+    """
     names = [task.name for task in tasks]
     if not names or len(set(names)) < len(names):
         raise InputError(f"the tasks are {', '.join(names) or 'none'}; name one or more, each once")
@@ -77,7 +80,7 @@ def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str,
 
 
 def _of_task(asked: Sequence[Mapping[str, Any]], task: str) -> list[Mapping[str, Any]]:
-    """The layers for one task: `cohorts`, as the config of a training has them, lie over what they stand beside."""
+    """The layers for one task. The entry of `cohorts` for the task takes precedence over the rest of its layer."""
     layers: list[Mapping[str, Any]] = []
     for layer in asked:
         layers.append({name: value for name, value in layer.items() if name != "cohorts"})

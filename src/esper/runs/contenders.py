@@ -1,4 +1,4 @@
-"""Controllers that take part in an evaluation, and the populations that they grow. E environments."""
+"""The controllers of an evaluation, and the populations that they grow. E environments."""
 
 import hashlib
 import time
@@ -23,31 +23,37 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
 
 ROWS = 64
-"""Environments that are grown together; the speed of a step is flat beyond, and memory is not [environments]."""
+"""Number of environments that are grown together. More would need more memory and would not be faster."""
 
 RULES = ("never", "random-valid", "heuristic")
 
 BEST = "best schedule"
-"""What every evaluation compares with, the fixed schedule found by a search among them."""
+"""Name of the schedule that a search finds. Every evaluation compares with it and with RULES."""
 
 Say = Callable[[str], None]
 
 
 class Contender(NamedTuple):
-    """A controller that takes part."""
+    """A controller of an evaluation.
+
+    Attributes:
+        name (str): name in the record
+        settings (mapping): config of its runs, over that of the task and of the evaluation: keys of
+            `leyline.controller_settings`, and `controller`
+        make (callable): from a config to a new controller, which must not learn
+        content (str): digest of the files that `make` reads; stored results of another content are not reused
+    """
 
     name: str
-    settings: Mapping[
-        str, Any
-    ]  # over the task's and the evaluation's: its controller, and keys of `leyline.controller_settings`
-    make: Callable[[Config], PolicyClient]  # a fresh controller for a population, which must not learn
-    content: str = ""  # what `make` reads beside the config; kept results of other content are not taken for its own
+    settings: Mapping[str, Any]
+    make: Callable[[Config], PolicyClient]
+    content: str = ""
 
 
 def named(name_or_path: str) -> Contender:
-    """A contender by the name of its controller, or from a schedule file or the folder of a trained one.
+    """A contender from the name of a controller, a schedule file, or the folder of a trained controller.
 
-    What is read of the latter two is part of who it is; whatever else a folder holds is not looked at.
+    Its `content` covers the files of the controller and no other file of the folder.
     """
     path, folder, content = Path(name_or_path), trained(name_or_path), hashlib.sha256()
     parts = [Path(FACTS), Path(WEIGHTS)] if folder is not None else [Path()]
@@ -67,9 +73,9 @@ def named(name_or_path: str) -> Contender:
 def grow_contender(
     task: AnyTask, contender: Contender, config: Config, instance: NDArray[np.int64] | None = None
 ) -> tuple[VectorizedEngine, Outcome, float]:
-    """Grow one population for an episode; returns it with its last outcome, and how long the steps took [s].
+    """Grow one population for an episode. Returns the engine, the last outcome, and the duration of the steps [s].
 
-    instance (E,) names its instances; without it they are those of the config.
+    instance: (E,) keys of the instances; None takes those of the config.
     """
     client = contender.make(config)
     engine = VectorizedEngine(task, with_sensors(config, client))
@@ -84,7 +90,7 @@ def grow_contender(
 
 
 def probe_objective(outcome: Outcome, config: Config) -> Floats:
-    """(E,) J on the probe split, of the networks that would be exported."""
+    """J (E,) of the networks as exported, on the probe split."""
     assert outcome.exported is not None, "the episode is not over"
     metric, loss, added = outcome.exported
     value = metric if config.reward.objective == "metric" else -loss
@@ -100,7 +106,7 @@ def contender_config(
     first: int,
     envs: int,
 ) -> Config:
-    """The run of a contender on some instances. InputError where it brings a key that all contenders must share."""
+    """The config of a contender's run on `envs` instances. InputError where it sets a key that all contenders must share."""
     ours = {
         "task": task.name,
         "seed": seed,
@@ -118,6 +124,6 @@ def contender_config(
 
 
 def tell(watch: Say | None, text: str) -> None:
-    """Say a line to whoever listens."""
+    """Call `watch` with a line of progress, where it is given."""
     if watch is not None:
         watch(text)

@@ -1,7 +1,7 @@
-"""What Esper writes into a run folder, where a run may be written, and what `--overwrite` may remove there.
+"""The files that Esper writes into a run folder, checks of a folder for a new run, and their removal by `--overwrite`.
 
-A folder is known for a run by what its config.yaml and environment.json hold, not by their names; within it, a file is Esper's
-by its name and place. Everything else is another's and stays.
+A folder is recognised as a run by the contents of its config.yaml and environment.json. Within it, the files of Esper are
+recognised by their names and places. Other files are never removed.
 """
 
 import os
@@ -18,7 +18,7 @@ from esper.store.lock import LOCK, is_lock
 from esper.store.reading import read_kept
 
 Names = Mapping[str, Union["Names", None]]
-"""Patterns of names in a folder: None for a file, and for a folder the names in it."""
+"""Patterns of names in a folder. The value is None for a file, and the patterns inside for a folder."""
 
 OWN: Names = {
     re.escape(CONFIG): None,
@@ -30,33 +30,40 @@ OWN: Names = {
     CONTROLLER: {r"controller\.\w+": None},
     CHECKPOINTS: {"latest": None, "best": None, r"step-\d+": {r"state\.\w+": None}},
 }
-"""What Esper writes into a run folder beside its lock."""
+"""The files and folders of a run, without the lock."""
 
 _OF_CONFIG = {"task", "controller", "envs", "steps", "seed", "optimizer", "lifecycle", "governor"}
 _OF_ENVIRONMENT = {"esper", "python", "torch", "platform", "command"}
-_LARGEST = 64 * 2**20  # bytes of environment.json that are read
+_LARGEST = 64 * 2**20  # largest environment.json that is read [bytes]
 _ASIDE = re.compile(r"\.(.+)\.(new|old)")
-_NAMED = 3  # files that a sentence names
+_NAMED = 3  # largest number of files that a message names
 
 
 class Contents(NamedTuple):
-    """Of a run folder."""
+    """The contents of a run folder.
 
-    own: list[Path]  # files and links that Esper wrote
-    folders: list[Path]  # that Esper made, those within others first
-    others: list[Path]  # files and folders of others that no run touches
-    in_the_way: list[Path]  # those of others that a run would write over
+    Attributes:
+        own (paths): files and links that Esper wrote
+        folders (paths): folders that Esper created, inner folders first
+        others (paths): other files and folders, which a run does not touch
+        in_the_way (paths): other files and folders that a run would overwrite
+    """
+
+    own: list[Path]
+    folders: list[Path]
+    others: list[Path]
+    in_the_way: list[Path]
 
 
 def list_contents(folder: Path) -> Contents:
-    """Whose everything is in a run folder. Folders of others are not looked into, and links are not followed."""
+    """Classify the contents of a run folder. Other folders are not searched, and links are not followed."""
     found = Contents([], [], [], [])
     _list(folder, OWN, found)
     return found
 
 
 def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """See that a run may be written to `folder`, without touching anything. InputError where it may not."""
+    """Check, without changing anything, that a run can be written to `folder`. InputError where it cannot."""
     try:
         content = [path.name for path in folder.iterdir() if not _unborn(path)]
     except FileNotFoundError:
@@ -78,12 +85,12 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
         place = place.parent
     if not os.access(place, os.W_OK | os.X_OK):
         raise InputError(
-            f"no permission to write to {place}, where the run was to go; name another folder (--run, run=)"
+            f"no permission to write to {place}, the folder for the run; name another folder (--run, run=)"
         )
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder where it is missing. InputError where that fails."""
+    """Create the folder where it does not exist. InputError where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,9 +98,9 @@ def make_folder(folder: Path) -> None:
 
 
 def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], None] | None = None) -> None:
-    """Make the folder, and free it of an earlier run's files where `overwrite` says so; other files, and the lock, stay.
+    """Create the folder, and with `overwrite` remove the files of an earlier run. Other files and the lock stay.
 
-    Files of others that stay in the folder of a run are told to `note`.
+    note: called with a line that names the other files.
     """
     check_folder(folder, overwrite)
     make_folder(folder)
@@ -102,11 +109,11 @@ def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], N
     except OSError as error:
         raise _unwritable(error) from None
     if stay and note is not None:
-        note(f"{listed(stay)} in {folder} {'were' if len(stay) > 1 else 'was'} not written by Esper: left as it is")
+        note(f"{listed(stay)} in {folder} {'were' if len(stay) > 1 else 'was'} not written by Esper and not removed")
 
 
 def check_own(folder: Path) -> None:
-    """See that `--overwrite` may take the place of the run in a folder. InputError, with the reason, where it may not."""
+    """Check that `--overwrite` can replace the run in a folder. InputError, with the reason, where it cannot."""
     mend = "name another folder (--run, run=)"
     if not _is_config(folder / CONFIG):
         raise InputError(
@@ -115,7 +122,7 @@ def check_own(folder: Path) -> None:
         )
     found = list_contents(folder)
     written = [path for path in found.own if path.name != CONFIG and unfinished(path) is None]
-    # a kill between the two leaves a config alone
+    # A process that is killed early leaves a config without an environment.
     if written and not _is_environment(folder / ENVIRONMENT):
         raise InputError(
             f"{folder / ENVIRONMENT} is missing or does not hold what Esper writes there, so "
@@ -123,15 +130,15 @@ def check_own(folder: Path) -> None:
         )
     if found.in_the_way:
         raise InputError(
-            f"{listed(found.in_the_way)} would be lost, which Esper did not write, so "
-            f"--overwrite (overwrite=True) leaves {folder} as it is; move that elsewhere, or {mend}"
+            f"a run would overwrite {listed(found.in_the_way)}, which Esper did not write, so "
+            f"--overwrite (overwrite=True) leaves {folder} as it is; move those files elsewhere, or {mend}"
         )
 
 
 def remove_own(folder: Path) -> list[Path]:
-    """Remove what Esper wrote into a run folder, and return what stays, without the lock.
+    """Remove the files of a run, and return the other files, without the lock.
 
-    The environment and the config go last: until then the folder counts as a run that may be overwritten.
+    The environment and the config are removed last, because they make the folder recognisable as a run.
     """
     found = list_contents(folder)
     last = [folder / ENVIRONMENT, folder / CONFIG]
@@ -147,14 +154,14 @@ def remove_own(folder: Path) -> list[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the files under temporary names that a kill left in a run folder beside Esper's own."""
+    """Remove the temporary files that a killed process left in a run folder."""
     for path in list_contents(folder).own:
         if path.parent == folder and unfinished(path) is not None:
             path.unlink(missing_ok=True)
 
 
 def listed(paths: list[Path]) -> str:
-    """The first few of some paths, and how many more there are, in words."""
+    """The first paths, separated by commas, and the number of further paths."""
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return ", ".join(map(str, paths[:_NAMED])) + more
 
@@ -180,7 +187,7 @@ def _list(folder: Path, names: Names, found: Contents) -> None:
 
 
 def _intended(path: Path) -> str:
-    """The name that a file or folder gets, or had, where it stands under a temporary one."""
+    """The final name of a file or folder with a temporary name."""
     aside = _ASIDE.fullmatch(path.name)
     return unfinished(path) or (aside[1] if aside else path.name)
 
@@ -202,7 +209,7 @@ def _is_environment(path: Path) -> bool:
 
 
 def _unborn(path: Path) -> bool:
-    """Whether a file is what a process leaves that is killed before its run has a config."""
+    """Whether a file can remain from a process that was killed before it wrote the config of its run."""
     return is_lock(path) or unfinished(path) == CONFIG
 
 

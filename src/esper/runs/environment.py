@@ -1,4 +1,4 @@
-"""Where a run took place: environment.json."""
+"""The contents of environment.json: versions, device and command of a run."""
 
 import platform
 import subprocess
@@ -12,7 +12,7 @@ import torch
 from esper.leyline.distribution import installed_version
 
 VERSIONS = ("esper", "python", "torch", "numpy", "safetensors", "scikit-learn")
-"""What an environment names the versions of."""
+"""The software whose versions environment.json records."""
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:
-    """What is installed, by name."""
+    """Installed versions by name."""
     own = {"esper": installed_version, "python": platform.python_version}
     return {name: own[name]() if name in own else version(name) for name in names}
 
@@ -43,7 +43,7 @@ def version(distribution: str) -> str | None:
 
 
 def git_revision() -> str | None:
-    """The commit of the working directory, with '-dirty' after it where files differ; None where there is none."""
+    """The git commit of the working directory, with the suffix '-dirty' for changed files; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

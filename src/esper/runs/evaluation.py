@@ -1,4 +1,4 @@
-"""Controllers against each other: the same held-out instances, the same keys, and the test split at the end.
+"""Evaluation of controllers on the same held-out instances, with the same seeds, by the test split.
 
 C contenders, N instances, R seeds, E environments of a population.
 """
@@ -58,7 +58,7 @@ from esper.tolaria.fitting import instance_keys
 from esper.tolaria.runtime import resolve_device
 
 ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances", "first_instance", "models")
-"""What an evaluation sets by itself, so that its settings may not."""
+"""Config keys that an evaluation sets itself. Settings must not contain them."""
 
 
 def run_evaluation(
@@ -75,12 +75,15 @@ def run_evaluation(
     folder: Path | None = None,
     watch: Say | None = None,
 ) -> Record:
-    """Controllers beside never, random-valid, heuristic and the best fixed schedule, on every task: a strict JSON object.
+    """Compare controllers with never, random-valid, heuristic and the best fixed schedule on every task.
 
-    `baselines` are the static networks beside them (docs/baselines.md), of which never growing is the twin; they are sized by
-    what the first of the controllers grew, or the heuristic without one. `settings` are layers of config over the tasks' own,
-    the same for all. What was grown is kept in `folder`, where one is named, and not grown again. `watch` is told in a line
-    what is done. Raises InputError before anything is grown.
+    baselines: static networks that are compared too (docs/baselines.md); the controller never is the twin. Their sizes are
+    those of the networks that the first controller grew, or the heuristic where there is none.
+    settings: layers of config over that of the tasks, the same for all contenders.
+    folder: stores the results of populations, which are reused.
+    watch: called with lines of progress.
+
+    Returns a strict JSON object. Raises InputError before anything is grown.
     """
     rules, ours = _contenders(controllers, tasks, baselines)
     static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
@@ -139,13 +142,16 @@ def evaluate(
     watch: Say | None = None,
     pace: Pace | None = None,
 ) -> Evaluation:
-    """Grow N instances from R seeds under every contender, and score what would be exported on the test split.
+    """Grow N instances with R seeds under every contender, and evaluate the networks as exported on the test split.
 
-    Instance n of seed r has one host, one data order and one set of births, whatever the contender. Seeds count up from that
-    of the config. At most `rows` environments are grown at once; what becomes of one does not depend on the others. With a
-    `folder` each population's figures are kept there, and those that are there already are not grown again. `static` names
-    networks that do not grow, which stand as further contenders behind the others: each instance has those of what the
-    contender `sized_by` grew there.
+    Instance n with seed r has the same initial host, the same order of data and the same initial seeds under every contender.
+    The seeds are consecutive, from that of the config.
+
+    static: names of static networks, which become further contenders. Their sizes are those of the networks that the contender
+    `sized_by` grew on the same instances.
+    folder: stores the results of populations, which are reused.
+    rows: largest number of environments that are grown together; the results do not depend on it.
+
     Raises InputError before anything is grown.
     """
     assert contenders
@@ -234,7 +240,7 @@ def _train(design: Design, name: str, sizer: Contender, grown: Runs, kept: "Kept
 
 
 def _stacked(runs: Mapping[str, Sequence[Sequence[Arrays]]], name: str) -> Floats:
-    """(C, N, R) one figure of all contenders, seeds and populations."""
+    """One figure of all contenders, (C, N, R)."""
     seeds = [[np.concatenate([chunk[name] for chunk in chunks]) for chunks in each] for each in runs.values()]
     return np.stack([np.stack(each, 1) for each in seeds])
 
@@ -247,7 +253,7 @@ def _plan(
     settings: Sequence[Mapping[str, Any]],
     watch: Say | None,
 ) -> Pace | None:
-    """Say how much an evaluation grows; None where nobody is told."""
+    """Report the number of networks that an evaluation grows. None without `watch`."""
     if watch is None:
         return None
     search = sum(
@@ -261,7 +267,7 @@ def _plan(
 
 
 def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
-    """(E,) figures of one population, and what it grew. The only reader of test data here."""
+    """The figures (E,) of one population, and its growth as arrays. No other function here reads test data of a growth."""
     engine, outcome, seconds = grow_contender(task.sealed(), contender, config)
     tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
     metric, loss = engine.evaluate(tests)
@@ -286,7 +292,7 @@ def _check(
     first: int,
     settings: Sequence[Mapping[str, Any]],
 ) -> None:
-    """See that a contender can decide on a task, by one decision for one environment. InputError where it cannot."""
+    """Check that a contender can decide on a task, by one decision in one environment. InputError where it cannot."""
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
     for name, count in (("instances", instances), ("seeds", seeds)):
@@ -313,7 +319,7 @@ def _contenders(
 
 
 def _check_names(contenders: Sequence[str], tasks: Sequence[AnyTask], baselines: Sequence[str]) -> None:
-    """InputError where contenders, tasks or static networks do not have names of their own, or ones that nothing has."""
+    """Raise InputError where a contender or a task is named twice, or a name is reserved or unknown."""
     if len(set(contenders)) < len(contenders) or {BEST, *BASELINES} & set(contenders):
         reserved = ", ".join(map(repr, (BEST, *BASELINES)))
         raise InputError(
@@ -329,19 +335,19 @@ def _check_names(contenders: Sequence[str], tasks: Sequence[AnyTask], baselines:
 
 
 class Kept:
-    """Figures of populations on `data`, from a folder where they are there, and else worked out and left there."""
+    """Computes the figures of populations on `data`, or reads them from a folder where they are stored."""
 
     def __init__(self, folder: Path | None, data: Mapping[str, str]) -> None:
         self.folder, self.data = folder, data
 
     def grow(self, task: AnyTask, contender: Contender, config: Config) -> Arrays:
-        """(E,) figures of a contender's population, and what it grew."""
+        """The figures (E,) of a contender's population, and its growth as arrays."""
         found = self._find([contender.name, contender.content], config, lambda: _figures(task, contender, config))
         assert not isinstance(found, Absent)
         return found
 
     def train(self, name: str, task: AnyTask, sizer: Contender, config: Config, grown: Arrays) -> Arrays | Absent:
-        """(E,) figures of the static networks beside a population of `sizer`, whose figures and growth are `grown`."""
+        """The figures (E,) of the static networks for a population of `sizer`, whose figures and growth are `grown`."""
         host_params = grown["params"] - grown["added_params"].astype(np.int64)
         return self._find(
             [name, sizer.name, sizer.content],

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: one process at a time, and no record is replaced unless that is asked for."""
+"""The folder of an evaluation: locked by one process, and with a record that is replaced only on request."""
 
 import hashlib
 import json
@@ -13,22 +13,22 @@ from esper.store.lock import Lock
 
 RECORD, FIGURE, GROWN = "evaluation.json", "evaluation.png", "grown"
 ROOT = Path("runs/evaluation")
-"""Where evaluations without a folder of their own go, each under a name from its arguments; they share what was grown."""
+"""The parent of default folders. A default folder is named after the arguments; all of them share the stored populations."""
 
 
 class EvaluationFolder:
-    """One that is open. What was grown is kept in it, or in the folder above where `shared`, and is not grown again."""
+    """An open folder. Results of populations are stored in it, or with `shared` in its parent, and reused."""
 
     def __init__(
         self, path: Path, note: Callable[[str], None], *, overwrite: bool = False, shared: bool = False
     ) -> None:
         self.path, self.overwrite = path, overwrite
-        self.made: list[Path] = []  # folders, the innermost first
+        self.made: list[Path] = []  # created folders, innermost first
         self.grown = (path.parent if shared else path) / GROWN
         self.lock = Lock(path, note)
 
     def __enter__(self) -> Self:
-        """Make and lock the folder. InputError where another process is at it, or it holds a record that would be replaced."""
+        """Create and lock the folder. InputError where another process holds the lock, or a record would be replaced."""
         self.made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -41,22 +41,22 @@ class EvaluationFolder:
             self.lock.release()
             raise InputError(
                 f"{self.path / RECORD} is the record of an evaluation; name another folder (--out, out=), or replace "
-                "it (--overwrite, overwrite=True), which keeps what was grown"
+                "it (--overwrite, overwrite=True), which keeps the networks that were grown"
             )
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Release the lock, and remove the folders that were made and hold nothing, as where bad input was refused."""
+        """Release the lock, and remove created folders that are empty."""
         self.lock.release()
         for folder in self.made:
-            with suppress(OSError):  # it holds something, as all others then do
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
 
 def default_folder(
     controllers: Sequence[Contender], tasks: Sequence[str], settings: Sequence[Mapping[str, Any]], **numbers: int
 ) -> Path:
-    """The folder for an evaluation's arguments: the same for the same ones, whatever the order of `numbers`."""
+    """The default folder for the arguments of an evaluation, a function of the arguments."""
     asked = [[each.name, each.content, dict(each.settings)] for each in controllers]
     digest = hashlib.sha256(json.dumps([asked, tasks, settings, numbers], sort_keys=True, default=str).encode())
     readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in "+".join(tasks))[:40]

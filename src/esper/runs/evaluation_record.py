@@ -1,4 +1,4 @@
-"""What an evaluation found, as figures with intervals. C contenders, N instances, R runs of each."""
+"""The record of an evaluation: figures with intervals. C contenders, N instances, R runs of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -26,36 +26,57 @@ Record = dict[str, Any]
 
 
 class Figures(NamedTuple):
-    """What grown networks came to; every field has the same shape."""
+    """Figures of networks as exported; all fields have the same shape, float64.
 
-    objective: Floats  # J on the test split, of the network that would be exported
-    metric: Floats  # of that network on the test split
-    added_params: Floats  # parameters of that network beyond its host's
-    kept: Floats  # seeds that were fossilized
-    seconds: Floats  # of training, probing and deciding: a population's time, in equal shares
+    Attributes:
+        objective (array): J on the test split
+        metric (array): metric on the test split
+        added_params (array): parameters in addition to those of the host
+        kept (array): number of fossilized seeds
+        seconds (array): time of training, probing and deciding, an equal share of the time of the population
+    """
+
+    objective: Floats
+    metric: Floats
+    added_params: Floats
+    kept: Floats
+    seconds: Floats
 
 
 class Evaluation(NamedTuple):
-    """Contenders on one task, paired by instance and seed."""
+    """The figures of all contenders on one task, paired by instance and seed.
+
+    Attributes:
+        task (str): name of the task
+        metric (str): name of the metric
+        contenders (C names): names of the contenders
+        instances ((N,) int64 array): keys of the instances
+        seeds (R ints): seeds of the runs
+        sampled (bool): True where instances are problems of a mixture, False where they are starts on one data set
+        figures (Figures, (C, N, R)): the figures
+        static (names): the contenders that are static networks
+        absent (mapping): static networks that could not be trained, with the reasons
+        sized_by (str or None): the contender whose grown networks determine the sizes of the static networks
+    """
 
     task: str
-    metric: str  # its name
-    contenders: tuple[str, ...]  # (C,) their names
-    instances: NDArray[np.int64]  # (N,) keys
-    seeds: tuple[int, ...]  # (R,)
-    sampled: bool  # instances are problems drawn from a mixture; else they are starts on one data set
-    figures: Figures  # (C, N, R)
-    static: tuple[str, ...] = ()  # the contenders that are static networks
-    absent: Mapping[str, str] = MappingProxyType({})  # static networks that the task's hosts do not have, and why
-    sized_by: str | None = None  # the contender whose grown networks the static ones are sized by
+    metric: str
+    contenders: tuple[str, ...]
+    instances: NDArray[np.int64]
+    seeds: tuple[int, ...]
+    sampled: bool
+    figures: Figures
+    static: tuple[str, ...] = ()
+    absent: Mapping[str, str] = MappingProxyType({})
+    sized_by: str | None = None
 
     def problems(self, figure: Floats) -> Floats:
-        """(N, R) of one contender as `statistics` wants it: problems by runs. Every start on one data set is a run of it."""
+        """A figure (N, R) of one contender as problems by runs. All starts on one data set are runs of one problem."""
         return figure if self.sampled else figure.reshape(1, -1)
 
 
 def findings(evaluations: Sequence[Evaluation], searches: Sequence[Found], static: Sequence[str]) -> Record:
-    """What came out on every task and, where all have one metric, together; and what it is compared with."""
+    """The results on every task, and on all tasks together where they have the same metric."""
     alike = len({evaluation.metric for evaluation in evaluations}) == 1
     return {
         "confidence": CONFIDENCE,
@@ -69,7 +90,7 @@ def findings(evaluations: Sequence[Evaluation], searches: Sequence[Found], stati
 
 
 def task_record(evaluation: Evaluation, found: Found) -> Record:
-    """One task: estimates, the search, and every run."""
+    """The results on one task: estimates, the search, and every run."""
     problems, runs = evaluation.problems(evaluation.figures.objective[0]).shape
     return {
         "task": evaluation.task,
@@ -100,7 +121,7 @@ def task_record(evaluation: Evaluation, found: Found) -> Record:
 
 
 def _estimates(evaluations: Sequence[Evaluation]) -> Record:
-    """Every contender, and every contender against every rule, over one task or several."""
+    """Estimates for every contender, and for every contender compared with every rule, over one task or several."""
     contenders = [name for name in evaluations[0].contenders if all(name in each.contenders for each in evaluations)]
     rules = (*RULES, BEST)
 
@@ -139,7 +160,7 @@ def _estimates(evaluations: Sequence[Evaluation]) -> Record:
 
 
 def _pairs(contenders: Sequence[str], rules: Sequence[str]) -> Iterator[tuple[int, str, int]]:
-    """Every contender with every rule but itself: (its index, its name, index of the rule)."""
+    """Every contender with every other rule: (index of the contender, its name, index of the rule)."""
     for index, contender in enumerate(contenders):
         yield from ((index, contender, rule) for rule, name in enumerate(contenders) if name in rules and rule != index)
 
@@ -149,5 +170,5 @@ def _interval(estimate: Interval) -> Record:
 
 
 def _number(value: float) -> float | None:
-    """What JSON has for it: null for what is not a finite number."""
+    """A number for JSON: None where it is not finite."""
     return float(value) if np.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Why nothing was planted, and why planned operations were not carried out, in sentences. E environments."""
+"""Sentences that explain why nothing was planted, and why seeds were not kept. E environments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,27 +22,35 @@ REFUSED: Mapping[Refusal, str] = {
     Refusal.PARAM_BUDGET: "its parameters exceed governor.param_limit; raise it",
     Refusal.MEMORY: "its modules do not fit into memory; lower envs, or raise governor.memory_share",
 }
-"""Why a GERMINATE was refused, and the key that changes it."""
+"""The reason of each refusal of GERMINATE, and the key that changes it."""
 
 
 @dataclass
 class Attempts:
-    """What was tried in an episode."""
+    """Counts of the attempts to plant in an episode.
+
+    Attributes:
+        decisions (int): number of decisions
+        allowed ((E,) int64 array): decisions at which GERMINATE was allowed
+        planted ((E,) int64 array): seeds that were planted
+        refused ((E, refusals) int64 array): refusals of GERMINATE by `Refusal`
+        allowed_last ((E, ops, S) bool array or None): the valid slots of each operation at the last decision
+    """
 
     decisions: int
-    allowed: NDArray[np.int64]  # (E,) decisions at which GERMINATE was allowed
-    planted: NDArray[np.int64]  # (E,) seeds
-    refused: NDArray[np.int64]  # (E, refusals) of GERMINATE
-    allowed_last: Bools | None = None  # (E, ops, S) what could be chosen at the last decision; None before the first
+    allowed: NDArray[np.int64]
+    planted: NDArray[np.int64]
+    refused: NDArray[np.int64]
+    allowed_last: Bools | None = None
 
     @classmethod
     def none(cls, envs: int) -> "Attempts":
-        """At the start of an episode."""
+        """Counts of zero, for the start of an episode."""
         zeros = np.zeros(envs, np.int64)
         return cls(0, zeros, zeros.copy(), np.zeros((envs, len(Refusal)), np.int64))
 
     def count(self, view: View, outcome: Outcome) -> None:
-        """Take a decision into account: what it was based on, and what became of it."""
+        """Count a decision: the view before it, and its outcome."""
         self.decisions += 1
         self.allowed_last = view.masks.slot.copy()
         self.allowed += view.masks.op[:, Op.GERMINATE]
@@ -53,10 +61,10 @@ class Attempts:
 
 
 def explanations(attempts: Attempts, space: Space, client: PolicyClient, controller: str) -> list[str]:
-    """Sentences on what did not happen, each with the config key that changes it; none where all that was asked for did.
+    """Sentences that explain why nothing was planted, each with the config key that changes it.
 
-    Conditions of the engine come first, then those of a controller that `Explains` itself. Of any other controller it is only
-    said that it chose something else.
+    Conditions of the engine come first, then the sentences of a controller that implements `Explains`. For other controllers,
+    a sentence says that they chose other operations.
     """
     if not attempts.decisions:
         return []
@@ -82,9 +90,9 @@ def explanations(attempts: Attempts, space: Space, client: PolicyClient, control
 
 
 def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> list[str]:
-    """Why seeds were not kept at the end of an episode, a sentence for each cause, with the keys that change it.
+    """Sentences that explain why seeds were not kept at the end of an episode, with the keys that change it.
 
-    `allowed_last` (E, ops, S) are the slots at which each operation could be chosen at the last decision.
+    allowed_last: (E, ops, S) bool, the valid slots of each operation at the last decision.
     """
     stage, gates = view.seeds.stage, judge(view.seeds, view.measurements, config)
     sentences = []
@@ -126,7 +134,7 @@ def _left(count: int, why: str) -> str:
 
 
 def _fixed(space: Space) -> str | None:
-    """What forbids planting in every environment from the start."""
+    """The reason for which planting is impossible in every environment; None where it is possible."""
     if not space.slots:
         return "the host has no slot; give it one with esper.SlotSpec"
     if not space.fits.any():

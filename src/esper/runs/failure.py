@@ -1,4 +1,4 @@
-"""What a run that fails leaves: the error in its events and its summary, and where it goes on."""
+"""The record of a run that fails: the error in its events and its summary, and how to resume it."""
 
 import errno
 from collections.abc import Callable, Iterator, Mapping
@@ -15,31 +15,35 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RolledBack(RuntimeError):
-    """Every environment was rolled back in every step, so that nothing was trained."""
+    """Every environment was rolled back in every step, so nothing was trained."""
 
     def __init__(self, rollbacks: Mapping[str, int]) -> None:
-        """`rollbacks` counts them by reason."""
+        """rollbacks: numbers of rollbacks by reason."""
         reasons = ", ".join(f"{count} for {name}" for name, count in rollbacks.items())
         mend = (
-            "look at the metric of the task"
-            if set(rollbacks) == {"metric"}
-            else "lower optimizer.lr, or look at the loss"
+            "check the metric of the task" if set(rollbacks) == {"metric"} else "lower optimizer.lr, or check the loss"
         )
         super().__init__(f"every environment was rolled back in every step ({reasons}), so nothing was trained: {mend}")
 
 
 class Failure(NamedTuple):
-    """Records the end of a run that comes by an exception."""
+    """Records the end of a run by an exception.
+
+    Attributes:
+        run (RunFolder): the folder of the run
+        row (callable): returns the last row of the events
+        asked (callable): returns the summary up to now
+    """
 
     run: RunFolder
-    row: Callable[[Literal["failed"]], RunRow]  # the last row of the events
-    asked: Callable[[], dict[str, Any]]  # the summary of what was asked for and done so far
+    row: Callable[[Literal["failed"]], RunRow]
+    asked: Callable[[], dict[str, Any]]
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Write the last row and the summary behind a failure; the error is raised on, with how the run goes on.
+        """Write the last row and the summary where the body fails, and raise the error with the command that resumes the run.
 
-        A full disk leaves neither, as it has no room for them.
+        On a full disk nothing is written.
         """
         try:
             yield
@@ -54,7 +58,7 @@ class Failure(NamedTuple):
             self.run.fail(self.row("failed"), self.asked(), error)
             if self.run.path is not None and not isinstance(error, InputError):
                 error.add_note(
-                    f"The run in {self.run.path} has the status failed. Mend this; then `{self._command(self.run.path)}` "
+                    f"The run in {self.run.path} has the status failed. Correct the error; then `{self._command(self.run.path)}` "
                     f"{self._place()}. If the task or the controller was an object made in Python, call "
                     f"{resume_call(self.run.path, (), ('task', 'controller'))} instead."
                 )
@@ -64,15 +68,15 @@ class Failure(NamedTuple):
         return resume_command(path, self.run.config.tasks or (self.run.config.task,))
 
     def _place(self) -> str:
-        """From which step a resumed run goes on."""
+        """The step from which a resumed run continues, as text."""
         number = None if self.run.store is None else self.run.store.latest()
         if number is None:
-            return "starts again with the first step, as there is no checkpoint yet"
-        return f"goes on after step {number:,}, that of the last checkpoint"
+            return "starts again with the first step, because there is no checkpoint yet"
+        return f"continues after step {number:,}, that of the last checkpoint"
 
 
 def failed_row(row: RunRow, summary: Mapping[str, Any]) -> RunRow:
-    """The last row of a run, with the error of its summary where that holds one."""
+    """The last row of a run, with the error of its summary where there is one."""
     if "error" in summary:
         row.error = f"{summary['error']['type']}: {summary['error']['message']}"
     return row

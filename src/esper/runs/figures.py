@@ -1,4 +1,4 @@
-"""The figures that a run comes to: its networks on the test and validation splits, and what these figures rest on."""
+"""The final figures of a run: its networks on the test and validation splits, their sizes, and the numbers of examples."""
 
 from collections.abc import Sequence
 from typing import Any, TypedDict
@@ -14,18 +14,18 @@ from esper.simic.rewards import objective
 from esper.tolaria.engine import VectorizedEngine
 
 Summary = dict[str, Any]
-"""The final figures, as they stand in summary.json: strict JSON, null where something was not measured."""
+"""The final figures as in summary.json: strict JSON, with null for a quantity that was not measured."""
 
 
 class Pair(TypedDict):
-    """One quantity over environments, of the never-grow twins (None without twins) and of the grown networks."""
+    """One quantity over environments, of the twins that do not grow (None without twins) and of the grown networks."""
 
     host: list[float | None] | None
     grown: list[float | None]
 
 
 def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
-    """Parameters, and every host and grown network on the test and validation splits. The only reader of test data."""
+    """Evaluate every twin and grown network on the test and validation splits. No other function of a run reads test data."""
     name = task.objective.metric
     test = _evaluate(engine, config, name, test_splits(engine, task))
     validation = _evaluate(engine, config, name, engine.population.validation_splits())
@@ -48,7 +48,7 @@ def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
 
 
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
-    """The metric under its name, the loss and the objective J of every host and grown network on its split."""
+    """The metric, under its name, the loss and the objective J of every twin and grown network on its split."""
     metric, loss = engine.evaluate(splits)
     host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
     value = metric if config.reward.objective == "metric" else -loss
@@ -61,18 +61,18 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Seque
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:
-    """The one value that all environments share, or each environment's own."""
+    """One value where all environments have the same, otherwise the values of the environments."""
     return values[0] if len(set(values)) == 1 else values
 
 
 def _pair(values: Floats, config: Config) -> Pair:
-    """Values over rows, environments first and then their twins, with None for nan."""
+    """A pair from values over rows, environments first and then their twins, with None for nan."""
     plain = [None if np.isnan(value) else float(value) for value in values]
     return Pair(host=plain[config.envs :] if config.twin else None, grown=plain[: config.envs])
 
 
 def _best(figures: Summary, config: Config) -> Summary:
-    """The network that is best on the validation split by what `select` names; one that was not measured comes last."""
+    """The network with the best validation score by the key `select`. A network without a score is the worst."""
     name = figures["metric"] if config.select == "metric" else "objective"
     values = figures[f"validation_{name}"]["grown"]
     env = max(range(len(values)), key=lambda env: (values[env] is not None, values[env] or 0.0))
@@ -80,7 +80,7 @@ def _best(figures: Summary, config: Config) -> Summary:
 
 
 def _formula(name: str, config: Config, smallest: int) -> str:
-    """What J is, in a line, for hosts of at least `smallest` parameters."""
+    """The formula of J as text, for hosts of at least `smallest` parameters."""
     reward = config.reward
     value = name if reward.objective == "metric" else "- loss"
     host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"

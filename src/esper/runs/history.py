@@ -1,4 +1,4 @@
-"""What the summary of a training takes from its rounds. Its size does not grow with them: every round stands in the events."""
+"""Statistics over the rounds of a training, for its summary. The events hold the figures of every round."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 LAST = 10
-"""Rounds of learning that the summary's `last_rounds` is the mean of."""
+"""Number of rounds of learning whose mean is the summary's `last_rounds`."""
 
 SHOWN = (
     "return",
@@ -23,14 +23,14 @@ SHOWN = (
 
 
 class History:
-    """Of one training."""
+    """The figures of the last rounds of learning, and the mean of `controller_share` over all rounds."""
 
     def __init__(self) -> None:
         self._last: list[dict[str, float]] = []  # figures of the last rounds of learning
-        self._share, self._rounds = 0.0, 0  # sum of controller_share, over so many rounds
+        self._share, self._rounds = 0.0, 0  # sum of controller_share, and number of rounds in it
 
     def add(self, figures: Mapping[str, float]) -> None:
-        """A round is over; those of imitation have no `kl`."""
+        """Add the figures of a round. Rounds of imitation, which have no `kl`, do not enter `last_rounds`."""
         if "kl" in figures:
             self._last = [*self._last, dict(figures)][-LAST:]
         share = figures.get("controller_share", math.nan)
@@ -38,16 +38,16 @@ class History:
             self._share, self._rounds = self._share + share, self._rounds + 1
 
     def summary(self) -> dict[str, Any]:
-        """Means over the last rounds of learning, and the share of the time that deciding and learning took in all."""
+        """Means over the last rounds of learning, and the share of the total time spent on deciding and learning."""
         last = {name: _mean([figures[name] for figures in self._last if name in figures]) for name in SHOWN}
         return {"last_rounds": last, "controller_share": self._share / self._rounds if self._rounds else None}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The statistics, for a checkpoint."""
         return {"last": self._last, "controller_share": self._share, "rounds": self._rounds}
 
     def load_state(self, state: Mapping[str, Any] | Sequence[Mapping[str, float]]) -> None:
-        """Go on from what `state` gave, or from the figures of every round, as checkpoints of Esper 0.1 hold them."""
+        """Restore a `state`, or the list of the figures of all rounds, which checkpoints of Esper 0.1 contain."""
         if isinstance(state, Mapping):
             self._last = [dict(figures) for figures in state["last"]]
             self._share, self._rounds = state["controller_share"], state["rounds"]

@@ -1,4 +1,4 @@
-"""Ctrl-C, a polite kill, or the end of a terminal, as a request to come to an end."""
+"""Signals (SIGINT, SIGTERM, SIGHUP) as requests to end a run in order."""
 
 import signal
 import threading
@@ -9,18 +9,19 @@ from esper.leyline.config import Config
 from esper.leyline.text import counted
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The signals that ask for an end."""
+"""The signals that request an end."""
 
 
 class Interrupt:
-    """While it is open, the first SIGINT or SIGTERM only sets `asked`, and the second does what it would do without us.
+    """A context manager that turns signals into the flags `asked` and `ending`.
 
-    After `rearm` the next one only sets `ending`, and the one after that does what it would do without us.
+    The first SIGINT or SIGTERM sets `asked`, and the second has its usual effect. After `rearm`, the next one sets `ending`,
+    and the one after it has its usual effect.
 
-    SIGHUP sets `asked` too, however often it comes: where a terminal is closed, the kernel and the shell each send one.
-    Where it is ignored, as under nohup, it stays so.
+    Every SIGHUP sets `asked`, because closing a terminal can send two: one from the kernel and one from the shell. An ignored
+    SIGHUP, as under nohup, stays ignored.
 
-    Signals reach the main thread alone; opened in another one, it does nothing.
+    Python delivers signals to the main thread. In another thread the context manager does nothing.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Interrupt:
         return self._again if self._rearmed else self.asked
 
     def rearm(self) -> None:
-        """Let one more SIGINT or SIGTERM ask, as the first one did: what it asked for is done, and something else begins."""
+        """Let the next SIGINT or SIGTERM set `ending` instead of its usual effect."""
         self._rearmed, self._again = True, False
         if self._installed:
             for number in self._previous:
@@ -56,7 +57,7 @@ class Interrupt:
         self.asked = True
         if self._rearmed and number != signal.SIGHUP:
             self._again = True
-        # a shell starts a background job with SIGINT ignored; whoever sends two signals means them all the same
+        # A shell starts a background job with SIGINT ignored. A second signal ends the process even then.
         for each, previous in self._previous.items():
             if each == signal.SIGHUP:
                 continue
@@ -65,17 +66,17 @@ class Interrupt:
 
 
 def beside(config: Config) -> list[str]:
-    """The static networks that train once the growth has ended."""
+    """The baselines that are trained after the growth."""
     return [name for name in config.baselines if name != "twin"]
 
 
 def after_growth(steps: int, config: Config) -> str:
-    """What an interrupted growth goes on with, and what another Ctrl-C does then."""
-    said = f"interrupted after {steps:,} of {counted(config.steps, 'step')}: the networks are evaluated and exported as they are"
+    """The message for an interrupted growth: what happens next, and the effect of another Ctrl-C."""
+    text = f"interrupted after {steps:,} of {counted(config.steps, 'step')}: the networks are evaluated and exported as they are"
     static = beside(config)
     if not static:
-        return f"{said}; another Ctrl-C ends the run at once, without a summary"
+        return f"{text}; another Ctrl-C ends the run at once, without a summary"
     return (
-        f"{said}, then the static networks ({', '.join(static)}) train for {counted(steps, 'step')} too; "
+        f"{text}, then the static networks ({', '.join(static)}) train for {counted(steps, 'step')} too; "
         "another Ctrl-C leaves those out"
     )

@@ -1,4 +1,4 @@
-"""What a run began with beside its config: the versions it ran under, and the data it read."""
+"""The versions and the data of a run, and their comparison when the run is resumed."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,55 +19,69 @@ from esper.store.files import ENVIRONMENT
 from esper.store.reading import read_kept
 
 DATA = "data"
-"""The key of environment.json under which the fingerprints of the tasks stand, by the name of the task."""
+"""The key of environment.json that holds the fingerprints of the tasks by name."""
 
 _COMPARED = ("esper", "torch", "numpy", "python")
 _SPLITS = ("train", "probe", "validation", "test")
-_BESIDE = ("objective", "pixels", "scaling", "classes", "weights")  # of a task, beside its splits
-_LARGEST = 64 * 2**20  # bytes of environment.json that are read
+_BESIDE = (
+    "objective",
+    "pixels",
+    "scaling",
+    "classes",
+    "weights",
+)  # attributes of a task that are hashed with its splits
+_LARGEST = 64 * 2**20  # largest environment.json that is read [bytes]
 
 Fingerprint = dict[str, str]
-"""Of one task: the first 16 hexadecimal digits of a sha256 by what they are of, as 'train' or 'objective'."""
+"""The first 16 hexadecimal digits of the sha256 of each part of a task, such as 'train' or 'objective'."""
 
 
 class Origin(NamedTuple):
-    """What the numbers of a run depend on beside its config and its seed."""
+    """The quantities on which the numbers of a run depend, in addition to its config and its seed.
 
-    versions: dict[str, str | None]  # of Esper, torch, numpy and Python
-    data: dict[str, Fingerprint]  # by the name of the task
+    Attributes:
+        versions (mapping): versions of Esper, torch, numpy and Python
+        data (mapping): fingerprints of the tasks by name
+    """
+
+    versions: dict[str, str | None]
+    data: dict[str, Fingerprint]
 
 
 def origin_of(tasks: Sequence[AnyTask]) -> Origin:
-    """That of a run on these tasks here and now. Of a sealed task the test split is no part."""
+    """The origin of a run on these tasks in this process. The fingerprint of a sealed task lacks the test split."""
     return Origin(describe_versions(_COMPARED), {task.name: fingerprint(task) for task in tasks})
 
 
 def fingerprint(task: AnyTask) -> Fingerprint:
-    """By what the data of a task are known: its splits, its objective, and how its examples are read.
+    """The fingerprint of a task: digests of its splits, its objective, and the scaling of its examples.
 
-    Every example of a task is hashed once, a quarter to a whole GB a second. A mixture makes its data from keys; the first
-    instance of each part stands for the others.
+    Hashing takes one to four seconds per GB. Of a mixture, only the first instance of each part is hashed, because its data
+    follow from keys.
     """
     if isinstance(task, Mixture):
-        found = {f"{part} instances": _of_instance(task, keys) for part, keys in sorted(task.ranges.items())}
-        return {**found, "objective": _digest(task.objective)}
-    splits = {name: split for name in _SPLITS if (split := getattr(task, name)) is not None}
-    return {
-        name: _digest(value) for name, value in {**splits, **{name: getattr(task, name) for name in _BESIDE}}.items()
-    }
+        parts = {f"{part} instances": _of_instance(task, keys) for part, keys in sorted(task.ranges.items())}
+        return {**parts, "objective": _digest(task.objective)}
+    values = {name: getattr(task, name) for name in (*_SPLITS, *_BESIDE)}
+    return {name: _digest(value) for name, value in values.items() if value is not None or name in _BESIDE}
 
 
 class Difference(NamedTuple):
-    """Between what a run began with, or went on with last, and what it goes on with; it is recorded in changes.json."""
+    """The difference between the origin of a run and the origin with which it is resumed. It is recorded in changes.json.
 
-    noted: tuple[str, ...]  # in words, for the events
-    origin: Origin  # the present one
+    Attributes:
+        noted (texts): the differences, for the events
+        origin (Origin): the origin with which the run is resumed
+    """
+
+    noted: tuple[str, ...]
+    origin: Origin
 
 
 def compare_origin(folder: Path, now: Origin, other_data: bool) -> Difference | None:
-    """Compare what a run began with, or went on with last, and what it would go on with; None where nothing differs.
+    """Compare the recorded origin of a run with the current one. None where they are equal.
 
-    Other versions are warned of (RunWarning). InputError where the data are others and `other_data` is not set.
+    Issues a RunWarning for other versions. Raises InputError for other data, unless `other_data` is set.
     """
     known = _recorded(folder)
     if known is None:
@@ -79,8 +93,8 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> Difference | 
     ]
     if found:
         warn(
-            f"the run in {folder} goes on under other versions ({', '.join(found)}); its numbers may differ from those it would "
-            "have had",
+            f"the run in {folder} continues under other versions ({', '.join(found)}); its numbers may differ from those of an "
+            "uninterrupted run",
             RunWarning,
         )
     unknown = sorted(now.data.keys() - data.keys())
@@ -94,15 +108,15 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> Difference | 
     words = [f"{', '.join(parts)} of task {name}" for name, parts in differ.items() if parts]
     if words and not other_data:
         raise InputError(
-            f"other data than the run in {folder} began with, by their sha256: {'; '.join(words)}; bring those back, or go on "
-            "with the others, on record, by --other-data (from Python other_data=True)"
+            f"the data differ, by sha256, from those that the run in {folder} began with: {'; '.join(words)}; restore the old "
+            "data, or continue with the new data by --other-data (from Python other_data=True), which is recorded"
         )
     noted = (*found, *(f"other data: {each}" for each in words))
     return Difference(noted, now) if noted or unknown else None
 
 
 def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """(versions, data) that a run began with, under those that it went on with; None where nothing can be read."""
+    """The recorded versions and data of a run, the latest of each; None where nothing can be read."""
     layers: list[Mapping[str, Any]] = []
     try:
         content = parse_json(read_kept(folder / ENVIRONMENT, _LARGEST, ""), folder / ENVIRONMENT, "")
@@ -123,13 +137,13 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 
 def _differing(known: Any, now: Fingerprint) -> list[str]:
-    """What of a task is not what it was; a name that one of the two lacks, as of another version, is not compared."""
+    """The parts whose digests differ. A part that only one of the two contains is not compared."""
     before = known if isinstance(known, dict) else {}
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 
 def _of_instance(task: Mixture, keys: range) -> str:
-    """The first instance of a part of a mixture."""
+    """The digest of the first instance of a part of a mixture."""
     instance = task.instance(keys.start)
     test = task.test_split(keys.start)
     return _digest([instance.train, instance.probe, instance.validation, instance.pixels, test])
@@ -142,7 +156,7 @@ def _digest(value: Any) -> str:
 
 
 def _feed(digest: "hashlib._Hash", value: Any, depth: int) -> None:
-    """Add what a value is to a digest, down to so many levels; of functions and of unknown objects the name."""
+    """Add a value to a digest, down to `depth` nested levels. Functions and unknown objects are represented by their names."""
     match value:
         case Tensor():
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())

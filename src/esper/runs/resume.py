@@ -1,4 +1,4 @@
-"""Taking up a run where it was left: what its folder says, and what has to be put in order before it goes on."""
+"""Resuming a run: reading its folder, and preparing it for the run to continue."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ from esper.store.files import CONFIG, SUMMARY, check_links, is_run
 from esper.store.reading import read_kept
 
 PAID = "ppo"
-"""What a training calls its controller, where the config's own reward pays it."""
+"""The `controller` in the config of a training whose reward comes from the config."""
 _LARGEST = 64 * 2**20  # bytes of summary.json that are read
 _MEND = "put back what was there, or start a new run"
 
 
 def read_config(folder: Path) -> Config:
-    """What was asked for in a run folder. InputError where it is none, or its config.yaml cannot be read."""
+    """The config of a run folder. InputError where it is not a run folder, or its config.yaml cannot be read."""
     if not is_run(folder):
         raise InputError(f"{folder} is no run folder, as it holds no {CONFIG}; name one that esper grow or train wrote")
     check_links(folder)
@@ -42,19 +42,19 @@ def read_config(folder: Path) -> Config:
 
 
 def cohort_configs(config: Config) -> list[Config]:
-    """The config of every task of a training, from the one in its folder."""
+    """The config of every task of a training, from the config of its folder."""
     own = config.model_copy(update={"cohorts": {}})
     return [own if name == config.task else build_config(config.cohorts.get(name, {})) for name in config.tasks]
 
 
 def with_cohorts(configs: Sequence[Config], controller: str) -> Config:
-    """The config for the folder of a training: that of the first task, which holds those of the others."""
+    """The config for the folder of a training: that of the first task, with those of the others in `cohorts`."""
     others = {config.task: config.model_dump(mode="json", exclude={"cohorts"}) for config in configs[1:]}
     return configs[0].model_copy(update={"cohorts": others, "controller": controller})
 
 
 def is_training(config: Config) -> bool:
-    """Whether the run of a config trains a controller. InputError where it was paid by what no config holds."""
+    """Whether the run of a config trains a controller. InputError where its reward was an object from Python."""
     if not config.tasks or config.controller.split(",")[0] != PAID:
         return False
     if config.controller != PAID:
@@ -70,14 +70,19 @@ FIXED = (
     *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group_size"),
     *("governor.enabled", "governor.loss_window", "early_stopping.enabled"),
 )
-"""Keys without which a run is another one: what is grown, on what, and what a decision may be."""
+"""Keys that cannot change when a run is resumed."""
 
 
 class Change(NamedTuple):
-    """Of the config of a run that goes on."""
+    """A change of the config of a run that is resumed.
 
-    before: Config  # what the folder holds
-    settings: tuple[str, ...]  # as `--set` named them
+    Attributes:
+        before (Config): the config in the folder
+        settings (texts): the settings, KEY=VALUE
+    """
+
+    before: Config
+    settings: tuple[str, ...]
 
 
 class Opening(NamedTuple):
@@ -93,9 +98,9 @@ NEW = Opening()
 
 
 def changed(config: Config, settings: Sequence[str]) -> Config:
-    """The config of a run folder with settings, KEY=VALUE, over it and over every cohort's of a training.
+    """The config of a run folder with settings, KEY=VALUE, applied to it and to every cohort of a training.
 
-    InputError where that would be another run.
+    InputError where a key of FIXED would change.
     """
     layers, trains = [parse_setting(setting) for setting in settings], is_training(config)
     before = cohort_configs(config) if trains else [config]
@@ -124,7 +129,7 @@ def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run that came to its end; None where it did not."""
+    """The summary of a finished run; None where the run is not finished."""
     path = folder / SUMMARY
     if not path.is_file():
         return None
@@ -132,7 +137,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
     try:
         summary = json.loads(data)
     except (ValueError, RecursionError):
-        return None  # it is worked out again
+        return None  # the run continues from its checkpoint and writes the summary again
     return summary if isinstance(summary, dict) and summary.get("status") == "finished" else None
 
 
@@ -152,7 +157,7 @@ def take_up(
 
 @contextmanager
 def fitting(found: Checkpoint) -> Iterator[None]:
-    """What does not fit the run any more is said in one sentence."""
+    """Raise InputError where the body fails because the checkpoint does not fit the task or the controller."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -165,7 +170,7 @@ def fitting(found: Checkpoint) -> Iterator[None]:
 
 
 def change_config(folder: Path, config: Config, change: Change, steps: int) -> None:
-    """Put another config in the place of the present one, on record; a crash leaves a run with the one or the other."""
+    """Replace the config of a run and record the change. A crash leaves either the old or the new config."""
     (folder / SUMMARY).unlink(missing_ok=True)  # the run is not finished with this one
     text = dump_config(config)
     record_change(folder, text, change.settings, steps)

@@ -1,4 +1,4 @@
-"""The best fixed schedule of a task, found by successive halving. E environments."""
+"""Search for the best fixed schedule of a task by successive halving. E environments."""
 
 import itertools
 import json
@@ -31,28 +31,38 @@ from esper.tamiyo.schedule import Entry, Schedule
 from esper.tolaria.engine import VectorizedEngine
 
 SEARCHED = 64
-"""Training instances that the last candidates of a search are grown on."""
+"""Number of training instances on which the last candidates are grown."""
 
 FIRST_RUNG = 8
 
 SEARCH_SEED = 2**40
-"""Far from the seeds of any evaluation, so that on one data set too no start is searched on that is evaluated."""
+"""Run seed of a search. It differs from the seeds of evaluations, so the starts on a data set differ too."""
 
 SEARCH_START = 2
-"""The decision from which schedules of a search plant [steps]."""
+"""The first step at which the candidates plant."""
 
 PERMISSIVE = {"gates": {"permissive": True}}
 
 
 class Found(NamedTuple):
-    """The best fixed schedule, and what it cost to find."""
+    """The best fixed schedule, and the cost of the search.
+
+    Attributes:
+        contender (Contender): the schedule as a contender
+        entries (entries): the entries of the schedule
+        objective (float): mean J on the probe split over the instances
+        candidates (int): number of candidates
+        instances (int): number of instances on which the last candidates were grown
+        episodes (int): number of networks that were grown
+        seconds (float): duration of the search
+    """
 
     contender: Contender
     entries: tuple[Entry, ...]
-    objective: float  # mean J on the probe split over the instances that it was grown on
+    objective: float
     candidates: int
-    instances: int  # that the last candidates were grown on
-    episodes: int  # one environment grown once is one
+    instances: int
+    episodes: int
     seconds: float
 
 
@@ -65,13 +75,13 @@ def search_schedules(
     watch: Say | None = None,
     pace: Pace | None = None,
 ) -> Found:
-    """The fixed schedule of the highest mean J on training instances, by successive halving.
+    """Find the fixed schedule with the highest mean J on training instances, by successive halving.
 
-    Candidates plant one blueprint from step `SEARCH_START` on, at one slot, at two or at all, within `max_seeds`, and keep
-    what the gates let them keep; each is tried with the gates of the config and with permissive ones, and planting nothing
-    is a candidate too. All of them are grown on a few instances, then the better half on as many more, and so on (Karnin,
-    Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3), one seed each. J is on the
-    probe split: a test split is not needed, and `task` may be sealed.
+    A candidate plants one blueprint from step `SEARCH_START` on, at one, two or all slots, up to `max_seeds`, and keeps the
+    seeds that pass their gates. Each is tried with the gates of the config and with permissive gates. Planting nothing is a
+    candidate too. All candidates are grown on a few instances, then the better half on as many more, and so on, with one seed
+    (Karnin, Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3). J is computed on the
+    probe split, so `task` may be sealed.
     """
     task = task.sealed()
     candidates = candidate_schedules(task, settings)
@@ -116,7 +126,7 @@ def search_schedules(
 
 
 def searched_networks(candidates: int, instances: int) -> int:
-    """How many networks `search_schedules` grows for so many candidates and instances."""
+    """The number of networks that `search_schedules` grows."""
     alive, done, networks = candidates, 0, 0
     while done < instances:
         more = min(max(done, FIRST_RUNG), instances - done)
@@ -132,13 +142,13 @@ class _Candidate(NamedTuple):
 
 
 class _Abreast(Rule):
-    """Schedules side by side, each for as many environments as any other."""
+    """Several schedules, each for an equal share of the environments."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self.schedules = schedules
 
     def act(self, view: View) -> Actions:
-        """What each schedule decides where masks and seeds are those of its own environments; it reads nothing else."""
+        """The decisions of every schedule. A schedule reads only masks and seeds, so the other fields are not divided."""
         each = len(view.masks.op) // len(self.schedules)
         decided = []
         for index, schedule in enumerate(self.schedules):
@@ -154,7 +164,7 @@ def _try(
     settings: Sequence[Mapping[str, Any]],
     part: str,
 ) -> Floats:
-    """(schedules, instances) J on the probe split; several schedules share a population where it has room."""
+    """J (schedules, instances) on the probe split. Schedules share a population of at most ROWS environments."""
     room = max(1, min(ROWS, len(task.keys(part))) // len(instance))
     if len(schedules) > room:
         parts = (schedules[:room], schedules[room:])
@@ -168,7 +178,7 @@ def _try(
 
 
 def candidate_schedules(task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> list[_Candidate]:
-    """The schedules that are tried, each with its gates; planting nothing is the first."""
+    """The candidates, each with its gates. The first plants nothing."""
     config = build_config(task.defaults, *settings, {"envs": 1, "baselines": []})
     space = VectorizedEngine(task, config).space
     at, places = SEARCH_START, range(len(space.slots))
@@ -189,5 +199,5 @@ def candidate_schedules(task: AnyTask, settings: Sequence[Mapping[str, Any]]) ->
 
 
 def entry_line(entry: Entry) -> dict[str, Any]:
-    """An entry as a line of a schedule file says it."""
+    """An entry as a mapping in the form of a schedule file."""
     return {**entry.model_dump(mode="json", exclude_none=True), "op": entry.op.name.lower()}

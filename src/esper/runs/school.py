@@ -1,4 +1,4 @@
-"""The learner with its cohorts: rounds of growing whole populations, and an update after each. E environments."""
+"""Training of a controller: rounds in which every cohort grows a population, with an update after each. E environments."""
 
 import math
 import time
@@ -34,32 +34,48 @@ from esper.tolaria.journal import Journal, Source
 from esper.tolaria.play import Observer, Step, planted, play
 
 LED = (1.0, 0.75, 0.5, 0.25)
-"""Share of the environments that the teacher decides for in the first rounds of imitation; the last one stays."""
+"""Share of environments that the teacher leads in the first rounds of imitation; further rounds take the last value."""
 
 
 class Cohort(NamedTuple):
-    """A population of one task, and the learner's side of it."""
+    """The populations of one task.
 
-    task: AnyTask  # without its test split
+    Attributes:
+        task (task): the task without its test split
+        config (Config): config of the population
+        engine (VectorizedEngine): the population of training instances
+        validation (VectorizedEngine): the population of validation instances
+    """
+
+    task: AnyTask
     config: Config
     engine: VectorizedEngine
     validation: VectorizedEngine
 
 
 class Played(NamedTuple):
-    """What a round of one cohort came to."""
+    """The statistics of a finished episode of one cohort.
 
-    seconds: float  # of the whole round
-    deciding: float  # seconds of act and store
+    Attributes:
+        seconds (float): duration of the episode
+        deciding (float): duration of `act` and `store` [s]
+        germinated (int): seeds that were planted
+        kept (int): fossilized seeds at the end
+        rollbacks (int): rollbacks of environments
+        envs (int): number of environments
+    """
+
+    seconds: float
+    deciding: float
     germinated: int
-    kept: int  # seeds that were fossilized at the end
-    rollbacks: int  # of environments
+    kept: int
+    rollbacks: int
     envs: int
 
 
 @dataclass
 class Episode(Observer):
-    """What has been done of an episode of one cohort."""
+    """The statistics of an unfinished episode of one cohort."""
 
     seconds: float = 0.0
     deciding: float = 0.0  # seconds of act and store
@@ -73,14 +89,14 @@ class Episode(Observer):
 
 
 class Pause(Observer):
-    """Between two steps of a training: counts steps, writes the checkpoint that is due, and stops where someone asks for it."""
+    """Counts the steps of a training, writes checkpoints that are due, and stops the training on an interrupt."""
 
     def __init__(self, school: "School", interrupt: Interrupt, keeper: "Keeper | None") -> None:
         self.school, self.interrupt, self.keeper = school, interrupt, keeper
         self.asked = False
 
     def going(self, view: View) -> bool:
-        """Whether nobody asks for an end."""
+        """Whether the training continues: false after an interrupt."""
         self.asked = self.interrupt.asked
         if self.keeper is not None:
             self.keeper.when_due(self.asked)
@@ -92,11 +108,11 @@ class Pause(Observer):
 
 
 class Stop(Exception):
-    """Someone asked for an end in the middle of a round."""
+    """An interrupt ended a round early."""
 
 
 class Keeper(NamedTuple):
-    """Writes the checkpoints of a training; none where there is no folder."""
+    """Writes the checkpoints of a training. Without a store it writes none."""
 
     store: Checkpoints | None
     school: "School"
@@ -104,12 +120,12 @@ class Keeper(NamedTuple):
     started: float  # of the run, had it never been left [seconds of the clock that counts]
 
     def when_due(self, asked: bool) -> None:
-        """Write one where the config's cadences, or someone who wants an end, ask for it."""
+        """Write a checkpoint where the config's intervals or an interrupt (`asked`) require one."""
         if self.store is not None and (self.store.due(self.school.steps) or asked):
             self.now()
 
     def now(self, best: bool = False) -> None:
-        """Write one, unless no step was taken since the last; `best` where its validation was the best so far."""
+        """Write a checkpoint, unless no step was taken since the last. best: whether its validation score is the best so far."""
         if self.store is None or self.school.steps == self.store.last:
             return
         self.hub.flush()
@@ -119,7 +135,7 @@ class Keeper(NamedTuple):
 
 
 class School:
-    """The learner with its cohorts, and the best it has brought forth."""
+    """A learner with its cohorts, and the best round so far."""
 
     def __init__(
         self,
@@ -155,7 +171,7 @@ class School:
         return self._close(figures, self.clients, played, time.perf_counter() - begin)
 
     def imitate(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
-        """One round in which the policy learns to do as the heuristic does; `number` counts up to -1."""
+        """One round of imitation of the heuristic. The numbers of these rounds end with -1."""
         passed = max(number + self.config.ppo.imitation_rounds, 0)  # a run that goes on may have been given fewer
         led = LED[min(passed, len(LED) - 1)]
         for apprentice in self.apprentices:
@@ -168,7 +184,7 @@ class School:
         return self._close(figures, self.apprentices, played, time.perf_counter() - begin)
 
     def validate(self, number: int, figures: dict[str, float]) -> bool:
-        """Grow the validation instances greedily, put J into the figures, and say whether it is the best so far."""
+        """Grow the validation instances greedily and add J to the figures. Returns whether J is the best so far."""
         scores, kept = zip(*(self._validated(cohort, number) for cohort in self.cohorts), strict=True)
         worth = float(np.mean([score.mean() for score in scores]))
         figures["validation_objective"], figures["validation_kept"] = worth, float(np.mean(np.concatenate(kept)))
@@ -178,14 +194,14 @@ class School:
         return better
 
     def all_rolled_back(self) -> bool:
-        """Whether every row was rolled back in every step of the rounds so far, none of which is under way."""
+        """Whether every row was rolled back in every step so far. Called between rounds."""
         engines = [cohort.engine for cohort in self.cohorts]
         rounds = self.steps // sum(engine.config.steps for engine in engines)
         failed = sum(int(engine.governor.record.found.sum()) for engine in engines)
         return failed == rounds * sum(engine.config.steps * engine.rows for engine in engines)
 
     def best_policy(self) -> Policy:
-        """The policy as it is now, with where it comes from."""
+        """The current policy, with its `origin` set."""
         assert self.best is not None
         self.policy.origin = {
             "tasks": [cohort.task.name for cohort in self.cohorts],
@@ -196,7 +212,7 @@ class School:
         return self.policy
 
     def summary(self) -> Summary:
-        """The last rounds' figures, and what the training cost."""
+        """The best round, the figures of the last rounds, and the numbers of rollbacks and refusals."""
         return {
             "best_round": None if self.best is None else self.best[1],
             "best_validation_objective": None if self.best is None else self.best[0],
@@ -205,7 +221,7 @@ class School:
         }
 
     def state(self) -> dict[str, Any]:
-        """All that the rest of the training depends on, as a tree of arrays; tensors share memory."""
+        """The state of the training as a tree of arrays. The tensors share memory."""
         return {
             "number": self.number,
             "steps": self.steps,
@@ -223,7 +239,7 @@ class School:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, of a school of the same cohorts and config. ValueError where it was another."""
+        """Restore a `state`. ValueError where it belongs to other cohorts or another config."""
         self.number, self.steps = state["number"], state["steps"]
         self.played = [Played(**played) for played in state["played"]]
         self.episode = None if state["episode"] is None else Episode(**state["episode"])
@@ -246,7 +262,7 @@ class School:
         interrupt: Interrupt,
         keeper: "Keeper | None",
     ) -> list[Played]:
-        """An episode of every cohort whose episode of the round is not over."""
+        """Play the episodes of the round that are not finished, one per cohort."""
         self.number = number
         for cohort, client in list(zip(self.cohorts, clients, strict=True))[len(self.played) :]:
             self.played.append(self._grow(cohort, client, group, interrupt, keeper))
@@ -256,7 +272,7 @@ class School:
     def _grow(
         self, cohort: Cohort, client: SimicClient, group: int, interrupt: Interrupt, keeper: "Keeper | None"
     ) -> Played:
-        """One episode of a cohort, or the rest of it. Raises Stop, behind a checkpoint, on an interrupt."""
+        """Play an episode of a cohort, or the rest of it. On an interrupt, raises Stop after a checkpoint."""
         begin = time.perf_counter()
         if self.episode is None:
             cohort.engine.reset(sample_instances(cohort, self.number, group))
@@ -271,7 +287,7 @@ class School:
         return Played(episode.seconds, episode.deciding, episode.germinated, kept, rollbacks, cohort.config.envs)
 
     def _validated(self, cohort: Cohort, number: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """J on the validation split of the networks that would be exported, and seeds kept, each (E,), always in one episode."""
+        """J of the networks as exported on the validation split, and kept seeds, (E,) each. Every call plays episode 0."""
         engine, reward = cohort.validation, cohort.config.reward
         engine.reset(episode=0)
         play(engine, Learned(self.policy), self._journal(cohort, engine, "validation", number))
@@ -306,7 +322,7 @@ class School:
 
 
 def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int64]:
-    """(E,) training instances of a round, by key; runs of `group` environments, by their numbers, share one."""
+    """The keys (E,) of the training instances of a round. `group` environments with consecutive numbers share an instance."""
     config = cohort.config
     keys = cohort.task.keys("training")
     drawn = key(config.seed, Purpose.SAMPLE, number, cohort.engine.space.number // group) & ((1 << 62) - 1)
@@ -314,7 +330,7 @@ def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int6
 
 
 def cohort_of(task: AnyTask, config: Config) -> Cohort:
-    """The population of a task, and the one it is validated on. InputError where the task and the config allow no learning."""
+    """The populations of a task. InputError where a controller cannot learn from the task and the config."""
     reward = config.reward
     for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
         if count % reward.group_size:  # whatever the baseline: instances are drawn by the group
@@ -334,7 +350,7 @@ def cohort_of(task: AnyTask, config: Config) -> Cohort:
             f"task {task.name} has no slot in which anything of its menu may be planted, so nothing can be learnt; give it "
             "slots, blueprints that fit them, and a lifecycle.max_seeds of 1 or more"
         )
-    # a run seed of its own, so that on one data set too no start is validated on that an evaluation grows
+    # Another run seed, so that on a data set the starts of the validation differ from those of an evaluation.
     watched = config.model_copy(
         update={
             "instances": "validation",
@@ -357,7 +373,7 @@ def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
 
 
 def settings_of_policy(config: Config) -> dict[str, Any]:
-    """The config that a trained controller brings along wherever it decides."""
+    """The settings that a trained controller requires of every run."""
     return {
         "gates": config.gates.model_dump(mode="json"),
         "probe": {"sensors_every": config.probe.sensors_every, "coalitions_every": config.probe.coalitions_every},

@@ -1,4 +1,4 @@
-"""How many examples the figures of a run rest on. E environments."""
+"""The numbers of examples in the splits of a run. E environments."""
 
 from typing import Any
 
@@ -11,10 +11,9 @@ PARTS = ("train", "probe", "validation", "test")
 
 
 def split_sizes(task: AnyTask, instance: NDArray[np.int64]) -> dict[str, Any]:
-    """Examples of each split, by its name: one number where all environments share their splits, (E,) numbers of a mixture.
+    """Numbers of examples by split: one number where all environments share the split, and E numbers for a mixture.
 
-    `instance` (E,) are the keys of the environments' instances. Examples that hold NaN or infinite values, which
-    `data.nonfinite` may leave out, are not counted.
+    instance: (E,) keys of the instances. Examples with NaN or infinite values are not counted.
     """
     if not isinstance(task, Mixture):
         return _sizes(task, int(instance[0]))

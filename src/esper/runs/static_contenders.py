@@ -1,4 +1,4 @@
-"""Static networks as contenders of an evaluation, sized by what one controller grew. E environments, S slots."""
+"""Static networks as contenders of an evaluation, of the sizes that one controller grew. E environments, S slots."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,13 +20,13 @@ _KEPT = ("stage", "blueprint", "blend", "alpha")
 
 
 def grown_as_arrays(grown: Grown) -> Arrays:
-    """What growth came to, as arrays of which `grown_from` is the inverse."""
+    """The result of growth as arrays. `grown_from` is the inverse."""
     seeds = {f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT}
     return {"instance": grown.instance, "params": grown.params, **seeds}
 
 
 def grown_from(arrays: Arrays) -> Grown:
-    """What `grown_as_arrays` took apart. KeyError where an array is missing."""
+    """The inverse of `grown_as_arrays`. KeyError where an array is missing."""
     kept = dormant(*arrays["seeds_stage"].shape)
     kept = kept._replace(**{name: arrays[f"seeds_{name}"] for name in _KEPT})
     return Grown(arrays["instance"], kept, arrays["params"])
@@ -35,9 +35,10 @@ def grown_from(arrays: Arrays) -> Grown:
 def static_figures(
     name: str, task: AnyTask, config: Config, grown: Grown, host_params: NDArray[np.int64]
 ) -> Arrays | Absent:
-    """(E,) figures of the static networks of a name, by the names of `Figures`; `config` is that of the population that grew.
+    """Train the static networks of one baseline, and return their figures (E,) by the names of `Figures`.
 
-    host_params (E,) are those of its hosts. Kept seeds are nan where a network has none by design.
+    config, grown: those of the population that grew. host_params: (E,) parameters of its hosts. The figure `kept` is nan for
+    networks without seeds.
     """
     trained = train_baseline(name, task, config, grown, config.steps)
     if isinstance(trained, Absent):

@@ -1,4 +1,4 @@
-"""What early stopping chose, as a summary says it."""
+"""The results of early stopping for the summary of a run."""
 
 from typing import Any
 
@@ -8,10 +8,12 @@ from esper.tolaria.engine import VectorizedEngine
 
 
 def stopping_figures(engine: VectorizedEngine, config: Config, steps: int) -> dict[str, Any]:
-    """`best_step` of every host and grown network, whether the run `stopped_early`, and why, in one sentence.
+    """The entries `best_step`, `stopped_early` and `stopped_because` of a summary.
 
-    `best_step` counts the steps after which a network was at its best on its validation split, and 0 is the network before
-    the first step; it is null where `early_stopping.enabled` is false. `steps` is how many the run took.
+    `best_step` is the number of steps after which each network had its best validation score; 0 is before the first step, and
+    None stands for runs without early stopping.
+
+    steps: number of steps of the run.
     """
     stopping = engine.stopping
     if stopping is None:
