@@ -132,8 +132,8 @@ def test_a_gate_that_opens_behind_the_last_decision_is_explained_alike_by_the_sc
     late = [sentences for sentences in told.values() if any("after the last decision" in each for each in sentences)]
     assert late, told
     for entry, seeds in late:
-        assert "FOSSILIZE of entry 1 of plan was not carried out in 3 of 3 environments: its gate had not let" in entry
-        assert "pass by the last decision" in entry
+        assert "FOSSILIZE of entry 1 of plan was not carried out in 3 of 3 environments: the gate of the seed" in entry
+        assert "refused it until the last decision" in entry
         assert seeds == (
             "3 seeds were not kept at the end: they passed the gate to FOSSILIZE in the last step, after the last decision; "
             "raise steps"
