@@ -1,5 +1,5 @@
-# `make demo` grows eight small networks that were trained before; `make test` runs the tests; `make docs` builds the
-# documentation into site/. Each makes a virtual environment first.
+# `make demo` grows eight small networks that were trained before; `make test` runs the tests; `make test-third-party` runs those
+# on networks of other packages; `make docs` builds the documentation into site/. Each makes a virtual environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ VENV ?= .venv
 # One thread a process: the arrays are small, and sums then come in one order.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test docs install install-dev install-docs
+.PHONY: demo test test-third-party docs install install-dev install-third-party install-docs
 
 demo: install
 	$(VENV)/bin/esper grow spirals-trained --envs 8 --controller heuristic --run runs/demo --overwrite
@@ -15,12 +15,17 @@ demo: install
 test: install-dev
 	$(VENV)/bin/python -m pytest -n 2
 
+test-third-party: install-third-party
+	$(VENV)/bin/python -m pytest -m third_party tests/third_party
+
 docs: install-docs
 	$(VENV)/bin/mkdocs build --strict --quiet
 
 install: $(VENV)/installed
 
 install-dev: $(VENV)/installed-dev
+
+install-third-party: $(VENV)/installed-third-party
 
 install-docs: $(VENV)/installed-docs
 
@@ -33,6 +38,11 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-dev: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/installed
+
+$(VENV)/installed-third-party: pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,hf]'
 	touch $@ $(VENV)/installed
 
 $(VENV)/installed-docs: pyproject.toml

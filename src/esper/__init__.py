@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.calls import evaluate, resume, show
     from esper.karn.reader import open_run
     from esper.kasmina.blueprints import blueprint
+    from esper.kasmina.find_sites import FoundSites, find_sites
     from esper.kasmina.host import SegmentedHost
     from esper.kasmina.layers import Linear
     from esper.kasmina.network import GrownNetwork
@@ -60,6 +61,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "DataFault",
     "Estimate",
     "Explains",
+    "FoundSites",
     "GrownNetwork",
     "Head",
     "InputError",
@@ -108,6 +110,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "check_rows",
     "cnn",
     "evaluate",
+    "find_sites",
     "get_controller",
     "get_task",
     "grow",

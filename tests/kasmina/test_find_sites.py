@@ -2,7 +2,9 @@
 
 import copy
 import random
+import re
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -377,6 +379,13 @@ def test_a_first_axis_that_is_not_the_batch_is_left_out():
 
 def test_the_table_says_what_was_chosen_and_what_was_not():
     assert str(find_sites(ResNet(), torch.randn(2, 3, 8, 8))) == TABLE
+
+
+def test_the_page_on_sites_shows_what_its_python_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "sites.md").read_text(encoding="utf-8")
+    program, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
+    exec(compile(program, "sites.md", "exec"), {"__name__": "sites"})
+    assert capsys.readouterr().out == printed
 
 
 TABLE = """\

@@ -40,6 +40,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "Vector": "leyline.streams",
         "Map": "leyline.streams",
         "Sequence": "leyline.streams",
+        "find_sites": "kasmina.find_sites",
+        "FoundSites": "kasmina.find_sites",
         "Tap": "leyline.slots",
         "Linear": "kasmina.layers",
         "blueprint": "kasmina.blueprints",

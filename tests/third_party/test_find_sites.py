@@ -1,0 +1,143 @@
+"""Sites of the models of Hugging Face's transformers, built from small configurations: nothing is downloaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper.kasmina.find_sites import find_sites
+
+tf = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+pytestmark = pytest.mark.third_party
+PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
+
+TEXT = {"vocab_size": 50}
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGES = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32).sin()}
+TOKENS = {"input_ids": torch.arange(24).view(2, 12) % 50}
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+
+def resnet(layer_type):
+    widths = {"hidden_sizes": [8, 16, 24], "depths": [2, 2, 2], "embedding_size": 8}
+    return tf.ResNetForImageClassification(tf.ResNetConfig(**widths, layer_type=layer_type))
+
+
+MODELS = {
+    "ResNet, basic": lambda: (resnet("basic"), IMAGES),
+    "ResNet, bottleneck": lambda: (resnet("bottleneck"), IMAGES),
+    "MobileNetV2": lambda: (tf.MobileNetV2ForImageClassification(tf.MobileNetV2Config(depth_multiplier=0.35)), IMAGES),
+    "ViT": lambda: (
+        tf.ViTForImageClassification(
+            tf.ViTConfig(hidden_size=16, intermediate_size=32, image_size=32, patch_size=8, **HEADS)
+        ),
+        IMAGES,
+    ),
+    "ConvNext": lambda: (
+        tf.ConvNextForImageClassification(tf.ConvNextConfig(hidden_sizes=[8, 16], depths=[2, 2], num_stages=2)),
+        IMAGES,
+    ),
+    "Swin": lambda: (
+        tf.SwinForImageClassification(
+            tf.SwinConfig(image_size=32, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4)
+        ),
+        IMAGES,
+    ),
+    "GPT-2": lambda: (
+        tf.GPT2LMHeadModel(tf.GPT2Config(n_positions=32, n_embd=16, n_layer=2, n_head=2, **TEXT, **NO_TOKENS)),
+        TOKENS,
+    ),
+    "BERT": lambda: (
+        tf.BertForSequenceClassification(tf.BertConfig(hidden_size=16, intermediate_size=32, **HEADS, **TEXT)),
+        TOKENS | {"attention_mask": torch.ones(2, 12, dtype=torch.long)},
+    ),
+    "T5": lambda: (
+        tf.T5ForConditionalGeneration(tf.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, **TEXT)),
+        TOKENS | {"decoder_input_ids": TOKENS["input_ids"].flip(1)},
+    ),
+    "Llama": lambda: (
+        tf.LlamaForCausalLM(
+            tf.LlamaConfig(
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                **TEXT,
+                **NO_TOKENS,
+            )
+        ),
+        TOKENS | {"labels": TOKENS["input_ids"]},
+    ),
+}
+
+
+def row(name, sites):
+    """The row of docs/sites.md: what was found in a model."""
+    blocks = [path for path in sites if " blocks of " in sites.why[path]]
+    (block,) = {sites.why[path].partition(" blocks of ")[2].split()[0] for path in blocks}
+    found = (
+        f"`{path.removeprefix(around + '.')}`" for path in sites for around in blocks if path.startswith(around + ".")
+    )
+    layers = list(dict.fromkeys(found))
+    streams = {f"`{type(site.stream).__name__}`" for site in sites.values()}
+    causal = sum(site.causal for site in sites.values())
+    cells = (name, f"{len(blocks)} `{block}`", f"{len(sites) - len(blocks)}: {', '.join(layers)}" if layers else "0")
+    return f"| {' | '.join((*cells, *streams, f'{causal} of {len(sites)}'))} |"
+
+
+def state(module):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: x.detach().clone() for name, x in named}, {
+        name: each.training for name, each in module.named_modules()
+    }
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_site_of_a_model_runs_has_its_width_and_a_gradient_and_the_model_stays_as_it_was(name, training):
+    module, example = MODELS[name]()
+    module.train(training)
+    tensors, modes = state(module)
+    generator = torch.get_rng_state()
+    sites = find_sites(module, example)
+    assert torch.equal(generator, torch.get_rng_state())
+    after, modes_after = state(module)
+    assert modes == modes_after
+    assert all(torch.equal(x, after[path]) for path, x in tensors.items())
+    assert all(p.grad is None for p in module.parameters())
+    outputs = {}
+    for path, site in sites.items():
+
+        def keep(_, __, output, path=path):
+            outputs[path] = output if isinstance(output, torch.Tensor) else output[0]
+            outputs[path].retain_grad()
+
+        module.get_submodule(site.after).register_forward_hook(keep)
+    output = module.train()(**example)
+    output.logits.square().sum().backward()
+    for path, site in sites.items():
+        assert site.stream.width == site.stream.width_of(outputs[path])
+        assert outputs[path].grad.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page_has_what_was_found_in_a_model(name):
+    module, example = MODELS[name]()
+    assert row(name, find_sites(module, example)) in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_page_has_a_row_for_each_of_these_models_and_for_no_other():
+    rows = [
+        line.split("|")[1].strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")
+    ]
+    assert rows[rows.index("model") + 2 :] == list(MODELS)
+
+
+def test_heads_and_embeddings_are_left_out_by_name():
+    module, example = MODELS["GPT-2"]()
+    left_out = find_sites(module, example).left_out
+    assert left_out["lm_head"].startswith("a head")
+    assert left_out["transformer.wte"] == "an embedding"
+    module, example = MODELS["T5"]()
+    assert find_sites(module, example).left_out["shared"] == "an embedding"
