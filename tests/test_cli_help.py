@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from esper.cli import app
 
-COMMANDS = ["grow", "train", "resume", "eval", "tasks", "blueprints", "config", "export", "events", "doctor"]
+COMMANDS = ["grow", "train", "resume", "eval", "tasks", "blueprints", "config", "export", "events", "report", "doctor"]
 
 
 @pytest.mark.parametrize(

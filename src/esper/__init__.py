@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.api import check_rows, grow, load, train
     from esper.calls import evaluate, resume, show
     from esper.karn.reader import open_run
+    from esper.karn.report.page import write_report as report
     from esper.kasmina.blueprints import blueprint
     from esper.kasmina.find_sites import FoundSites, find_sites
     from esper.kasmina.host import SegmentedHost
@@ -117,6 +118,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "load",
     "mlp",
     "open_run",
+    "report",
     "resume",
     "show",
     "task",

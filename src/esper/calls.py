@@ -13,6 +13,7 @@ from rich.console import Console
 from esper.karn.console import can_print, print_error, print_summary, print_training
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.progress import Shown, evaluation_progress, growth_progress, training_progress
+from esper.karn.report.page import report_at_end
 from esper.leyline.arguments import check_choice, to_path
 from esper.leyline.config import BASELINES, parse_setting
 from esper.leyline.errors import InputError, RunWarning, warn
@@ -232,8 +233,12 @@ def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
 def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterrupt) -> dict[str, Any]:
     """Return the summary of a run, or raise KeyboardInterrupt if it was interrupted and `on_interrupt` is "raise".
 
+    Writes the report of a run that has a folder.
+
     Issues a RunWarning if the run failed.
     """
+    if folder is not None:
+        report_at_end(folder)
     if summary["status"] == "failed":
         warn(f"the run has failed: {summary['error']['message']}", RunWarning)
     if summary["status"] != "interrupted" or on_interrupt == "return":

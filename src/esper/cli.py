@@ -15,6 +15,7 @@ from esper.commands.events import events
 from esper.commands.export import export
 from esper.commands.listing import blueprints, config, tasks
 from esper.commands.options import fail, say
+from esper.commands.report import report
 from esper.commands.running import grow, resume, train
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
@@ -51,6 +52,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "config": config,
     "export": export,
     "events": events,
+    "report": report,
     "doctor": doctor,
 }
 """The subcommands, in the order of the help."""

@@ -98,9 +98,12 @@ def fail(error: Exception | str, code: int) -> NoReturn:
 
 
 def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table: Callable[..., None]) -> None:
-    """Print a summary, and exit with 130 if the run was interrupted, or with 1 if it failed."""
+    """Write the report, print the summary, and exit with 130 if the run was interrupted, or with 1 if it failed."""
     from rich.console import Console
 
+    from esper.karn.report.page import report_at_end
+
+    report_at_end(folder)
     if as_json:
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:

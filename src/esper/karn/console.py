@@ -189,7 +189,20 @@ def objective_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def growth_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Lines with what grew where, most frequent first, and with what became of the other seeds."""
+    """Lines with what grew where, with what became of the other seeds, and why."""
+    return [
+        *grown_lines(summary),
+        *trouble_lines(summary),
+        *planting_lines(summary),
+        *early_stopping_lines(summary),
+        *seed_lines(summary, "keeps", "kept"),
+        *seed_lines(summary, "prunes", "pruned"),
+        *explanation_lines(summary),
+    ]
+
+
+def grown_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with what grew where, most frequent first, and with how many seeds came to which end."""
     envs, seeds = summary["envs"], summary["seeds"]
     counts = Counter((blueprint, slot) for grown in summary["grown"] for slot, blueprint in grown.items())
     lines = [f"{blueprint} at {slot} in {count} of {envs}" for (blueprint, slot), count in counts.most_common()]
@@ -201,16 +214,7 @@ def growth_lines(summary: Mapping[str, Any]) -> list[str]:
     left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
     if seeds["discarded"]:
         left_out += "; discarded ones were fossilized after the best step"
-    return [
-        *lines,
-        f"seeds: {fates}{left_out}",
-        *trouble_lines(summary),
-        *planting_lines(summary),
-        *early_stopping_lines(summary),
-        *seed_lines(summary, "keeps", "kept"),
-        *seed_lines(summary, "prunes", "pruned"),
-        *explanation_lines(summary),
-    ]
+    return [*lines, f"seeds: {fates}{left_out}"]
 
 
 def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -274,11 +278,11 @@ def spread(values: Sequence[float | None], form: str) -> str:
     mean, error = mean_and_error(values)
     if math.isnan(mean) or math.isnan(error):
         return "-" if math.isnan(mean) else rounded(mean, form)
-    half = _t_factor(sum(value is not None for value in values)) * error
+    half = t_factor(sum(value is not None for value in values)) * error
     return f"{rounded(mean, form)} [{rounded(mean - half, form)}, {rounded(mean + half, form)}]"
 
 
-def _t_factor(count: int, confidence: float = 0.95) -> float:
+def t_factor(count: int, confidence: float = 0.95) -> float:
     """Half the width of a confidence interval of the mean of `count` >= 2 normal values [standard errors].
 
     The (1 + confidence) / 2 quantile of Student's t with count - 1 degrees of freedom: 12.71 for 2 values, 1.96 for many.

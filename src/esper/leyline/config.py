@@ -94,6 +94,7 @@ class Config(Section):
     )
     first_instance: int = Field(0, ge=0, description="environment e is instance first_instance + e of that part")
     models: Literal["all", "best", "none"] = Field("all", description="which grown networks are exported")
+    report: bool = Field(True, description="write report.html, one page about the run, at the end of the run")
     select: Literal["metric", "objective"] = Field(
         "metric", description="score on the validation split that the best network has the highest of: the metric, or J"
     )

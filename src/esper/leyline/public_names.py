@@ -10,6 +10,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "evaluate": "calls",
         "show": "calls",
         "open_run": "karn.reader",
+        "report": "karn.report.page:write_report",
     },
     "Grown networks": {
         "load": "api",

@@ -15,7 +15,8 @@ MODELS = "models"
 CHECKPOINTS = "checkpoints"
 CONTROLLER = "controller"
 SUMMARY = "summary.json"
-NAMES = (CONFIG, CHANGES, ENVIRONMENT, EVENTS, SUMMARY, MODELS, CHECKPOINTS, CONTROLLER)
+REPORT = "report.html"
+NAMES = (CONFIG, CHANGES, ENVIRONMENT, EVENTS, SUMMARY, REPORT, MODELS, CHECKPOINTS, CONTROLLER)
 """What Esper writes into a run folder, except the lock; `runs.contents.OWN` lists the content of its subfolders."""
 
 

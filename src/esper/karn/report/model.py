@@ -1,0 +1,309 @@
+"""What the report shows, worked out from a run folder. T steps, E environments, S slots, K blueprints.
+
+Nothing here draws. A quantity that a run did not measure, or did not record, is None or nan, never 0.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from esper.karn.reader import OpenRun, Status
+from esper.leyline.stages import Stage
+from esper.nissa.events import EpisodeRow, LifecycleRow, RollbackRow, RoundRow, RunRow, StepRow
+
+Floats = NDArray[np.float64]
+NO_SEED = -1
+
+
+class Stay(NamedTuple):
+    """A run of steps in which one slot of one environment is in one stage.
+
+    Attributes:
+        env (int): environment
+        slot (int): index of the slot
+        start (int): first step
+        stop (int): one past the last step
+        stage (Stage): the stage
+        blueprint (str or None): the seed in the slot
+        alpha (float): the dose at the end of the stay
+        why (str or None): why the seed was planted, kept or pruned, where the stay begins with that
+    """
+
+    env: int
+    slot: int
+    start: int
+    stop: int
+    stage: Stage
+    blueprint: str | None
+    alpha: float
+    why: str | None
+
+
+class Tally(NamedTuple):
+    """What became of the seeds of one blueprint at one slot.
+
+    Attributes:
+        blueprint (str): name of the blueprint
+        slot (str): name of the slot
+        tried (int): seeds planted
+        kept (int): seeds fossilized
+        pruned (int): seeds removed
+        contribution (float): mean contribution to the metric when a seed was kept or removed; nan if never measured
+        error (float): standard error of that mean over seeds; nan with fewer than two
+        steps_to_keep (float): mean number of steps from planting to keeping; nan if none was kept
+    """
+
+    blueprint: str
+    slot: str
+    tried: int
+    kept: int
+    pruned: int
+    contribution: float
+    error: float
+    steps_to_keep: float
+
+
+class Decided(NamedTuple):
+    """A decision to keep or to remove a seed, and what was measured for it.
+
+    Attributes:
+        env (int): environment
+        step (int): step
+        slot (str): name of the slot
+        blueprint (str): name of the blueprint
+        kept (bool): whether the seed was kept
+        contribution (float): contribution to the metric; nan if it was not measured
+        error (float): its standard error
+        why (str): the reason
+    """
+
+    env: int
+    step: int
+    slot: str
+    blueprint: str
+    kept: bool
+    contribution: float
+    error: float
+    why: str
+
+
+class Population(NamedTuple):
+    """The steps of an episode.
+
+    Attributes:
+        steps ((T,) int): numbers of the steps
+        metric ((T, E) float): task metric on the probe split
+        loss ((T, E) float): loss on the probe split
+        train_loss ((T, E) float): mean loss over the batches of the step
+        twin ((T, E) float or None): metric of the networks that never grow; None without twins
+        added ((T, E) int): parameters of the seeds in BLENDING, HOLDING or FOSSILIZED
+        stage ((T, E, S) int8): stage of every slot
+        alpha ((T, E, S) float): dose of every slot
+        seed ((T, E, S) int): index of the blueprint in the slot, NO_SEED if there is none
+    """
+
+    steps: NDArray[np.int64]
+    metric: Floats
+    loss: Floats
+    train_loss: Floats
+    twin: Floats | None
+    added: NDArray[np.int64]
+    stage: NDArray[np.int8]
+    alpha: Floats
+    seed: NDArray[np.int64]
+
+
+class RunModel(NamedTuple):
+    """A run, ready to be shown.
+
+    Attributes:
+        status (Status): how the run stands
+        head (RunRow or None): the first row of the events; None if there are none
+        config, summary, environment (mappings): the files of the folder; None if they are missing
+        population (Population or None): the last episode with steps; None if step rows were not recorded
+        stays (list of Stay): of that episode
+        tallies (list of Tally): of all episodes, the blueprint that was tried most first
+        decided (list of Decided): keeps and prunes of all episodes
+        refused (mapping): number of refused decisions by reason
+        rollbacks (list of RollbackRow): all
+        episodes (list of EpisodeRow): ends of episodes
+        rounds (list of RoundRow): of a training
+        changed (sequence of str): settings that were changed when the run was resumed
+    """
+
+    status: Status
+    head: RunRow | None
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any] | None
+    environment: Mapping[str, Any] | None
+    population: Population | None
+    stays: list[Stay]
+    tallies: list[Tally]
+    decided: list[Decided]
+    refused: Mapping[str, int]
+    rollbacks: list[RollbackRow]
+    episodes: list[EpisodeRow]
+    rounds: list[RoundRow]
+    changed: Sequence[str]
+
+
+def read_model(run: OpenRun) -> RunModel:
+    """The model of a run folder. InputError if a file of it is damaged."""
+    heads: list[RunRow] = []
+    steps: list[StepRow] = []
+    changes: list[LifecycleRow] = []
+    rollbacks: list[RollbackRow] = []
+    episodes: list[EpisodeRow] = []
+    rounds: list[RoundRow] = []
+    refused: Counter[str] = Counter()
+    for row in run.rows():
+        match row:
+            case RunRow():
+                heads.append(row)
+            case StepRow() if row.cohort is UNSET:  # a training shows its rounds instead
+                if steps and steps[-1].episode != row.episode:
+                    steps = []
+                steps.append(row)
+                refused.update(reason for reason in row.refused if reason is not None)
+            case LifecycleRow():
+                changes.append(row)
+            case RollbackRow():
+                rollbacks.append(row)
+            case EpisodeRow():
+                episodes.append(row)
+            case RoundRow():
+                rounds.append(row)
+    head = heads[0] if heads else None
+    population = _population(head, steps, changes) if head is not None and steps else None
+    episode = steps[-1].episode if steps else -1
+    return RunModel(
+        run.status,
+        head,
+        run.config,
+        run.summary,
+        run.environment,
+        population,
+        _stays(population, head, [row for row in changes if row.episode == episode]) if head and population else [],
+        _tallies(changes),
+        [_decided(row) for row in changes if row.to_stage in ("FOSSILIZED", "PRUNED") and row.blueprint and row.why],
+        dict(refused.most_common()),
+        rollbacks,
+        episodes,
+        rounds,
+        [setting for row in heads for setting in row.changed],
+    )
+
+
+def _population(head: RunRow, steps: Sequence[StepRow], changes: Iterable[LifecycleRow]) -> Population:
+    episode = steps[0].episode
+    stage = np.array([row.stages for row in steps], np.int8)
+    seed = np.full(stage.shape, NO_SEED)
+    at = {row.step: index for index, row in enumerate(steps)}
+    slots = {name: index for index, name in enumerate(head.slots)}
+    names = {name: index for index, name in enumerate(head.blueprints)}
+    for row in changes:
+        if row.episode == episode and row.step in at:
+            known = names.get(row.blueprint, NO_SEED) if row.blueprint is not None else NO_SEED
+            seed[at[row.step] :, row.env, slots[row.slot]] = known
+    empty = np.isin(stage, [Stage.DORMANT, Stage.PRUNED, Stage.EMBARGOED])
+    twins = [row.twin_metrics for row in steps]
+    return Population(
+        np.array([row.step for row in steps]),
+        np.array([row.metrics for row in steps], np.float64),
+        np.array([row.losses for row in steps], np.float64),
+        np.array([row.train_losses for row in steps], np.float64),
+        np.array(twins, np.float64) if None not in twins else None,
+        np.array([row.added_param_counts for row in steps], np.int64),
+        stage,
+        np.array([row.alphas for row in steps], np.float64),
+        np.where(empty, NO_SEED, seed),
+    )
+
+
+def _stays(population: Population, head: RunRow, changes: Iterable[LifecycleRow]) -> list[Stay]:
+    """The stays of every slot but those in DORMANT, by environment, slot and step."""
+    reasons: dict[tuple[int, int, int], str] = {}
+    slots = {name: index for index, name in enumerate(head.slots)}
+    for row in changes:
+        if row.why is not None:
+            reasons[row.env, slots[row.slot], row.step] = row.why
+    stays = []
+    steps, envs, count = population.stage.shape
+    for env in range(envs):
+        for slot in range(count):
+            stage, seed = population.stage[:, env, slot], population.seed[:, env, slot]
+            cuts = np.flatnonzero((np.diff(stage) != 0) | (np.diff(seed) != 0)) + 1
+            for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), steps], strict=True):
+                if stage[first] == Stage.DORMANT:
+                    continue
+                start = int(population.steps[first])
+                stays.append(
+                    Stay(
+                        env,
+                        slot,
+                        start,
+                        int(population.steps[last - 1]) + 1,
+                        Stage(int(stage[first])),
+                        head.blueprints[int(seed[first])] if seed[first] != NO_SEED else None,
+                        float(population.alpha[last - 1, env, slot]),
+                        reasons.get((env, slot, start)),
+                    )
+                )
+    return stays
+
+
+def _decided(row: LifecycleRow) -> Decided:
+    nothing = float("nan")
+    return Decided(
+        row.env,
+        row.step,
+        row.slot,
+        row.blueprint or "",
+        row.to_stage == "FOSSILIZED",
+        nothing if row.contribution_mean is None else row.contribution_mean,
+        nothing if row.contribution_se is None else row.contribution_se,
+        row.why or "",
+    )
+
+
+def _tallies(changes: Iterable[LifecycleRow]) -> list[Tally]:
+    planted: dict[tuple[object, ...], int] = {}
+    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    measured: dict[tuple[str, str], list[float]] = defaultdict(list)
+    waited: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for row in changes:
+        if row.blueprint is None or row.to_stage not in ("GERMINATED", "FOSSILIZED", "PRUNED"):
+            continue
+        key, seed = (row.blueprint, row.slot), (row.cohort, row.task, row.round, row.episode, row.env, row.slot)
+        counts[key][row.to_stage] += 1
+        if row.to_stage == "GERMINATED":
+            planted[seed] = row.step
+        elif row.contribution_mean is not None:
+            measured[key].append(row.contribution_mean)
+        if row.to_stage == "FOSSILIZED" and seed in planted:
+            waited[key].append(row.step - planted[seed])
+    tallies = [
+        Tally(
+            blueprint,
+            slot,
+            count["GERMINATED"],
+            count["FOSSILIZED"],
+            count["PRUNED"],
+            *_mean_and_error(measured[blueprint, slot]),
+            _mean_and_error(waited[blueprint, slot])[0],
+        )
+        for (blueprint, slot), count in counts.items()
+    ]
+    return sorted(tallies, key=lambda tally: (-tally.tried, tally.slot, tally.blueprint))
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error; nan for what so few values do not give."""
+    if not values:
+        return float("nan"), float("nan")
+    error = float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
+    return float(np.mean(values)), error

@@ -1,0 +1,201 @@
+"""The report of a run: what it says is what the events say, for runs in any state, and nothing in it can run or be fetched."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import esper
+from esper.cli import main
+from esper.karn.report.model import NO_SEED, read_model
+from esper.karn.report.page import page
+from esper.leyline.errors import InputError, RunWarning
+from esper.leyline.stages import Stage
+from esper.nissa.events import LifecycleRow, StepRow, read_events
+
+VOID = {"meta", "link", "input", "br", "hr", "img"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "iris"
+    settings = {"envs": 3, "steps": 12, "models": "none", "baselines": ["twin"]}
+    esper.grow("iris", settings, controller="random-valid", run=folder, progress=False)
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags that are open, and what the page holds; fails where a tag is closed that is not open."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.texts = [], [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+    @property
+    def said(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+def test_every_run_has_a_page_at_its_end_that_is_whole_and_makes_no_request(run):
+    text = (run / "report.html").read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert "script" in parsed.tags
+    assert "link" not in parsed.tags
+    assert "img" not in parsed.tags
+    assert {name for name, _ in parsed.attributes} & {"src", "srcset", "action", "onclick", "onload"} == set()
+    assert [value for name, value in parsed.attributes if name == "href" and not value.startswith("#")] == []
+    assert "default-src 'none'" in text
+    assert "http" not in re.sub(r"http-equiv", "", text)
+
+
+def test_the_page_says_what_was_asked_what_came_out_and_how_it_compares(run):
+    said, summary = Page((run / "report.html").read_text()).said, json.loads((run / "summary.json").read_text())
+    assert "The controller random-valid was asked to grow 3 networks on the task iris, for 12 steps" in said
+    assert "than twin, the host alone" in said or "and twin, the host alone" in said
+    assert f"seeds: {summary['seeds']['germinated']} germinated" in said
+    for planting in summary["keeps"] + summary["prunes"]:
+        assert planting["reason"].split(";")[0] in said
+
+
+def test_the_stays_of_the_timeline_make_up_the_stages_of_the_step_rows(run):
+    model = read_model(esper.open_run(run))
+    rows = [row for row in read_events(run / "events.jsonl") if isinstance(row, StepRow)]
+    drawn = np.full((12, 3, 2), int(Stage.DORMANT))
+    for stay in model.stays:
+        assert (drawn[stay.start : stay.stop, stay.env, stay.slot] == Stage.DORMANT).all(), "two stays overlap"
+        drawn[stay.start : stay.stop, stay.env, stay.slot] = stay.stage
+    assert drawn.tolist() == [row.stages for row in rows]
+    assert {stay.blueprint is None for stay in model.stays if stay.stage in (Stage.TRAINING, Stage.HOLDING)} == {False}
+    assert ((model.population.seed == NO_SEED) | (model.population.stage != Stage.DORMANT)).all()
+
+
+def test_the_table_of_blueprints_counts_what_the_lifecycle_rows_say(run):
+    model = read_model(esper.open_run(run))
+    rows = [row for row in read_events(run / "events.jsonl") if isinstance(row, LifecycleRow)]
+    assert model.tallies
+    for tally in model.tallies:
+        own = [row for row in rows if (row.blueprint, row.slot) == (tally.blueprint, tally.slot)]
+        counts = [sum(row.to_stage == stage for row in own) for stage in ("GERMINATED", "FOSSILIZED", "PRUNED")]
+        assert [tally.tried, tally.kept, tally.pruned] == counts
+    assert sum(tally.tried for tally in model.tallies) == sum(row.to_stage == "GERMINATED" for row in rows)
+
+
+def test_what_was_not_measured_is_said_to_be_and_is_no_0(run):
+    model = read_model(esper.open_run(run))
+    never = [tally for tally in model.tallies if np.isnan(tally.contribution)]
+    assert never, "every seed had its contribution measured"
+    assert Page(page(model, "x")).said.count("not measured") >= len(never)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 20])
+def test_a_killed_run_has_a_page_of_what_there_is(run, tmp_path, kept):
+    folder = tmp_path / "killed"
+    shutil.copytree(run, folder)
+    lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "events.jsonl").write_bytes(b"".join(lines[:kept]))
+    (folder / "summary.json").unlink()
+    said = Page(esper.report(folder, tmp_path / "page.html").read_text()).said
+    assert "was killed before it ended" in said
+
+
+def test_a_run_of_level_run_or_off_has_a_page_without_the_curves(tmp_path):
+    for level in ("run", "off"):
+        settings = {"envs": 2, "steps": 3, "models": "none", "telemetry": {"level": level}}
+        esper.grow("iris", settings, controller="random-valid", run=tmp_path / level, progress=False)
+        said = Page((tmp_path / level / "report.html").read_text()).said
+        assert "Grown networks beside static ones" in said
+        assert "What grew, where and when" not in said
+
+
+def test_a_training_has_a_page_with_its_learning_curves(tmp_path):
+    settings = {
+        "envs": 8,
+        "steps": 3,
+        "ppo": {"rounds": 2, "imitation_rounds": 1, "validate_envs": 2, "validate_every": 1},
+    }
+    esper.train("iris", settings, run=tmp_path / "t", progress=False)
+    parsed = Page((tmp_path / "t" / "report.html").read_text())
+    assert "The best controller reached a validation J of" in parsed.said
+    rounds = [row for row in read_events(tmp_path / "t" / "events.jsonl") if type(row).__name__ == "RoundRow"]
+    drawn = {name for row in rounds for name, value in row.figures.items() if value is not None}
+    assert all(name.replace("_", " ") in parsed.said for name in drawn)
+
+
+EVIL = "</script><script>alert(1)</script>\" onload='x' \u202e\x1b[31m&amp;"
+
+
+def test_names_that_a_user_gave_can_neither_run_nor_turn_the_text(tmp_path):
+    def host():
+        return esper.SegmentedHost([nn.Linear(4, 6), nn.Linear(6, 3)], [esper.SlotSpec(EVIL, after=0, width=6)])
+
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    task = esper.task("mine", x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), host=host)
+    settings = {"envs": 2, "steps": 4, "models": "none", "baselines": []}
+    esper.grow(task, settings, controller="random-valid", run=tmp_path / "r", progress=False)
+    text = (tmp_path / "r" / "report.html").read_text()
+    parsed = Page(text)
+    assert parsed.tags.count("script") == 2  # the data and the script of the page itself
+    assert "onload" not in {name for name, _ in parsed.attributes}
+    assert "\u202e" not in text
+    assert "\x1b" not in text
+    assert "alert(1)" in parsed.said
+
+
+def test_the_page_is_rewritten_only_after_the_summary_and_not_where_it_is_not_wanted(run, tmp_path):
+    settings = {"envs": 2, "steps": 2, "models": "none", "baselines": [], "report": False}
+    esper.grow("iris", settings, controller="never", run=tmp_path / "r", progress=False)
+    assert not (tmp_path / "r" / "report.html").exists()
+    before = (run / "report.html").stat().st_mtime_ns
+    esper.resume(run, progress=False)
+    assert (run / "report.html").stat().st_mtime_ns == before
+
+
+def test_a_report_that_cannot_be_written_costs_a_warning_and_no_figures(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("esper.karn.report.page.write_atomic", full)
+    settings = {"envs": 2, "steps": 2, "models": "none", "baselines": []}
+    with pytest.warns(RunWarning, match=r"no report was written: .*report\.html cannot be written: No space left"):
+        summary = esper.grow("iris", settings, controller="never", run=tmp_path / "r", progress=False)
+    assert summary["status"] == "finished"
+
+
+def test_the_command_prints_the_path_of_the_page(run, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run), "--out", str(tmp_path / "page.html")])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    assert (tmp_path / "page.html").read_text() == (run / "report.html").read_text()
+    with pytest.raises(InputError, match="is not a run folder"):
+        esper.report(tmp_path)
+
+
+def test_sixty_four_environments_of_twenty_four_steps_fit_into_three_megabytes(tmp_path):
+    settings = {"envs": 64, "steps": 24, "models": "none", "baselines": [], "data": {"batches_per_step": 1}}
+    esper.grow("iris", settings, controller="random-valid", run=tmp_path / "r", progress=False)
+    assert (tmp_path / "r" / "report.html").stat().st_size < 3 * 10**6
