@@ -208,7 +208,13 @@ def test_the_tasks_of_esper_take_raw_features_and_name_their_classes():
         ({"standardize": None}, "does not fit the network of topology.json"),
         ({"input": [0]}, "is damaged at 'input"),
         ({"target": "x"}, "is damaged at 'target'"),
-        ({"format": 1}, "has format 1, but this version of Esper reads format 2"),
+        ({"format": 1}, "has format 1, but this version of Esper reads the formats 2 and 3"),
+        ({"input": [[3], [2]]}, "has examples of shape [[3], [2]] and dtype float32"),
+        (
+            {"input": {"a": [3]}, "example": {"b": "float32"}},
+            "has examples of shape {'a': [3]} and dtype {'b': 'float32'}",
+        ),
+        ({"input": {"a": [3]}, "example": {"a": "float32"}}, "has a mean of shape [3] for inputs of shape {'a': [3]}"),
     ],
 )
 def test_a_topology_with_names_or_shapes_that_cannot_be_is_refused(run, tmp_path, change, words):

@@ -192,7 +192,8 @@ ONE_HOT = np.eye(3)[INDEX]
         (
             ONE_HOT[:, :2],
             {"kind": "classification"},
-            "y has shape (90, 2) and is not one-hot; give one class label per",
+            "the host returns an output of shape (3,) per example, which the loss of the objective does not take with a target "
+            "of shape (2,) and 2 outputs; give the host outputs of shape (2, 2), or the task a loss",
         ),
         (
             NAMES,
@@ -222,7 +223,8 @@ ONE_HOT = np.eye(3)[INDEX]
         (pd.date_range("2020", periods=N), {}, "y has dtype datetime64["),
         (["a"] * N, {}, "y holds the one class 'a'; give examples of at least two classes"),
         (5, {}, "x or y is a single number; give one row of features and one label or target per example"),
-        (np.zeros((N, 2, 2)), {}, "y has shape (90, 2, 2); give one target per example"),
+        (np.zeros((N, 2, 0)), {}, "y has shape (90, 2, 0); give one target per example"),
+        (np.arange(2 * N).reshape(N, 2), {}, "y holds whole numbers of shape (90, 2), 2 for each example; give kind="),
     ],
 )
 def test_labels_that_may_be_either_or_neither_are_refused_in_a_sentence(

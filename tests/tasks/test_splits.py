@@ -137,9 +137,9 @@ T = X[:, :1].clone()
         (X, Y * 0, 1, "classes is 1; give examples of at least two classes, numbered from 0"),
         (
             X,
-            T[:, :, None],
+            T[:, :, None][:, :, :0],
             None,
-            "y has shape (120, 1, 1); give one target per example, as in (N,), or several, as (N, C)",
+            "y has shape (120, 1, 0); give one target per example, as in (N,), or several, as (N, C)",
         ),
     ],
 )

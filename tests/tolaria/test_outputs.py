@@ -145,7 +145,7 @@ def test_an_output_that_a_row_of_a_mixture_does_not_have_is_minus_infinity_at_ev
         (
             2,
             lambda y: y,
-            "which the loss of the objective does not take with a target of shape \\(\\) and 3 outputs; make",
+            "which the loss of the objective does not take with a target of shape \\(\\) and 3 outputs; give the host",
         ),
         (
             2,
@@ -167,7 +167,7 @@ def test_an_objective_that_returns_another_shape_is_refused():
 
     task = task_of(lambda part: part.y[:, None].expand(-1, 2), host_of(Repeated, 2), Whole(3))
     with pytest.raises(
-        InputError, match=r"the score of the objective .*returns shape \(1,\) instead of \(1, 2\); make the two fit$"
+        InputError, match=r"the score of the objective .*returns shape \(1,\) instead of \(1, 2\); give the host"
     ):
         check_host(task.host(), task.train.x[:2], 3, objective=task.objective, y=task.train.y[:2])
 

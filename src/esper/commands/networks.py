@@ -6,12 +6,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from esper.api import load
 from esper.kasmina.blueprints import count
-from esper.kasmina.export import FILES, MODEL, PROGRAM, TOPOLOGY, check_size, read_topology, save_network
+from esper.kasmina.export import (
+    FILES,
+    MODEL,
+    PROGRAM,
+    TOPOLOGY,
+    check_size,
+    example_of,
+    read_topology,
+    save_network,
+)
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
@@ -129,11 +137,7 @@ def _write(
         return f"its host is code of your own, which a run folder may not start; {mend}"
     network = load(source, host if topology["host"] is None else None)
     topology["parameters"] = count(network)
-    shape = tuple(topology["input"])
-    if min(shape, default=1) < 1 or torch.Size(shape).numel() > _LARGEST_INPUT:
-        raise InputError(f"{source / TOPOLOGY} is damaged at 'input': {list(shape)}; export the network again")
-    example = torch.zeros(2, *shape, dtype=getattr(torch, topology["example"]))
-    failure = save_network(folder, network, topology, example)
+    failure = save_network(folder, network, topology, example_of(source, topology, _LARGEST_INPUT))
     return None if failure is None else f"torch.export cannot trace the network: {failure}"
 
 

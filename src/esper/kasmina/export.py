@@ -1,13 +1,14 @@
 """Grown networks as plain PyTorch: one module, one folder, loadable where only torch is installed."""
 
 import dataclasses
+import inspect
 import io
 import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ from esper.kasmina.regrow import RegrownHost, as_host
 from esper.kasmina.slot import Seed
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
+from esper.leyline.batches import Batch, Shapes, arguments, cast, leaf_names, map_leaves, shape_leaves
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import parse_json
 from esper.leyline.stages import IN_BUDGET, Stage
@@ -33,12 +35,18 @@ from esper.leyline.view import Seeds
 from esper.store.disk import Retry, find_folder, write_folder, write_once
 from esper.store.reading import read_kept
 
-FORMAT = 2
+FORMATS = (2, 3)
+"""Formats of topology.json that are read. One that holds everything is written, the lowest: 2 where an example is one tensor of
+floating-point numbers, or of bytes that the network standardizes, and has one label or any targets; else 3."""
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
 """All that may stand in the folder of a network."""
 _LARGEST_TOPOLOGY = 2**20  # bytes of it that are read
 _LARGEST_HEADER = 2**22  # bytes of the names and shapes in model.safetensors
+
+
+_Dtype = Literal["uint8", "int8", "int16", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"]
+_Shape = list[PositiveInt]
 
 
 class _Saved(BaseModel):
@@ -72,13 +80,13 @@ class _SavedTopology(_Saved):
     format: int
     host: _SavedHost | None  # None where no file can name the factory
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
-    input: list[PositiveInt]  # shape of one example
+    input: _Shape | list[_Shape] | dict[str, _Shape]  # shape of one example, or of each of its tensors
     standardize: list[PositiveInt] | None  # shape of the mean and the deviation, which are among the weights
     classes: Annotated[list[str | int | float | bool], AfterValidator(_names)] | None  # in the order of the outputs
     target: list[PositiveInt]  # shape of one example's y
     columns: list[str] | None  # names of the features
     restore: list[PositiveInt] | None = None  # likewise of targets that hosts return standardized; absent for others
-    example: Literal["uint8", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"]  # dtype of x
+    example: _Dtype | list[_Dtype] | dict[str, _Dtype]  # dtype of x, likewise
     parameters: int
     host_parameters: int
     seeds: list[_SavedSeed]
@@ -121,12 +129,12 @@ def grown_network(
                 "writes": writes,
             }
         )
-    network = GrownNetwork(host, modules, grafts, interface, _original(factory)).to("cpu").eval()
+    network = GrownNetwork(host, modules, grafts, interface, _original(factory)).to("cpu", body.dtype).eval()
     topology = {
-        "format": FORMAT,
+        "format": _format(interface),
         "host": _saved_host(factory),
         "dtype": str(body.dtype).removeprefix("torch."),
-        "input": list(interface.inputs),
+        "input": _json_shapes(interface.inputs),
         "standardize": None if interface.scaling is None else list(interface.scaling.mean.shape),
         "classes": None if interface.classes is None else list(interface.classes),
         "target": list(interface.target),
@@ -139,6 +147,48 @@ def grown_network(
     if interface.target_scaling is not None:
         topology["restore"] = list(interface.target_scaling.mean.shape)
     return network, topology
+
+
+def _format(interface: Interface) -> int:
+    """The lowest format that holds what a network takes and returns."""
+    several = leaf_names(interface.inputs) != ["x"]
+    whole = interface.whole is not None and interface.scaling is None
+    return 3 if several or whole or (interface.classes is not None and interface.target) else 2
+
+
+def _json_shapes(inputs: Shapes) -> Any:
+    if isinstance(inputs, dict):
+        return {name: list(shape) for name, shape in inputs.items()}
+    return [list(part) if isinstance(part, tuple) else part for part in inputs]
+
+
+def _shapes(saved: Any) -> Shapes:
+    """The shapes that `_json_shapes` wrote."""
+    if isinstance(saved, dict):
+        return {name: tuple(shape) for name, shape in saved.items()}
+    shapes: Shapes = tuple(tuple(part) if isinstance(part, list) else part for part in saved)
+    return shapes
+
+
+def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch:
+    """Two examples of 0 with the shapes and dtypes of a topology. InputError where they would hold over `largest` numbers."""
+    inputs = _shapes(topology["input"])
+    if sum(math.prod(shape) for shape in shape_leaves(inputs)) > largest:
+        raise InputError(f"{folder / TOPOLOGY} is damaged at 'input': {topology['input']}; export the network again")
+    made = [
+        torch.zeros(2, *shape, dtype=dtype)
+        for shape, dtype in zip(shape_leaves(inputs), _dtypes(topology), strict=True)
+    ]
+    if isinstance(inputs, dict):
+        return dict(zip(inputs, made, strict=True))
+    return tuple(made) if leaf_names(inputs) != ["x"] else made[0]
+
+
+def _dtypes(topology: Mapping[str, Any]) -> list[torch.dtype]:
+    """The dtype of each tensor of an example."""
+    example = topology["example"]
+    names = list(example.values()) if isinstance(example, dict) else example if isinstance(example, list) else [example]
+    return [getattr(torch, name) for name in names]
 
 
 def _named(factory: object) -> Any:
@@ -170,7 +220,7 @@ def save_network(
     folder: Path,
     network: nn.Module,
     topology: Mapping[str, Any],
-    example: Tensor,
+    example: Batch,
     retry: Retry = write_once,
     untraceable: str | None = None,
 ) -> str | None:
@@ -179,11 +229,14 @@ def save_network(
     SHA256SUMS beside them names the sha256 of each. The folder takes the place of a network of that name, and a crash leaves
     the old one or the new. torch.export.load of a program can execute code, so it is for programs of a trusted origin.
 
-    example (B, ...) with B >= 2 fixes the shape and dtype of an input. A network that torch.export cannot trace is written
+    example (B, ...) with B >= 2 fixes the shapes and dtypes of an input, of which floating point is taken in the network's. A
+    network that torch.export cannot trace is written
     without a program; returns the reason then, and None otherwise. `untraceable` is the reason where it is known beforehand.
     """
+    example = cast(example, getattr(torch, topology["dtype"]))
     program, failure = (None, untraceable) if untraceable is not None else _program(network, example)
-    stored_topology = {**topology, "example": str(example.dtype).removeprefix("torch.")}
+    dtypes = map_leaves(lambda leaf: str(leaf.dtype).removeprefix("torch."), example)
+    stored_topology = {**topology, "example": dtypes}
     # Copies, because safetensors refuses a weight that two layers share.
     weights = network.state_dict().items()
     files = {
@@ -205,7 +258,7 @@ def save_network(
     return failure
 
 
-def _program(network: nn.Module, example: Tensor) -> tuple[bytes | None, str | None]:
+def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | None]:
     """(the program of a network for any batch size, None) or (None, why torch.export cannot trace it).
 
     torch.export prints graphs and warnings of what it fails at to stderr, for whoever works on it; the reason is enough here.
@@ -216,13 +269,39 @@ def _program(network: nn.Module, example: Tensor) -> tuple[bytes | None, str | N
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             batch = torch.export.Dim("batch", min=1)
-            program = torch.export.export(network, (example,), dynamic_shapes=({0: batch},))
+            positional, named = arguments(example)
+            axes: Any = tuple({0: batch} for _ in positional)
+            if named:
+                axes = {name: {0: batch} for name in named}
+            elif len(positional) > 1:  # as the signature of GrownNetwork.forward has it
+                axes = (axes[0], axes[1:])
+            with _taking(network, named):
+                program = torch.export.export(network, positional, named, dynamic_shapes=axes)
             torch.export.save(program, stored)
     except Exception as error:  # torch.export raises errors of many kinds, none of which may cost the trained weights
         return None, (str(error).splitlines() or [type(error).__name__])[0]
     finally:
         logging.disable(disabled)
     return stored.getvalue(), None
+
+
+@contextmanager
+def _taking(network: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Show torch.export a forward with parameters of these names: of `**named` it cannot let the batch vary."""
+    if not names:
+        yield
+        return
+
+    def forward(**named: Tensor) -> Any:
+        return type(network).forward(network, **named)
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    network.forward = forward
+    try:
+        yield
+    finally:
+        del network.forward
 
 
 def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
@@ -278,8 +357,19 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
 def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     """What a saved network takes and returns; means and deviations are still to be read. InputError where they do not fit."""
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
+    shapes, example = _shapes(inputs), topology["example"]
+    several = leaf_names(shapes) != ["x"]
+    alike = example.keys() == inputs.keys() if isinstance(inputs, dict) and isinstance(example, dict) else not several
+    if isinstance(inputs, list) and several:
+        alike = isinstance(example, list) and len(example) == len(inputs)
+    if not alike or (not several and not isinstance(example, str)):
+        raise InputError(
+            f"{folder / TOPOLOGY} has examples of shape {inputs} and dtype {example}; export the network again"
+        )
     if shape is not None and (
-        len(shape) != len(inputs) or any(own not in (1, whole) for own, whole in zip(shape, inputs, strict=True))
+        several
+        or len(shape) != len(inputs)
+        or any(own not in (1, whole) for own, whole in zip(shape, inputs, strict=True))
     ):
         raise InputError(
             f"{folder / TOPOLOGY} has a mean of shape {shape} for inputs of shape {inputs}; export the network again"
@@ -293,7 +383,8 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
         None if size is None else Scaling(torch.zeros(size), torch.ones(size)) for size in (shape, restored)
     )
     classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
-    return Interface(tuple(inputs), scaling, classes, tuple(target), columns, target_scaling)
+    whole = tuple(None if dtype.is_floating_point else dtype for dtype in _dtypes(topology))
+    return Interface(shapes, scaling, classes, tuple(target), columns, target_scaling, whole if any(whole) else None)
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:
@@ -338,9 +429,10 @@ def read_topology(folder: Path) -> dict[str, Any]:
     path = find_folder(folder) / TOPOLOGY
     data = read_kept(path, _LARGEST_TOPOLOGY, "give a folder that `esper grow` or `esper export` wrote")
     topology = parse_json(data, path, "export the network again")
-    if not isinstance(topology, dict) or topology.get("format") != FORMAT:
+    if not isinstance(topology, dict) or topology.get("format") not in FORMATS:
         found = topology.get("format") if isinstance(topology, dict) else None
-        raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {FORMAT}")
+        known = " and ".join(map(str, FORMATS))
+        raise InputError(f"{path} has format {found!r}, but this version of Esper reads the formats {known}")
     try:
         _SavedTopology.model_validate(topology)
     except ValidationError as error:

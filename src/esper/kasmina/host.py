@@ -175,7 +175,7 @@ def _check_output(output: Tensor, outputs: int, wanted: str, objective: Objectiv
             f"{counted(outputs, 'output')}"
         )
     assert y is not None, "the objective is given with targets"
-    whole = output
+    whole, own = output, () if y.is_floating_point() else (outputs,)
     if shape and shape[-1] == outputs:  # as a population pads the outputs of a smaller host
         whole = F.pad(output, (0, max(objective.outputs - outputs, 0)), value=-torch.inf)
     for what, function in (("loss", objective.loss), ("score", objective.score)):
@@ -183,7 +183,8 @@ def _check_output(output: Tensor, outputs: int, wanted: str, objective: Objectiv
         if returns != (1, len(output)):
             raise InputError(
                 f"the host returns an output of shape {shape} per example, which the {what} of the objective does not take "
-                f"with a target of shape {tuple(y.shape[1:])} and {counted(outputs, 'output')}{reason}; make the two fit"
+                f"with a target of shape {tuple(y.shape[1:])} and {counted(outputs, 'output')}{reason}; give the "
+                f"host outputs of shape {(*y.shape[1:], *own)}, or the task a loss that takes these"
             )
 
 

@@ -12,10 +12,10 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host, dtype_of
 from esper.kasmina.regrow import RegrownHost
 from esper.leyline.arguments import known_as, required_arguments
-from esper.leyline.batches import Batch, cast, picked
+from esper.leyline.batches import Batch, cast, leaves, map_leaves, picked, run
 from esper.leyline.config import build_config, merge_settings
 from esper.leyline.errors import DataWarning, InputError, typed_line, warn
-from esper.leyline.task import Label, Objective, Scaling, Task, one_tensor
+from esper.leyline.task import Label, Objective, Scaling, Split, Task, one_tensor
 from esper.tasks.custom_objective import (
     CustomObjective,
     StandardizedObjective,
@@ -23,7 +23,14 @@ from esper.tasks.custom_objective import (
     custom_objective,
     weights_of_classes,
 )
-from esper.tasks.examples import Examples, check_classes_train, drop_nonfinite, read_examples, train_weights
+from esper.tasks.examples import (
+    Examples,
+    check_classes_train,
+    drop_nonfinite,
+    dtype_of_targets,
+    read_examples,
+    train_weights,
+)
 from esper.tasks.hosts import menu_of
 from esper.tasks.labels import Kind, check_labels, read_target
 from esper.tasks.objectives import Classification, Regression
@@ -75,8 +82,10 @@ def task_from(
 ) -> Task:
     """Make a task from examples and a host factory.
 
-    x, y: features (N, ...), and labels (N,) or floating-point targets (N,) or (N, C), as tensors, NumPy arrays, pandas frames
-    and series, or lists. Labels may be text, categories, bools or whole numbers. Or x alone: a map-style
+    x, y: features (N, ...), and labels or floating-point targets (N, ...), as tensors, NumPy arrays, pandas frames and series, or
+    lists. Labels may be text, categories, bools or whole numbers. y has one entry per example, (N,), or several, such as one
+    label for each position of a sequence, (N, L), or C targets, (N, C). x may be a tuple of arrays (N, ...), or a mapping from
+    names to arrays, with which the first segment of the host is called: segment(*x) or segment(**x). Or x alone: a map-style
     `torch.utils.data.Dataset` of (features, label or target) pairs, which is read once and in full; random transforms are
     therefore applied once. The task holds copies on the CPU.
     host: a function without arguments that returns a freshly initialised `SegmentedHost`, or a grown network, as
@@ -90,7 +99,8 @@ def task_from(
     menu: names of the blueprints that a controller may plant. None takes those of the built-in tasks for the kinds of stream at
     the slots of the host, vectors or maps.
     loss: the function that training minimises. It takes outputs (B, C) and y, int64 class indices (B,) or targets (B, C), and
-    returns the loss of each example, (B,) or (B, C), whose mean is taken. A loss of torch.nn or torch.nn.functional is called
+    returns the loss of each example, (B,) or (B, C), whose mean is taken. Where y has labels for positions (B, ...), outputs
+    are (B, ..., C). A loss of torch.nn or torch.nn.functional is called
     with reduction='none'. None takes the cross-entropy for a classification and the squared error for a regression.
     metric: the score of a network; higher is better. One of scikit-learn's names, which are 'accuracy', 'balanced_accuracy' and
     'neg_log_loss' for a classification, and 'r2', 'neg_mean_squared_error' and 'neg_mean_absolute_error' for a regression; or a
@@ -117,8 +127,9 @@ def task_from(
     plain: plain(parameters) returns a factory of hosts with at least that number of parameters, for the baseline `plain`
     (docs/baselines.md). None derives it from the host.
 
-    Features are converted to torch's default dtype, except that a float64 tensor stays float64. Whole-number features, such as
-    bytes, are converted without scaling. Targets get the dtype of the features.
+    Floating-point features are converted to torch's default dtype, except that a float64 tensor stays float64. Whole numbers
+    become int64, and stay so where the host runs on them, as on token ids; bools likewise. Elsewhere they are converted without
+    scaling. Targets get the dtype of the features. A run converts features and targets to the dtype of the host's parameters.
 
     Raises InputError for examples, labels, splits, a host or defaults that cannot be used. Issues a `DataWarning` for a class
     with a single example, for a host that ends with a Softmax before the cross-entropy, and for targets far from 0 to 1.
@@ -135,6 +146,7 @@ def task_from(
         check_classes_train(cuts, names)
     objective = _objective(cuts, names, loss, metric, class_weights)
     host = _read_host(host)
+    cuts = _as_the_host_takes(cuts, host, standardized=bool(standardize))
     scaling, target_scaling = _scalings(cuts, host, standardize)
     _check_host(host, cuts, objective, scaling, target_scaling, wanted_outputs(cuts, names, objective.outputs))
     fresh = _draw(host)
@@ -187,7 +199,7 @@ def _check_values(examples: Examples, values: Tensor, names: tuple[Label, ...] |
     """y as int64 class indices, or as targets in the dtype of the features. InputError for examples that cannot be used."""
     if names is not None:
         check_labels(values)
-    values = values.to(examples.x.dtype if names is None else torch.int64)
+    values = values.to(dtype_of_targets(examples.x) if names is None else torch.int64)
     check_examples(examples.x, values, None if names is None else len(names))
     return values
 
@@ -206,8 +218,8 @@ def _objective(
     if names is None and class_weights is not None:
         raise InputError("class_weights was given, but y holds targets of a regression; give sample_weights")
     if names is not None and class_weights is not None:
-        weights = weights_of_classes(class_weights, names, torch.bincount(y, minlength=len(names)).tolist())
-    base = Regression(y.shape[1] if y.dim() == 2 else 1) if names is None else Classification(len(names))
+        weights = weights_of_classes(class_weights, names, torch.bincount(y.flatten(), minlength=len(names)).tolist())
+    base = Regression(y.shape[-1] if y.dim() > 1 else 1) if names is None else Classification(len(names))
     objective = custom_objective(base, loss, metric, weights)
     if objective.metric == "r2":
         check_targets(splits)
@@ -220,6 +232,11 @@ def _scalings(
     """Scalings of the features and of the targets: those of a grown network as the host, or those of the train split."""
     if isinstance(host, RegrownHost):
         return host.scaling, host.target_scaling
+    if standardize and not isinstance(splits.train.x, Tensor):
+        raise InputError(
+            f"standardize is {standardize!r}, but an example holds {len(splits.train.x)} tensors; leave it out, and let the host "
+            "scale what it takes, for example by a normalisation layer"
+        )
     targets = standardize is True and splits.train.y.is_floating_point()
     return scaling_of(splits.train.x) if standardize else None, scaling_of(splits.train.y) if targets else None
 
@@ -239,10 +256,45 @@ def _check_host(
     wanted: str,
 ) -> None:
     """Run the host, and a user's loss and metric on its outputs. InputError where one of them cannot be used."""
-    few = 4 if base.outputs == 5 else 5  # a number other than C, so that (B,) and (C,) are different shapes
+    sizes = {base.outputs, *splits.train.y.shape[1:]}
+    few = next(
+        size for size in range(5, 1, -1) if size not in sizes or size == 2
+    )  # so that (B,) and (C,) are different shapes
     x, y = picked(splits.train.x, slice(few)), splits.train.y[:few]
     outputs = _check_factory(host, x if scaling is None else scaling.read(one_tensor(x, "scaling")), base, y, wanted)
     check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), y)
+
+
+def _as_the_host_takes(splits: Splits, host: Callable[[], SegmentedHost], *, standardized: bool) -> Splits:
+    """The splits with whole numbers and truth values as they came where a host runs on them, such as token ids; else in torch's
+    default dtype. What is standardized is converted.
+    """
+    x = splits.train.x
+    if all(leaf.is_floating_point() for leaf in leaves(x)):
+        return splits
+    made, few = _draw(host), picked(x, slice(2))
+    embeds = isinstance(made, nn.Module) and any(
+        isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in made.modules()
+    )
+    if not standardized and (_runs(made, few) or (embeds and not _runs(made, _floating(few)))):
+        return splits
+    return Splits(*(Split(_floating(split.x), split.y) for split in splits))
+
+
+@torch.no_grad()
+def _runs(host: SegmentedHost, x: Batch) -> bool:
+    """Whether a host returns anything for a batch; what it returns, and why not, is for `check_host` to say."""
+    try:
+        run(host.eval(), cast(x, dtype_of(host)))
+    except Exception:  # a user's module can raise anything
+        return False
+    return True
+
+
+def _floating(x: Batch) -> Batch:
+    """The batch with every whole number and truth value as a number of torch's default dtype."""
+    found: Batch = map_leaves(lambda leaf: leaf if leaf.is_floating_point() else leaf.to(torch.get_default_dtype()), x)
+    return found
 
 
 def _draw(host: Callable[[], SegmentedHost]) -> SegmentedHost:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from esper.leyline.arrays import as_tensor, column_names, numeric_array, select_columns, to_array
+from esper.leyline.arrays import Frame, as_tensor, column_names, numeric_array, select_columns, to_array
+from esper.leyline.batches import Batch, first, leaves, map_leaves, shapes
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split, finite, nonfinite
 from esper.leyline.text import counted
@@ -25,14 +26,14 @@ class Examples(NamedTuple):
     """All examples of a task.
 
     Attributes:
-        x ((N, ...) floating-point tensor): features, on the CPU
-        y ((N,) or (N, C) array): labels or targets, as `labels.read_y` returns them
+        x ((N, ...) tensor, or a tuple or a dict of them): features, on the CPU: floating point, int64 or bool
+        y ((N, ...) array): labels or targets, as `labels.read_y` returns them
         parts (four int64 arrays or None): indices of the train, probe, validation and test examples; None draws them
         weights ((N,) float64 array or None): weights in the training loss; None where the user gives none
         columns (names or None): names of the features of a frame
     """
 
-    x: Tensor
+    x: Batch
     y: NDArray[Any]
     parts: tuple[Indices, ...] | None
     weights: NDArray[np.float64] | None
@@ -47,8 +48,8 @@ def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int
         _check_names(splits)
     if splits is None or x is not None:
         features, values = _read(x, y, workers)
-        parts = None if splits is None else _indices(splits, len(features))
-        weights = None if sample_weights is None else _weights(sample_weights, len(features), "x")
+        parts = None if splits is None else _indices(splits, len(first(features)))
+        weights = None if sample_weights is None else _weights(sample_weights, len(first(features)), "x")
         return Examples(features, values, parts, weights, column_names(x))
     if y is not None:
         raise InputError("y was given without x; leave y out, because the splits contain their own y, or give x too")
@@ -60,28 +61,30 @@ def _read_splits(splits: Mapping[str, Any], sample_weights: Any, workers: int) -
     columns = column_names(splits["train"][0]) if isinstance(splits["train"], tuple | list) else None
     pairs = [_read_split(name, splits[name], columns, workers) for name in Splits._fields]
     for name, (features, _) in zip(Splits._fields, pairs, strict=True):
-        if features.shape[1:] != pairs[0][0].shape[1:]:
+        if shapes(features) != shapes(pairs[0][0]):
             raise InputError(
-                f"the {name} split has features of shape {tuple(features.shape[1:])} and the train split of shape "
-                f"{tuple(pairs[0][0].shape[1:])}; give every example one shape"
+                f"the {name} split has features of shape {shapes(features)} and the train split of shape "
+                f"{shapes(pairs[0][0])}; give every example one shape"
             )
-    ends = np.cumsum([0, *(len(features) for features, _ in pairs)])
+    ends = np.cumsum([0, *(len(values) for _, values in pairs)])
     parts = tuple(np.arange(start, end) for start, end in itertools.pairwise(ends))
     weights = None
     if sample_weights is not None:
         weights = np.ones(ends[-1])
         weights[parts[0]] = _weights(sample_weights, len(parts[0]), "the train split")
-    features, values = torch.cat([x for x, _ in pairs]), concatenate_y([y for _, y in pairs])
+    features = map_leaves(lambda *parts: torch.cat(parts), *(x for x, _ in pairs))
+    values = concatenate_y([y for _, y in pairs])
     return Examples(features, values, parts, weights, columns)
 
 
 def drop_nonfinite(examples: Examples, values: Tensor) -> tuple[Examples, Tensor]:
     """The examples and y (N, ...), floating point, without the examples that hold NaN or infinite values."""
-    if not examples.x.dim() or len(examples.x) != len(values):  # `check_examples` raises InputError for these
+    if any(
+        not x.dim() or len(x) != len(values) for x in leaves(examples.x)
+    ):  # `check_examples` raises InputError for these
         return examples, values
     keep = ~nonfinite(Split(examples.x, values)).numpy()
     features, values = finite(Split(examples.x, values), "x or y", "skip")
-    assert isinstance(features, Tensor)
     new_index = np.cumsum(keep) - 1
     parts = None if examples.parts is None else tuple(new_index[part[keep[part]]] for part in examples.parts)
     weights = None if examples.weights is None else examples.weights[keep]
@@ -89,7 +92,7 @@ def drop_nonfinite(examples: Examples, values: Tensor) -> tuple[Examples, Tensor
 
 
 def train_weights(examples: Examples, train: Indices) -> Tensor | None:
-    """(n,) weights of the train split, divided by their mean, in the dtype of the features; None where none are given."""
+    """(n,) weights of the train split, divided by their mean, in the dtype of targets; None where none are given."""
     if examples.weights is None:
         return None
     weights = examples.weights[train]
@@ -97,11 +100,16 @@ def train_weights(examples: Examples, train: Indices) -> Tensor | None:
         raise InputError(
             "sample_weights is 0 for every example of the train split; give some of them a positive weight"
         )
-    return torch.from_numpy(weights / weights.mean()).to(examples.x.dtype)
+    return torch.from_numpy(weights / weights.mean()).to(dtype_of_targets(examples.x))
 
 
-def _read(x: Any, y: Any, workers: int) -> tuple[Tensor, NDArray[Any]]:
-    """Features as a tensor on the CPU, in a floating-point dtype, and y as an array."""
+def dtype_of_targets(x: Batch) -> torch.dtype:
+    """The dtype that targets take: that of the first floating-point features, or torch's default dtype."""
+    return next((leaf.dtype for leaf in leaves(x) if leaf.is_floating_point()), torch.get_default_dtype())
+
+
+def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
+    """Features on the CPU, in a floating-point dtype, int64 or bool, and y as an array."""
     if workers and x is not None and not isinstance(x, Dataset | DataLoader):
         raise InputError(
             f"workers is {workers}, but x is a {type(x).__name__}, and workers read a Dataset only; leave workers out"
@@ -112,6 +120,7 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Tensor, NDArray[Any]]:
         if y is not None:
             raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
         features, y = read_dataset(x, workers)
+        given: Batch = _in_one_of_three_dtypes(features)
     elif x is None:
         raise InputError("x and y are missing; give examples x and y, a Dataset as x, or splits")
     elif y is None:
@@ -119,11 +128,43 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Tensor, NDArray[Any]]:
             f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
         )
     else:
-        features = as_tensor(x, "x", torch.get_default_dtype())
-    values = read_y(y)
+        given = _features(x, y)
+    return given, read_y(y)
+
+
+def _features(x: Any, y: Any) -> Batch:
+    """x as one tensor, or as a tuple or a dict of them. A tuple of arrays is one where they are no rows, one for each of y."""
+    if isinstance(x, Mapping):
+        if not x:
+            raise InputError("x is an empty mapping; give at least one tensor")
+        odd = [name for name in x if not isinstance(name, str) or not name.isidentifier()]
+        if odd:
+            raise InputError(
+                f"x has the key {odd[0]!r}, which no forward can take as a name; give names such as 'image'"
+            )
+        return {name: _leaf(value, f"x[{name!r}]") for name, value in x.items()}
+    arrays = isinstance(x, tuple) and len(x) > 1 and all(isinstance(each, Tensor | np.ndarray | Frame) for each in x)
+    if arrays and all(_length(each) > 0 for each in x) and not _length(y) == len(x) != _length(x[0]):
+        return tuple(_leaf(value, f"x[{place}]") for place, value in enumerate(x))
+    return _leaf(x, "x")
+
+
+def _length(values: Any) -> int:
+    """How many rows something has; 0 where it has none."""
+    return len(values) if hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0 else 0
+
+
+def _leaf(value: Any, name: str) -> Tensor:
+    return _in_one_of_three_dtypes(as_tensor(value, name, torch.get_default_dtype()))
+
+
+def _in_one_of_three_dtypes(features: Tensor) -> Tensor:
+    """Features in torch's default dtype or float64, as int64, or as bool. InputError for complex numbers."""
     if features.is_complex():
         raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
-    return features if features.dtype == torch.float64 else features.to(torch.get_default_dtype()), values
+    if features.dtype in (torch.float64, torch.bool):
+        return features
+    return features.to(torch.get_default_dtype() if features.is_floating_point() else torch.int64)
 
 
 def _check_names(splits: Any) -> None:
@@ -136,7 +177,7 @@ def _check_names(splits: Any) -> None:
         )
 
 
-def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers: int) -> tuple[Tensor, NDArray[Any]]:
+def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers: int) -> tuple[Batch, NDArray[Any]]:
     """Read one split. The columns of a frame are put in the order of `columns`."""
     if isinstance(given, Dataset):
         return _read(given, None, workers)
@@ -146,8 +187,10 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
             "y of all examples"
         )
     features, values = _read(select_columns(given[0], columns, f"the {name} split"), given[1], workers)
-    if not features.dim() or len(features) != len(values):
-        examples = counted(len(features) if features.dim() else 1, "example")
+    for leaf in leaves(features):
+        if leaf.dim() and len(leaf) == len(values):
+            continue
+        examples = counted(len(leaf) if leaf.dim() else 1, "example")
         raise InputError(f"the {name} split has {examples}, but {len(values):,} labels or targets; give one for each")
     return features, values
 

@@ -22,7 +22,7 @@ class Target(NamedTuple):
     """Labels or targets.
 
     Attributes:
-        values (float64 tensor): (N,) index of each example's class, NaN where it has no label; or targets, (N,) or (N, C)
+        values (float64 tensor): (N, ...) index of each example's or position's class, NaN where it has no label; or targets
         classes (C labels or None): names of the classes, in the order of the indices; None for targets
     """
 
@@ -42,7 +42,11 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
             )
         return Target(_as_float64(values), None)
     if values.ndim > 1:
-        values = _from_columns(values)
+        columns = len(classes) if isinstance(classes, Sequence) else classes
+        if _is_one_hot(values) and columns in (None, values.shape[1]):
+            return read_target(values.argmax(1), kind, classes)
+        flat, names = read_target(values.reshape(-1), "classification", classes)
+        return Target(flat.reshape(values.shape), names)
     if classes is None:
         return _distinct(values)
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
@@ -65,6 +69,11 @@ def infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind
         raise InputError(
             f"every row of y is one-hot, a 1 among {columns} columns; give kind='classification' for {columns} classes, or "
             f"kind='regression' for {columns} targets"
+        )
+    if values.ndim > 1 and values.dtype.kind in "iu":
+        raise InputError(
+            f"y holds whole numbers of shape {values.shape}, {values[0].size} for each example; give kind='classification' if "
+            "each is a label, or kind='regression' if each is a target"
         )
     if values.ndim != 1 or values.dtype.kind not in "iuf":
         return "regression" if values.dtype.kind == "f" else "classification"
@@ -91,7 +100,7 @@ def infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind
 
 
 def read_y(y: Any) -> NDArray[Any]:
-    """y as an array (N,) or (N, C) of numbers, bools or objects; a single column becomes (N,)."""
+    """y as an array (N, ...) of numbers, bools or objects; a single column becomes (N,)."""
     if isinstance(y, Tensor):
         y = y.detach().cpu()
         values = y.to(torch.float64).numpy() if y.is_floating_point() else y.numpy()
@@ -173,17 +182,6 @@ def _is_one_hot(values: NDArray[Any]) -> bool:
     return bool(np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all())
 
 
-def _from_columns(values: NDArray[Any]) -> NDArray[Any]:
-    """The class of each row of one-hot labels (N, C)."""
-    if not _is_one_hot(values):
-        raise InputError(
-            f"y has shape {values.shape} and is not one-hot; give one class label per example, as in (N,), or "
-            "kind='regression' for several targets"
-        )
-    labels: NDArray[Any] = values.argmax(1)
-    return labels
-
-
 def _numbered(values: NDArray[Any], classes: int) -> Tensor:
     """Labels that number the classes from 0. `check_examples` checks their range."""
     if values.dtype.kind not in "biuf" or (
@@ -242,7 +240,7 @@ def _distinct(values: NDArray[Any]) -> Target:
 
 def check_labels(target: Tensor) -> None:
     """Raise InputError where an example has no label: where an entry of the class indices (N,) is NaN."""
-    bad = target.isnan()
+    bad = target.isnan().reshape(len(target), -1).any(1)
     if bad.any():
         raise InputError(
             f"y holds no label for {which(bad)}; drop those examples, label them, or give the task "

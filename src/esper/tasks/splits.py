@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import keys
-from esper.leyline.batches import Batch
+from esper.leyline.batches import Batch, leaf_names, leaves, picked, shapes
 from esper.leyline.errors import InputError
 from esper.leyline.task import Scaling, Split, nonfinite, one_tensor, which
 from esper.leyline.text import counted
@@ -26,34 +26,43 @@ class Splits(NamedTuple):
     test: Split
 
 
-def check_examples(x: Tensor, y: Tensor, classes: int | None) -> None:
-    """Check features x (N, ...) and labels y (N,) int64, or where `classes` is None targets y (N, ...), both floating point.
+def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
+    """Check features x (N, ...) and labels y (N, ...) int64, or where `classes` is None floating-point targets y (N, ...).
 
     Raises InputError where lengths or shapes do not fit, a feature or a target is not finite, or a label is not in 0 to
     `classes` - 1.
     """
-    if x.dim() == 0:
-        raise InputError("x is a single number; give one row of features per example")
-    if len(x) != len(y):
-        raise InputError(f"x holds {counted(len(x), 'example')} and y {len(y):,}; give one label or target per example")
-    if x.dim() == 1 or x[0].numel() == 0:
-        raise InputError(f"x has shape {tuple(x.shape)}; give at least one feature per example, as in (N, D)")
-    _check_finite(Split(x, x.new_zeros(len(x))), "features")
+    for name, leaf in zip(leaf_names(shapes(x)), leaves(x), strict=True):
+        _check_leaf(name, leaf, len(y), several=not isinstance(x, Tensor))
+    _check_finite(Split(x, torch.zeros(len(y))), "features")
     if classes is None:
-        if y.dim() > 2 or y[0].numel() == 0:
+        if y[0].numel() == 0:
             raise InputError(
                 f"y has shape {tuple(y.shape)}; give one target per example, as in (N,), or several, as (N, C)"
             )
         _check_finite(Split(y, y.new_zeros(len(y))), "targets")
         return
-    if (y < 0).any():
-        raise InputError(f"y holds negative labels, in {which(y < 0)}; number the classes from 0")
+    below, above = ((y < 0).reshape(len(y), -1).any(1), (y >= classes).reshape(len(y), -1).any(1))
+    if below.any():
+        raise InputError(f"y holds negative labels, in {which(below)}; number the classes from 0")
     if classes < 2:
         raise InputError(f"classes is {classes}; give examples of at least two classes, numbered from 0")
-    if (y >= classes).any():
+    if above.any():
         raise InputError(
-            f"y holds labels over {classes - 1}, in {which(y >= classes)}; number the classes from 0, or raise classes"
+            f"y holds labels over {classes - 1}, in {which(above)}; number the classes from 0, or raise classes"
         )
+
+
+def _check_leaf(name: str, leaf: Tensor, examples: int, *, several: bool) -> None:
+    """Check one tensor of features (N, ...); beside others, it may hold a single number for each example."""
+    if leaf.dim() == 0:
+        raise InputError(f"{name} is a single number; give one row of features per example")
+    if len(leaf) != examples:
+        raise InputError(
+            f"{name} holds {counted(len(leaf), 'example')} and y {examples:,}; give one label or target per example"
+        )
+    if (leaf.dim() == 1 and not several) or leaf[0].numel() == 0:
+        raise InputError(f"{name} has shape {tuple(leaf.shape)}; give at least one feature per example, as in (N, D)")
 
 
 def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, int]:
@@ -79,7 +88,7 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
 
     The splits are a function of y, sizes and seed. Stratification: the i-th of the n examples of a class, in random order,
     gets the position (i + 1/2) / n; all examples are sorted by position and cut into the splits. Every split
-    therefore has nearly the same share of every class.
+    therefore has nearly the same share of every class. Examples with several labels are not stratified.
 
     Raises InputError where a split has fewer than two examples, or a target is constant in a split.
     """
@@ -88,15 +97,15 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
     return splits
 
 
-def cut(x: Tensor, y: Tensor, parts: Sequence[Tensor]) -> Splits:
+def cut(x: Batch, y: Tensor, parts: Sequence[Tensor]) -> Splits:
     """The splits with the examples of these indices, each a copy. InputError where a split has fewer than two examples."""
     for name, part in zip(Splits._fields, parts, strict=True):
         if len(part) < 2:
             raise InputError(
-                f"the {name} split would hold {len(part)} of {counted(len(x), 'example')}; give more examples or raise its "
+                f"the {name} split would hold {len(part)} of {counted(len(y), 'example')}; give more examples or raise its "
                 "fraction, so that it holds at least 2"
             )
-    return Splits(*(Split(x[part], y[part]) for part in parts))
+    return Splits(*(Split(picked(x, part), y[part]) for part in parts))
 
 
 def check_targets(splits: Splits) -> None:
@@ -115,7 +124,7 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
     """Indices of the examples in parts of the given sizes, as in `split`."""
     assert sum(sizes) == len(y), (sizes, y.shape)
     order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), _CPU)[0]
-    if not y.is_floating_point():
+    if not y.is_floating_point() and y.dim() == 1:
         order = order[_positions(y[order]).argsort(stable=True)]
     parts: tuple[Tensor, ...] = order.split(list(sizes))
     return parts

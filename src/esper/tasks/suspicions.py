@@ -57,5 +57,5 @@ def warn_of_softmax(host: SegmentedHost) -> None:
 
 
 def _counts(splits: Splits, classes: int) -> list[int]:
-    counts: list[int] = torch.bincount(torch.cat([split.y for split in splits]), minlength=classes).tolist()
+    counts: list[int] = torch.bincount(torch.cat([split.y.flatten() for split in splits]), minlength=classes).tolist()
     return counts
