@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.find_sites import find_sites
+from esper.kasmina.grafted import graft, plant
+from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.slot import Seed
+from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
-from esper.leyline.streams import Map, Sequence, Vector
+from esper.leyline.slots import Tap
+from esper.leyline.streams import Kind, Map, Sequence, Vector
 
 
 class Residual(nn.Module):
@@ -405,6 +411,31 @@ left out
   a head: its output reaches the loss without another layer: fc"""
 
 
+@pytest.mark.parametrize(
+    ("build", "example"),
+    [(ResNet, torch.ones(2, 3, 8, 8)), (UNet, torch.ones(2, 3, 8, 8)), (GPT, TOKENS), (Recurrent, TOKENS)],
+)
+def test_the_sites_can_be_grafted_and_are_found_again_afterwards(build, example):
+    module = build().eval()
+    usual, sites = module(example), find_sites(module, example)
+    graft(module, sites)
+    assert torch.equal(module(example), usual)
+    assert dict(find_sites(module, example)) == dict(sites)
+
+
+def test_a_planted_seed_is_no_site_itself():
+    network = nn.Sequential(Residual(8, 12), Residual(8, 12), nn.Linear(8, 2))
+    x = torch.randn(4, 8)
+    sites = find_sites(network, x)
+    planted = Planted(Seed(get_blueprint("gated", Kind.VECTOR).build(8, 8), 8), Tap.HERE, Blend.ADD, Kind.VECTOR)
+    planted.mode = Mode.ON
+    planted.alpha.fill_(0.5)
+    plant(graft(network, sites), "0", planted)
+    again = find_sites(network, x)
+    assert dict(again) == dict(sites)
+    assert again.left_out == sites.left_out
+
+
 # The module stays as it was
 
 
@@ -473,6 +504,13 @@ def test_a_module_stays_as_it_was(training, grad):
     assert torch.equal(x, given)
     assert (module.calls, module.last, module.log, module.seen.item()) == (0, None, [], 0)
     assert all(p.grad is None for p in module.body.parameters())
+
+
+def test_inference_mode_of_the_caller_does_not_matter():
+    module = GPT()
+    with torch.inference_mode(), kept(module):
+        sites = find_sites(module, TOKENS.clone())
+    assert len(sites) == 8
 
 
 def test_a_module_stays_as_it_was_when_its_forward_fails():
@@ -673,6 +711,17 @@ def test_quantised_weights_are_refused_by_name():
         find_sites(network, torch.randn(3, 4))
 
 
+def test_a_wrapped_module_is_refused():
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(network)
+        with pytest.raises(InputError, match=r"give the module before it is wrapped, its .module"):
+            find_sites(wrapped, torch.randn(3, 4))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_scripted_compiled_lazy_and_foreign_modules_are_refused():
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     x = torch.randn(3, 4)
@@ -687,5 +736,7 @@ def test_scripted_compiled_lazy_and_foreign_modules_are_refused():
         find_sites(torch.compile(network), x)
     with pytest.raises(InputError, match=r"0.weight of Sequential takes its size from the first input"):
         find_sites(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)), x)
+    with pytest.raises(InputError, match=r"0.weight of Sequential is on the meta device"):
+        find_sites(network.to("meta"), x)
     with pytest.raises(InputError, match=r"module is a type; give an nn.Module"):
         find_sites(nn.Linear, x)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from esper.kasmina.find_sites import find_sites
+from esper.kasmina.grafted import graft
 
 tf = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
 pytestmark = pytest.mark.third_party
@@ -119,6 +120,15 @@ def test_every_site_of_a_model_runs_has_its_width_and_a_gradient_and_the_model_s
     for path, site in sites.items():
         assert site.stream.width == site.stream.width_of(outputs[path])
         assert outputs[path].grad.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sites_of_a_model_can_be_grafted(name):
+    module, example = MODELS[name]()
+    usual, sites = module.eval()(**example).logits, find_sites(module, example)
+    graft(module, sites)
+    assert torch.equal(module(**example).logits, usual)
+    assert dict(find_sites(module, example)) == dict(sites)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from esper.kasmina.recording import Graph, Recording
+from esper.kasmina.recording import Graph, Recording, submodules
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.streams import STREAMS, Stream
 from esper.leyline.text import counted
@@ -24,7 +24,7 @@ class Candidates:
 
     def __init__(self, module: nn.Module, recording: Recording, weights: dict[str, Tensor], examples: int) -> None:
         self._loss, self._calls, self._examples = recording.loss, recording.calls, examples
-        self._modules = {path: each for path, each in module.named_modules() if path}
+        self._modules = submodules(module)
         self._graph = Graph(recording.loss, weights.values())
         self._layers = self._find_layers()
         self._inner = {path: [layer for layer in self._layers if _within(layer, path)] for path in self._calls}

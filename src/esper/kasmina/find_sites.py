@@ -149,6 +149,10 @@ def _check_module(module: nn.Module) -> None:
             raise InputError(
                 f"{name} of {type(module).__name__} takes its size from the first input; run the module once before"
             )
+        if value.is_meta:
+            raise InputError(
+                f"{name} of {type(module).__name__} is on the meta device; give the module with its numbers"
+            )
         if value.is_quantized or (
             isinstance(value, nn.Parameter) and not (value.is_floating_point() or value.is_complex())
         ):

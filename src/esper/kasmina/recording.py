@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import functional_call
 
+from esper.kasmina.planted import Planted
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 
 Result = TypeVar("Result")
@@ -70,11 +71,11 @@ def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result]) -
     Copies stand in for the buffers. What else running a module changes is restored afterwards (`untouched`). Raises InputError
     where the module writes into a parameter.
     """
-    weights = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
-    versions = {name: weight._version for name, weight in weights.items()}
-    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    replaced = {f"module.{name}": value for name, value in (weights | copies).items()}
-    with untouched(module), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), untouched(module):
+        weights = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
+        versions = {name: weight._version for name, weight in weights.items()}
+        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        replaced = {f"module.{name}": value for name, value in (weights | copies).items()}
         result: Result = functional_call(_Work(module, work), replaced, (weights,))
     for name, version in versions.items():
         if weights[name]._version != version:
@@ -149,14 +150,18 @@ def untouched(module: nn.Module) -> Iterator[None]:
             vars(each).update({key: _restored(value, contents) for key, (value, contents) in attributes.items()})
 
 
+def submodules(module: nn.Module) -> dict[str, nn.Module]:
+    """The submodules of a module by dotted path, without the module itself and without seeds that are planted in it."""
+    seeds = tuple(f"{path}." for path, each in module.named_modules() if isinstance(each, Planted))
+    return {path: each for path, each in module.named_modules() if path and not f"{path}.".startswith(seeds)}
+
+
 @contextmanager
 def _listening(module: nn.Module, note: Callable[[str, Stream, Any], None]) -> Iterator[None]:
     """Call note(path, stream that entered, output) after every call of a submodule."""
     handles = []
     entered: list[Stream] = []  # a stack, because calls nest
-    for path, each in module.named_modules():
-        if not path:
-            continue
+    for path, each in submodules(module).items():
 
         def before(_: nn.Module, arguments: Any, named: Any) -> None:
             entered.append(_stream((arguments, named)))
