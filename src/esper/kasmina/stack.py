@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
+from esper.kasmina.columns import Columns, Place
 from esper.kasmina.memory import stack_rows
 from esper.leyline.batches import Batch, arguments, first, map_leaves, picked, run, unstacked
 from esper.leyline.errors import InputError, is_out_of_memory
@@ -26,49 +27,20 @@ Rows = slice | NDArray[np.int64]
 """Which rows of a stack a call runs: a contiguous slice costs nothing, an index array gathers."""
 
 
-ALIGNED = 16
-"""Parameters of a module that convolves start at multiples of so many numbers, 64 bytes: a kernel may round by where in
-memory its operands lie, and a row must be the same wherever it stands."""
-
-
-class _Place(NamedTuple):
-    """Where one parameter of the module lives in a row."""
-
-    name: str
-    shape: torch.Size
-    start: int
-    stop: int
-    owners: tuple[tuple[nn.Module, str], ...]  # more than one where a parameter is shared inside the module
-
-    def of(self, rows: Tensor) -> Tensor:
-        """This parameter of rows (..., P), as a view (..., *shape)."""
-        columns = rows[..., self.start : self.stop]
-        if len(self.shape) == 4:  # a convolution's, whose layout is that of the maps it reads
-            out, channels, *size = self.shape
-            stored: Tensor = columns.unflatten(-1, (out, *size, channels))
-            return stored.movedim(-1, -3)
-        return columns.unflatten(-1, self.shape) if self.shape else columns.squeeze(-1)
-
-
 class _Part(NamedTuple):
     """A submodule that a call runs, what it holds, and how it is run."""
 
     prefix: str
     module: nn.Module
-    places: tuple[_Place, ...]
+    places: tuple[Place, ...]
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]  # of each place, those inside the part
     names: tuple[tuple[str, ...], ...]  # of each place, its names inside the part; more than one where it is shared
     buffers: tuple[str, ...]  # names of columns
     way: Way
 
 
-class Stack:
-    """Copies of a module whose parameters live in one (capacity, P) tensor, a row a copy.
-
-    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, what an
-    optimizer adds, and, where some row has parameters that never train, `fixed` (capacity, P), which says where. Row surgery
-    (`write`, `copy`, `arrange`) treats all columns alike, so whatever is added later is snapshotted, moved and freed with the
-    rest. Parameters that train in no row come last, after the first `trained` columns.
+class Stack(Columns):
+    """Copies of a module that run as one, a row of `Columns` a copy.
 
     A call runs the module over rows in the fastest way that the module allows; the stored numbers are the same for all:
     'direct' calls the module once with stacked parameters, when every operation of it acts on trailing axes, each example
@@ -98,40 +70,10 @@ class Stack:
         self.mapping = mapping
         if mapping == "vmap" and self.random:
             raise InputError("mapping 'vmap' cannot draw dropout by key; set mapping to 'loop' or 'auto'")
-        named = sorted(self.module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
-        places, start, aligned = [], 0, ALIGNED if self.convolves else 1
-        for name, parameter in named:
-            owners = tuple(
-                (owner, own)
-                for owner in self.module.modules()
-                for own, p in owner._parameters.items()
-                if p is parameter
-            )
-            places.append(_Place(name, parameter.shape, start, start + parameter.numel(), owners))
-            start += -(-parameter.numel() // aligned) * aligned
-        self.places: tuple[_Place, ...] = tuple(places)
-        self.size = start
-        self.trained = max(
-            (place.stop for place, (_, p) in zip(places, named, strict=True) if p.requires_grad), default=0
-        )
-        self.dtype = named[0][1].dtype if named else torch.get_default_dtype()
-        self.device = torch.device(device)
-        self.buffers = {f"buffer.{name}": value for name, value in self.module.named_buffers()}
-        self.columns: dict[str, Tensor] = {
-            name: torch.zeros(capacity, start, dtype=self.dtype, device=self.device)
-            for name in ("value", "gradient", *moments)
-        }
-        for name, value in self.buffers.items():
-            self.columns[name] = value.expand(capacity, *value.shape).clone()
-        self.steps = np.zeros(capacity, np.int64)  # optimizer steps that each row has taken
+        super().__init__(self.module, capacity, moments, device, self.convolves)
         self._leaves: dict[tuple[str, int, int, bool], list[Tensor]] = {}
         self._replicas: dict[bool, list[nn.Module]] = {}
         self._parts: dict[str, _Part] = {}
-
-    @property
-    def capacity(self) -> int:
-        """Rows there is room for."""
-        return len(self.columns["value"])
 
     def part(self, path: str) -> _Part:
         """A submodule by its dotted path ('' is the whole module), looked up once."""
@@ -222,103 +164,22 @@ class Stack:
         for replica in self._replicas.get(False, []):
             replica.train(mode)
 
-    # Row surgery.
-
-    @torch.no_grad()
-    def write(self, row: int, module: nn.Module) -> None:
-        """Put a fresh module into a row: its parameters and buffers in the leading corner, everything else 0."""
-        self.clear(row)
-        fixed = {name for name, p in module.named_parameters() if not p.requires_grad}
-        if fixed and "fixed" not in self.columns:
-            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
-        for place in self.places:
-            if place.name in fixed:
-                self.columns["fixed"][row, place.start : place.stop] = True
-        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        for place in self.places:
-            _corner(place.of(self.columns["value"][row]), parameters[place.name])
-        for name in self.buffers:
-            _corner(self.columns[name][row], buffers[name.removeprefix("buffer.")])
-
-    @torch.no_grad()
-    def read(self, row: int, module: nn.Module) -> nn.Module:
-        """Fill a module of the same form, or a smaller one, from the leading corner of a row; returns it."""
-        parameters = dict(module.named_parameters())
-        for place in self.places:
-            parameter = parameters[place.name]
-            stored = place.of(self.columns["value"][row])
-            parameter.copy_(stored[tuple(slice(0, k) for k in parameter.shape)])
-        buffers = dict(module.named_buffers())
-        for name in self.buffers:
-            target = buffers[name.removeprefix("buffer.")]
-            target.copy_(self.columns[name][row][tuple(slice(0, k) for k in target.shape)])
-        return module
-
-    @torch.no_grad()
-    def copy(self, source: int, target: int) -> None:
-        """Make a row equal to another, in every column."""
-        for column in self.columns.values():
-            column[target] = column[source]
-        self.steps[target] = self.steps[source]
-
-    @torch.no_grad()
-    def clear(self, row: int) -> None:
-        """Empty a row, in every column."""
-        for column in self.columns.values():
-            column[row] = 0
-        self.steps[row] = 0
-
-    @torch.no_grad()
-    def arrange(self, rows: NDArray[np.int64]) -> None:
-        """Move rows so that row i becomes what row rows[i] was; rows past len(rows) are free."""
-        if np.array_equal(rows, np.arange(len(rows))):
-            return
-        index = self._index(rows)
-        for column in self.columns.values():
-            column[: len(rows)] = column[index]
-        self.steps[: len(rows)] = self.steps[rows]
-
-    @torch.no_grad()
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` rows."""
-        if capacity <= self.capacity:
-            return
-        extra = max(capacity, 2 * self.capacity) - self.capacity
-        for name, column in self.columns.items():
-            self.columns[name] = torch.cat([column, column.new_zeros(extra, *column.shape[1:])])
-        self.steps = np.concatenate([self.steps, np.zeros(extra, np.int64)])
-        self._leaves.clear()
-        self._replicas.clear()
+        if capacity > self.capacity:
+            super().reserve(capacity)
+            self._leaves.clear()
+            self._replicas.clear()
 
     def state(self) -> dict[str, Any]:
-        """All that a later call or step of the optimizer depends on, as a tree of arrays; tensors share memory.
+        """`Columns.state`, and how each part is run."""
+        return {**super().state(), "ways": {path: part.way for path, part in self._parts.items()}}
 
-        Gradients are left out: they are 0 between two steps wherever the optimizer still goes.
-        """
-        return {
-            "columns": {name: column for name, column in self.columns.items() if name != "gradient"},
-            "steps": self.steps,
-            "ways": {path: part.way for path, part in self._parts.items()},
-        }
-
-    @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave, of a stack of the same module and capacity. ValueError where it was another."""
-        columns = state["columns"]
-        if "fixed" in columns and "fixed" not in self.columns:
-            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
-        known = {name: column for name, column in self.columns.items() if name != "gradient"}
-        _check_alike(columns, known)
-        for name, column in known.items():
-            column.copy_(columns[name])
-        self.columns["gradient"].zero_()
-        self.steps = state["steps"]
+        super().load_state(state)
         for path, way in state["ways"].items():  # what vmap failed on is not tried again
             self._parts[path] = self.part(path)._replace(way=way)
-
-    def parameter(self, name: str, column: str = "value") -> Tensor:
-        """One parameter of every row, (capacity, *shape), as a view of a column."""
-        return next(place for place in self.places if place.name == name).of(self.columns[column])
 
     # How the ways of running get at the rows.
 
@@ -423,17 +284,3 @@ def _node(x: Tensor) -> Tensor:
 def _with_repeats(x: Tensor) -> Tensor:
     """(n, B, ...) with the first example behind the last one, as often as makes B a multiple of 4."""
     return torch.cat([x, x[:, :1].detach().expand(-1, -x.shape[1] % 4, *x.shape[2:])], 1)
-
-
-def _check_alike(given: dict[str, Tensor], known: dict[str, Tensor]) -> None:
-    """ValueError naming the first tensor that is missing, unknown, or of another shape or type."""
-    for name in {**known, **given}:
-        one, other = (
-            None if name not in side else (tuple(side[name].shape), side[name].dtype) for side in (given, known)
-        )
-        if one != other:
-            raise ValueError(f"{name} is {one}, where {other} was expected")
-
-
-def _corner(target: Tensor, source: Tensor) -> None:
-    target[tuple(slice(0, k) for k in source.shape)] = source

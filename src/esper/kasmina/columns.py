@@ -1,0 +1,189 @@
+"""Rows of numbers, one row for each copy of a module. N rows; P parameters of one copy."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+ALIGNED = 16
+"""Parameters of a module that convolves start at multiples of so many numbers, 64 bytes: a kernel may round by where in
+memory its operands lie, and a row must be the same wherever it stands."""
+
+
+class Place(NamedTuple):
+    """Where one parameter of the module lives in a row.
+
+    Attributes:
+        name (str): its name in the module
+        shape (torch.Size): its shape
+        start (int): its first number in a row
+        stop (int): one past the last
+        owners (tuple): the submodules that have it, each with its name there: several where they share the parameter
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    def of(self, rows: Tensor) -> Tensor:
+        """This parameter of rows (..., P), as a view (..., *shape)."""
+        columns = rows[..., self.start : self.stop]
+        if len(self.shape) == 4:  # a convolution's, whose layout is that of the maps it reads
+            out, channels, *size = self.shape
+            stored: Tensor = columns.unflatten(-1, (out, *size, channels))
+            return stored.movedim(-1, -3)
+        return columns.unflatten(-1, self.shape) if self.shape else columns.squeeze(-1)
+
+
+class Columns:
+    """The parameters of copies of a module in one (capacity, P) tensor, a row a copy, with all that belongs to a row.
+
+    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, what an
+    optimizer adds, and, where some row has parameters that never train, `fixed` (capacity, P), which says where. Row surgery
+    (`write`, `copy`, `arrange`) treats all columns alike, so whatever is added later is snapshotted, moved and freed with the
+    rest. Parameters that train in no row come last, after the first `trained` columns. `steps` (capacity,) counts the
+    optimizer steps that each row has taken.
+    """
+
+    def __init__(
+        self, module: nn.Module, capacity: int, moments: Sequence[str], device: torch.device | str, convolves: bool
+    ) -> None:
+        """Room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`."""
+        named = sorted(module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
+        places, start, aligned = [], 0, ALIGNED if convolves else 1
+        for name, parameter in named:
+            owners = tuple(
+                (owner, own) for owner in module.modules() for own, p in owner._parameters.items() if p is parameter
+            )
+            places.append(Place(name, parameter.shape, start, start + parameter.numel(), owners))
+            start += -(-parameter.numel() // aligned) * aligned
+        self.places: tuple[Place, ...] = tuple(places)
+        self.size = start
+        self.trained = max(
+            (place.stop for place, (_, p) in zip(places, named, strict=True) if p.requires_grad), default=0
+        )
+        self.dtype = named[0][1].dtype if named else torch.get_default_dtype()
+        self.device = torch.device(device)
+        self.buffers = {f"buffer.{name}": value for name, value in module.named_buffers()}
+        self.columns: dict[str, Tensor] = {
+            name: torch.zeros(capacity, start, dtype=self.dtype, device=self.device)
+            for name in ("value", "gradient", *moments)
+        }
+        for name, value in self.buffers.items():
+            self.columns[name] = value.expand(capacity, *value.shape).clone()
+        self.steps = np.zeros(capacity, np.int64)
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for."""
+        return len(self.columns["value"])
+
+    @torch.no_grad()
+    def write(self, row: int, module: nn.Module) -> None:
+        """Put a fresh module into a row: its parameters and buffers in the leading corner, everything else 0."""
+        self.clear(row)
+        fixed = {name for name, p in module.named_parameters() if not p.requires_grad}
+        if fixed and "fixed" not in self.columns:
+            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
+        for place in self.places:
+            if place.name in fixed:
+                self.columns["fixed"][row, place.start : place.stop] = True
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        for place in self.places:
+            _corner(place.of(self.columns["value"][row]), parameters[place.name])
+        for name in self.buffers:
+            _corner(self.columns[name][row], buffers[name.removeprefix("buffer.")])
+
+    @torch.no_grad()
+    def read(self, row: int, module: nn.Module) -> nn.Module:
+        """Fill a module of the same form, or a smaller one, from the leading corner of a row; returns it."""
+        parameters = dict(module.named_parameters())
+        for place in self.places:
+            parameter = parameters[place.name]
+            stored = place.of(self.columns["value"][row])
+            parameter.copy_(stored[tuple(slice(0, k) for k in parameter.shape)])
+        buffers = dict(module.named_buffers())
+        for name in self.buffers:
+            target = buffers[name.removeprefix("buffer.")]
+            target.copy_(self.columns[name][row][tuple(slice(0, k) for k in target.shape)])
+        return module
+
+    @torch.no_grad()
+    def copy(self, source: int, target: int) -> None:
+        """Make a row equal to another, in every column."""
+        for column in self.columns.values():
+            column[target] = column[source]
+        self.steps[target] = self.steps[source]
+
+    @torch.no_grad()
+    def clear(self, row: int) -> None:
+        """Empty a row, in every column."""
+        for column in self.columns.values():
+            column[row] = 0
+        self.steps[row] = 0
+
+    @torch.no_grad()
+    def arrange(self, rows: NDArray[np.int64]) -> None:
+        """Move rows so that row i becomes what row rows[i] was; rows past len(rows) are free."""
+        if np.array_equal(rows, np.arange(len(rows))):
+            return
+        index = torch.from_numpy(rows).to(self.device)
+        for column in self.columns.values():
+            column[: len(rows)] = column[index]
+        self.steps[: len(rows)] = self.steps[rows]
+
+    @torch.no_grad()
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` rows."""
+        if capacity <= self.capacity:
+            return
+        extra = max(capacity, 2 * self.capacity) - self.capacity
+        for name, column in self.columns.items():
+            self.columns[name] = torch.cat([column, column.new_zeros(extra, *column.shape[1:])])
+        self.steps = np.concatenate([self.steps, np.zeros(extra, np.int64)])
+
+    def state(self) -> dict[str, Any]:
+        """All that a later step depends on, as a tree of arrays; tensors share memory.
+
+        Gradients are left out: they are 0 between two steps wherever the optimizer still goes.
+        """
+        return {
+            "columns": {name: column for name, column in self.columns.items() if name != "gradient"},
+            "steps": self.steps,
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, of a stack of the same module and capacity. ValueError where it was another."""
+        columns = state["columns"]
+        if "fixed" in columns and "fixed" not in self.columns:
+            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
+        known = {name: column for name, column in self.columns.items() if name != "gradient"}
+        _check_alike(columns, known)
+        for name, column in known.items():
+            column.copy_(columns[name])
+        self.columns["gradient"].zero_()
+        self.steps = state["steps"]
+
+    def parameter(self, name: str, column: str = "value") -> Tensor:
+        """One parameter of every row, (capacity, *shape), as a view of a column."""
+        return next(place for place in self.places if place.name == name).of(self.columns[column])
+
+
+def _check_alike(given: dict[str, Tensor], known: dict[str, Tensor]) -> None:
+    """ValueError naming the first tensor that is missing, unknown, or of another shape or type."""
+    for name in {**known, **given}:
+        one, other = (
+            None if name not in side else (tuple(side[name].shape), side[name].dtype) for side in (given, known)
+        )
+        if one != other:
+            raise ValueError(f"{name} is {one}, where {other} was expected")
+
+
+def _corner(target: Tensor, source: Tensor) -> None:
+    target[tuple(slice(0, k) for k in source.shape)] = source
