@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
     from esper.tasks.custom import task_from as task
-    from esper.tasks.hosts import cnn, mlp
+    from esper.tasks.hosts import cnn, gru, mlp, transformer
     from esper.tolaria.engine import VectorizedEngine
 
     __version__: str
@@ -115,6 +115,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "get_controller",
     "get_task",
     "grow",
+    "gru",
     "load",
     "mlp",
     "open_run",
@@ -123,6 +124,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "show",
     "task",
     "train",
+    "transformer",
 ]
 
 warn_of_conflict()

@@ -225,8 +225,8 @@ def test_damage_that_is_none_is_refused(changes: dict[str, Any], sentence: str) 
 
 
 def test_an_unknown_host_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"^unknown host 'gru'; the hosts that can be rebuilt by name are mlp, "):
-        host_from("gru", {})
+    with pytest.raises(InputError, match=r"^unknown host 'forest'; the hosts that can be rebuilt by name are mlp, "):
+        host_from("forest", {})
 
 
 def test_arguments_of_another_host_are_refused() -> None:

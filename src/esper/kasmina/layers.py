@@ -1,8 +1,14 @@
 """Layers that run one network, or a stack of them at once when their parameters carry a leading row axis."""
 
+import math
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# torch's fused attention has no rule for vmap: it then runs row by row, and says so in a warning that nobody can act on.
+warnings.filterwarnings("ignore", message=".*batching rule for aten::_scaled_dot_product_flash_attention_for_cpu")
 
 
 class Linear(nn.Linear):
@@ -20,6 +26,77 @@ class Linear(nn.Linear):
         if self.bias is None:
             return torch.bmm(x, self.weight.mT)
         return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
+
+
+class Embedding(nn.Module):
+    """A vector for each token and one for each position, added: (B, L) int64 -> (B, L, C) for L up to `length`."""
+
+    stacks = True
+
+    def __init__(self, vocabulary: int, length: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(vocabulary, width))
+        self.positions = nn.Parameter(torch.empty(length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L) -> (B, L, C), or with stacked parameters (E, B, L) -> (E, B, L, C)."""
+        table: Tensor = self.tokens
+        positions = self.positions[..., : x.shape[-1], :]
+        if table.dim() == 3:  # one table of all rows, in which each row's tokens are moved to its own part
+            rows, vocabulary, _ = table.shape
+            x = x + vocabulary * torch.arange(rows, device=x.device)[:, None, None]
+            table, positions = table.flatten(0, 1), positions.unsqueeze(1)
+        return F.embedding(x, table) + positions
+
+
+class PositionNorm(nn.Module):
+    """Each position normalised over its features, then scaled and shifted by feature, as nn.LayerNorm; it can run stacked."""
+
+    stacks = True
+    eps = 1e-5
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 1, width))
+        self.shift = nn.Parameter(torch.zeros(1, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
+        return F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.scale + self.shift
+
+
+class CausalAttention(nn.Module):
+    """Heads of scaled dot-product attention, each over this and earlier positions, and a linear map of what they return."""
+
+    stacks = True
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.read = Linear(width, 3 * width, bias=False)  # queries, keys and values of all heads
+        self.out = Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
+        read = self.read(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
+        mixed = causal_attention(read[0], read[1], read[2])
+        y: Tensor = self.out(mixed.transpose(-2, -3).flatten(-2))
+        return y
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over this and earlier positions: q, k, v (..., L, d) -> (..., L, d).
+
+    Written out on a GPU, where the gradient of torch's fused kernels for float32 can differ from run to run.
+    """
+    if q.device.type == "cpu":
+        q4, k4, v4 = (x.flatten(0, -3).unsqueeze(1) for x in (q, k, v))  # torch's fused kernel takes four axes alone
+        fused: Tensor = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True)
+        return fused.view(q.shape)
+    later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(later, -torch.inf)
+    mixed: Tensor = torch.softmax(scores, -1) @ v
+    return mixed
 
 
 class PositionMean(nn.Module):

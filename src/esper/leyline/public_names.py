@@ -33,6 +33,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Hosts and blueprints": {
         "mlp": "tasks.hosts",
         "cnn": "tasks.hosts",
+        "transformer": "tasks.hosts",
+        "gru": "tasks.hosts",
         "SegmentedHost": "kasmina.host",
         "SlotSpec": "leyline.slots",
         "Kind": "leyline.streams",

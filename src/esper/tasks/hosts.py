@@ -14,6 +14,8 @@ from esper.tasks.dense import MLP as MLP
 from esper.tasks.dense import DamagedMLP as DamagedMLP
 from esper.tasks.dense import ResidualMLP as ResidualMLP
 from esper.tasks.dense import room_for as room_for
+from esper.tasks.sequential import GRU as GRU
+from esper.tasks.sequential import Transformer as Transformer
 from esper.tasks.sizes import check_sizes
 
 VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
@@ -75,6 +77,40 @@ def cnn(
     return ResidualCNN(inputs, tuple(width * 2**block for block in range(blocks)), last)
 
 
+def transformer(vocabulary: int, width: int = 64, layers: int = 2, *, heads: int = 4, length: int = 128) -> Transformer:
+    """A host for tokens, in one line: esper.task("mine", x, y, host=esper.transformer(vocabulary=256), classes=256).
+
+    Returns a factory of decoder transformers, which predict the next token at every position: (B, L) int64 -> (B, L, vocabulary),
+    with a causal slot for sequences behind each layer. A layer is a residual network of causal attention and of one hidden layer
+    with four times the width, each behind a layer norm. Positions are learned, and the head shares the weights of the embedding.
+
+    vocabulary: number of tokens, which are whole numbers from 0 on.
+    width: features of every position, a multiple of `heads`.
+    layers: number of layers. The slots behind them are named "block0", "block1" and so on.
+    heads: heads of attention in each layer.
+    length: most positions of a sequence.
+
+    Raises InputError where a size is not a positive integer, or the heads do not divide the width.
+    """
+    return Transformer(vocabulary, width, layers, heads, length)
+
+
+def gru(vocabulary: int, width: int = 64, layers: int = 1) -> GRU:
+    """A recurrent host for tokens, in one line: esper.task("mine", x, y, host=esper.gru(vocabulary=256), classes=256).
+
+    Returns a factory of gated recurrent networks, which predict the next token at every position: (B, L) int64 ->
+    (B, L, vocabulary), with a causal slot for sequences behind each layer. The networks of a population run one after the other,
+    so a transformer of as many parameters is faster where there are many.
+
+    vocabulary: number of tokens, which are whole numbers from 0 on.
+    width: features of every position.
+    layers: number of residual GRU layers. The slots behind them are named "block0", "block1" and so on.
+
+    Raises InputError where a size is not a positive integer.
+    """
+    return GRU(vocabulary, width, layers)
+
+
 def _outputs(of: str, classes: int | None, outputs: int | None) -> int:
     if (classes is None) == (outputs is None):
         raise InputError(
@@ -98,9 +134,9 @@ def menu_of(host: SegmentedHost) -> tuple[str, ...]:
 MOST_BLOCKS, WIDEST = 1024, 2**24
 """Limits on the sizes of a host that a file names. A host that is built in Python may be larger."""
 
-Host = MLP | ResidualMLP | DamagedMLP | CNN | ResidualCNN
+Host = MLP | ResidualMLP | DamagedMLP | CNN | ResidualCNN | Transformer | GRU
 HOSTS: Mapping[str, type[Host]] = MappingProxyType(
-    {factory.name: factory for factory in (MLP, ResidualMLP, DamagedMLP, CNN, ResidualCNN)}
+    {factory.name: factory for factory in (MLP, ResidualMLP, DamagedMLP, CNN, ResidualCNN, Transformer, GRU)}
 )
 """The host factories that a saved network can name. Their arguments are those of `dataclasses.asdict`."""
 

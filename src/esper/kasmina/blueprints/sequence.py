@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.vector import zero_linear
-from esper.kasmina.layers import Linear
+from esper.kasmina.layers import Linear, causal_attention
 
 
 class Norm(nn.Module):
@@ -31,8 +31,7 @@ class Norm(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
-        variance, mean = torch.var_mean(u, -1, correction=0, keepdim=True)
-        delta: Tensor = (u - mean) * torch.rsqrt(variance + self.eps) * self.scale + self.shift
+        delta: Tensor = F.layer_norm(u, u.shape[-1:], eps=self.eps) * self.scale + self.shift
         return delta
 
 
@@ -80,18 +79,3 @@ class Attention(nn.Module):
         """(B, L, reads) -> (B, L, writes), or (E, B, L, reads) -> (E, B, L, writes)."""
         delta: Tensor = self.out(causal_attention(self.query(u), self.key(u), self.value(u)))
         return delta
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over this and earlier positions: q, k, v (..., L, d) -> (..., L, d).
-
-    Positions are filled up to a multiple of 4: a batch of products rounds a result by where in memory it lies, unless every
-    result is a whole number of the processor's words. No earlier position sees the ones behind the last.
-    """
-    length, spare = q.shape[-2], -q.shape[-2] % 4
-    if spare:
-        q, k, v = (F.pad(x, (0, 0, 0, spare)) for x in (q, k, v))
-    later = torch.ones(length + spare, length + spare, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(later, -torch.inf)
-    mixed: Tensor = torch.softmax(scores, -1) @ v
-    return mixed[..., :length, :] if spare else mixed

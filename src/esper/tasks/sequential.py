@@ -1,0 +1,168 @@
+"""Hosts for sequences of tokens: a decoder transformer, and a recurrent network."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.layers import CausalAttention, Embedding, Linear, PositionNorm
+from esper.leyline.errors import InputError
+from esper.leyline.slots import SlotSpec
+from esper.leyline.streams import Kind
+from esper.tasks.sizes import check_sizes, linear, smallest
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + f(norm(x)) with one hidden layer f of four times the width."""
+
+    stacks = True
+
+    def __init__(self, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.attention_norm, self.hidden_norm = PositionNorm(width), PositionNorm(width)
+        self.attention = CausalAttention(width, heads)
+        self.inner = linear(width, 4 * width, variance=2 / width)
+        self.out = linear(4 * width, width, variance=1 / (4 * width) / (2 * layers))
+        nn.init.normal_(self.attention.read.weight, std=width**-0.5)
+        nn.init.normal_(self.attention.out.weight, std=(width * 2 * layers) ** -0.5)
+        nn.init.zeros_(self.attention.out.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.out(torch.relu(self.inner(self.hidden_norm(x))))
+        return y
+
+
+class TiedHead(nn.Module):
+    """The logit of each token: a norm, then the product with the vectors by which the tokens were embedded."""
+
+    stacks = True
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        vocabulary, width = embedding.tokens.shape
+        self.norm = PositionNorm(width)
+        self.read = Linear(width, vocabulary, bias=False)
+        self.read.weight = embedding.tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, C) -> (B, L, vocabulary), or (E, B, L, C) -> (E, B, L, vocabulary)."""
+        logits: Tensor = self.read(self.norm(x))
+        return logits
+
+
+@dataclass(frozen=True)
+class _Sequential(ABC):
+    """Base of the hosts for tokens: an embedding, layers with a slot behind each, and a last layer."""
+
+    name: ClassVar[str]
+    called: ClassVar[str]  # in messages
+
+    vocabulary: int  # tokens are whole numbers from 0 to vocabulary - 1
+    width: int  # features of every position
+    layers: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self.called, {field.name: getattr(self, field.name) for field in fields(self)})
+
+    def plain(self, parameters: int) -> Self:
+        """The network of as many layers, of the smallest width with at least `parameters` parameters."""
+        return self._even(smallest(self._even, parameters))
+
+    def _even(self, width: int) -> Self:
+        return replace(self, width=width)
+
+    @abstractmethod
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+
+    def _slots(self) -> list[SlotSpec]:
+        return [
+            SlotSpec(f"block{k}", after=k + 1, width=self.width, kind=Kind.SEQUENCE, causal=True)
+            for k in range(self.layers)
+        ]
+
+
+@dataclass(frozen=True)
+class Transformer(_Sequential):
+    """A factory of decoder transformers, tokens (B, L) int64 -> logits (B, L, vocabulary), for L up to `length`.
+
+        segment 0:      a learned vector of each token + one of each position
+        segment k + 1:  x + attention(norm(x)),  then x + Linear(ReLU(Linear(norm(x)))) with 4 width units    then slot "block<k>"
+        last segment:   norm, and the product with the vectors of the tokens (tied to segment 0)
+
+    The logits at a position are those of the next token: no position sees a later one. Weights are drawn from torch's global
+    generator, normal with standard deviation 1 / sqrt(fan in), sqrt(2 / fan in) in front of the ReLU, divided by
+    sqrt(2 layers) in layers that return to the stream, and .02 for the vectors of tokens and positions; biases are 0.
+
+    Raises InputError where a size is not a positive integer, or the heads do not divide the width.
+    """
+
+    name: ClassVar[str] = "transformer"
+    called: ClassVar[str] = "a transformer host"
+
+    heads: int
+    length: int  # most positions
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % self.heads:
+            raise InputError(
+                f"width of {self.called} is {self.width} and heads is {self.heads}; give a width that is a multiple of heads"
+            )
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        embed = Embedding(self.vocabulary, self.length, self.width)
+        nn.init.normal_(embed.tokens, std=0.02)
+        nn.init.normal_(embed.positions, std=0.02)
+        blocks = [TransformerBlock(self.width, self.heads, self.layers) for _ in range(self.layers)]
+        host = SegmentedHost([embed, *blocks, TiedHead(embed)], self._slots())
+        host.stacks = True
+        return host
+
+    def _even(self, width: int) -> Self:
+        return replace(self, width=-(-width // self.heads) * self.heads)
+
+
+class GRULayer(nn.Module):
+    """x + GRU(x), over the positions of each example."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, C) -> (B, L, C)."""
+        y: Tensor = x + self.recurrent(x)[0]
+        return y
+
+
+@dataclass(frozen=True)
+class GRU(_Sequential):
+    """A factory of gated recurrent networks (Cho et al., 2014), tokens (B, L) int64 -> logits (B, L, vocabulary).
+
+        segment 0:      a learned vector of each token
+        segment k + 1:  x + GRU(x)                          then slot "block<k>"
+        last segment:   Linear(width -> vocabulary)
+
+    The logits at a position are those of the next token. Rows of a population run one after the other, because vmap has no rule
+    for a recurrence. Weights of a GRU are those of torch.
+
+    Raises InputError where a size is not a positive integer.
+    """
+
+    name: ClassVar[str] = "gru"
+    called: ClassVar[str] = "a GRU host"
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        embed = nn.Embedding(self.vocabulary, self.width)
+        head = linear(self.width, self.vocabulary, variance=1 / self.width)
+        host = SegmentedHost([embed, *(GRULayer(self.width) for _ in range(self.layers)), head], self._slots())
+        host.draws = False
+        return host
