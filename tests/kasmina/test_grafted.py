@@ -536,6 +536,8 @@ def site(after="stem", around=None, stream=None, name="a"):
         (net, site(name="b"), "is named 'b'"),
         (net, {"a": "stem"}, "is a str; give an esper.Site"),
         (net, {}, "give at least one"),
+        (net, "auto", "give one, as esper.graft"),
+        (net, "stem", "sites is 'stem'; give 'auto', a list of names"),
         (net, {**site(), "b": Site("b", "stem", "stem", Vector(WIDTH))}, "'a' and 'b' are both behind 'stem'"),
         (net, site("blocks"), "is a ModuleList, which is never called"),
         (own_forward, site(), "has a forward of its own"),
@@ -554,6 +556,26 @@ def site(after="stem", around=None, stream=None, name="a"):
 def test_bad_sites_are_refused_in_a_sentence(module, sites, said):
     with pytest.raises(InputError, match=said):
         graft(module(), sites)
+
+
+def test_sites_are_found_on_an_example():
+    model = graft(net(), example=batch())
+    assert {"blocks.0", "blocks.1", "blocks.0.lift"} <= set(model.sites)
+    assert "blocks.0.lift" in repr(model.sites)
+    assert list(survey(model, lambda: model(batch()))) == list(model.sites)
+    assert list(copy.deepcopy(model).sites) == list(model.sites)
+    assert list(graft(net(), ["blocks.1"], example=batch()).sites) == ["blocks.1"]
+    with pytest.raises(InputError, match=r"'head' is no site that find_sites finds: a head"):
+        graft(net(), ["head"], example=batch())
+
+
+def test_what_a_fused_layer_skips_is_left_out_of_the_sites_that_are_found():
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(WIDTH, 3))
+    with drawn_with(2):
+        graft(model, example=torch.randn(4, 5, WIDTH))
+    assert list(model.sites) == ["0.layers.0", "0.layers.1"]
+    assert "skips its parts in evaluation mode" in repr(model.sites)
 
 
 def test_a_network_without_sites_says_so():

@@ -10,12 +10,13 @@ import copy
 import copyreg
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.find_sites import FoundSites, find_sites
 from esper.kasmina.planted import Mode, Planted
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
@@ -67,10 +68,20 @@ class Point:
         self.tape: Tape | None = None
 
 
-def graft(module: M, sites: Mapping[str, Site]) -> M:
-    """Give a network sites at which `Growth` can plant seeds; in place, and returns the network.
+def graft(
+    module: M,
+    sites: Literal["auto"] | Sequence[str] | Mapping[str, Site] = "auto",
+    *,
+    example: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> M:
+    """Give a network sites at which `esper.Growth` can plant seeds; in place, and returns the network.
 
-        esper.graft(model, {"block": Site("block", "layers.1", "layers.1", Vector(64))})
+        esper.graft(model, example=x)
+        print(model.sites)
+
+    sites: 'auto' takes those that `esper.find_sites(module, example, loss)` finds, a list of names those of them, and a mapping
+    of names to `esper.Site` just these, without an example.
 
     A seed at a site changes what the submodule `after` returns: the tensor, or the first floating tensor of the tuple, list or
     mapping. It reads that tensor, or what the submodule `around` was given first, or what the network was given first. Without
@@ -81,6 +92,8 @@ def graft(module: M, sites: Mapping[str, Site]) -> M:
     Raises InputError where a site cannot be: its submodule is not there, is scripted or quantised, or cannot have a seed.
     """
     _check_network(module)
+    if not isinstance(sites, Mapping):
+        sites = _found(module, sites, example, loss)
     _check_sites(sites)
     paths = dict(module.named_modules())
     taken: dict[int, str] = {}
@@ -355,6 +368,31 @@ def _wire(source: Point, until: Point) -> Wire:
 # What is refused.
 
 
+def _found(
+    module: nn.Module, names: Literal["auto"] | Sequence[str], example: Any, loss: Callable[[Any], Tensor] | None
+) -> Mapping[str, Site]:
+    """The sites of a network that `find_sites` finds, or those of them that are named."""
+    if names != "auto" and (isinstance(names, str) or not isinstance(names, Sequence)):
+        raise InputError(f"sites is {names!r}; give 'auto', a list of names, or a mapping of names to esper.Site")
+    if example is None:
+        raise InputError(
+            "sites are found by running the module on an example; give one, as esper.graft(module, example=x), or give each "
+            "site as an esper.Site"
+        )
+    found = find_sites(module, example, loss)
+    if names == "auto":
+        refused = {name: reason for name, site in found.items() if (reason := _fused(module, site.after))}
+        kept = [site for name, site in found.items() if name not in refused]
+        return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused)
+    for name in names:
+        if name not in found:
+            reason = found.left_out.get(name, f"there are {', '.join(found)}")
+            raise InputError(
+                f"{name!r} is no site that find_sites finds: {reason}; give it as an esper.Site, or another"
+            )
+    return {name: found[name] for name in names}
+
+
 def _root(module: nn.Module) -> Point:
     if not is_grafted(module):
         raise InputError(f"the {type(module).__name__} has no sites; call esper.graft(module, sites) first")
@@ -420,11 +458,18 @@ def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -
         )
     if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise InputError(f"{of} is a {type(module).__name__}, which is never called; name one of its parts")
+    if fused := _fused(root, path):
+        raise InputError(f"{of} is {fused}")
+
+
+def _fused(root: nn.Module, path: str) -> str:
+    """Why a submodule is not called in evaluation mode, although it is in training mode; empty where it is."""
     parts = path.split(".")
     for depth in range(1, len(parts)):
         parent = root.get_submodule(".".join(parts[:depth]))
         if isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
-            raise InputError(
-                f"{of} is within an nn.{type(parent).__name__}, which skips its parts in evaluation mode; "
-                f"use {'.'.join(parts[:depth])!r} itself"
+            name = ".".join(parts[:depth])
+            return (
+                f"within an nn.{type(parent).__name__}, which skips its parts in evaluation mode; use {name!r} itself"
             )
+    return ""

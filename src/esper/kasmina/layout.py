@@ -85,7 +85,9 @@ class Layout:
         host.chain.run(calling(host.segments), on_cpu(example, self.dtype), measure)
         host.train(training)
         widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
-        fits = np.array([[entry.fits(slot) for entry in self.menu] for slot in self.slots], bool)
+        fits = np.array(
+            [[entry.fits(slot.kind, causal=slot.causal) for entry in self.menu] for slot in self.slots], bool
+        )
         return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self.tap_of], 0), widths)
 
     def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:

@@ -128,7 +128,9 @@ def _unpack(seeds: Seeds, asked: Coalitions, figures: Figures, last: Measurement
         metric=figures.metric,
         loss=figures.loss,
         train_loss=trained.loss if trained is not None else fresh.train_loss,
-        gradient_norm=trained.gradient_norm if trained is not None else fresh.gradient_norm,
+        gradient_norm=fresh.gradient_norm
+        if trained is None or trained.gradient_norm is None
+        else trained.gradient_norm,
         contribution=spread(figures.metric_fall, asked.without(), shape),
         contribution_loss=spread(figures.loss_rise, asked.without(), shape),
         gain=negated(spread(figures.loss_rise, asked.alone, shape)),
@@ -152,7 +154,8 @@ def _signs(measurements: Measurements, figures: Figures) -> Signs:
     """The vital signs of a step."""
     gradient = np.ones(len(figures.loss), bool)
     if figures.trained is not None:
-        gradient = np.isfinite(measurements.gradient_norm)
+        if figures.trained.gradient_norm is not None:
+            gradient = np.isfinite(figures.trained.gradient_norm)
         for at, owners in figures.trained.seed_owners:
             gradient[owners] &= measurements.seed_gradient_finite[owners, at]
     metric_se, outputs, parameters = figures.signs.T

@@ -35,7 +35,9 @@ class TrainedFigures(NamedTuple):
     """What the training of a step came to."""
 
     loss: Floats  # (R,) mean over the step's batches
-    gradient_norm: Floats  # (R,) of the host's parameters, mean over the step's optimizer steps
+    gradient_norm: (
+        Floats | None
+    )  # (R,) of the host's parameters, mean over the step's optimizer steps; None where another trains it
     seed_norms: list[Floats]  # (n,) likewise, for each entry of `seed_owners`
     seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the rows (n,) that the norms belong to
 

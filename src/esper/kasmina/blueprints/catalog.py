@@ -14,7 +14,7 @@ from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
 from esper.kasmina.blueprints.vector import MLP, Affine, Gated, LinearMap, LowRank
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec, Tap
+from esper.leyline.slots import Tap
 from esper.leyline.streams import STREAMS, Kind
 
 Build = Callable[[int, int], nn.Module]
@@ -43,9 +43,9 @@ class Blueprint:
     summary: str
     causal: bool = True
 
-    def fits(self, slot: SlotSpec) -> bool:
-        """Whether a slot can take it: it is of the slot's kind, and does not look ahead where the slot is causal."""
-        return self.kind == slot.kind and (self.causal or not slot.causal)
+    def fits(self, kind: Kind, *, causal: bool) -> bool:
+        """Whether a stream can have it: it is of the stream's kind, and does not look ahead where the stream is causal."""
+        return self.kind == kind and (self.causal or not causal)
 
 
 BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}

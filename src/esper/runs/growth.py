@@ -1,0 +1,391 @@
+"""Growing one network in a training loop of a person's own."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, get_blueprint
+from esper.kasmina.folding import fold
+from esper.kasmina.grafted import graft, is_grafted, planted_at, sites_of, trim
+from esper.leyline.config import Config, build_config, merge_settings
+from esper.leyline.errors import InputError
+from esper.leyline.protocols import PolicyClient, Resumable
+from esper.leyline.sites import Site
+from esper.leyline.stages import ADDED, Stage
+from esper.leyline.streams import Kind
+from esper.tamiyo.catalog import get_controller
+from esper.tolaria.engine import Engine
+from esper.tolaria.groups import Groups
+from esper.tolaria.live import LivePopulation
+from esper.tolaria.live_probe import Batches, Loss, Probe
+from esper.tolaria.play import decide
+
+MENU: Mapping[Kind, tuple[str, ...]] = {
+    Kind.VECTOR: ("bypass-linear", "bypass-mlp", "mlp-small"),
+    Kind.MAP: ("bypass-conv-1x1", "bypass-conv-3x3", "conv-light"),
+    Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "mlp-small"),
+}
+"""Blueprints that may be planted at sites of each kind, where the settings name none."""
+MOST_SITES = 62
+"""Coalitions of seeds are counted by the bits of one integer."""
+ENDLESS = 10**6
+"""Decisions of a training whose length is not given."""
+FORMAT = 1
+
+
+class Growth:
+    """Grows a network while a loop trains it: plants seeds at its sites, tries them, and keeps those that pay.
+
+        growth = esper.Growth(model, optimizer, probe=probe, loss=loss)
+        for x, y in loader:
+            loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            growth.step()
+        model = growth.finish()
+
+    `step` is called behind every step of the optimizer. Every `every` of them it measures the network on the probe, asks the
+    controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs, gradients and buffers are
+    bit for bit what they are without it.
+
+    step() trains an incubating seed by the gradients of the loop's own backward passes. step(x, y), with the batch of this step,
+    trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
+
+    Args:
+        model: the module that grows. Where `esper.graft` has given it no sites, it gets those that are found on the first input
+            of the probe. A compiled module stands for the one inside, which has its sites already.
+        optimizer: any torch optimizer with parameter groups. A seed gets a group like that of the submodule it is behind.
+        scheduler: its learning rate scheduler, or a list of them.
+        ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, made after the model was grafted. It gets
+            every seed that the model gets.
+        controller: name of a controller, path of a schedule, folder of a trained one, or an object with `act`, `store`, `update`.
+        budget: most parameters of all seeds / parameters of the model.
+        probe: a list of (input, target) pairs that are not trained on, or a function that returns one, always the same. An
+            input that is a tuple or a mapping is the arguments of the model.
+        loss: loss(output, target) of a batch: one number, or one for each example.
+        every: steps of the optimizer between two decisions.
+        steps: steps of the optimizer of the whole training, so that no seed is planted too late; None where it has no end.
+        scaler: the torch.amp.GradScaler that scales the loss, if there is one.
+        seed: seed of every random number that is drawn here. torch's own generators are not used.
+        settings: a config whose keys override the defaults, such as {"blueprints": ["bypass-mlp"]} (docs/config.md).
+
+    Raises:
+        InputError: in one sentence, where one of these cannot be
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        ema: nn.Module | None = None,
+        *,
+        controller: str | PolicyClient = "heuristic",
+        budget: float = 0.1,
+        probe: Batches,
+        loss: Loss,
+        every: int = 100,
+        steps: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        network = _network(model)
+        self.every, self.calls, self.finished = _whole("every", every), 0, False
+        self.model = network
+        device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+        measured, share = Probe(probe, loss, device), _share(budget)
+        groups = Groups(optimizer, scheduler, network)
+        if not is_grafted(network):
+            graft(network, example=measured.first)
+        sites = sites_of(network)
+        config = _config(sites, share, self.every, steps, seed, settings or {})
+        copies = [] if ema is None else [_average(ema, sites)]
+        population = LivePopulation(network, copies, groups, measured, _menu(sites, config), config)
+        _check_budget(population, budget)
+        population.incubation.scale = None if scaler is None else scaler.scale
+        self.controller: PolicyClient = (
+            get_controller(controller, config) if isinstance(controller, str) else controller
+        )
+        self.engine = Engine(population, config)
+        self.engine.reset()
+        self._decide()
+
+    @property
+    def population(self) -> LivePopulation:
+        """The network with its seeds, as the engine grows it."""
+        return self.engine.population
+
+    def step(self, *batch: Any) -> bool:
+        """Take note of a step of the optimizer; returns whether a decision was made.
+
+        batch: nothing, or the input and the target of the step. InputError where it is anything else, or after `finish`.
+        """
+        if self.finished:
+            raise InputError("the network is finished; make another esper.Growth to grow it further")
+        if len(batch) not in (0, 2):
+            raise InputError(
+                f"step was given {len(batch)} arguments; give none, or the input and the target of the step"
+            )
+        self.calls += 1
+        self.population.incubate((batch[0], batch[1]) if batch else None)
+        if self.calls % self.every or self.engine.state.opened is None:
+            return False
+        _, outcome = self.engine.close()
+        self.controller.store(outcome)
+        if not self.engine.over:
+            self._decide()
+        return True
+
+    def finish(self) -> nn.Module:
+        """The network with the seeds that were kept, and no others. It goes on training under the same optimizer.
+
+        A kept seed whose change is linear becomes part of the Linear that it is behind, where its site allows that; every other
+        is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own classes again.
+        """
+        if self.finished:
+            return self.model
+        population, seeds = self.population, self.engine.state.seeds
+        for slot, site in enumerate(population.sites):
+            if planted_at(self.model, site.name) is None:
+                continue
+            kept = seeds.stage[0, slot] == Stage.FOSSILIZED
+            folded = kept and fold(self.model, site.name)
+            for network in population.copies if folded else ():
+                fold(network, site.name)
+            if folded or not kept:
+                population.free(site.name)
+        for network in (self.model, *population.copies):
+            trim(network)
+        self.finished = True
+        return self.model
+
+    def summary(self) -> dict[str, Any]:
+        """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason."""
+        state, population = self.engine.state, self.population
+        host = int(population.host_params[0])
+        lists = {
+            name: [
+                {
+                    "site": each["slot"],
+                    "blueprint": each["blueprint"],
+                    "decision": each["step"],
+                    "reason": each["reason"],
+                }
+                for each in entries
+            ]
+            for name, entries in self.engine.fates.lists().items()
+        }
+        return {
+            "status": "finished" if self.finished else "growing",
+            "steps": self.calls,
+            "decisions": state.step,
+            "loss": float(state.scores.loss[0]),
+            "host_params": host,
+            "added_params": int(
+                population.added_params(state.seeds, frozenset({Stage.FOSSILIZED}) if self.finished else ADDED)[0]
+            ),
+            "rollbacks": self.engine.governor.record.counts()["rollbacks"],
+            **lists,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the training that is known here, for torch.save: the model, its seeds, the optimizer, the schedulers, the moving
+        average and the decisions. It is taken between two steps.
+        """
+        if self.finished:
+            raise InputError("the network is finished; save it itself, as torch.save(model.state_dict(), path)")
+        population = self.population
+        tree = {
+            "format": FORMAT,
+            "sites": list(sites_of(self.model)),
+            "menu": [[entry.kind.value, entry.name] for entry in population.menu],
+            "every": self.every,
+            "calls": self.calls,
+            "seeds": population.planted(),
+            "tensors": {name: tensor.detach().clone() for name, tensor in population.tensors().items()},
+            "groups": population.groups.state(population.names()),
+            "engine": self.engine.snapshot(),
+            "controller": self.controller.state() if isinstance(self.controller, Resumable) else None,
+        }
+        saved: dict[str, Any] = _saved(tree)
+        return saved
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, with a model, an optimizer and schedulers that are made as they were then.
+
+        InputError where they are others.
+        """
+        tree: dict[str, Any] = _loaded(state)
+        population = self.population
+        menu = [[entry.kind.value, entry.name] for entry in population.menu]
+        for name, mine in (
+            ("format", FORMAT),
+            ("sites", list(sites_of(self.model))),
+            ("menu", menu),
+            ("every", self.every),
+        ):
+            if tree.get(name) != mine:
+                raise InputError(f"the saved state has {name} {tree.get(name)!r}, where this one has {mine!r}")
+        population.rebuild(tree["seeds"])
+        _fill(population.tensors(), tree["tensors"])
+        population.groups.load_state(tree["groups"], population.names())
+        self.calls = tree["calls"]
+        self.engine.restore(tree["engine"])
+        population.follow(self.engine.state.seeds)
+        if isinstance(self.controller, Resumable) and tree["controller"] is not None:
+            self.controller.load_state(tree["controller"])
+
+    def __repr__(self) -> str:
+        name, state = type(self.model).__name__, self.engine.state
+        return f"Growth({name}, sites={len(self.population.sites)}, steps={self.calls}, decisions={state.step})"
+
+    def _decide(self) -> None:
+        """Ask the controller, and carry out what it decides."""
+        decision = decide(self.controller, self.engine.view())
+        self.engine.apply(decision.actions, decision.reasons)
+
+
+def _network(model: Any) -> nn.Module:
+    """The module that grows."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
+    inner = getattr(model, "_orig_mod", model)
+    network: nn.Module = inner if isinstance(inner, nn.Module) else model
+    if isinstance(network, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(
+            f"the model is wrapped in {type(network).__name__}, which would not synchronise the gradients of seeds; "
+            "grow it in one process"
+        )
+    if any(base.__name__ == "FSDPModule" for part in network.modules() for base in type(part).__mro__):
+        raise InputError(
+            "the model is sharded by FSDP, which would not synchronise the gradients of seeds; grow it in one process"
+        )
+    return network
+
+
+def _average(ema: Any, sites: Mapping[str, Site]) -> nn.Module:
+    """The grafted module of a moving average."""
+    module = getattr(ema, "module", ema)
+    if not isinstance(module, nn.Module) or not is_grafted(module) or dict(sites_of(module)) != dict(sites):
+        raise InputError(
+            "ema has no sites of its own; make it after esper.graft(model), so that it can get the seeds as well"
+        )
+    return module
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {value!r}; give a whole number of optimizer steps from 1 on")
+    return value
+
+
+def _share(budget: Any) -> float:
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
+        raise InputError(
+            f"budget is {budget!r}; give a number above 0: the most parameters of all seeds / those of the model, as 0.1"
+        )
+    return float(budget)
+
+
+def _config(
+    sites: Mapping[str, Site], budget: float, every: int, steps: Any, seed: int, settings: Mapping[str, Any]
+) -> Config:
+    """The settings of one network in a loop of a person's own."""
+    if len(sites) > MOST_SITES:
+        raise InputError(f"the model has {len(sites)} sites, and at most {MOST_SITES} can grow; graft fewer of them")
+    usual = {
+        "envs": 1,
+        "baselines": [],
+        "seed": seed,
+        "steps": ENDLESS if steps is None else max(_whole("steps", steps) // every, 1),
+        "lifecycle": {"max_seeds": len(sites)},
+        "probe": {"sensors_every": 0},
+        "reward": {"objective": "log_loss"},
+        # The loss on the probe has no upper end, and rises where a network learns its data by heart.
+        "governor": {"param_limit": budget, "min_metric_drop": 1e9},
+    }
+    config = build_config(merge_settings(usual, settings))
+    fixed = {
+        "envs": config.envs == 1,
+        "baselines": not config.baselines,
+        "early_stopping": not config.early_stopping.enabled,
+    }
+    for name, right in fixed.items():
+        if not right:
+            raise InputError(
+                f"settings sets {name}, which one network in a loop of its own does not have; leave it out"
+            )
+    return config
+
+
+def _menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
+    """What may be planted: the named blueprints of every kind that a site has."""
+    kinds = dict.fromkeys(site.stream.kind for site in sites.values())
+    if config.blueprints is None:
+        return [BLUEPRINTS[kind, name] for kind in kinds for name in MENU[kind] if (kind, name) in BLUEPRINTS]
+    named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in BLUEPRINTS]
+    for name in config.blueprints:
+        if not any(name == known for _, known in named):
+            get_blueprint(name, next(iter(kinds)))  # raises, with what there is
+    return [BLUEPRINTS[each] for each in named]
+
+
+def _check_budget(population: LivePopulation, budget: float) -> None:
+    """InputError where nothing fits."""
+    space, host = population.space, int(population.host_params[0])
+    if not space.fits.any():
+        raise InputError(
+            f"no blueprint of the menu fits a site: the menu is {', '.join(entry.name for entry in space.blueprints)}; name "
+            "others, as settings={'blueprints': [...]}"
+        )
+    least = int(space.cost[0][space.fits].min())
+    if least > budget * host:
+        raise InputError(
+            f"budget {budget:g} of a model of {host:,} parameters allows {int(budget * host):,}, and the smallest seed has "
+            f"{least:,}; give at least {least / host:.3g}"
+        )
+
+
+def _saved(tree: Any) -> Any:
+    """A tree of arrays, tensors and plain values as torch.save(..., weights_only loading) takes it."""
+    if isinstance(tree, np.ndarray):
+        return {"array": torch.from_numpy(np.ascontiguousarray(tree)).reshape(tree.shape).clone()}
+    if isinstance(tree, Enum):
+        return tree.value
+    if isinstance(tree, np.generic):
+        return tree.item()
+    if type(tree) is dict:
+        return {key: _saved(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
+        return type(tree)(_saved(value) for value in tree)
+    return tree
+
+
+def _loaded(tree: Any) -> Any:
+    """What `_saved` was given."""
+    if isinstance(tree, Mapping) and set(tree) == {"array"}:
+        return tree["array"].cpu().numpy().copy()
+    if type(tree) is dict:
+        return {key: _loaded(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_loaded(value) for value in tree)
+    return tree
+
+
+@torch.no_grad()
+def _fill(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved values into tensors of the same names. InputError where they are others."""
+    for name in (*tensors, *saved):
+        mine, theirs = tensors.get(name), saved.get(name)
+        if mine is None or theirs is None or mine.shape != theirs.shape:
+            shapes = [None if each is None else tuple(each.shape) for each in (theirs, mine)]
+            raise InputError(
+                f"the saved state has {name!r} as {shapes[0]}, where the model has {shapes[1]}; build the same model"
+            )
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])

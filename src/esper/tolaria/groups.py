@@ -1,0 +1,224 @@
+"""The optimizer and the schedulers of a loop that is not ours, while parameters come and go."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from esper.leyline.errors import InputError
+
+OWNER = "esper"
+"""The entry of a parameter group that names the site of its seed."""
+
+_BY_GROUP = (
+    "base_lrs",
+    "lr_lambdas",
+    "min_lrs",
+    "max_lrs",
+    "base_momentums",
+    "max_momentums",
+    "_last_lr",
+)
+"""Lists of schedulers that have an entry for each parameter group."""
+
+_KNOWN = (
+    lr_scheduler.LambdaLR,
+    lr_scheduler.MultiplicativeLR,
+    lr_scheduler.StepLR,
+    lr_scheduler.MultiStepLR,
+    lr_scheduler.ConstantLR,
+    lr_scheduler.LinearLR,
+    lr_scheduler.ExponentialLR,
+    lr_scheduler.PolynomialLR,
+    lr_scheduler.CosineAnnealingLR,
+    lr_scheduler.CosineAnnealingWarmRestarts,
+    lr_scheduler.CyclicLR,
+    lr_scheduler.OneCycleLR,
+    lr_scheduler.ReduceLROnPlateau,
+)
+_MADE_OF_OTHERS = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
+
+Group = dict[str, Any]
+
+
+class Groups:
+    """Adds the parameters of seeds to an optimizer and takes them away, and keeps its schedulers in step.
+
+    A seed gets a group of its own, which begins as the group of a parameter beside it is now. So its rate follows the same
+    schedule from there on, whatever that is computed from: each scheduler gets the same entries for both groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
+        """scheduler: one, several in a list, or None. InputError where one of them cannot be kept in step."""
+        _check_optimizer(optimizer, model)
+        self.optimizer = optimizer
+        self.schedulers = tuple(_flat(scheduler))
+        for each in self.schedulers:
+            _check_scheduler(each, optimizer)
+        if not self.schedulers and any("initial_lr" in group for group in optimizer.param_groups):
+            raise InputError(
+                "the optimizer has a learning rate scheduler that Growth was not given, whose rates would be wrong once the "
+                "network has grown; give it, as esper.Growth(model, optimizer, scheduler, ...)"
+            )
+
+    def add(self, name: str, parameters: Sequence[nn.Parameter], beside: Iterable[nn.Parameter]) -> None:
+        """A group for a seed, as that of the first of the parameters `beside` that the optimizer holds, or else the first."""
+        index = self._index_of(beside)
+        like, count = self.optimizer.param_groups[index], len(self.optimizer.param_groups)
+        group = {key: copy.deepcopy(value) for key, value in like.items() if key not in ("params", "param_names")}
+        if "param_names" in like:
+            group["param_names"] = [f"{name}.{place}" for place in range(len(parameters))]
+        self.optimizer.add_param_group({**group, "params": list(parameters), OWNER: name})
+        for entries in self._lists(count):
+            entries.append(copy.copy(entries[index]))
+
+    def remove(self, name: str) -> None:
+        """Take the group of a seed away, with all that the optimizer remembers of its parameters."""
+        index = next(i for i, group in enumerate(self.optimizer.param_groups) if group.get(OWNER) == name)
+        lists = self._lists(len(self.optimizer.param_groups))
+        for parameter in self.optimizer.param_groups[index]["params"]:
+            self.optimizer.state.pop(parameter, None)
+        del self.optimizer.param_groups[index]
+        for entries in lists:
+            del entries[index]
+
+    def names(self) -> list[str]:
+        """The sites whose seeds have a group, in the order of the groups."""
+        return [group[OWNER] for group in self.optimizer.param_groups if OWNER in group]
+
+    @contextmanager
+    def only(self, names: Sequence[str]) -> Iterator[torch.optim.Optimizer]:
+        """The optimizer as if it held the groups of some seeds alone."""
+        whole = self.optimizer.param_groups
+        self.optimizer.param_groups = [group for group in whole if group.get(OWNER) in names]
+        try:
+            yield self.optimizer
+        finally:
+            self.optimizer.param_groups = whole
+
+    def moments(self, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
+        """What the optimizer remembers of each parameter, by name; its tensors are copies."""
+        state = self.optimizer.state
+        return {name: copy.deepcopy(dict(state[p])) for p, name in names.items() if p in state}
+
+    def set_moments(self, names: Mapping[Tensor, str], moments: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let the optimizer remember of each parameter what is given, by name, and nothing of those that are not."""
+        for parameter, name in names.items():
+            self.optimizer.state.pop(parameter, None)
+            if name in moments:
+                self.optimizer.state[parameter] = {
+                    key: _like(value, parameter) if isinstance(value, Tensor) else copy.deepcopy(value)
+                    for key, value in moments[name].items()
+                }
+
+    def state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        """Groups by the names of their parameters, moments, and what the schedulers remember."""
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                "names": self._named(group, names),
+            }
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            "groups": copy.deepcopy(groups),
+            "moments": self.moments(names),
+            "schedulers": [copy.deepcopy(each.state_dict()) for each in self.schedulers],
+        }
+
+    def load_state(self, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+        """Go on from what `state` gave, with the same parameters in any order of groups. InputError where they are others."""
+        own = [self._named(group, names) for group in self.optimizer.param_groups]
+        saved = [list(group["names"]) for group in state["groups"]]
+        if sorted(map(sorted, own)) != sorted(map(sorted, saved)):
+            other = next((group for group in own if sorted(group) not in map(sorted, saved)), own[-1])
+            raise InputError(
+                f"the saved optimizer has no group of {len(other)} parameters that begins with {other[0]!r}; make the "
+                "optimizer with the same groups as when it was saved"
+            )
+        if len(self.schedulers) != len(state["schedulers"]):
+            raise InputError(
+                f"{len(state['schedulers'])} learning rate schedulers were saved, but Growth was given {len(self.schedulers)}"
+            )
+        order = [next(i for i, mine in enumerate(own) if sorted(mine) == sorted(theirs)) for theirs in saved]
+        for entries in self._lists(len(own)):
+            entries[:] = [entries[i] for i in order]
+        groups = [self.optimizer.param_groups[i] for i in order]
+        by_name = {name: parameter for parameter, name in names.items()}
+        for group, kept in zip(groups, state["groups"], strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in kept.items() if key != "names"})
+            group["params"] = [by_name[name] for name in kept["names"]]
+        self.optimizer.param_groups[:] = groups
+        self.set_moments(names, state["moments"])
+        for each, kept in zip(self.schedulers, state["schedulers"], strict=True):
+            each.load_state_dict(copy.deepcopy(kept))
+
+    def _named(self, group: Group, names: Mapping[Tensor, str]) -> list[str]:
+        return [names[parameter] for parameter in group["params"]]
+
+    def _index_of(self, beside: Iterable[nn.Parameter]) -> int:
+        """The group of the first of some parameters that the optimizer holds; 0 where it holds none."""
+        place = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        return next((place[id(parameter)] for parameter in beside if id(parameter) in place), 0)
+
+    def _lists(self, count: int) -> list[list[Any]]:
+        """The lists of all schedulers with one entry for each of so many groups, each once: schedulers share some of them."""
+        found: dict[int, list[Any]] = {}
+        for each in _parts(self.schedulers):
+            for name in _BY_GROUP:
+                entries = getattr(each, name, None)
+                if isinstance(entries, list) and len(entries) == count:
+                    found[id(entries)] = entries
+        return list(found.values())
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a saved moment, on the device of its parameter where it is of that shape."""
+    return value.detach().clone().to(parameter.device) if value.dim() else value.detach().clone()
+
+
+def _flat(scheduler: Any) -> Iterator[Any]:
+    if isinstance(scheduler, list | tuple):
+        for each in scheduler:
+            yield from _flat(each)
+    elif scheduler is not None:
+        yield scheduler
+
+
+def _parts(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """Schedulers with those that they are made of."""
+    for each in schedulers:
+        yield each
+        if isinstance(each, _MADE_OF_OTHERS):
+            yield from _parts(each._schedulers)
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS takes one group of parameters that never changes, so the network cannot grow; use another optimizer"
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise InputError("the optimizer holds no parameter of the model; make it with model.parameters()")
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """InputError where a scheduler is of another optimizer, or of a kind whose rates for new groups are not known."""
+    for each in _parts([scheduler]):
+        name = type(each).__name__
+        if not isinstance(each, (*_KNOWN, *_MADE_OF_OTHERS)):
+            known = ", ".join(kind.__name__ for kind in (*_KNOWN, *_MADE_OF_OTHERS))
+            raise InputError(
+                f"{name} is no scheduler whose rates for a new group of parameters are known; use one of {known}"
+            )
+        if getattr(each, "optimizer", optimizer) is not optimizer:
+            raise InputError(
+                f"{name} schedules another optimizer; give the scheduler of the optimizer that Growth is given"
+            )

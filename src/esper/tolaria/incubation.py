@@ -1,0 +1,161 @@
+"""The training of seeds that incubate behind a host that somebody else trains, whose every bit stays what it would be."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.kasmina.grafted import planted_at
+from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.survey import call, undisturbed
+from esper.tolaria.groups import Groups
+from esper.tolaria.live_probe import Probe
+
+Scale = Callable[[Tensor], Tensor]
+
+
+class Incubation:
+    """Seeds of one network in stage TRAINING.
+
+    Straight-through: the host's own backward pass brings the gradients, which are taken off the parameters at once, so that
+    nothing that reads them (clipping, a scaler, the optimizer's step) sees them. Shadow: a second forward and backward pass, in
+    which the seed acts at dose 1. Either way the optimizer then steps the groups of these seeds alone.
+
+    straight: which of the two it is.
+    """
+
+    def __init__(self, network: nn.Module, groups: Groups, probe: Probe, proximal: float) -> None:
+        """proximal: weight of |change|^2 / |stream|^2 in the straight-through objective."""
+        self.network, self.groups, self.probe, self.proximal = network, groups, probe, proximal
+        self.scale: Scale | None = None  # multiplies a loss as the loop's GradScaler does
+        self.straight = True
+        self.names: tuple[str, ...] = ()
+        self._gradients: dict[str, dict[int, Tensor]] = {}  # by site and place among the seed's parameters
+        self._handles: dict[str, list[RemovableHandle]] = {}
+        self._passes: dict[str, int] = {}  # backward passes since the last step of the optimizer
+        self._usual = 1  # backward passes between two steps
+        self._norms: dict[str, tuple[Tensor, int]] = {}  # sum and number
+
+    def follow(self, names: Sequence[str]) -> None:
+        """These seeds incubate now, and no others."""
+        for name in self.names:
+            if name not in names or not self.straight:
+                self._release(name)
+        self.names = tuple(names)
+        for name in names if self.straight else ():
+            if name not in self._handles:
+                self._handles[name] = [
+                    parameter.register_post_accumulate_grad_hook(partial(self._take, name, place))
+                    for place, parameter in enumerate(self._seed(name).parameters())
+                ]
+        self._set_pull()
+
+    def forget(self, name: str) -> None:
+        """A seed is gone."""
+        self._release(name)
+        self._norms.pop(name, None)
+        self.names = tuple(each for each in self.names if each != name)
+
+    def train(self, batch: tuple[Any, Any] | None) -> None:
+        """One step of every seed: on what the loop's backward passes brought, or on a batch in a pass of its own."""
+        for name in self.names:
+            seed = self._seed(name)
+            if batch is not None:
+                gradients = self._shadow(name, seed, *batch)
+            else:
+                kept = self._gradients.pop(name, {})
+                gradients = [kept.get(place) for place in range(len(list(seed.parameters())))]
+            self._step(name, seed, gradients)
+        if batch is None and self._passes:
+            self._usual = max(self._passes.values())
+            self._passes.clear()
+        self._set_pull()
+
+    def norms(self) -> dict[str, Tensor]:
+        """By site, the mean norm of the gradients since the last call, of seeds that were trained."""
+        found = {name: total / number for name, (total, number) in self._norms.items()}
+        self._norms.clear()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What it goes by, between two steps."""
+        norms = {name: {"sum": total.clone(), "count": number} for name, (total, number) in self._norms.items()}
+        return {"straight": self.straight, "passes": self._usual, "norms": norms}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.straight, self._usual = bool(state["straight"]), int(state["passes"])
+        self._norms = {name: (entry["sum"].clone(), int(entry["count"])) for name, entry in state["norms"].items()}
+
+    def _seed(self, name: str) -> Planted:
+        planted = planted_at(self.network, name)
+        assert planted is not None, "what incubates is in the network"
+        return planted
+
+    def _take(self, name: str, place: int, parameter: Tensor) -> None:
+        """Take a gradient off its parameter as soon as it is there."""
+        gradient = parameter.grad
+        assert gradient is not None, "the hook runs when there is one"
+        parameter.grad = None
+        if self.scale is not None:
+            gradient = gradient / self.scale(gradient.new_ones(()))
+        kept = self._gradients.setdefault(name, {})
+        kept[place] = gradient if place not in kept else kept[place] + gradient
+        if place == min(kept):
+            self._passes[name] = self._passes.get(name, 0) + 1
+
+    def _release(self, name: str) -> None:
+        for handle in self._handles.pop(name, ()):
+            handle.remove()
+        self._gradients.pop(name, None)
+        self._passes.pop(name, None)
+
+    def _set_pull(self) -> None:
+        """Scale the proximal term as the loop scales its loss, which it divides by its backward passes."""
+        for name in self.names:
+            pull = self._seed(name).pull
+            weight = pull.new_tensor(self.proximal / self._usual)
+            pull.copy_(weight if self.scale is None else self.scale(weight))
+
+    def _shadow(self, name: str, planted: Planted, x: Any, y: Any) -> list[Tensor | None]:
+        """The gradients of a seed of the network's loss with this one seed at dose 1, in evaluation mode."""
+        parameters = list(planted.parameters())
+        others = [p for p in self.network.parameters() if p.requires_grad and not any(p is mine for mine in parameters)]
+        mode, alpha = planted.mode, planted.alpha.clone()
+        with undisturbed(self.network), torch.enable_grad():
+            for parameter in others:
+                parameter.requires_grad_(False)
+            try:
+                planted.mode = Mode.ON
+                planted.alpha.fill_(1)
+                loss = self.probe.mean(call(self.network, x), y)
+                gradients: list[Tensor | None] = [None] * len(parameters)
+                if loss.requires_grad:  # the pass called the site
+                    gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True))
+            finally:
+                planted.mode = mode
+                planted.alpha.copy_(alpha)
+                for parameter in others:
+                    parameter.requires_grad_(True)
+        return gradients
+
+    def _step(self, name: str, planted: Planted, gradients: Sequence[Tensor | None]) -> None:
+        """Let the optimizer move one seed."""
+        known = [gradient for gradient in gradients if gradient is not None]
+        if not known:  # no pass called the site
+            return
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in known]))
+        if self.scale is not None and not bool(torch.isfinite(norm)):  # as a GradScaler skips such a step
+            return
+        total, number = self._norms.get(name, (torch.zeros_like(norm), 0))
+        self._norms[name] = total + norm, number + 1
+        parameters = list(planted.parameters())
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with self.groups.only([name]) as optimizer:
+            optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None

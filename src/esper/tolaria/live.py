@@ -1,0 +1,368 @@
+"""One network in a training loop of a person's own, with the seeds that are grafted into it. S slots, X branches.
+
+The loop trains the host and the seeds that act on it. What is left to do here: births and removals, the training of seeds that
+incubate, the measuring, and the way back to an earlier moment.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.grafted import plant, planted_at, sites_of, uproot
+from esper.kasmina.lifecycle import Edits, dormant
+from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.slot import Seed
+from esper.kasmina.survey import Reading, call, survey, undisturbed
+from esper.leyline.actions import Blend
+from esper.leyline.config import Config
+from esper.leyline.keys import Purpose, scalar
+from esper.leyline.sites import Site
+from esper.leyline.stages import ADDED, Stage, among
+from esper.leyline.view import BlueprintInfo, Bools, Seeds, Space, choose
+from esper.tolaria.groups import Groups
+from esper.tolaria.incubation import Incubation
+from esper.tolaria.live_figures import measure_live
+from esper.tolaria.live_probe import Probe
+from esper.tolaria.population import Asked, Figures, Indices, Keeper
+
+RECOMPILATIONS = 6
+"""Edits after which the caches of torch.compile are emptied: with 8 graphs of one function torch gives up compiling it."""
+
+
+class LivePopulation:
+    """A grafted network as a population of one row; implements `tolaria.population.Population`.
+
+    network: the grafted network. copies: its moving averages, grafted as well, which get every seed that it gets.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        copies: Sequence[nn.Module],
+        groups: Groups,
+        probe: Probe,
+        menu: Sequence[Blueprint],
+        config: Config,
+    ) -> None:
+        """InputError where a site cannot be one, or where the loss gives no standard error."""
+        self.network, self.copies, self.groups, self.probe_batches, self.config = (
+            network,
+            tuple(copies),
+            groups,
+            probe,
+            config,
+        )
+        self.device = probe.device
+        self.environment = np.zeros(1, np.int64)
+        self.label = f"one {type(network).__name__}"
+        self.menu = tuple(menu)
+        self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
+        self.readings: list[Reading] = list(survey(network, lambda: call(network, probe.first)).values())
+        with undisturbed(network):
+            probe.settle(network)
+        self.host = list(network.parameters())
+        self.host_params = np.array([sum(parameter.numel() for parameter in self.host)])
+        self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal)
+        self._episode, self._edits = 0, 0
+        self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
+        self._seeds = dormant(1, len(self.sites))  # that the network follows
+        fits = np.array([[self._fits(s, entry) for entry in self.menu] for s in range(len(self.sites))])
+        cost = np.array([[self._cost(s, k) if fits[s, k] else 0 for k in range(len(menu))] for s in range(len(fits))])
+        self.space = Space(
+            slots=tuple(site.name for site in self.sites),
+            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in self.menu),
+            tempos=config.lifecycle.tempos,
+            targets=config.lifecycle.targets,
+            cost=cost[None],
+            fits=fits,
+            width=np.array([[site.stream.width for site in self.sites]]),
+            sensors=(),
+            max_seeds=config.lifecycle.max_seeds,
+            seed=config.seed,
+            number=np.zeros(1, np.int64),
+            instance=np.zeros(1, np.int64),
+            floor=np.full(1, np.nan),
+            ceiling=np.full(1, np.nan),
+            objective=config.reward.objective,
+            rent=config.reward.rent,
+            rent_size=config.reward.rent_size,
+        )
+
+    def begin(self, instance: Indices, episode: int) -> None:
+        """The network as it is, which has no seeds yet."""
+        assert not self.planted(), "an episode begins without seeds"
+        self._episode = episode
+
+    def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
+        """Draw and free seeds as the edits say, after `step` steps, and let every seed act as its stage says."""
+        for _, slot in changes.freed.tolist():
+            self.free(self.sites[slot].name)
+        for _, slot in changes.born.tolist():
+            key = scalar(self.config.seed, Purpose.BIRTH, 0, self._episode, step, slot)
+            self.add(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])), key)
+        self.follow(seeds)
+
+    def train(self, seeds: Seeds) -> None:
+        """Nothing: the loop that owns the network trains it."""
+
+    def incubate(self, batch: tuple[Any, Any] | None) -> None:
+        """One step of the seeds that incubate, behind each step of the loop's optimizer.
+
+        Without a batch they learn straight through the host's own passes, from the next one on where they did not so far; with
+        the (input, target) of the step, in a pass of their own.
+        """
+        if self.incubation.straight != (batch is None):
+            self.incubation.straight = batch is None
+            self.follow(self._seeds)
+        if self.incubation.names:
+            self.incubation.train(batch)
+
+    def probe(self, seeds: Seeds, asked: Asked) -> Figures:
+        """Measure the network as it is now: one read of the device."""
+        trained = self.incubation.norms() if asked.trained else None
+        with undisturbed(self.network), self._as_it_was():
+            return measure_live(self, seeds, asked, trained)
+
+    def tainted(self, rows: Indices, step: int) -> list[int]:
+        """None: the loop's data are its own."""
+        return []
+
+    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
+        """(1,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
+        rows, slots = np.nonzero(among(seeds.stage, stages))
+        price = self.price(rows, slots, seeds.blueprint[rows, slots].astype(np.int64), seeds.blend[rows, slots])
+        return np.array([int(price.sum())])
+
+    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
+        """(n,) parameters that seeds would add, the gate where it is used."""
+        return np.array(
+            [
+                self._cost(s, k, Blend(b))
+                for s, k, b in zip(slot.tolist(), blueprint.tolist(), blend.tolist(), strict=True)
+            ],
+            np.int64,
+        )
+
+    def growth(self, slot: Indices, blueprint: Indices) -> int:
+        """Bytes that further seeds (n,) take with their gradients and two moments."""
+        size = next((parameter.element_size() for parameter in self.host), 4)
+        return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
+
+    def keeper(self, seeds: Seeds) -> Keeper:
+        """An empty place for one earlier moment."""
+        return _Kept(self, seeds)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Which seeds there are, and what the incubation has gathered."""
+        return {"live": {"seeds": self.planted(), "incubation": self.incubation.state()}}
+
+    def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
+        """Go on from what `snapshot` gave, once `rebuild` has planted the seeds."""
+        self._episode = episode
+        self.incubation.load_state(tree["live"]["incubation"])
+
+    # Seeds, one by one.
+
+    def planted(self) -> dict[str, list[int]]:
+        """By site, in the order of the optimizer's groups: the blueprint and the blend of the seed."""
+        found = {}
+        for name in self.groups.names():
+            seed = planted_at(self.network, name)
+            assert seed is not None, "every group of a seed is that of one in the network"
+            found[name] = [self._blueprint_of[name], int(seed.blend)]
+        return found
+
+    def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
+        """Have just these seeds, in this order; their weights are for the caller to fill in."""
+        for name in list(self.planted()):
+            self.free(name)
+        slots = {site.name: slot for slot, site in enumerate(self.sites)}
+        for name, (blueprint, blend) in seeds.items():
+            self.add(slots[name], blueprint, Blend(blend), 0)
+
+    def add(self, slot: int, blueprint: int, blend: Blend, key: int) -> None:
+        """Plant a seed that acts on nothing yet, drawn by a key."""
+        site, entry = self.sites[slot], self.menu[blueprint]
+        reads = self.readings[slot].widths[entry.tap]
+        after = self.network.get_submodule(site.after)
+        like = next(
+            (p for p in (*after.parameters(), *self.host) if p.is_floating_point()), torch.zeros((), device=self.device)
+        )
+        with drawn_with(key):
+            seed = Seed(entry.build(reads, site.stream.width), reads)
+        made = Planted(seed.to(like.device, like.dtype), entry.tap, blend, site.stream.kind)
+        made.train(after.training)
+        for network in self.copies:
+            plant(network, site.name, copy.deepcopy(made).requires_grad_(False))
+        plant(self.network, site.name, made)
+        self._blueprint_of[site.name] = blueprint
+        self.groups.add(site.name, list(made.parameters()), [*after.parameters(), *self.host])
+
+    def free(self, name: str) -> None:
+        """Remove a seed and all that was remembered of it."""
+        self.incubation.forget(name)
+        self.groups.remove(name)
+        for network in (self.network, *self.copies):
+            uproot(network, name)
+        del self._blueprint_of[name]
+        self._edited()
+
+    def follow(self, seeds: Seeds) -> None:
+        """Let every seed act as its stage says."""
+        self._seeds = seeds
+        isolated = self.config.lifecycle.isolation == "isolated"
+        incubating = []
+        for slot, site in enumerate(self.sites):
+            planted = planted_at(self.network, site.name)
+            if planted is None:
+                continue
+            stage, alpha = Stage(int(seeds.stage[0, slot])), float(seeds.alpha[0, slot])
+            acts = stage in ADDED and alpha > 0
+            straight = stage == Stage.TRAINING and self.incubation.straight
+            attached = not isolated or stage == Stage.FOSSILIZED
+            mode = Mode.ON if acts else Mode.STRAIGHT if straight else Mode.OFF
+            if (planted.mode, planted.attached) != (mode, attached):
+                self._edited()
+            for each in (planted, *(self._copy_of(network, site.name) for network in self.copies)):
+                each.mode, each.attached = mode, attached
+                each.alpha.fill_(alpha if acts else 0.0)
+            planted.requires_grad_(not seeds.doomed[0, slot])
+            if seeds.doomed[0, slot]:
+                planted.zero_grad()
+            if stage == Stage.TRAINING:
+                incubating.append(site.name)
+        self.incubation.follow(incubating)
+
+    def doses(self, dose: NDArray[np.float32]) -> None:
+        """Let the seeds act at these doses (S,), for a measurement."""
+        for slot, site in enumerate(self.sites):
+            planted = planted_at(self.network, site.name)
+            if planted is not None:
+                planted.mode = Mode.ON if dose[slot] > 0 else Mode.OFF
+                planted.alpha.fill_(float(dose[slot]))
+
+    # The whole of it.
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the network and of its copies, by name; they share memory."""
+        found: dict[str, Tensor] = {}
+        for index, network in enumerate((self.network, *self.copies)):
+            first = f"copy.{index}." if index else ""
+            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+                found[first + name] = tensor
+        return found
+
+    def names(self) -> dict[Tensor, str]:
+        """The name of every parameter that the optimizer holds; one that is not the network's is named by its group."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.network.named_parameters()}
+        for index, group in enumerate(self.groups.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, f"group {index}, parameter {place}")
+        return names
+
+    # Inside.
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """What the seeds do is restored behind a measurement that changes it."""
+        found = [planted_at(self.network, site.name) for site in self.sites]
+        before = [(each, each.mode, each.alpha.clone()) for each in found if each is not None]
+        try:
+            yield
+        finally:
+            for each, mode, alpha in before:
+                each.mode = mode
+                each.alpha.copy_(alpha)
+
+    def _copy_of(self, network: nn.Module, name: str) -> Planted:
+        planted = planted_at(network, name)
+        assert planted is not None, "a copy has every seed that the network has"
+        return planted
+
+    def _fits(self, slot: int, entry: Blueprint) -> bool:
+        """Whether a blueprint can be planted at a site."""
+        site = self.sites[slot]
+        return self.readings[slot].widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
+
+    def _cost(self, slot: int, blueprint: int, blend: Blend = Blend.ADD) -> int:
+        reads = self.readings[slot].widths[self.menu[blueprint].tap]
+        gate = reads + 1 if blend == Blend.GATE else 0
+        return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
+
+    def _edited(self) -> None:
+        """What a compiled network computes is another thing now."""
+        self._edits += 1
+        if self._edits % RECOMPILATIONS == 0 and "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+
+
+class _Kept:
+    """The host and its fossils at an earlier moment; implements `tolaria.population.Keeper`."""
+
+    def __init__(self, live: LivePopulation, seeds: Seeds) -> None:
+        self.live, self.seeds = live, seeds
+        self.step = np.full(1, -1, np.int64)
+        self.tensors: dict[str, Tensor] = {}
+        self.moments: dict[str, dict[str, Any]] = {}
+
+    def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
+        """Keep the network as it is after `step` steps."""
+        if not rows[0]:
+            return
+        self.seeds, self.step[0] = seeds, step
+        unfinished = self._unfinished(seeds)
+        self.tensors = {
+            name: tensor.detach().clone()
+            for name, tensor in self.live.tensors().items()
+            if id(tensor) not in unfinished
+        }
+        names = {p: name for p, name in self.live.names().items() if id(p) not in unfinished}
+        self.moments = self.live.groups.moments(names)
+
+    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
+        """Make the network what it was. Seeds that are not in `kept` are gone; the schedule goes on from where it is."""
+        if not rows[0]:
+            return seeds
+        for slot, site in enumerate(self.live.sites):
+            if kept.stage[0, slot] != Stage.FOSSILIZED and planted_at(self.live.network, site.name) is not None:
+                self.live.free(site.name)
+        with torch.no_grad():
+            for name, tensor in self.live.tensors().items():
+                tensor.copy_(self.tensors[name])
+        self.live.groups.set_moments(self.live.names(), self.moments)
+        self.live.follow(kept)
+        restored: Seeds = choose(rows, kept, seeds)
+        return restored
+
+    def state(self, now: int) -> dict[str, Any]:
+        """As a tree of tensors, after `now` steps of the episode."""
+        return {
+            "seeds": self.seeds._asdict(),
+            "step": self.step,
+            "tensors": dict(self.tensors),
+            "moments": self.moments,
+        }
+
+    def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
+        """Go on from what `state` gave."""
+        self.seeds, self.step = Seeds(**state["seeds"]), np.array(state["step"])
+        self.tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
+        self.moments = copy.deepcopy(dict(state["moments"]))
+
+    def _unfinished(self, seeds: Seeds) -> set[int]:
+        """The tensors of all seeds that are not part of the network for good."""
+        found: set[int] = set()
+        for slot, site in enumerate(self.live.sites):
+            for network in (self.live.network, *self.live.copies) if seeds.stage[0, slot] != Stage.FOSSILIZED else ():
+                planted = planted_at(network, site.name)
+                if planted is not None:
+                    found |= {id(tensor) for tensor in (*planted.parameters(), *planted.buffers())}
+        return found

@@ -1,0 +1,178 @@
+"""The probe of a live network: fixed batches of a person's own, and the loss of each example where it can be had."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from esper.kasmina.survey import call
+from esper.leyline.errors import InputError
+
+Loss = Callable[[Any, Any], Tensor]
+Batches = Sequence[tuple[Any, Any]] | Callable[[], Sequence[tuple[Any, Any]]]
+
+Way = Literal["given", "mapped", "whole"]
+
+
+class Seen(NamedTuple):
+    """What a network showed on the probe.
+
+    Attributes:
+        losses ((N,) float64 tensor): the loss of every example, or of every batch where examples have none of their own
+        spread (() tensor): standard deviation of the outputs over examples, root mean square over outputs
+    """
+
+    losses: Tensor
+    spread: Tensor
+
+
+class Probe:
+    """Batches of (input, target), and the loss of a network on them.
+
+    way: how the loss of an example is had: 'given', the loss returns one for each; 'mapped', it is computed for one example at a
+    time by torch.vmap; 'whole', only that of a batch is known.
+    """
+
+    def __init__(self, batches: Batches, loss: Loss, device: torch.device) -> None:
+        """InputError where there is no batch."""
+        self.source, self.loss, self.device = batches, loss, device
+        self.way: Way | None = None
+        self._print: list[Tensor] | None = None
+        self.first = self.batches()[0][0]
+
+    def batches(self) -> list[tuple[Any, Any]]:
+        """The batches, on the device. InputError where there are none, or others than before."""
+        found = self.source() if callable(self.source) else self.source
+        if not isinstance(found, list | tuple):
+            raise InputError(
+                f"probe is a {type(found).__name__}; give a list of (input, target) pairs or a function that returns one, as in "
+                "probe=list(loader)"
+            )
+        if not found:
+            raise InputError("probe has no batches; give at least one (input, target) pair")
+        for pair in found:
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise InputError(f"a batch of probe is a {type(pair).__name__}; give (input, target) pairs")
+        moved = [(self._moved(x), self._moved(y)) for x, y in found]
+        prints = [_fingerprint(batch) for batch in moved]
+        if self._print is not None and not (
+            len(prints) == len(self._print) and all(map(torch.equal, prints, self._print))
+        ):
+            raise InputError(
+                "probe has other batches than before, so that its measurements cannot be compared; give fixed ones, as "
+                "probe=list(loader), without shuffling or augmentation"
+            )
+        self._print = prints
+        return moved
+
+    @torch.no_grad()
+    def see(self, network: nn.Module) -> Seen:
+        """Measure a network, which is in evaluation mode."""
+        losses, spreads = [], []
+        for x, y in self.batches():
+            output = call(network, x)
+            losses.append(self._losses(output, y))
+            spreads.append(_spread(output))
+        return Seen(torch.cat(losses), torch.stack(spreads).mean())
+
+    def mean(self, output: Any, target: Any) -> Tensor:
+        """The loss of a batch as one number. InputError where it is none."""
+        value = self.loss(output, target)
+        _check_loss(value, _examples(target, output))
+        return value.mean()
+
+    def settle(self, network: nn.Module) -> None:
+        """Find out how the loss of an example is had. InputError where no standard error could be."""
+        batches = self.batches()
+        with torch.no_grad():
+            self.way = self._way(call(network, batches[0][0]), batches[0][1])
+            if len(self.see(network).losses) < 2:
+                raise InputError(
+                    "probe has one batch, and the loss gives one number for it, so that no standard error is known; give two "
+                    "batches or more, or a loss that returns one number for each example, as with reduction='none'"
+                )
+
+    def _moved(self, tree: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), tree)
+
+    def _way(self, output: Any, target: Any) -> Way:
+        value, examples = self.loss(output, target), _examples(target, output)
+        _check_loss(value, examples)
+        if value.dim():
+            return "given"
+        if examples < 2:
+            return "whole"
+        try:
+            mapped = _mapped(self.loss, output, target, examples)
+        except (
+            Exception
+        ):  # whatever a person's loss or torch.vmap raises on one example; the batch has a loss in any case
+            return "whole"
+        same = mapped.shape == (examples,) and torch.allclose(
+            mapped.mean().float(), value.float(), rtol=1e-3, atol=1e-6
+        )
+        return "mapped" if same else "whole"
+
+    def _losses(self, output: Any, target: Any) -> Tensor:
+        """(n,) float64: of each example of a batch, or of the batch."""
+        examples = _examples(target, output)
+        if self.way == "mapped":
+            return _mapped(self.loss, output, target, examples).double()
+        value = self.loss(output, target)
+        _check_loss(value, examples)
+        return value.double().reshape(len(value), -1).mean(1) if value.dim() else value.double().reshape(1)
+
+
+def _mapped(loss: Loss, output: Any, target: Any, examples: int) -> Tensor:
+    """(B,) the loss of each example as that of a batch of one."""
+    leaves, spec = pytree.tree_flatten((output, target))
+    dims = [0 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == examples else None for leaf in leaves]
+
+    def one(*parts: Any) -> Tensor:
+        batch = [part if dim is None else part.unsqueeze(0) for part, dim in zip(parts, dims, strict=True)]
+        return loss(*pytree.tree_unflatten(batch, spec))
+
+    mapped: Tensor = torch.vmap(one, in_dims=tuple(dims))(*leaves)
+    return mapped
+
+
+def _examples(*trees: Any) -> int:
+    """B: the length of the first tensor that has one; 0 where there is none."""
+    leaves = (leaf for tree in trees for leaf in pytree.tree_leaves(tree))
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _check_loss(value: Any, examples: int) -> None:
+    if not isinstance(value, Tensor):
+        raise InputError(f"loss returns a {type(value).__name__}; return a tensor")
+    if value.dim() and len(value) != examples:
+        raise InputError(
+            f"loss returns a tensor of shape {tuple(value.shape)} for a batch of {examples} examples; return one number, "
+            "or one for each example"
+        )
+    if not value.is_floating_point():
+        raise InputError(f"loss returns {value.dtype}; return a floating-point number")
+
+
+def _spread(output: Any) -> Tensor:
+    """() how much the first floating output differs between examples."""
+    leaves = pytree.tree_leaves(output)
+    first = next(
+        (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()), None
+    )
+    if first is None or len(first) < 2:
+        return torch.ones((), dtype=torch.float64)
+    return first.double().var(0, correction=0).mean().sqrt().cpu()
+
+
+def _fingerprint(batch: tuple[Any, Any]) -> Tensor:
+    """(n, 3) of every tensor of a batch its size, its sum and its sum weighed by place."""
+    rows = []
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().reshape(-1).double()
+            weights = torch.arange(1, len(flat) + 1, dtype=torch.float64, device=flat.device)
+            rows.append(torch.stack([weights.new_tensor(float(len(flat))), flat.sum(), (flat * weights).sum()]))
+    return torch.stack(rows) if rows else torch.zeros(0, 3)

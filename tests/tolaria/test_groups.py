@@ -1,0 +1,182 @@
+"""Parameters that come to an optimizer late, under every scheduler of torch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from esper.leyline.errors import InputError
+from esper.tolaria.groups import Groups
+
+SCHEDULERS = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 6], 0.1),
+    "constant": lambda o: lr_scheduler.ConstantLR(o, 0.3, 6),
+    "linear": lambda o: lr_scheduler.LinearLR(o, 0.3, 1.0, 8),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10, 1e-4),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=True),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.2, 12),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, min_lr=[1e-3] * len(o.param_groups)),
+    "warmup, then cosine": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(o, 8)], [3]
+    ),
+    "constant, then lambda": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 5), lr_scheduler.LambdaLR(o, lambda step: 0.8**step)], [5]
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+STEPS = 11
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+
+def sgd(model):
+    """Two groups with rates of their own."""
+    groups = [{"params": model.first.parameters(), "lr": 0.1}, {"params": model.second.parameters(), "lr": 0.04}]
+    return torch.optim.SGD(groups, momentum=0.8)
+
+
+def tick(optimizer, scheduler, step):
+    optimizer.step()
+    scheduler.step(*([float(max(step, 4))] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()))
+
+
+def rates(optimizer):
+    return [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("birth", [0, 2, 6])
+def test_a_late_group_has_the_rates_of_the_group_beside_it_and_disturbs_none(name, birth):
+    model, plain = Pair(), Pair()
+    optimizer, control = sgd(model), sgd(plain)
+    scheduler, kept = SCHEDULERS[name](optimizer), SCHEDULERS[name](control)
+    groups = Groups(optimizer, scheduler, model)
+    late = [nn.Parameter(torch.zeros(2))]
+    for step in range(STEPS):
+        if step == birth:
+            groups.add("a", late, model.second.parameters())
+        if step == 9:
+            assert groups.names() == ["a"]
+            groups.remove("a")
+        tick(optimizer, scheduler, step)
+        tick(control, kept, step)
+        assert rates(optimizer)[:2] == rates(control)
+        assert rates(optimizer)[2:] == rates(control)[1:] * (birth <= step < 9)
+    assert scheduler.state_dict().keys() == kept.state_dict().keys()
+
+
+def test_a_removed_group_leaves_nothing_behind():
+    model = Pair()
+    optimizer = torch.optim.AdamW(model.parameters())
+    groups = Groups(optimizer, None, model)
+    late = nn.Parameter(torch.ones(2))
+    groups.add("a", [late], model.parameters())
+    late.grad = torch.ones(2)
+    optimizer.step()
+    assert late in optimizer.state
+    groups.remove("a")
+    assert late not in optimizer.state
+    assert len(optimizer.param_groups) == 1
+
+
+def test_only_some_groups_are_stepped():
+    model = Pair()
+    optimizer = torch.optim.AdamW(model.parameters())
+    groups = Groups(optimizer, None, model)
+    late = nn.Parameter(torch.ones(2))
+    groups.add("a", [late], model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    for parameter in (*model.parameters(), late):
+        parameter.grad = torch.ones_like(parameter)
+    with groups.only(["a"]):
+        optimizer.step()
+    assert (late != 1).all()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_saved_optimizer_is_taken_up_by_names_in_any_order_of_groups(swapped):
+    def build(swap):
+        torch.manual_seed(0)
+        model = Pair()
+        parts = [("second", 0.3), ("first", 0.1)] if swap else [("first", 0.1), ("second", 0.3)]
+        optimizer = torch.optim.AdamW([{"params": getattr(model, part).parameters(), "lr": lr} for part, lr in parts])
+        scheduler = lr_scheduler.LambdaLR(
+            optimizer, [lambda step, part=part: 0.9**step if part == "first" else 1.0 for part, _ in parts]
+        )
+        late = [nn.Parameter(torch.zeros(5))]
+        groups = Groups(optimizer, scheduler, model)
+        groups.add("a", late, model.second.parameters())
+        names = {parameter: name for name, parameter in model.named_parameters()} | {late[0]: "late"}
+        return model, optimizer, scheduler, groups, names
+
+    def train(model, optimizer, scheduler, names, steps):
+        for step in range(steps):
+            for index, parameter in enumerate(sorted(names, key=names.get)):
+                parameter.grad = torch.full_like(parameter, 0.1 * index + step)
+            optimizer.step()
+            scheduler.step()
+
+    model, optimizer, scheduler, groups, names = build(False)
+    train(model, optimizer, scheduler, names, 4)
+    state, values = groups.state(names), {names[p]: p.detach().clone() for p in names}
+    train(model, optimizer, scheduler, names, 4)
+
+    other, optimizer_2, scheduler_2, groups_2, names_2 = build(swapped)
+    with torch.no_grad():
+        for parameter, name in names_2.items():
+            parameter.copy_(values[name])
+    groups_2.load_state(state, names_2)
+    train(other, optimizer_2, scheduler_2, names_2, 4)
+    ends = {name: parameter for parameter, name in names.items()}
+    assert all(torch.equal(parameter, ends[name]) for parameter, name in names_2.items())
+    assert [group["lr"] for group in optimizer_2.param_groups] == [group["lr"] for group in optimizer.param_groups]
+
+
+def test_a_saved_optimizer_of_other_groups_is_refused():
+    model = Pair()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state = Groups(sgd(model), None, model).state(names)
+    whole = Groups(torch.optim.SGD(model.parameters()), None, model)
+    with pytest.raises(InputError, match=r"no group of 4 parameters that begins with 'first.weight'"):
+        whole.load_state(state, names)
+    optimizer = sgd(model)
+    scheduled = Groups(optimizer, lr_scheduler.StepLR(optimizer, 3), model)
+    with pytest.raises(InputError, match="0 learning rate schedulers were saved, but Growth was given 1"):
+        scheduled.load_state(state, names)
+
+
+class Own(lr_scheduler.LRScheduler):
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def test_what_cannot_be_kept_in_step_is_refused_in_a_sentence():
+    model = Pair()
+    optimizer = sgd(model)
+    with pytest.raises(InputError, match="Own is no scheduler whose rates for a new group"):
+        Groups(optimizer, Own(optimizer), model)
+    with pytest.raises(InputError, match="that Growth was not given"):
+        Groups(optimizer, None, model)
+    with pytest.raises(InputError, match="schedules another optimizer"):
+        Groups(sgd(model), lr_scheduler.StepLR(optimizer, 3), model)
+    with pytest.raises(InputError, match="holds no parameter of the model"):
+        Groups(torch.optim.SGD(nn.Linear(2, 2).parameters()), None, model)
+    with pytest.raises(InputError, match="LBFGS"):
+        Groups(torch.optim.LBFGS(model.parameters()), None, model)
+    with pytest.raises(InputError, match=r"is a list; give a torch\.optim\.Optimizer"):
+        Groups([], None, model)
