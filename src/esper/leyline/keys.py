@@ -34,6 +34,7 @@ class Purpose(IntEnum):
         MINIBATCH: assignment of sequences to minibatches of the policy's optimizer
         SAMPLE: instances of a round of training
         VALIDATION: run seed of the validation of a policy
+        HEALING: hosts, data and damage of the task `heal`
     """
 
     HOST = 1
@@ -50,6 +51,7 @@ class Purpose(IntEnum):
     MINIBATCH = 12
     SAMPLE = 13
     VALIDATION = 14
+    HEALING = 15
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

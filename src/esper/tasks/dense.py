@@ -181,6 +181,84 @@ class DamagedMLP:
         return MLP(self.inputs, self.width, self.hidden, self.outputs)
 
 
+class Bridged(nn.Sequential):
+    """y = skip * x + f(x): without a path around f at skip 0, and residual at skip 1. f is the modules in order.
+
+    The skip is a buffer, so the rows of one stack can have different skips. Padded features stay 0.
+    """
+
+    stacks = True
+    skip: Tensor  # (1, 1); stacked (E, 1, 1)
+
+    def __init__(self, *branch: nn.Module, skip: bool) -> None:
+        super().__init__(*branch)
+        self.register_buffer("skip", torch.full((1, 1), float(skip)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, D) -> (B, D), or (E, B, D) -> (E, B, D)."""
+        h = x
+        for module in self:
+            h = module(h)
+        y: Tensor = self.skip * x + h
+        return y
+
+
+@dataclass(frozen=True)
+class BridgedMLP:
+    """A factory of networks whose blocks have a skip connection or have none, and which may be frozen.
+
+        segment k + 1:  skips[k] * x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)
+
+    Without a skip the initial weights are those of an `MLP`. The last layer of a block with a skip starts at SCALE times that.
+    No parameter requires a gradient where `frozen` is true.
+
+    Raises InputError where a size is not a positive integer, `skips` does not have one bool per block, or `frozen` is no bool.
+    """
+
+    name: ClassVar[str] = "bridged-mlp"
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+    skips: tuple[bool, ...]  # blocks with a skip connection
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", self._plain().hidden)
+        given = self.skips
+        bools = isinstance(given, list | tuple) and all(isinstance(skip, bool) for skip in given)
+        if not bools or len(given) != len(self.hidden):
+            raise InputError(
+                f"skips of a bridged MLP host is {given!r}; give True or False for each of its {len(self.hidden)} blocks"
+            )
+        if not isinstance(self.frozen, bool):
+            raise InputError(f"frozen of a bridged MLP host is {self.frozen!r}; give True or False")
+        object.__setattr__(self, "skips", tuple(given))
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        host = self._plain()()
+        for k, skip in enumerate(self.skips):
+            block = host.segments[k + 1]
+            assert isinstance(block, nn.Sequential)
+            last = block[2]
+            assert isinstance(last, nn.Linear)
+            if skip:
+                with torch.no_grad():
+                    last.weight.mul_(SCALE)
+            host.segments[k + 1] = Bridged(*block, skip=skip)
+        host.requires_grad_(not self.frozen)
+        return host
+
+    def plain(self, parameters: int) -> MLP:
+        """The network of the same depth without skips, of the smallest width with at least `parameters` parameters."""
+        return self._plain().plain(parameters)
+
+    def _plain(self) -> MLP:
+        return MLP(self.inputs, self.width, self.hidden, self.outputs)
+
+
 def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
     """The layout of rows for hosts of one class and depth, with at least `outputs` outputs.
 

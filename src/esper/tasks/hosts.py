@@ -11,6 +11,7 @@ from esper.leyline.streams import Kind
 from esper.tasks.convolutional import CNN as CNN
 from esper.tasks.convolutional import ResidualCNN as ResidualCNN
 from esper.tasks.dense import MLP as MLP
+from esper.tasks.dense import BridgedMLP as BridgedMLP
 from esper.tasks.dense import DamagedMLP as DamagedMLP
 from esper.tasks.dense import ResidualMLP as ResidualMLP
 from esper.tasks.dense import room_for as room_for
@@ -134,9 +135,12 @@ def menu_of(host: SegmentedHost) -> tuple[str, ...]:
 MOST_BLOCKS, WIDEST = 1024, 2**24
 """Limits on the sizes of a host that a file names. A host that is built in Python may be larger."""
 
-Host = MLP | ResidualMLP | DamagedMLP | CNN | ResidualCNN | Transformer | GRU
+Host = MLP | ResidualMLP | DamagedMLP | BridgedMLP | CNN | ResidualCNN | Transformer | GRU
 HOSTS: Mapping[str, type[Host]] = MappingProxyType(
-    {factory.name: factory for factory in (MLP, ResidualMLP, DamagedMLP, CNN, ResidualCNN, Transformer, GRU)}
+    {
+        factory.name: factory
+        for factory in (MLP, ResidualMLP, DamagedMLP, BridgedMLP, CNN, ResidualCNN, Transformer, GRU)
+    }
 )
 """The host factories that a saved network can name. Their arguments are those of `dataclasses.asdict`."""
 

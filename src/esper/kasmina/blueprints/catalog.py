@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
-from esper.kasmina.blueprints.vector import MLP, Affine, Gated, LinearMap, LowRank
+from esper.kasmina.blueprints.vector import MLP, Affine, Factored, Gated, LinearMap, LowRank
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Tap
 from esper.leyline.streams import STREAMS, Kind
@@ -295,6 +295,10 @@ def _mlp(hidden: int, kind: Kind = Kind.VECTOR) -> dict[str, Any]:
     }
 
 
+def _rank(rank: int) -> dict[str, Any]:
+    return {"build": lambda r, w: Factored(r, w, rank), "parameters": lambda r, w: rank * (r + w)}
+
+
 _built_in("affine", Tap.HERE, lambda r, w: Affine(w), lambda r, w: 2 * w, "scale and shift of every feature")
 _built_in("low-rank", Tap.HERE, lambda r, w: LowRank(r, w, 2), lambda r, w: 2 * (r + w) + w, "linear map of rank 2")
 _built_in("mlp-small", Tap.HERE, **_mlp(6), summary="one hidden layer of 6 units: depth")
@@ -302,6 +306,10 @@ _built_in("mlp-large", Tap.HERE, **_mlp(24), summary="one hidden layer of 24 uni
 _built_in("gated", Tap.HERE, Gated, lambda r, w: 2 * (r * w + w), "linear map under a learned gate per feature")
 _built_in("bypass-linear", Tap.BEFORE, LinearMap, lambda r, w: r * w + w, "linear map around the segment: width")
 _built_in("bypass-mlp", Tap.BEFORE, **_mlp(16), summary="hidden layer of 16 units around the segment: width")
+_built_in("bypass-mlp-small", Tap.BEFORE, **_mlp(4), summary="hidden layer of 4 units around the segment: width")
+_built_in("bypass-rank-1", Tap.BEFORE, **_rank(1), summary="linear map of rank 1 around the segment: width")
+_built_in("bypass-rank-2", Tap.BEFORE, **_rank(2), summary="linear map of rank 2 around the segment: width")
+_built_in("bypass-rank-4", Tap.BEFORE, **_rank(4), summary="linear map of rank 4 around the segment: width")
 _built_in("skip-mlp", Tap.INPUT, **_mlp(8), summary="hidden layer of 8 units from the host's input")
 
 

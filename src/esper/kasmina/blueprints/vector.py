@@ -69,6 +69,28 @@ class LowRank(nn.Module):
         return delta
 
 
+class Factored(nn.Module):
+    """delta = W (V u) of rank k, without a bias; k (r + w) parameters (LoRA: Hu et al., 2021, equation 3).
+
+    Ranks share one stack: a unit whose weights are all 0 stays 0, because its output and its gradients are 0.
+    """
+
+    stacks = True
+    pads = True
+
+    def __init__(self, reads: int, writes: int, rank: int) -> None:
+        super().__init__()
+        self.inner = Linear(reads, rank, bias=False)
+        nn.init.normal_(self.inner.weight, std=1 / math.sqrt(reads))
+        self.out = Linear(rank, writes, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, u: Tensor) -> Tensor:
+        """(B, reads) -> (B, writes)."""
+        delta: Tensor = self.out(self.inner(u))
+        return delta
+
+
 class MLP(nn.Module):
     """delta = W relu(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters.
 
