@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.karn.report.page import write_report as report
     from esper.kasmina.blueprints import blueprint
     from esper.kasmina.find_sites import FoundSites, find_sites
+    from esper.kasmina.grafted import graft, ungraft
     from esper.kasmina.host import SegmentedHost
     from esper.kasmina.layers import Linear
     from esper.kasmina.network import GrownNetwork
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
         Space,
         View,
     )
+    from esper.runs.growth import Growth
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
     from esper.tasks.custom import task_from as task
@@ -64,6 +66,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "Explains",
     "FoundSites",
     "GrownNetwork",
+    "Growth",
     "Head",
     "InputError",
     "Instance",
@@ -114,6 +117,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "find_sites",
     "get_controller",
     "get_task",
+    "graft",
     "grow",
     "gru",
     "load",
@@ -125,6 +129,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "task",
     "train",
     "transformer",
+    "ungraft",
 ]
 
 warn_of_conflict()

@@ -12,6 +12,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "open_run": "karn.reader",
         "report": "karn.report.page:write_report",
     },
+    "Grow in your own training loop": {
+        "Growth": "runs.growth",
+        "graft": "kasmina.grafted",
+        "ungraft": "kasmina.grafted",
+    },
     "Grown networks": {
         "load": "api",
         "GrownNetwork": "kasmina.network",
