@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
-from esper.simic.attribution import half_width, shapley, shapley_sampled
+from esper.tolaria.attribution import half_width, shapley, shapley_sampled
 from esper.tolaria.coalitions import sampled_coalitions
 
 Floats = NDArray[np.float64]

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec.inspect
 
 from esper.leyline.stages import Stage
-from esper.nissa.events import ROWS, SCHEMA, PlayedRow, Row
+from esper.nissa.rows import ROWS, SCHEMA, PlayedRow, Row
 
 HEAD = f"""# The events of a run
 
@@ -15,7 +15,10 @@ can be read as one table, in which a field that a kind does not have is null. Fi
 E is the number of environments, S that of slots; the [glossary](glossary.md) explains these and the other words.
 
 The first row is a `run` row, and its `schema` is the version of the rows: {SCHEMA}. `telemetry.level` says which rows are
-written; a training, which grows whole populations, leaves out the step rows where it is not asked for them.
+written; a training, which grows whole populations, leaves out the rows of every step (`step`, `measurement`, `sensors`,
+`phases` and `gradients`) where it is not asked for them. The level `run` writes them too for
+`telemetry.raise_steps` steps after a network was restored. `gradients` rows are written at level `debug`, or every
+`telemetry.gradients_every` steps.
 
 ```python
 import json
@@ -62,6 +65,7 @@ VERSIONS = """## Versions
 |---|---|
 | 1 | no `schema`; one name could have several types |
 | 2 | `run`: `host_param_counts` for `host_params`; `step`: `metrics`, `losses`, `train_losses`, `ops`, `op_slots`, `stages`, `alphas`, `added_param_counts`, `twin_metrics` for `metric`, `loss`, `train_loss`, `op`, `slot`, `stage`, `alpha`, `added_params`, `twin_metric`; `rollback`: `slot_stages` for `stage` |
+| 3 | new: `decision`, `measurement`, `sensors`, `phases` and `gradients` rows |
 """  # noqa: E501 (a row of a table is one line)
 
 NAMES = {

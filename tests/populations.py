@@ -10,6 +10,7 @@ from esper.tasks.custom import task_from
 from esper.tasks.hosts import MLP
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
+from esper.tolaria.play import Decision, Step
 
 MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 
@@ -73,8 +74,10 @@ class Journalled(VectorizedEngine):
         self.journal = Journal(self, Hub([memory], level))
 
     def step(self, actions, reasons=None):
+        before = self.view()
+        self.journal.going(before)
         view, outcome = super().step(actions, reasons)
-        self.journal.record(view, outcome)
+        self.journal.stepped(Step(before, outcome, view, 0.0, 0.0, Decision(actions, reasons)))
         return view, outcome
 
 

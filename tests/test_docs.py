@@ -18,7 +18,7 @@ from esper.leyline.actions import Blend, Head, Op
 from esper.leyline.config_text import reference
 from esper.leyline.slots import Tap
 from esper.leyline.stages import Stage
-from esper.nissa.events import SCHEMA
+from esper.nissa.rows import SCHEMA
 from esper.store import checkpoint
 from esper.tamiyo import controller
 from esper.tamiyo.schedule import load_schedule

@@ -16,7 +16,8 @@ from esper.karn.report.model import NO_SEED, read_model
 from esper.karn.report.page import page
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.stages import Stage
-from esper.nissa.events import LifecycleRow, StepRow, read_events
+from esper.nissa.events import read_events
+from esper.nissa.rows import LifecycleRow, StepRow
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 

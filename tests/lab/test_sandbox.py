@@ -11,9 +11,9 @@ from esper.leyline.errors import InputError
 from esper.leyline.masks import allowed
 from esper.leyline.stages import ADDED, IN_BUDGET, LIVE, Stage, among
 from esper.leyline.view import Measurements, take
-from esper.simic.attribution import attribute
 from esper.simic.rewards import delta, total
 from esper.tamiyo.baselines import Never, RandomValid
+from esper.tolaria.attribution import attribute
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.sensors import SENSORS
 from populations import Script, blobs, small_config

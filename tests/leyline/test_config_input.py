@@ -58,7 +58,7 @@ def test_a_name_with_a_dot_in_the_cohorts_stays_one_name():
         ({"optimizer.lr": True}, "optimizer.lr is True; give a number"),
         ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm is 0; give a finite number above 0 or null"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name is 'adam'; give adamw or sgd"),
-        ({"telemetry": {"level": "all"}}, "telemetry.level is 'all'; give off, run or step"),
+        ({"telemetry": {"level": "all"}}, "telemetry.level is 'all'; give off, run, step or debug"),
         ({"twin": "maybe"}, "twin is 'maybe'; give true or false"),
         ({"reward": {"rent": float("nan")}}, "reward.rent is nan; give a finite number of at least 0"),
         ({"reward": {"fees": 5}}, "reward.fees is 5; give a mapping of names to numbers"),

@@ -10,7 +10,8 @@ import pytest
 
 from esper.api import grow
 from esper.leyline.errors import InputError
-from esper.nissa.events import ROWS, RollbackRow, RoundRow, Row, RunRow, encode, read_events
+from esper.nissa.events import encode, read_events
+from esper.nissa.rows import ROWS, RollbackRow, RoundRow, Row, RunRow
 from esper.tasks.catalog import get_task
 from populations import small_config
 
@@ -26,7 +27,15 @@ ROUND = RoundRow(round=-1, seconds=0.25, figures={"kl": None, "loss": 0.5})
 def events(tmp_path_factory):
     """The events.jsonl of a run in which seeds grow."""
     folder = tmp_path_factory.mktemp("run") / "r"
-    config = small_config(task="iris", envs=2, steps=8, models="none", data={"batch_size": 16})
+    config = small_config(
+        task="iris",
+        envs=2,
+        steps=8,
+        models="none",
+        data={"batch_size": 16},
+        probe={"sensors_every": 4},
+        telemetry={"level": "debug"},
+    )
     grow(get_task("iris"), config, controller="random-valid", run=folder)
     return folder / "events.jsonl"
 
@@ -84,15 +93,15 @@ def test_the_first_row_names_the_version_of_the_rows(events):
     first, *_, last = read_events(events)
     assert isinstance(first, RunRow)
     assert isinstance(last, RunRow)
-    assert (first.schema, first.seq) == (2, 0)
-    assert json.loads(events.read_text().splitlines()[0])["schema"] == 2
+    assert (first.schema, first.seq) == (3, 0)
+    assert json.loads(events.read_text().splitlines()[0])["schema"] == 3
 
 
 @pytest.mark.parametrize(
     ("first", "words"),
     [
         ({"kind": "run", "seq": 0, "task": "iris", "host_params": [5]}, "holds rows of version 1, this Esper reads"),
-        ({"kind": "run", "seq": 0, "task": "iris", "schema": 3}, "holds rows of version 3, this Esper reads"),
+        ({"kind": "run", "seq": 0, "task": "iris", "schema": 4}, "holds rows of version 4, this Esper reads"),
         ({"kind": "step", "seq": 0, "metric": [5]}, "line 1 of "),
         ([1], "line 1 of "),
     ],
@@ -101,6 +110,14 @@ def test_a_file_of_another_version_is_refused_by_its_version(tmp_path, first, wo
     (tmp_path / "events.jsonl").write_text(json.dumps(first) + "\n")
     with pytest.raises(InputError, match=words):
         list(read_events(tmp_path / "events.jsonl"))
+
+
+def test_rows_of_the_version_before_are_read(events, tmp_path):
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    old = [line for line in lines if line["kind"] in ("run", "step", "lifecycle", "rollback", "episode", "round")]
+    old[0]["schema"] = 2
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert len(list(read_events(tmp_path / "events.jsonl"))) == len(old)
 
 
 def test_rows_are_read_up_to_one_that_is_still_being_written(events, tmp_path):
@@ -113,7 +130,7 @@ def test_a_damaged_row_is_named_by_its_line(events, tmp_path):
     lines = events.read_bytes().splitlines(keepends=True)
     for damage in (b"\xff\n", b"[" * 3000 + b"\n", b"\n", lines[2].replace(b'"step"', b'"stop"')):
         (tmp_path / "events.jsonl").write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
-        with pytest.raises(InputError, match=r"line 3 of .*events\.jsonl: not a row of version 2"):
+        with pytest.raises(InputError, match=r"line 3 of .*events\.jsonl: not a row of version 3"):
             list(read_events(tmp_path / "events.jsonl"))
 
 

@@ -8,17 +8,8 @@ import pytest
 from esper.leyline.actions import Actions, Op
 from esper.leyline.stages import Stage
 from esper.leyline.view import BlueprintInfo, Scores, Seeds, Space, Transitions, View
-from esper.nissa.events import (
-    EpisodeRow,
-    LifecycleRow,
-    RollbackRow,
-    RunRow,
-    StepRow,
-    decode,
-    encode,
-    episode_rows,
-    lifecycle_rows,
-)
+from esper.nissa.events import decode, encode, episode_rows, lifecycle_rows
+from esper.nissa.rows import EpisodeRow, LifecycleRow, RollbackRow, RunRow, StepRow
 
 ENVS, SLOTS = 2, 3
 

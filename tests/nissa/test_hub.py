@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from esper.nissa.events import LifecycleRow, Row, StepRow
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines, OutputError
+from esper.nissa.rows import LifecycleRow, Row, StepRow
 from populations import Memory
 
 
@@ -72,10 +72,29 @@ def test_every_output_gets_every_row(tmp_path):
     assert len(first.rows) == 2
 
 
-def test_a_hub_without_outputs_takes_rows():
+def test_a_hub_without_outputs_keeps_no_rows():
     with Hub() as hub:
+        assert not hub.wants(StepRow)
         hub.emit(step())
-    assert hub.seq == 1
+    assert hub.seq == 0
+
+
+def test_a_restoration_raises_the_level_for_some_steps():
+    with Hub([Memory()], "run", raise_steps=2) as hub:
+        seen = []
+        for restored in (False, True, False, False, True, True, False, False):
+            hub.begin_step(restored=restored)
+            seen.append(hub.wants(StepRow))
+            hub.end_step()
+    assert seen == [False, True, True, False, True, True, True, False]
+
+
+@pytest.mark.parametrize("level", ["off", "step", "debug"])
+def test_only_the_level_run_is_raised(level):
+    with Hub([Memory()], level, raise_steps=2) as hub:
+        before = hub.wants(StepRow), hub.wants(LifecycleRow)
+        hub.begin_step(restored=True)
+        assert (hub.wants(StepRow), hub.wants(LifecycleRow)) == before
 
 
 def test_a_row_is_in_the_file_when_emit_returns(tmp_path):

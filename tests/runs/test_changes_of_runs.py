@@ -10,7 +10,8 @@ import pytest
 from crashes import at_every_call
 from esper.leyline.errors import InputError
 from esper.leyline.progress import Silent
-from esper.nissa.events import RunRow, decode
+from esper.nissa.events import decode
+from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import FIXED, Change, Opening, change_config, changed, cohort_configs, finished, read_config

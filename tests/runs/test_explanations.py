@@ -9,7 +9,8 @@ from torch import nn
 import esper
 from esper.leyline.actions import Op
 from esper.leyline.protocols import Explains
-from esper.nissa.events import LifecycleRow, read_events
+from esper.nissa.events import read_events
+from esper.nissa.rows import LifecycleRow
 from esper.runs.grow import grow
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.schedule import Entry, Schedule

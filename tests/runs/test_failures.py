@@ -13,7 +13,8 @@ import esper
 from esper.leyline.actions import Actions
 from esper.leyline.errors import OutOfMemory, RunWarning
 from esper.leyline.progress import Silent
-from esper.nissa.events import RunRow, decode
+from esper.nissa.events import decode
+from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import Opening

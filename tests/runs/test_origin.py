@@ -10,7 +10,8 @@ from torch import nn
 from esper.cli import main
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.task import Split
-from esper.nissa.events import RunRow, decode
+from esper.nissa.events import decode
+from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.origin import fingerprint

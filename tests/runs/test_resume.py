@@ -22,8 +22,9 @@ from esper.leyline.errors import InputError
 from esper.leyline.progress import Silent
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import Stage
-from esper.nissa.events import RunRow, decode
+from esper.nissa.events import decode
 from esper.nissa.recovery import check_events
+from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
 from esper.runs.resume import Opening, cohort_configs, is_training, read_config, with_cohorts

@@ -20,7 +20,19 @@ from esper.leyline.errors import InputError, LearningError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.progress import Silent
 from esper.leyline.task import Split
-from esper.nissa.events import EpisodeRow, LifecycleRow, PlayedRow, RoundRow, RunRow, StepRow, decode
+from esper.nissa.events import decode
+from esper.nissa.rows import (
+    ROWS,
+    DecisionRow,
+    EpisodeRow,
+    GradientsRow,
+    LifecycleRow,
+    PlayedRow,
+    RollbackRow,
+    RoundRow,
+    RunRow,
+    StepRow,
+)
 from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.interrupt import Interrupt
 from esper.runs.resume import Opening, cohort_configs
@@ -162,8 +174,8 @@ def test_the_rows_of_a_training_tell_how_many_seeds_it_planted_and_kept(trained)
 @pytest.mark.parametrize(
     ("level", "kinds"),
     [
-        ("run", {RunRow, RoundRow, LifecycleRow, EpisodeRow}),
-        ("step", {RunRow, RoundRow, LifecycleRow, EpisodeRow, StepRow}),
+        ("run", {RunRow, RoundRow, DecisionRow, LifecycleRow, EpisodeRow}),
+        ("step", {*ROWS} - {RollbackRow, GradientsRow}),
     ],
 )
 def test_a_training_writes_the_rows_that_the_config_asks_for(tmp_path, level, kinds):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from esper.nissa.events import LifecycleRow
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines, OutputError
+from esper.nissa.rows import LifecycleRow
 from esper.runs.interrupt import Interrupt
 from esper.store import full_disk as module
 from esper.store.disk import write_atomic

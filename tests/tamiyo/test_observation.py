@@ -9,9 +9,9 @@ import pytest
 from esper.leyline.actions import Actions, Blend, Op
 from esper.leyline.stages import Stage
 from esper.leyline.view import CoalitionValues, Estimate
-from esper.simic.attribution import attribute
 from esper.tamiyo.features import GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, WINDOWS, Feature, slot_features
 from esper.tamiyo.observation import CLIP, History, Moments, Normaliser, Observation, input_names, normalise, observe
+from esper.tolaria.attribution import attribute
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.sensors import SENSORS
 from populations import Script, blobs, small_config

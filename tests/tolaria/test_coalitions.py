@@ -13,8 +13,8 @@ from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from esper.leyline.task import Interface
 from esper.leyline.view import CoalitionValues
-from esper.simic.attribution import attribute
 from esper.tasks.hosts import MLP
+from esper.tolaria.attribution import attribute
 from esper.tolaria.coalitions import COMPLETE, Sampling, coalitions, masks, sampled_coalitions
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.training import doses

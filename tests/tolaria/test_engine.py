@@ -12,7 +12,7 @@ from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.verdicts import Refusal
-from esper.nissa.events import EpisodeRow, LifecycleRow, StepRow
+from esper.nissa.rows import EpisodeRow, LifecycleRow, StepRow
 from esper.simic.rewards import objective
 from esper.tamiyo.baselines import RandomValid
 from esper.tasks.catalog import get_task

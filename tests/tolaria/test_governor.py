@@ -10,7 +10,7 @@ from esper.leyline.config import build_config
 from esper.leyline.errors import DataFault
 from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Refusal, Vital
-from esper.nissa.events import EpisodeRow, RollbackRow, StepRow
+from esper.nissa.rows import EpisodeRow, RollbackRow, StepRow
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.schedule import load_schedule
 from esper.tasks.catalog import get_task

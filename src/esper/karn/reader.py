@@ -13,7 +13,8 @@ from esper.leyline.arguments import to_path
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
-from esper.nissa.events import ROWS, Row, RunRow, decode_lines, read_events
+from esper.nissa.events import decode_lines, read_events
+from esper.nissa.rows import ROWS, Row, RunRow
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
 from esper.store.reading import read_kept

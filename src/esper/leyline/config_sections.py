@@ -258,8 +258,20 @@ class RewardConfig(Section):
 class TelemetryConfig(Section):
     """Which rows events.jsonl holds. This section does not change results."""
 
-    level: Literal["off", "run", "step"] = Field(
-        "step", description="rows of events.jsonl: off writes none, run writes all but the step rows, step writes all"
+    level: Literal["off", "run", "step", "debug"] = Field(
+        "step",
+        description="rows of events.jsonl: off writes none; run leaves out those of every step; step writes all but the "
+        "gradients rows, debug these too",
+    )
+    gradients_every: int | None = Field(
+        None,
+        ge=0,
+        description="steps between gradients rows; 0 for none, null for 1 at level debug and none at the others [steps]",
+    )
+    raise_steps: int = Field(
+        3,
+        ge=0,
+        description="steps for which the level run counts as step after a network was restored; 0 for none [steps]",
     )
 
     @pydantic.field_validator("level", mode="before")

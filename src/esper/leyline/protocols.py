@@ -1,7 +1,7 @@
 """The protocols of controllers and rewards."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,29 @@ class Explains(Protocol):
 
     def explain(self) -> Sequence[str]:
         """Why nothing was planted so far: one sentence per reason, with the config key to change."""
+        ...
+
+
+class Judgement(NamedTuple):
+    """What a policy thought of its last decisions. The heads are in the order of `Head`.
+
+    Attributes:
+        probability ((E, heads) float64): probability of the choice of each head; nan where the operation does not read the head
+        entropy ((E, heads) float64): entropy of the distribution of each head; nan likewise [nats]
+        value ((E,) float64): return that the policy expects from this step on
+    """
+
+    probability: NDArray[np.float64]
+    entropy: NDArray[np.float64]
+    value: NDArray[np.float64]
+
+
+@runtime_checkable
+class Judges(Protocol):
+    """A controller that tells how likely its decisions were."""
+
+    def judgement(self) -> Judgement:
+        """That of the last decisions. Called after `act`."""
         ...
 
 

@@ -4,27 +4,49 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
-from esper.nissa.events import Row, StepRow
 from esper.nissa.outputs import Output
+from esper.nissa.rows import GradientsRow, MeasurementRow, PhasesRow, Row, SensorsRow, StepRow
 
-Level = Literal["off", "run", "step"]
+Level = Literal["off", "run", "step", "debug"]
+
+_OF_STEPS = (StepRow, MeasurementRow, SensorsRow, PhasesRow, GradientsRow)
 
 
 class Hub:
     """The object to which the engine and the run write rows.
 
     There is no queue: when `emit` returns, every output has the row; `emit` raises the error of an output.
-    `seq` is the number of the next row. `level` says which rows are kept.
+    `seq` is the number of the next row. `level` says which rows are kept. After a restoration the level 'run' counts as
+    'step' for `raise_steps` steps, of which `raised` are left.
     """
 
-    def __init__(self, outputs: Sequence[Output] = (), level: Level = "step", seq: int = 0) -> None:
+    def __init__(
+        self, outputs: Sequence[Output] = (), level: Level = "step", seq: int = 0, raise_steps: int = 0
+    ) -> None:
         self.outputs = tuple(outputs)
         self.level = level
         self.seq = seq
+        self.raise_steps, self.raised = raise_steps, 0
 
     def wants(self, kind: type[Row]) -> bool:
-        """Whether rows of this kind are kept: none at level 'off', all but step rows at 'run', all at 'step'."""
-        return self.level == "step" or (self.level == "run" and not issubclass(kind, StepRow))
+        """Whether rows of this kind are kept: none at level 'off', all but those of every step at 'run', all above.
+
+        A hub without outputs keeps none.
+        """
+        if not self.outputs:
+            return False
+        if self.level == "run":
+            return self.raised > 0 or not issubclass(kind, _OF_STEPS)
+        return self.level != "off"
+
+    def begin_step(self, *, restored: bool) -> None:
+        """The rows of a step follow. restored: whether a network was restored in the step, which raises the level."""
+        if restored:
+            self.raised = self.raise_steps
+
+    def end_step(self) -> None:
+        """The rows of a step are written."""
+        self.raised = max(self.raised - 1, 0)
 
     def emit(self, row: Row) -> None:
         """Set number and time of a row and hand it to every output, if the level keeps it."""
@@ -45,9 +67,9 @@ class Hub:
             output.flush()
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the number of rows, and the mark of the first output that has a file."""
+        """For a checkpoint: the number of rows, the mark of the first output that has a file, and the steps of a raised level."""
         marks = [mark for output in self.outputs if (mark := output.mark()) is not None]
-        return {"seq": self.seq, "events": marks[0] if marks else None}
+        return {"seq": self.seq, "events": marks[0] if marks else None, "raised": self.raised}
 
     def close(self) -> None:
         for output in self.outputs:

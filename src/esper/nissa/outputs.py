@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from esper.nissa.events import Row, encode
+from esper.nissa.events import encode
 from esper.nissa.recovery import Mark, free_path
+from esper.nissa.rows import Row
 from esper.store.disk import Retry, write_atomic, write_once
 from esper.store.full_disk import DiskFull, Unwritable
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from esper.leyline.errors import DataFault, InputError, OutOfMemory
 from esper.leyline.resuming import resume_call, resume_command
-from esper.nissa.events import RunRow
+from esper.nissa.rows import RunRow
 from esper.runs.run_folder import RunFolder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -25,7 +25,7 @@ from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.leyline.view import Seeds, View
-from esper.nissa.events import RunRow
+from esper.nissa.rows import RunRow
 from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.runs.environment import describe_environment
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished

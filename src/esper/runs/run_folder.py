@@ -9,10 +9,10 @@ from esper.leyline.config import Config
 from esper.leyline.config_text import dump_config
 from esper.leyline.errors import describe_error
 from esper.leyline.task import AnyTask
-from esper.nissa.events import RunRow
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines, Output
 from esper.nissa.recovery import Mark
+from esper.nissa.rows import RunRow
 from esper.runs.contents import check_folder, create_folder, make_folder, sweep
 from esper.runs.interrupt import Interrupt
 from esper.runs.origin import DATA, Difference, compare_origin, origin_of
@@ -50,7 +50,7 @@ class RunFolder:
             names = config.tasks or (config.task,)
             self.retry = DiskRetry(config.faults.disk_seconds, note, path, lambda: interrupt.asked, names)
             outputs.append(JsonLines(path / EVENTS, self.retry, note))
-        self.hub = Hub(outputs, config.telemetry.level)
+        self.hub = Hub(outputs, config.telemetry.level, raise_steps=config.telemetry.raise_steps)
         self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
@@ -105,6 +105,7 @@ class RunFolder:
         if self.found is not None:
             with fitting(self.found):
                 self.hub.seq = operator.index(self.found.state["seq"])
+                self.hub.raised = operator.index(self.found.state.get("raised", 0))
                 mark = self.found.state.get("events")
                 if mark is not None:
                     self.mark = {"bytes": operator.index(mark["bytes"]), "sha256": str(mark["sha256"])}

@@ -13,7 +13,7 @@ from esper.leyline.progress import Progress, Silent
 from esper.leyline.protocols import Reward
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
-from esper.nissa.events import RoundRow, RunRow
+from esper.nissa.rows import RoundRow, RunRow
 from esper.runs.environment import describe_environment
 from esper.runs.failure import Failure, RolledBack, failed_row
 from esper.runs.figures import Summary

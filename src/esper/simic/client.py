@@ -8,7 +8,7 @@ import torch
 
 from esper.leyline.actions import Actions, Head
 from esper.leyline.config import GovernorConfig
-from esper.leyline.protocols import Reward
+from esper.leyline.protocols import Judgement, Reward
 from esper.leyline.view import Outcome, View
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
@@ -25,13 +25,19 @@ class SimicClient:
         self.actor = RecurrentActor(learner.policy)
         self.menu: tuple[str, ...] = ()
         self._buffer: TamiyoRolloutBuffer | None = None
+        self._output: ActorOutput | None = None
 
     def act(self, view: View) -> Actions:
         """A sampled decision per environment, recorded with its observation."""
         exploration = self.learner.exploration
-        output = self.actor.act(view, exploration, greedy=False)
+        self._output = output = self.actor.act(view, exploration, greedy=False)
         self.record(view, sampled_step(output, exploration))
         return output.decision.actions
+
+    def judgement(self) -> Judgement:
+        """What the policy thought of the last decisions."""
+        assert self._output is not None, "act is called first"
+        return self._output.judgement()
 
     def record(self, view: View, step: Step) -> None:
         """Write a step into the rollout."""

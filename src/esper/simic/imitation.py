@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from esper.leyline.actions import Actions
 from esper.leyline.config import GovernorConfig
 from esper.leyline.masks import offered
-from esper.leyline.protocols import PolicyClient, Reward
+from esper.leyline.protocols import Judgement, PolicyClient, Reward
 from esper.leyline.view import View
 from esper.simic.client import SimicClient, sampled_step
 from esper.simic.ppo import PPO
@@ -33,17 +33,25 @@ class Apprentice(SimicClient):
         """led: share of the environments that follow the teacher."""
         super().__init__(learner, reward, penalty)
         self.teacher, self.led = teacher, led
+        self._follows = np.zeros(0, bool)
 
     def act(self, view: View) -> Actions:
         """The teacher's decisions in the environments that it leads, and sampled decisions of the policy in the others."""
         envs = len(view.host_params)
-        output = self.actor.act(view, greedy=False)
+        self._output = output = self.actor.act(view, greedy=False)
         taught = self.teacher.act(view)
         step = sampled_step(output, GREEDY)
         valid = offered(view.masks, taught)
         self.record(view, step._replace(actions=taught, valid=valid, log_prob=torch.zeros(envs)))
-        follows = led_by_teacher(view.space.number, self.led)
+        self._follows = follows = led_by_teacher(view.space.number, self.led)
         return Actions(*(np.where(follows, *pair) for pair in zip(taught, output.decision.actions, strict=True)))
+
+    def judgement(self) -> Judgement:
+        """What the policy thought of its own decisions; probability and entropy of the teacher's are nan."""
+        found, taught = super().judgement(), self._follows[:, None]
+        return found._replace(
+            probability=np.where(taught, np.nan, found.probability), entropy=np.where(taught, np.nan, found.entropy)
+        )
 
 
 def led_by_teacher(number: NDArray[np.int64], share: float) -> NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from esper.leyline.controller_settings import check_controller_settings
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.parsing import parse_json
+from esper.leyline.protocols import Judgement
 from esper.leyline.stages import Stage
 from esper.leyline.view import Outcome, Space, View
 from esper.store.disk import Retry, find_folder, write_folder, write_once
@@ -156,6 +157,12 @@ class ActorOutput(NamedTuple):
     value: Tensor
     starts: NDArray[np.bool_]
 
+    def judgement(self) -> Judgement:
+        """What the policy thought of the decisions."""
+        decision = self.decision
+        found = (decision.probability, decision.entropy, self.value)
+        return Judgement(*(np.asarray(tensor.numpy(), np.float64) for tensor in found))
+
 
 class RecurrentActor:
     """Runs a policy through an episode. It holds the history of measurements and the hidden state of the network."""
@@ -239,13 +246,20 @@ class Learned(Rule):
 
     def __init__(self, policy: Policy) -> None:
         self.actor = RecurrentActor(policy)
+        self._output: ActorOutput | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.actor.policy!r})"
 
     def act(self, view: View) -> Actions:
         """One decision per environment. InputError where the policy was trained with other sensors or choices."""
-        return self.actor.act(view, greedy=True).decision.actions
+        self._output = self.actor.act(view, greedy=True)
+        return self._output.decision.actions
+
+    def judgement(self) -> Judgement:
+        """What the policy thought of the last decisions."""
+        assert self._output is not None, "act is called first"
+        return self._output.judgement()
 
     def store(self, outcome: Outcome) -> None:
         """Add the last decisions to the memory."""

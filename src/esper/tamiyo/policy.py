@@ -35,11 +35,15 @@ class Decision(NamedTuple):
         actions (Actions): (E,)
         valid (arrays by head): (E, choices) bool, the valid choices given those of the heads before
         log_prob ((E,) tensor): log-probability of the whole decision [nats]
+        probability ((E, heads) tensor): probability of the choice of each head; nan where the operation does not read the head
+        entropy ((E, heads) tensor): entropy of the distribution of each head; nan likewise [nats]
     """
 
     actions: Actions
     valid: tuple[NDArray[np.bool_], ...]
     log_prob: Tensor
+    probability: Tensor
+    entropy: Tensor
 
 
 class Judged(NamedTuple):
@@ -77,6 +81,7 @@ def decide(
     equally probable ones.
     """
     log_prob = torch.zeros(len(masks.op))
+    told = torch.full((2, len(masks.op), len(Head)), torch.nan)  # probability and entropy
 
     def choose(head: Head, may: Bools, chosen: Actions) -> Ints:
         op, slot = (torch.from_numpy(x)[None] for x in (chosen.op, chosen.slot))
@@ -87,11 +92,14 @@ def decide(
             cumulative = p.double().cumsum(-1)
             below = cumulative <= torch.from_numpy(draws[head])[:, None] * cumulative[:, -1:]
             choice = below.sum(-1).clamp(max=p.shape[-1] - 1)
-        log_prob.add_(torch.where(_RELEVANT[op[0], head], p.gather(-1, choice[:, None])[:, 0].log(), 0.0))
+        taken = p.gather(-1, choice[:, None])[:, 0]
+        matters = _RELEVANT[op[0], head]  # every operation reads the first head
+        log_prob.add_(torch.where(matters, taken.log(), 0.0))
+        told[0, matters, head], told[1, matters, head] = taken[matters], torch.special.entr(p).sum(-1)[matters]
         return choice.numpy()
 
     actions = chosen_in_turn(masks, choose)
-    return Decision(actions, offered(masks, actions), log_prob)
+    return Decision(actions, offered(masks, actions), log_prob, told[0], told[1])
 
 
 def judge(

@@ -419,7 +419,8 @@ class Engine(Generic[P]):
             changes.append(Changes(moved, before, after, self.fates.transit(moved, before, after, self.space, step)))
         self.fates.roll_back(found[envs], path[-1], governed, self.space, step)
         twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
-        return Trace(tuple(changes), measured.scores, found[: self.rows], path[-1], governed, twins)
+        reads = 1 + bool((found != Vital.GOOD).any())
+        return Trace(tuple(changes), measured.scores, found[: self.rows], path[-1], governed, twins, reads)
 
 
 class VectorizedEngine(Engine[StackedPopulation]):

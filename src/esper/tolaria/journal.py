@@ -1,20 +1,16 @@
 """The journal: an observer that writes what happens in an episode as rows of the events. E environments, S slots."""
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from esper.leyline.stages import among
-from esper.leyline.view import Floats, Outcome, Scores, Seeds, Transitions, View
-from esper.nissa.events import (
-    Basis,
-    PlayedRow,
-    StepRow,
-    episode_rows,
-    lifecycle_rows,
-    rollback_rows,
-    step_row,
-)
+from esper.leyline.verdicts import Vital
+from esper.leyline.view import Floats, Scores, Seeds, Transitions, View
+from esper.nissa.events import Basis, episode_rows, lifecycle_rows, rollback_rows, step_row
 from esper.nissa.hub import Hub
+from esper.nissa.rows import DecisionRow, GradientsRow, MeasurementRow, PhasesRow, PlayedRow, SensorsRow, StepRow
+from esper.tolaria.detail import decision_rows, gradients_row, measurement_row, sensors_row
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.governor import Verdicts
 from esper.tolaria.play import Observer, Step
@@ -41,6 +37,7 @@ class Trace(NamedTuple):
     ticked: Seeds  # before rows were restored
     governed: Seeds  # after it
     twins: Floats | None  # (E,) metrics of the twins
+    reads: int  # of the device
 
 
 class Source(NamedTuple):
@@ -52,30 +49,58 @@ class Source(NamedTuple):
 
 
 class Journal(Observer):
-    """Writes a step's changes of stage, its rollbacks and the step itself, and every environment at the end of an episode.
+    """Writes a step's decisions, its changes of stage, its rollbacks and its measurements, and every environment at the end of an
+    episode.
 
     In a training, whose rows come from several populations, every row names its `source`.
     """
 
     def __init__(self, engine: "Engine[Any]", hub: Hub, source: Source | None = None) -> None:
         self.engine, self.hub, self.source = engine, hub, source
+        self._spent: dict[str, float] = {}  # seconds by phase before the step
+        every = engine.config.telemetry.gradients_every
+        if every is None:
+            every = 1 if hub.level == "debug" else 0
+        self._stride = every or sys.maxsize
+
+    def going(self, view: View) -> bool:
+        """Note the time before a step."""
+        self._spent = dict(self.engine.timer.seconds)
+        return True
 
     def stepped(self, step: Step) -> None:
         """Write the rows of a step."""
-        self.record(step.after, step.outcome)
-
-    def record(self, view: View, outcome: Outcome) -> None:
-        """Write the rows of the engine's last step, which led to `view`."""
-        engine, trace = self.engine, self.engine.trace
+        hub, engine, outcome, view = self.hub, self.engine, step.outcome, step.after
+        trace, config = engine.trace, engine.config
         assert trace is not None, "a step comes before its rows"
+        hub.begin_step(restored=bool((trace.found != Vital.GOOD).any()))
+        if hub.wants(DecisionRow):
+            self._write(decision_rows(step.view, step.decision, outcome, config.gates, engine.population))
         for transitions, before, after, bases in trace.changes:
             self._write(lifecycle_rows(outcome.episode, outcome.step, view.space, transitions, before, after, bases))
         self._write(rollback_rows(outcome, view.space, trace.found, trace.scores, trace.ticked, trace.governed))
-        if self.hub.wants(StepRow):
+        if hub.wants(StepRow):
             self._write([step_row(view, outcome, twin_metrics=trace.twins)])
+        if hub.wants(MeasurementRow):
+            self._write([measurement_row(view, outcome, config.probe.shapley_samples)])
+        if hub.wants(SensorsRow) and (sensors := sensors_row(view, outcome)) is not None:
+            self._write([sensors])
+        if hub.wants(PhasesRow):
+            self._write([self._phases(step, trace.reads)])
+        if hub.wants(GradientsRow) and (outcome.step + 1) % self._stride == 0:
+            self._write([gradients_row(view, outcome)])
+        hub.end_step()
         if outcome.terminal and engine.stopping is None:  # else `close` says what would be exported
             assert outcome.exported is not None, "it is measured at the end of an episode"
             self._close(view, outcome.exported, view.seeds)
+
+    def _phases(self, step: Step, reads: int) -> PhasesRow:
+        """Where the time of a step went."""
+        spent = {name: now - self._spent.get(name, 0.0) for name, now in self.engine.timer.seconds.items()}
+        seconds = {name: round(each, 6) for name, each in {"deciding": step.deciding, **spent}.items()}
+        return PhasesRow(
+            episode=step.outcome.episode, step=step.outcome.step, phase_seconds=seconds, device_reads=reads
+        )
 
     def close(self, exported: Scores, ended: Seeds) -> None:
         """Write the end of an episode with early stopping, from the scores of the restored networks and the seeds before that."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from esper.leyline.actions import Actions, Op, checked_actions
-from esper.leyline.protocols import Explains, PolicyClient
+from esper.leyline.protocols import Explains, Judgement, Judges, PolicyClient
 from esper.leyline.view import Outcome, View
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ class Decision(NamedTuple):
 
     actions: Actions  # (E,)
     reasons: Sequence[str | None] | None  # (E,), where the controller explains itself
+    judgement: Judgement | None = None  # where the controller is a policy
 
 
 class Step(NamedTuple):
@@ -29,6 +30,7 @@ class Step(NamedTuple):
     after: View  # what the next decision may be based on
     seconds: float  # of the controller and the engine; what observers do is not counted
     deciding: float  # those of them that the controller took
+    decision: Decision  # of which `outcome` is the result
 
 
 class Observer:
@@ -66,7 +68,11 @@ def planted(outcome: Outcome) -> int:
 def decide(client: PolicyClient, view: View) -> Decision:
     """Ask a controller. InputError where its answer is not one whole number per environment and head."""
     actions = checked_actions(client.act(view), len(view.host_params))
-    return Decision(actions, client.reasons() if isinstance(client, Explains) else None)
+    return Decision(
+        actions,
+        client.reasons() if isinstance(client, Explains) else None,
+        client.judgement() if isinstance(client, Judges) else None,
+    )
 
 
 def play(
@@ -93,7 +99,7 @@ def play(
         told = time.perf_counter()
         client.store(outcome)
         end = time.perf_counter()
-        step = Step(view, outcome, after, end - begin, decided - begin + end - told)
+        step = Step(view, outcome, after, end - begin, decided - begin + end - told, decision)
         for observer in observers:
             observer.stepped(step)
         view = after

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from esper.karn.reader import OpenRun, Status
 from esper.leyline.stages import Stage
-from esper.nissa.events import EpisodeRow, LifecycleRow, RollbackRow, RoundRow, RunRow, StepRow
+from esper.nissa.rows import EpisodeRow, LifecycleRow, RollbackRow, RoundRow, RunRow, StepRow
 
 Floats = NDArray[np.float64]
 NO_SEED = -1

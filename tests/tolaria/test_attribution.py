@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.keys import scalar
 from esper.leyline.view import CoalitionValues
-from esper.simic.attribution import attribute, banzhaf, half_width, interactions, shapley, shapley_sampled
+from esper.tolaria.attribution import attribute, banzhaf, half_width, interactions, shapley, shapley_sampled
 from esper.tolaria.coalitions import Sampled, sampled_coalitions
 
 PLAYERS = range(1, 7)
