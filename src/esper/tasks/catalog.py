@@ -8,11 +8,14 @@ from types import MappingProxyType
 from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
-from esper.tasks import digits, images, repair, small, spirals, trained
+from esper.tasks import digits, heal, images, repair, small, spirals, trained
 from esper.tasks.reference import load_task, unnamed_function
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
+    "heal": (heal.heal, heal.SUMMARY),
+    "heal-unfrozen": (heal.heal_unfrozen, heal.UNFROZEN),
+    "heal-scratch": (heal.heal_scratch, heal.SCRATCH),
     "digits": (digits.digits, digits.SUMMARY),
     "digits-narrow": (digits.digits_narrow, digits.NARROW),
     "spirals": (spirals.spirals, spirals.SUMMARY),

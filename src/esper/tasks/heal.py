@@ -1,0 +1,179 @@
+"""The mixture 'heal': trained networks that were damaged, to be repaired by a few cheap seeds and a little data."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from esper.kasmina.host import SegmentedHost
+from esper.leyline.errors import InputError
+from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
+from esper.tasks.damage import Damage, DamageKind, damage_host, damage_split, draw_damage
+from esper.tasks.dense import MLP, BridgedMLP
+from esper.tasks.healing_data import CLASSES, HEALING, INPUTS, SIZES, Part, Problem, examples, problem
+from esper.tasks.healing_hosts import BLOCKS, architecture, largest, trained_weights
+from esper.tasks.objectives import Classification
+
+SUMMARY = "trained networks of five blocks, damaged and frozen: repair them with seeds of a few parameters"
+UNFROZEN = "the networks of heal without the freeze: training all of their weights on the healing examples"
+SCRATCH = "the networks of heal drawn afresh: training them from scratch on the healing examples"
+
+RANGES: Mapping[str, range] = MappingProxyType(
+    {
+        "training": range(2**20),
+        "validation": range(2**20, 2**20 + 2**16),
+        "heldout": range(2**20 + 2**16, 2**20 + 2**17),
+    }
+)
+HOSTS = 512
+"""Trained hosts of each part. A host returns with other damage after so many keys."""
+
+MENU = ("bypass-rank-1", "bypass-rank-2", "bypass-rank-4", "bypass-mlp-small", "mlp-small")
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "steps": 40,
+        "data": {"batch_size": 32, "batches_per_step": 2},
+        "optimizer": {"lr": 0.02},
+        "lifecycle": {"max_seeds": BLOCKS, "max_training_seeds": BLOCKS},
+        "governor": {"param_limit": 0.06},
+        "reward": {"rent": 0.1},
+        "gates": {
+            "min_training_steps": 1,
+            "min_holding_steps": 1,
+            "gain_z": -1.0,
+            "contribution_z": 0.0,
+            "min_contribution": -0.02,
+        },
+        "heuristic": {
+            "narrow_blueprints": ("bypass-rank-4", "bypass-rank-2"),
+            "weak_blueprints": ("bypass-rank-4", "bypass-rank-2"),
+        },
+    }
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a key stands for, without its data and its weights.
+
+    Attributes:
+        key (int): key of the instance
+        number (int): number of the trained host
+        problem (Problem): what the host was trained on
+        architecture (BridgedMLP): the host before the damage
+        damage (Damage): what is wrong with the host or with the data
+    """
+
+    key: int
+    number: int
+    problem: Problem
+    architecture: BridgedMLP
+    damage: Damage
+
+    @property
+    def plain(self) -> bool:
+        """Whether the host has no skip connections."""
+        return not any(self.architecture.skips)
+
+
+@dataclass(frozen=True)
+class DamagedHost:
+    """A factory of copies of one trained and damaged host. The first call reads the weights, or trains them (`healing_hosts`)."""
+
+    number: int
+    damage: Damage
+    frozen: bool
+
+    @property
+    def architecture(self) -> BridgedMLP:
+        """The host by which a saved network names it. A removed block has a skip."""
+        sound = architecture(self.number)
+        removed = self.damage.segments if self.damage.kind == DamageKind.REMOVED else ()
+        skips = tuple(skip or k + 1 in removed for k, skip in enumerate(sound.skips))
+        return replace(sound, skips=skips, frozen=self.frozen)
+
+    def __call__(self) -> SegmentedHost:
+        """A copy of the damaged host."""
+        host = self.architecture()
+        with torch.no_grad():
+            for name, value in trained_weights(self.number).items():
+                host.get_parameter(name).copy_(value)
+        damage_host(host, self.damage)
+        return host
+
+    def plain(self, parameters: int) -> MLP:
+        """A factory of untrained plain networks with at least `parameters` parameters."""
+        return self.architecture.plain(parameters)
+
+
+def heal() -> Mixture:
+    """Trained and damaged networks with 128 examples to heal on. The host is frozen, so only seeds train.
+
+    A host has five blocks on a stream of 16, 20 or 24 features, and a slot behind each block. It was trained on 900 examples of
+    scikit-learn's digits or of one of five synthetic families, and was sound before the damage. Two thirds of the hosts are
+    plain, and one third is residual: a control, because damage to a residual network can be repaired anywhere. `describe`
+    returns what a key stands for.
+
+    The hosts and problems of training, validation and held-out keys are different. The healing examples are some of those that
+    the host was trained on. The probe, validation and test splits share no example with them; those of digits come from
+    disjoint sets of digits, which are the same for all instances.
+
+    80 updates; seeds may have 6 % of the host's parameters (`governor.param_limit`).
+    """
+    return _mixture("heal", SUMMARY, lambda facts: DamagedHost(facts.number, facts.damage, frozen=True), frozen=True)
+
+
+def heal_unfrozen() -> Mixture:
+    """The instances of `heal` with hosts that train: the controller `never` is full fine-tuning of the damaged host."""
+    mixture = _mixture(
+        "heal-unfrozen", UNFROZEN, lambda facts: DamagedHost(facts.number, facts.damage, frozen=False), frozen=False
+    )
+    return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.003}})
+
+
+def heal_scratch() -> Mixture:
+    """The instances of `heal` with hosts that are drawn afresh: the controller `never` is training from scratch."""
+    mixture = _mixture("heal-scratch", SCRATCH, lambda facts: facts.architecture, frozen=False)
+    return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.01}})
+
+
+def _mixture(name: str, summary: str, host: Callable[[Facts], Callable[[], nn.Module]], frozen: bool) -> Mixture:
+    def sample(key: int) -> Instance:
+        facts = describe(key)
+        train, probe, validation = (split_of(facts, part) for part in (Part.HOST, Part.PROBE, Part.VALIDATION))
+        return Instance(host(facts), train, probe, validation, facts.problem.classes)
+
+    return Mixture(
+        name=name,
+        summary=summary,
+        room=Room(
+            replace(largest(), frozen=frozen),
+            (INPUTS,),
+            Lengths(probe=SIZES[Part.PROBE], held=max(SIZES[Part.VALIDATION], SIZES[Part.TEST])),
+        ),
+        sample=sample,
+        test=lambda key: split_of(describe(key), Part.TEST),
+        ranges=RANGES,
+        objective=Classification(CLASSES),
+        menu=MENU,
+        defaults=DEFAULTS,
+    )
+
+
+def describe(key: int) -> Facts:
+    """What a key stands for. InputError for a key outside RANGES."""
+    for keys in RANGES.values():
+        if key in keys:
+            number = keys.start + (key - keys.start) % HOSTS
+            return Facts(key, number, problem(number), architecture(number), draw_damage(key, BLOCKS))
+    known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in RANGES.items())
+    raise InputError(f"key {key:,} is not an instance of 'heal'; the keys are {known}")
+
+
+def split_of(facts: Facts, part: Part) -> Split:
+    """The examples of a part in the damaged world, the first HEALING of those that the host was trained on."""
+    count = HEALING if part == Part.HOST else None
+    return damage_split(examples(facts.problem, part, count), facts.damage, facts.problem.classes)

@@ -1,0 +1,186 @@
+"""The trained hosts of the task `heal`, and the folder that keeps them. G hosts of one group, B examples.
+
+Hosts are trained in groups of GROUP, at once, when a host of the group is first asked for. A group is a file in the cache
+folder, and is trained again where the file is missing.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load
+from torch import Tensor
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.stack import Stack
+from esper.leyline import keys
+from esper.leyline.errors import InputError
+from esper.store.disk import write_atomic
+from esper.store.reading import read_kept
+from esper.store.tensors import to_parts
+from esper.tasks.dense import BridgedMLP
+from esper.tasks.healing_data import CLASSES, INPUTS, Draw, Part, examples, one_of, problem, uniform
+
+VARIABLE = "ESPER_CACHE"
+"""The environment variable that names the cache folder of Esper. The default is `esper` in the user's cache folder, which is
+XDG_CACHE_HOME or `.cache` in the home folder."""
+
+BLOCKS = 5
+WIDTHS = (16, 20, 24)  # of the stream
+HIDDEN = (12, 16, 24)  # inner widths, the same in all blocks of a host
+RESIDUAL = 1 / 3
+"""Share of the hosts that have a skip connection around every block: a control, where damage is easy to repair anywhere."""
+
+GROUP = 8
+UPDATES = 700
+BATCH = 48
+LR = 4e-3
+WARM_UP = 30  # updates in which the learning rate rises
+STARTS = 4
+"""Most initial weights that are tried for a host. The trained host with the best accuracy on SOUND examples is kept."""
+SOUND = 0.75
+"""Share of the way from guessing to a perfect accuracy at which a host is sound, and no other start is tried."""
+
+RECIPE = 1
+"""Number of the recipe by which hosts are trained, part of the name of the folder. A change of the recipe raises it."""
+LARGEST = 2**24  # bytes of a file
+
+Weights = dict[str, Tensor]
+
+
+def architecture(number: int) -> BridgedMLP:
+    """The host of a number, without its trained weights: five blocks, plain or residual."""
+
+    def once(draw: Draw) -> float:
+        return float(uniform(number, draw)[0])
+
+    of = problem(number)
+    hidden = one_of(HIDDEN, once(Draw.HIDDEN))
+    skips = (once(Draw.SKIP) < RESIDUAL,) * BLOCKS
+    return BridgedMLP(of.inputs, one_of(WIDTHS, once(Draw.WIDTH)), (hidden,) * BLOCKS, of.classes, skips)
+
+
+def largest() -> BridgedMLP:
+    """A host in whose leading corner every host fits."""
+    return BridgedMLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES, (False,) * BLOCKS)
+
+
+def trained_weights(number: int) -> Weights:
+    """Parameters of the trained host of a number, by name, float32. They are read from the cache, or trained and written to it.
+
+    InputError where the file of the cache is damaged.
+    """
+    group, place = divmod(number, GROUP)
+    start = f"{place}."
+    found = _group(group, str(cache_folder()))
+    return {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+
+
+def cache_folder() -> Path:
+    """The folder of the trained hosts: heal-<recipe> in the cache folder of Esper."""
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(VARIABLE) or Path(user) / "esper") / f"heal-{RECIPE}"
+
+
+@lru_cache(maxsize=64)
+def _group(group: int, folder: str) -> Weights:
+    path = Path(folder) / f"hosts-{group:06}.safetensors"
+    if path.exists() or path.is_symlink():
+        return read_group(path)
+    weights = train_group(range(group * GROUP, (group + 1) * GROUP))
+    write_group(path, weights)
+    return weights
+
+
+def write_group(path: Path, weights: Weights) -> None:
+    """Write a file of weights: the SHA-256 of the rest in 64 hexadecimal digits and a newline, then a safetensors file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = b"".join(bytes(part) for part in to_parts(weights))
+    write_atomic(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+
+
+def read_group(path: Path) -> Weights:
+    """The weights of a file that `write_group` wrote. InputError where it is damaged."""
+    mend = "delete it, and its hosts are trained again"
+    digest, _, content = read_kept(path, LARGEST, mend).partition(b"\n")
+    if hashlib.sha256(content).hexdigest().encode() != digest:
+        raise InputError(f"{path} is damaged: its checksum is not that of its content; {mend}")
+    weights: Weights = load(content)
+    return weights
+
+
+def train_group(numbers: Sequence[int], updates: int = UPDATES, starts: int = STARTS) -> Weights:
+    """Train hosts together, by AdamW under a cosine schedule, and return their parameters by "<place>.<name>".
+
+    A host that is not sound after a start is trained again from other initial weights, up to `starts` times, and the best start
+    is kept. The weights are the same in every call on one machine; the last bits may depend on the machine and on the version of
+    torch.
+    """
+    best: dict[int, Weights] = {}
+    share = np.full(len(numbers), -np.inf)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # a host may be asked for under torch.no_grad
+        for start in range(starts):
+            places = [place for place in range(len(numbers)) if share[place] < SOUND]
+            if not places:
+                break
+            found = _train([numbers[place] for place in places], start, updates)
+            for place, (weights, reached) in zip(places, found, strict=True):
+                if reached > share[place]:
+                    best[place], share[place] = weights, reached
+    return {f"{place}.{name}": value for place, own in best.items() for name, value in own.items()}
+
+
+def soundness(number: int, weights: Weights, part: Part = Part.SOUND) -> float:
+    """Accuracy of a trained host on a part of its problem, as a share of the way from guessing to a perfect accuracy."""
+    host, of = architecture(number)(), problem(number)
+    host.load_state_dict(weights, strict=False)
+    x, y = examples(of, part)
+    with torch.no_grad():
+        accuracy = float((host(x).argmax(-1) == y).float().mean())
+    return (accuracy - 1 / of.classes) / (1 - 1 / of.classes)
+
+
+def _train(numbers: Sequence[int], start: int, updates: int) -> list[tuple[Weights, float]]:
+    """Train hosts from one start each. Returns their parameters and their soundness."""
+    hosts: list[SegmentedHost] = []
+    for number in numbers:
+        with drawn_with(keys.scalar(keys.Purpose.HEALING, number, Draw.START, start)):
+            hosts.append(architecture(number)())
+        hosts[-1].float()
+    stack = Stack(largest()(), len(hosts), dtype=torch.float32)
+    for row, host in enumerate(hosts):
+        stack.write(row, host)
+    data = [examples(problem(number), Part.HOST) for number in numbers]
+    x = torch.stack([F.pad(split.x.float(), (0, INPUTS - split.x.shape[1])) for split in data])  # type: ignore[union-attr]
+    y = torch.stack([split.y for split in data])
+    classes = torch.tensor([problem(number).classes for number in numbers])
+    absent = torch.arange(CLASSES) >= classes[:, None, None]
+    order = np.array(numbers)[:, None, None], np.arange(updates)[None, :, None], np.arange(BATCH)
+    drawn = keys.uniform(keys.key(keys.Purpose.HEALING, order[0], Draw.BATCH, start, *order[1:]))
+    batches = torch.from_numpy((drawn * y.shape[1]).astype(np.int64))
+    values = stack.columns["value"]
+    optimizer = torch.optim.AdamW([values], lr=LR, weight_decay=1e-2)
+    rows = torch.arange(len(hosts))[:, None]
+    for update in range(updates):
+        for group in optimizer.param_groups:
+            cosine = 0.5 * (1 + np.cos(np.pi * update / updates)) + 0.01
+            group["lr"] = LR * min(1.0, (update + 1) / WARM_UP) * cosine
+        index = batches[:, update]
+        outputs = stack(x[rows, index], slice(0, len(hosts))).masked_fill(absent, -torch.inf)
+        loss = F.cross_entropy(outputs.flatten(0, 1), y[rows, index].flatten(), reduction="sum") / BATCH
+        stack.columns["gradient"].zero_()
+        loss.backward()
+        values.grad = stack.columns["gradient"]
+        optimizer.step()
+    found = []
+    for row, number in enumerate(numbers):
+        stack.read(row, hosts[row])
+        weights = {name: value.detach().clone() for name, value in hosts[row].named_parameters()}
+        found.append((weights, soundness(number, weights)))
+    return found
