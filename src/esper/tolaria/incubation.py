@@ -35,7 +35,9 @@ class Incubation:
         self.names: tuple[str, ...] = ()
         self._gradients: dict[str, dict[int, Tensor]] = {}  # by site and place among the seed's parameters
         self._handles: dict[str, list[RemovableHandle]] = {}
-        self._passes: dict[str, int] = {}  # backward passes since the last step of the optimizer
+        self._passes: dict[
+            tuple[str, int], int
+        ] = {}  # by parameter, backward passes since the last step of the optimizer
         self._usual = 1  # backward passes between two steps
         self._norms: dict[str, tuple[Tensor, int]] = {}  # sum and number
 
@@ -104,14 +106,13 @@ class Incubation:
             gradient = gradient / self.scale(gradient.new_ones(()))
         kept = self._gradients.setdefault(name, {})
         kept[place] = gradient if place not in kept else kept[place] + gradient
-        if place == min(kept):
-            self._passes[name] = self._passes.get(name, 0) + 1
+        self._passes[name, place] = self._passes.get((name, place), 0) + 1
 
     def _release(self, name: str) -> None:
         for handle in self._handles.pop(name, ()):
             handle.remove()
         self._gradients.pop(name, None)
-        self._passes.pop(name, None)
+        self._passes = {owner: number for owner, number in self._passes.items() if owner[0] != name}
 
     def _set_pull(self) -> None:
         """Scale the proximal term as the loop scales its loss, which it divides by its backward passes."""
