@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.calls import evaluate, resume, show
     from esper.karn.reader import open_run
     from esper.karn.report.page import write_report as report
+    from esper.kasmina.adapter import attach
     from esper.kasmina.blueprints import blueprint
     from esper.kasmina.find_sites import FoundSites, find_sites
     from esper.kasmina.grafted import graft, ungraft
@@ -109,6 +110,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "VectorizedEngine",
     "View",
     "Vital",
+    "attach",
     "blueprint",
     "build_config",
     "check_rows",

@@ -253,6 +253,18 @@ def test_the_gain_and_the_contribution_are_paired_differences_of_the_loss():
 # Resume.
 
 
+@pytest.mark.parametrize(("settings", "rollbacks"), [({}, {}), ({"governor": {"loss_rise_z": 8.0}}, {"rise": 1})])
+def test_a_network_that_gets_worse_on_the_probe_is_put_back_only_where_that_was_asked_for(settings, rollbacks):
+    growing = loop(settings=settings)
+    growing.run(0, EVERY * 6)
+    before = growing.growth.engine.state.scores.loss[0]
+    with torch.no_grad():
+        growing.model[-1].weight *= 400
+    growing.run(EVERY * 6, EVERY * 9)
+    assert growing.growth.summary()["rollbacks"] == rollbacks
+    assert (growing.growth.engine.state.scores.loss[0] > 2 * before) == (not rollbacks)
+
+
 @pytest.mark.parametrize("batch", [False, True], ids=["straight-through", "shadow"])
 @pytest.mark.parametrize("stop", [1, 5, 6, 9, 14, 15, 17, 19, 22, 25, 29, 32])
 def test_a_training_resumed_in_any_stage_is_the_one_that_was_never_stopped(stop, batch):
@@ -449,6 +461,29 @@ def test_a_compiled_network_follows_many_growths():
             assert torch.allclose(run(data(step)[0]), growing.model(data(step)[0]), atol=1e-6)
     assert len(growing.growth.summary()["prunes"]) == 10
     assert len(graphs) > 20, "it was compiled anew for every life, and not given up"
+
+
+def test_a_compiled_host_is_bit_for_bit_what_it_is_alone_while_a_seed_incubates():
+    torch.compiler.reset()
+    hosts = []
+    for grown in (True, False):
+        model = host(dropout=0.0)
+        if grown:
+            graft(model, SITES)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        growth = None
+        if grown:
+            script = Script({(0, 0): (Op.GERMINATE, 0, 1, 1, 1, 3)})
+            growth = Growth(
+                run, optimizer, controller=script, probe=[data(1)], loss=F.cross_entropy, every=EVERY, budget=9.0
+            )
+            before = copy.deepcopy(planted_at(model, "stem").state_dict())
+        Loop(run, optimizer, None, None, growth).run(0, 10)
+        hosts.append(host_of(model))
+        if grown:
+            assert not equal(before, planted_at(model, "stem").state_dict()), "it was trained"
+    assert equal(*hosts)
 
 
 def test_a_model_in_training_can_be_copied_and_saved_while_a_seed_incubates():

@@ -93,6 +93,20 @@ def test_a_removed_group_leaves_nothing_behind():
     assert len(optimizer.param_groups) == 1
 
 
+def test_named_parameters_keep_their_names():
+    model, late = Pair(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW(list(model.named_parameters()))
+    groups = Groups(optimizer, None, model)
+    groups.add("a", [late], model.parameters())
+    names = {parameter: name for name, parameter in model.named_parameters()} | {late: "late"}
+    state = groups.state(names)
+    state["groups"][0]["names"].reverse()
+    groups.load_state(state, names)
+    assert optimizer.param_groups[0]["param_names"] == [names[p] for p in optimizer.param_groups[0]["params"]]
+    assert optimizer.param_groups[0]["param_names"][0] == "second.bias"
+    assert optimizer.param_groups[1]["param_names"] == ["a.0"]
+
+
 def test_only_some_groups_are_stepped():
     model = Pair()
     optimizer = torch.optim.AdamW(model.parameters())

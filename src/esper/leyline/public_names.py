@@ -16,6 +16,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "Growth": "runs.growth",
         "graft": "kasmina.grafted",
         "ungraft": "kasmina.grafted",
+        "attach": "kasmina.adapter",
     },
     "Grown networks": {
         "load": "api",

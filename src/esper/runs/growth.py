@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.adapter import save_adapter
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, get_blueprint
 from esper.kasmina.folding import fold
 from esper.kasmina.grafted import graft, is_grafted, planted_at, sites_of, trim
@@ -164,6 +166,18 @@ class Growth:
         self.finished = True
         return self.model
 
+    def save_adapter(self, folder: Path | str) -> None:
+        """Write the seeds that were kept to a folder, for `esper.attach` on another copy of the host.
+
+        The host is not written: of one that was trained meanwhile, save the model. InputError after `finish`, which may have made
+        seeds part of the host.
+        """
+        if self.finished:
+            raise InputError(
+                "the network is finished, and its seeds may be part of it; call save_adapter before finish"
+            )
+        save_adapter(self.model, self.population.kept(self.engine.state.seeds), folder)
+
     def summary(self) -> dict[str, Any]:
         """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason."""
         state, population = self.engine.state, self.population
@@ -306,8 +320,9 @@ def _config(
         "lifecycle": {"max_seeds": len(sites)},
         "probe": {"sensors_every": 0},
         "reward": {"objective": "log_loss"},
-        # The loss on the probe has no upper end, and rises where a network learns its data by heart.
-        "governor": {"param_limit": budget, "min_metric_drop": 1e9},
+        # The loss on the probe stands in for the training loss. It has no upper end, and rises where a network learns its data by
+        # heart, which is no failure.
+        "governor": {"param_limit": budget, "min_metric_drop": 1e9, "loss_rise_z": 1e9},
     }
     config = build_config(merge_settings(usual, settings))
     fixed = {

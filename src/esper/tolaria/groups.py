@@ -151,7 +151,13 @@ class Groups:
         by_name = {name: parameter for parameter, name in names.items()}
         for group, kept in zip(groups, state["groups"], strict=True):
             group.update({key: copy.deepcopy(value) for key, value in kept.items() if key != "names"})
+            own_names = {
+                id(parameter): name
+                for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
+            }
             group["params"] = [by_name[name] for name in kept["names"]]
+            if own_names:
+                group["param_names"] = [own_names[id(parameter)] for parameter in group["params"]]
         self.optimizer.param_groups[:] = groups
         self.set_moments(names, state["moments"])
         for each, kept in zip(self.schedulers, state["schedulers"], strict=True):

@@ -229,13 +229,15 @@ class LivePopulation:
             straight = stage == Stage.TRAINING and self.incubation.straight
             attached = not isolated or stage == Stage.FOSSILIZED
             mode = Mode.ON if acts else Mode.STRAIGHT if straight else Mode.OFF
-            if (planted.mode, planted.attached) != (mode, attached):
+            frozen = bool(seeds.doomed[0, slot])
+            trains = next(planted.parameters()).requires_grad
+            if (planted.mode, planted.attached, trains) != (mode, attached, not frozen):
                 self._edited()
             for each in (planted, *(self._copy_of(network, site.name) for network in self.copies)):
                 each.mode, each.attached = mode, attached
                 each.alpha.fill_(alpha if acts else 0.0)
-            planted.requires_grad_(not seeds.doomed[0, slot])
-            if seeds.doomed[0, slot]:
+            planted.requires_grad_(not frozen)
+            if frozen:
                 planted.zero_grad()
             if stage == Stage.TRAINING:
                 incubating.append(site.name)
@@ -248,6 +250,15 @@ class LivePopulation:
             if planted is not None:
                 planted.mode = Mode.ON if dose[slot] > 0 else Mode.OFF
                 planted.alpha.fill_(float(dose[slot]))
+
+    def kept(self, seeds: Seeds) -> dict[str, tuple[Blueprint, int]]:
+        """By site, the blueprint of each seed that is part of the network for good, and the width that it reads."""
+        found = {}
+        for slot, site in enumerate(self.sites):
+            if seeds.stage[0, slot] == Stage.FOSSILIZED:
+                entry = self.menu[int(seeds.blueprint[0, slot])]
+                found[site.name] = entry, self.readings[slot].widths[entry.tap]
+        return found
 
     # The whole of it.
 

@@ -41,7 +41,9 @@ def measure_live(live: "LivePopulation", seeds: Seeds, asked: Asked, norms: Mapp
     total = torch.stack([p.sum(dtype=torch.float32).double() for p in live.network.parameters()]).sum()
     signs = torch.stack([_paired(own.losses)[1], own.spread.to(own.losses), total.to(own.losses)])
     trained = norms or {}
-    packet = read_packet([torch.stack(means), rise, torch.stack([_width(h) for h in heard]), signs, *trained.values()])
+    packet = read_packet(
+        [torch.stack(means), rise, torch.stack([_width(each, own.losses) for each in heard]), signs, *trained.values()]
+    )
     loss, risen, participation, sign = packet[:4]
     slot_of = {site.name: slot for slot, site in enumerate(live.sites)}
     figures = TrainedFigures(
@@ -94,11 +96,11 @@ def _listening(network: nn.Module, sites: tuple[Site, ...]) -> Iterator[list[_He
             point.tape = None
 
 
-def _width(heard: _Heard) -> Tensor:
+def _width(heard: _Heard, like: Tensor) -> Tensor:
     """() participation ratio of a stream / its width; nan where nothing flowed."""
     if not heard.features:
-        return torch.full((), torch.nan, dtype=torch.float64)
-    return participation_ratio(torch.cat(heard.features, 1))[0].double().cpu()
+        return like.new_full((), torch.nan)
+    return participation_ratio(torch.cat(heard.features, 1))[0].to(like)
 
 
 def _paired(differences: Tensor) -> Tensor:

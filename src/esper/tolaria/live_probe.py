@@ -74,7 +74,7 @@ class Probe:
         for x, y in self.batches():
             output = call(network, x)
             losses.append(self._losses(output, y))
-            spreads.append(_spread(output))
+            spreads.append(_spread(output).to(self.device))
         return Seen(torch.cat(losses), torch.stack(spreads).mean())
 
     def mean(self, output: Any, target: Any) -> Tensor:
@@ -163,8 +163,8 @@ def _spread(output: Any) -> Tensor:
         (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()), None
     )
     if first is None or len(first) < 2:
-        return torch.ones((), dtype=torch.float64)
-    return first.double().var(0, correction=0).mean().sqrt().cpu()
+        return torch.ones((), dtype=torch.float64, device=None if first is None else first.device)
+    return first.double().var(0, correction=0).mean().sqrt()
 
 
 def _fingerprint(batch: tuple[Any, Any]) -> Tensor:

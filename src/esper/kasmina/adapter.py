@@ -1,0 +1,181 @@
+"""What was grown in a network, alone in a folder, for other copies of the same host."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import Blueprint, drawn_with, get_blueprint
+from esper.kasmina.grafted import CHILD, graft, plant, planted_at, sites_of, trim
+from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.slot import Seed
+from esper.kasmina.sums import SUMS, check_sum, sums_of
+from esper.leyline.actions import Blend
+from esper.leyline.errors import InputError
+from esper.leyline.parsing import parse_json
+from esper.leyline.sites import Site
+from esper.leyline.streams import STREAMS, Kind
+from esper.store.disk import find_folder, write_folder
+from esper.store.reading import open_regular, read_kept
+
+WEIGHTS, DESCRIPTION = "adapter.safetensors", "adapter.json"
+FORMAT = 1
+_LARGEST = 2**24  # bytes of the description that are read
+_AGAIN = "save the adapter again"
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _blend(name: str) -> str:
+    if name not in Blend.__members__:
+        raise ValueError(f"blends are {', '.join(Blend.__members__)}")
+    return name
+
+
+class _SavedSeed(_Saved):
+    site: str
+    after: str
+    around: str
+    kind: Annotated[Kind, Field(strict=False)]
+    width: PositiveInt
+    causal: bool
+    blueprint: str
+    reads: PositiveInt
+    blend: Annotated[str, AfterValidator(_blend)]
+    alpha: float = Field(gt=0, le=1)
+    host: dict[str, list[int]]  # shape of each parameter of the two submodules
+
+
+class _SavedAdapter(_Saved):
+    format: int
+    seeds: list[_SavedSeed]
+
+
+def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], folder: Path | str) -> None:
+    """Write the seeds at some sites of a grafted network; `kept` has the blueprint of each and the width that it reads."""
+    seeds, tensors = [], {}
+    for name, (entry, reads) in kept.items():
+        site, planted = sites_of(network)[name], planted_at(network, name)
+        assert planted is not None, "a kept seed is in the network"
+        seeds.append(
+            _SavedSeed(
+                site=name,
+                after=site.after,
+                around=site.around,
+                kind=site.stream.kind,
+                width=site.stream.width,
+                causal=site.causal,
+                blueprint=entry.name,
+                reads=reads,
+                blend=planted.blend.name,
+                alpha=float(planted.alpha),
+                host=_shapes(network, site),
+            )
+        )
+        for part, tensor in planted.seed.state_dict().items():
+            tensors[f"{name}/{part}"] = tensor.detach().cpu().contiguous()
+    described = _SavedAdapter(format=FORMAT, seeds=seeds).model_dump(mode="json")
+    files = {WEIGHTS: save(tensors), DESCRIPTION: json.dumps(described, indent=1).encode()}
+    write_folder(Path(folder), {**files, SUMS: sums_of(files)})
+
+
+def attach(model: M, folder: Path | str) -> M:
+    """Put what `Growth.save_adapter` wrote on another copy of the host; in place, and returns the model.
+
+    The seeds act as they did where they were grown, and are among the parameters of the model. InputError where the folder holds
+    no adapter, or one of a host with other submodules or widths.
+    """
+    folder = find_folder(Path(folder))
+    for name in (WEIGHTS, DESCRIPTION):
+        if not (folder / name).is_file():
+            raise InputError(
+                f"{folder} holds no adapter, as it has no file {name}; give a folder that save_adapter wrote"
+            )
+        check_sum(folder / name)
+    described = _described(folder / DESCRIPTION)
+    try:
+        with open_regular(folder / WEIGHTS, _AGAIN) as file:
+            tensors = load(file.read())
+    except SafetensorError as error:
+        raise InputError(f"{folder / WEIGHTS} is damaged: {error}; {_AGAIN}") from None
+    if not described.seeds:
+        raise InputError(f"the adapter in {folder} has no seeds, as none was kept when it was saved")
+    sites = {
+        seed.site: Site(seed.site, seed.after, seed.around, STREAMS[seed.kind](seed.width), seed.causal)
+        for seed in described.seeds
+    }
+    paths = dict(model.named_modules())
+    for seed in described.seeds:
+        if seed.after in paths and seed.around in paths:  # graft names what is not there
+            _check_host(seed, _shapes(model, sites[seed.site]))
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    made = {seed.site: _planted(seed, tensors, folder).to(like.device, like.dtype) for seed in described.seeds}
+    graft(model, sites)
+    for name, planted in made.items():
+        plant(model, name, planted.train(model.training))
+    trim(model)
+    return model
+
+
+def _check_host(seed: _SavedSeed, mine: Mapping[str, list[int]]) -> None:
+    """InputError where a submodule has other widths than the one that a seed was grown in."""
+    for name in (*seed.host, *mine):
+        if mine.get(name) != seed.host.get(name):
+            raise InputError(
+                f"the adapter was grown on a host whose {name} has shape {seed.host.get(name)}, and this one has "
+                f"{mine.get(name)}; attach it to a copy of its own host"
+            )
+
+
+def _planted(seed: _SavedSeed, tensors: Mapping[str, Tensor], folder: Path) -> Planted:
+    """A seed that acts as it did. InputError where the file holds other parameters."""
+    entry = get_blueprint(seed.blueprint, seed.kind)
+    with drawn_with(0):
+        planted = Planted(
+            Seed(entry.build(seed.reads, seed.width), seed.reads), entry.tap, Blend[seed.blend], seed.kind
+        )
+    first = f"{seed.site}/"
+    own = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
+    try:
+        planted.seed.load_state_dict(own)
+    except RuntimeError:  # its message is a table of every parameter
+        raise InputError(
+            f"{folder / WEIGHTS} has other parameters than blueprint {seed.blueprint!r} of this version; {_AGAIN}"
+        ) from None
+    planted.mode = Mode.ON
+    planted.alpha.fill_(seed.alpha)
+    return planted
+
+
+def _described(path: Path) -> _SavedAdapter:
+    """What adapter.json holds. InputError where it is damaged, or of another format."""
+    tree = parse_json(read_kept(path, _LARGEST, _AGAIN), path, _AGAIN)
+    found = tree.get("format") if isinstance(tree, dict) else None
+    if found != FORMAT:
+        raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {FORMAT}")
+    try:
+        return _SavedAdapter.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; {_AGAIN}") from None
+
+
+def _shapes(network: nn.Module, site: Site) -> dict[str, list[int]]:
+    """The shape of each parameter of the host in the submodules of a site."""
+    found = {}
+    for path in (site.after, site.around):
+        for name, parameter in network.get_submodule(path).named_parameters(prefix=path):
+            if f".{CHILD}." not in f".{name}":
+                found[name] = list(parameter.shape)
+    return found

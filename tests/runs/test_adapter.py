@@ -1,0 +1,167 @@
+"""What was grown in a frozen host, on another copy of it."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esper.kasmina.adapter import DESCRIPTION, WEIGHTS, attach
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.grafted import graft, is_grafted
+from esper.kasmina.sums import SUMS
+from esper.leyline.actions import Op
+from esper.leyline.errors import InputError
+from esper.leyline.sites import Site
+from esper.leyline.streams import Vector
+from esper.runs.growth import Growth
+from populations import Script
+
+SCRIPT = {
+    (0, 0): (Op.GERMINATE, 0, 0, 1, 1, 2),
+    (1, 0): (Op.GERMINATE, 1, 1, 0, 1, 3),
+    (2, 0): (Op.ADVANCE, 0),
+    (3, 0): (Op.ADVANCE, 1),
+    (4, 0): (Op.FOSSILIZE, 0),
+    (5, 0): (Op.FOSSILIZE, 1),
+    (6, 0): (Op.GERMINATE, 2, 2, 0, 1, 3),
+}
+
+
+def host(width=8):
+    with drawn_with(0):
+        return nn.Sequential(
+            nn.Linear(4, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.Tanh(),
+            nn.Linear(width, width),
+            nn.Linear(width, 3),
+        )
+
+
+def data():
+    with drawn_with(1):
+        return torch.randn(16, 4), torch.arange(16) % 3
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """A frozen host that grew, and the folder of what grew."""
+    model = host().requires_grad_(False)
+    sites = {"a": ("0", "0"), "b": ("2", "0"), "c": ("4", "4")}
+    graft(model, {name: Site(name, *paths, Vector(8)) for name, paths in sites.items()})
+    head = nn.Parameter(torch.zeros(3))
+    model[5].bias = head
+    x, y = data()
+    settings = {
+        "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0},
+        "lifecycle": {"max_training_seeds": 3},
+    }
+    optimizer = torch.optim.Adam([head], lr=0.02)
+    growth = Growth(
+        model,
+        optimizer,
+        probe=[(x, y)],
+        loss=F.cross_entropy,
+        controller=Script(SCRIPT),
+        every=3,
+        budget=9.0,
+        settings=settings,
+    )
+    for _ in range(27):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step()
+    folder = tmp_path_factory.mktemp("grown") / "adapter"
+    growth.save_adapter(folder)
+    growth.finish()
+    with pytest.raises(InputError, match="call save_adapter before finish"):
+        growth.save_adapter(folder)
+    return model, head.detach(), folder
+
+
+def copy_of(grown, width=8):
+    model = host(width)
+    with torch.no_grad():
+        model[5].bias.copy_(grown[1])
+    return model
+
+
+def test_a_frozen_host_is_bit_for_bit_what_it_was(grown):
+    model, plain = grown[0], host().state_dict()
+    plain.pop("5.bias")
+    mine = {name: value for name, value in model.state_dict().items() if name in plain}
+    assert mine.keys() == plain.keys()
+    assert all(torch.equal(mine[name], value) for name, value in plain.items())
+
+
+def test_another_copy_of_the_host_computes_the_same_with_the_adapter(grown):
+    model, _, folder = grown
+    other = attach(copy_of(grown), folder)
+    x, _ = data()
+    assert torch.equal(other(x), model(x))
+    assert not torch.allclose(other(x), copy_of(grown)(x), atol=1e-3)
+    assert other.state_dict().keys() == model.state_dict().keys()
+    F.cross_entropy(other(x), data()[1]).backward()
+    assert all(parameter.grad is not None for parameter in other.parameters())
+
+
+def test_the_folder_holds_the_kept_seeds_alone(grown):
+    described = json.loads((grown[2] / DESCRIPTION).read_text())
+    assert [seed["site"] for seed in described["seeds"]] == ["a", "b"]
+    assert [seed["blend"] for seed in described["seeds"]] == ["GATE", "ADD"]
+    assert {path.name for path in grown[2].iterdir()} == {DESCRIPTION, WEIGHTS, SUMS}
+
+
+def altered(folder, **fields):
+    described = json.loads((folder / DESCRIPTION).read_text())
+    described["seeds"][0] |= fields
+    return json.dumps(described)
+
+
+@pytest.mark.parametrize(
+    ("alter", "said"),
+    [
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "is damaged: its sha256"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"has no file {WEIGHTS}"),
+        (lambda folder: [(folder / SUMS).unlink(), (folder / WEIGHTS).write_bytes(b"x")], "is damaged: .*header"),
+        (lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text("{")], "is not valid JSON"),
+        (lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text("[]")], "has format None"),
+        (
+            lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text(altered(folder, alpha=2.0))],
+            r"is damaged at 'seeds\.0\.alpha'",
+        ),
+        (
+            lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text(altered(folder, blend="add"))],
+            r"is damaged at 'seeds\.0\.blend': .*blends are ADD, GATE, MULTIPLY",
+        ),
+        (
+            lambda folder: [
+                (folder / SUMS).unlink(),
+                (folder / DESCRIPTION).write_text(altered(folder, blueprint="gated")),
+            ],
+            "has other parameters than blueprint 'gated'",
+        ),
+    ],
+)
+def test_a_damaged_adapter_is_refused_and_the_model_stays_as_it_was(grown, tmp_path, alter, said):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for path in grown[2].iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    alter(folder)
+    model = host()
+    with pytest.raises(InputError, match=said):
+        attach(model, folder)
+    assert not is_grafted(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_another_host_is_refused_by_name(grown):
+    with pytest.raises(InputError, match=r"whose 0\.weight has shape \[8, 4\], and this one has \[9, 4\]"):
+        attach(copy_of((None, grown[1]), 9), grown[2])
+    with pytest.raises(InputError, match="names submodule '2', which is not there"):
+        attach(host()[:2], grown[2])
