@@ -82,6 +82,7 @@ class BareStack:
         host, rows = body.host, len(state.instance)
         self.batch, self.batches = config.data.batch_size, config.data.batches_per_step
         params: list[Tensor] = []
+        segments = len(body.layout.chain.paths)
 
         def leaf(value: Tensor) -> Tensor:
             params.append(value.detach().clone(memory_format=torch.contiguous_format).requires_grad_())
@@ -90,14 +91,14 @@ class BareStack:
         def layer(stack: Stack, name: str, rows: int) -> Layer:
             return Layer(*(leaf(stack.parameter(f"{name}.{part}")[:rows]) for part in ("weight", "bias")))
 
-        self.embed, self.head = layer(host, "segments.0", rows), layer(host, f"segments.{body.segments - 1}", rows)
+        self.embed, self.head = layer(host, "segments.0", rows), layer(host, f"segments.{segments - 1}", rows)
         self.blocks = [
             Block(
                 layer(host, f"segments.{k}.0", rows),
                 layer(host, f"segments.{k}.2", rows),
                 host.columns.get(f"buffer.segments.{k}.1.floor"),
             )
-            for k in range(1, body.segments - 1)
+            for k in range(1, segments - 1)
         ]
         live, incubating = among(state.seeds.stage, LIVE), state.seeds.stage == Stage.TRAINING
         self.live = np.flatnonzero(live.any(0)).tolist()

@@ -151,7 +151,7 @@ def test_instances_that_share_features_keep_their_own_hosts_and_labels():
     engine = VectorizedEngine(replace(mixture(), sample=sample), small_config(envs=2))
     view = engine.reset()
     assert view.host_params.tolist() == [sum(p.numel() for p in host().parameters()) for host in hosts]
-    assert torch.equal(engine.population._probe.y[1], (engine.population._probe.y[0] + 1) % 4)
+    assert torch.equal(engine.population.data.probe.y[1], (engine.population.data.probe.y[0] + 1) % 4)
 
 
 def test_the_instances_of_an_episode_can_be_chosen():

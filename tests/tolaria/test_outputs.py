@@ -72,7 +72,7 @@ def test_labels_of_several_positions_are_learned_like_one_label_repeated():
         grown(task_of(lambda part: part.y[:, None].expand(-1, 2), host_of(Repeated, 2), Classification(3))),
     )
     np.testing.assert_allclose(measured, expected, rtol=1e-5)
-    np.testing.assert_allclose(one.population._bounds, many.population._bounds)
+    np.testing.assert_allclose(one.population.data.bounds, many.population.data.bounds)
     network, topology = many.export(0)
     task = many.population.task
     assert topology["target"] == [2]
@@ -91,7 +91,7 @@ def test_targets_of_any_shape_are_learned():
 
     engine, measured = grown(task_of(targets, host_of(Repeated, 2), Regression(3)))
     assert measured[-1, 1].min() > measured[0, 1].min()
-    assert np.allclose(engine.population._bounds, [0, 1], atol=1e-5)
+    assert np.allclose(engine.population.data.bounds, [0, 1], atol=1e-5)
     network, topology = engine.export(0)
     assert topology["target"] == [2, 3]
     found = network.predict(engine.population.task.probe.x)
@@ -131,7 +131,7 @@ def test_an_output_that_a_row_of_a_mixture_does_not_have_is_minus_infinity_at_ev
     engine, measured = grown(mixture)
     assert np.isfinite(measured).all()
     population = engine.population
-    body, x = population.body, population._probe.read(slice(None))
+    body, x = population.body, population.data.probe.read(slice(None))
     output = body.run(x, body.route(np.zeros((2, 2), np.float32), engine.state.seeds)).output
     assert output.shape[2:] == (2, 3)
     assert output[0].isfinite().all()

@@ -28,7 +28,7 @@ def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
     """Evaluate every twin and grown network on the test and validation splits. No other function of a run reads test data."""
     name = task.objective.metric
     test = _evaluate(engine, config, name, test_splits(engine, task))
-    validation = _evaluate(engine, config, name, engine.population.validation_splits())
+    validation = _evaluate(engine, config, name, engine.population.data.validation_splits())
     figures: Summary = {
         "metric": name,
         "objective_formula": _formula(name, config, int(engine.population.body.table.host_params[: config.envs].min())),

@@ -71,7 +71,9 @@ def grow(
     with Interrupt() as interrupt, RunFolder(folder, config, watch.note, interrupt, opening, [task]) as run:
         engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
         growth = Growth(task, config, client, engine, Journal(engine, run.hub), run, watch, interrupt, started)
-        engine.population.sound(test_splits(engine, task))  # looked at now, as nothing should stop the run at its end
+        engine.population.data.sound(
+            test_splits(engine, task)
+        )  # looked at now, as nothing should stop the run at its end
         episode = _episode(growth)
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
         failure = Failure(run, partial(_run_row, engine, config), partial(_asked, growth, episode))

@@ -292,7 +292,7 @@ class School:
         engine.reset(episode=0)
         play(engine, Learned(self.policy), self._journal(cohort, engine, "validation", number))
         view = engine.view()
-        metric, loss = engine.evaluate(engine.population.validation_splits())
+        metric, loss = engine.evaluate(engine.population.data.validation_splits())
         value = metric if reward.objective == "metric" else -loss
         added = engine.exported_params() - view.host_params
         kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)

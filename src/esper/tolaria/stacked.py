@@ -11,25 +11,25 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network
-from esper.kasmina.host import check_host, dtype_of
+from esper.kasmina.host import dtype_of
 from esper.kasmina.layout import HERE
 from esper.kasmina.lifecycle import Edits, dormant, exported
 from esper.kasmina.snapshot import Snapshot
-from esper.leyline.batches import Batch, map_leaves, picked, shape_leaves
+from esper.leyline.batches import map_leaves, shape_leaves
 from esper.leyline.config import Config
 from esper.leyline.errors import DataFault
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.stages import ADDED, Stage
-from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
+from esper.leyline.task import AnyTask, Split
 from esper.leyline.text import counted
 from esper.leyline.view import BlueprintInfo, Floats, Seeds, Space
-from esper.tolaria.bounds import bounds
 from esper.tolaria.coalitions import coalitions
-from esper.tolaria.data import Examples, SharedBatchIterator, stack_splits
+from esper.tolaria.data import Examples
 from esper.tolaria.fitting import menu_of, selected
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.population import Asked, Figures, Indices, TrainedFigures, row_environments, row_numbers
 from esper.tolaria.probe import Probed, probe, sense
+from esper.tolaria.resident import ResidentData
 from esper.tolaria.runtime import (
     hold_freed_memory,
     read_packet,
@@ -39,14 +39,11 @@ from esper.tolaria.runtime import (
 from esper.tolaria.sensors import SENSORS
 from esper.tolaria.training import Trained, train
 
-SENSED = 256
-"""Training examples that the growth sensors are measured on, the first of each split [examples]."""
-
 
 class StackedPopulation:
     """R hosts and their seeds in training; implements `tolaria.population.Population`.
 
-    body: parameters, buffers and moments of every host and seed.
+    body: parameters, buffers and moments of every host and seed. data: what they are trained and measured on.
     feed, optimizer, objective: what a training step draws, moves and minimises.
     """
 
@@ -74,7 +71,9 @@ class StackedPopulation:
             task.largest,
             menu,
             rows,
-            map_leaves(lambda leaf, shape: leaf.new_zeros(2, *shape), self._few(self._problems[0]), task.inputs),
+            map_leaves(
+                lambda leaf, shape: leaf.new_zeros(2, *shape), self.data.few(self.data.problems[0]), task.inputs
+            ),
             mapping=config.mapping,
             isolated=config.lifecycle.isolation == "isolated",
             moments=self.optimizer.rule.moments,
@@ -94,8 +93,8 @@ class StackedPopulation:
             seed=config.seed,
             number=row_numbers(config),
             instance=instance,
-            floor=self._bounds[:, 0],
-            ceiling=self._bounds[:, 1],
+            floor=self.data.bounds[:, 0],
+            ceiling=self.data.bounds[:, 1],
             objective=config.reward.objective,
             rent=config.reward.rent,
             rent_size=config.reward.rent_size,
@@ -103,17 +102,17 @@ class StackedPopulation:
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Fresh hosts of these instances (R,), and empty slots."""
-        if not np.array_equal(instance, self._instance):
+        if not np.array_equal(instance, self.data.instance):
             self._load(instance)
         body, self._episode, self._trained = self.body, episode, None
         body.clear()
         self.feed.reset(episode)
         keys, which = np.unique(instance, return_inverse=True)
         for index, name in enumerate(keys.tolist()):
-            problem = self._problems[self._split_of[index]]
+            problem = self.data.problems[self.data.problem_of[index]]
             with drawn_with(scalar(self.config.seed, Purpose.HOST, name, episode)):
                 host = problem.host()
-            body.plant_host(np.flatnonzero(which == index).tolist(), host, self._few(problem), problem.outputs)
+            body.plant_host(np.flatnonzero(which == index).tolist(), host, self.data.few(problem), problem.outputs)
         body.mask_outputs()
         self._survey()
 
@@ -121,28 +120,28 @@ class StackedPopulation:
         """Draw and free seeds as the edits say, after `step` steps; `seeds` (R, S) are what is there afterwards."""
 
         def birth_key(row: int, slot: int) -> int:
-            instance = int(self._instance[row])
+            instance = int(self.data.instance[row])
             return scalar(self.config.seed, Purpose.BIRTH, instance, self._episode, step, slot)
 
         self.body.edit(changes, seeds, birth_key)
 
     def train(self, seeds: Seeds) -> None:
         """One step's batches of every row; nothing is read from the device."""
-        dropout = self._instance, self._episode
+        dropout = self.data.instance, self._episode
         self._trained = train(self.body, seeds, self.feed, self.optimizer, self.objective, self.config, dropout)
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
         """Measure every row as it is now: the one read of a step."""
         body, objective = self.body, self.objective
-        probed = probe(body, seeds, self._probe, objective, asked.coalitions, signs=True)
-        sensors = [sense(body, seeds, self._fit, self._probe, objective)] if asked.sensors else []
+        probed = probe(body, seeds, self.data.probe, objective, asked.coalitions, signs=True)
+        sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective)] if asked.sensors else []
         trained = self._trained if asked.trained else None
         training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
         data = [self.feed.finite()] if asked.finite else []
         validation: list[Tensor] = []
         if asked.validation:
-            assert self._validation is not None, "early stopping is on"
-            scored = self._final(seeds, self._validation)
+            assert self.data.validation is not None, "early stopping is on"
+            scored = self._final(seeds, self.data.validation)
             validation = [scored.metric, scored.loss]
         packet = iter(read_packet([*probed, *sensors, *data, *validation, *training]))
         return Figures._make(
@@ -164,7 +163,7 @@ class StackedPopulation:
         if found and self.config.data.nonfinite == "stop":
             row, examples = found[0]
             raise DataFault(
-                f"the train split of instance {self._instance[row]} of {self.task.name} was finite when it was loaded and "
+                f"the train split of instance {self.data.instance[row]} of {self.task.name} was finite when it was loaded and "
                 f"holds NaN or infinite values now, in example{'s' * (len(examples) > 1)} "
                 f"{', '.join(map(str, examples[:5].tolist()))} of what environment {self.environment[row]} trained on in step "
                 f"{step}; look for what writes into it, or go on without such steps: "
@@ -197,7 +196,7 @@ class StackedPopulation:
 
         Modules are built first and then filled; the orders of the data follow from what they are hashes of.
         """
-        if not np.array_equal(instance, self._instance):
+        if not np.array_equal(instance, self.data.instance):
             self._load(instance)
         self.body.load_state(tree["body"])
         self._episode, self._trained = episode, None
@@ -216,25 +215,13 @@ class StackedPopulation:
         splits, row = (
             ([split], np.zeros_like(self.environment)) if isinstance(split, Split) else (split, self.environment)
         )
-        probed = self._final(seeds, self._stacked(self.sound(splits), row, "held"))
+        probed = self._final(seeds, self.data.stacked(self.data.sound(splits), row, "held"))
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric, loss
 
-    def sound(self, splits: Sequence[Split]) -> list[Split]:
-        """Splits to evaluate on, as data.nonfinite says; what several environments share stays one. InputError at 'stop'."""
-        name = f"a held-out split of {self.task.name}"
-        distinct = {(id(split.x), id(split.y)): split for split in splits}
-        found = {place: finite(split, name, self.config.data.nonfinite) for place, split in distinct.items()}
-        return [found[id(split.x), id(split.y)] for split in splits]
-
-    def validation_splits(self) -> list[Split]:
-        """The validation split of every environment's instance."""
-        which = np.unique(self._instance, return_inverse=True)[1]
-        return [self._problems[self._split_of[index]].validation for index in which[: self.config.envs]]
-
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
-        problem = self.task.instance(int(self._instance[env]))
+        problem = self.task.instance(int(self.data.instance[env]))
         return grown_network(problem.host, self.body, seeds, env, problem.interface)
 
     # Inside.
@@ -244,98 +231,21 @@ class StackedPopulation:
         nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
         return probe(self.body, exported(seeds), examples, self.objective, nothing, signs=False)
 
+    def _load(self, instance: Indices) -> None:
+        self.data = ResidentData(self.task, self.config, instance, self.device, self._dtype)
+        self.feed = self.data.feed
+
     def _survey(self) -> None:
         """Take what the hosts cost and how wide they are into the space."""
         self.space = self.space._replace(
             cost=self.body.table.cost.copy(),
             width=self.body.table.taps[..., HERE].copy(),
-            instance=self._instance,
-            floor=self._bounds[:, 0],
-            ceiling=self._bounds[:, 1],
+            instance=self.data.instance,
+            floor=self.data.bounds[:, 0],
+            ceiling=self.data.bounds[:, 1],
         )
-
-    def _load(self, instance: Indices) -> None:
-        """Bring the data of the instances (R,) to the device; a problem that several keys share is held once."""
-        self._instance = instance
-        keys, which = np.unique(instance, return_inverse=True)
-        problems: dict[int, Instance] = {}  # by the first key of each
-        self._split_of: list[int] = []
-        for name in keys.tolist():
-            problem = self.task.instance(name)
-            same = next((i for i, known in enumerate(problems.values()) if _is(known, problem)), None)
-            if same is None:
-                same, problems[name] = len(problems), problem
-            self._split_of.append(same)
-        self._problems = [self._sound(name, problem) for name, problem in problems.items()]
-        row = np.array(self._split_of)[which]
-        pixels, scaling = self._problems[0].pixels, self._problems[0].scaling
-        assert all(each.pixels == pixels for each in self._problems), "instances read bytes in one way"
-        assert all(each.scaling is scaling for each in self._problems), "instances are scaled in one way"
-        trains = [problem.train for problem in self._problems]
-        weighed = [each.weights for each in self._problems if each.weights is not None]
-        assert len(weighed) in (0, len(trains)), "all instances have weights or none"
-        config, inputs, weights = self.config, self.task.inputs, weighed or None
-        self.feed = SharedBatchIterator(
-            trains,
-            row,
-            instance,
-            config.seed,
-            config.data.batch_size,
-            inputs,
-            self.device,
-            pixels,
-            scaling,
-            weights,
-            self._dtype,
-        )
-        probes = [problem.probe for problem in self._problems]
-        between = [bounds(self.objective, each.probe, each.target_scaling) for each in self._problems]
-        self._bounds = np.array(between)[row]  # (R, 2) floor, ceiling
-        sensed = slice(SENSED)
-        self._fit = self._stacked([Split(picked(each.x, sensed), each.y[sensed]) for each in trains], row, "sensed")
-        self._probe = self._stacked(probes, row, "probe")
-        self._validation = None
-        if config.early_stopping.enabled:
-            self._validation = self._stacked([each.validation for each in self._problems], row, "held")
-
-    def _stacked(self, splits: Sequence[Split], row: Indices, part: str) -> Examples:
-        """Splits on the device, row (R,) naming each row's; in a mixture padded to the length that it has for the part."""
-        lengths, first = self.task.lengths, self._problems[0]
-        length = None
-        if lengths is not None:
-            length = {"sensed": SENSED, "probe": lengths.probe, "held": lengths.held}[part]
-        return stack_splits(
-            splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling, self._dtype
-        )
-
-    def _few(self, problem: Instance, count: int = 2) -> Batch:
-        """A few training examples as the hosts of a problem read them."""
-        return problem.read(picked(problem.train.x, slice(count)), self._dtype)
-
-    def _sound(self, name: int, problem: Instance) -> Instance:
-        """A problem whose splits are finite and whose host runs on them. InputError where it cannot be had."""
-        of = f"instance {name} of {self.task.name}" if isinstance(self.task, Mixture) else f"task {self.task.name}"
-        train, probe, validation = (
-            finite(getattr(problem, part), f"the {part} split of {of}", self.config.data.nonfinite)
-            for part in ("train", "probe", "validation")
-        )
-        with drawn_with(0):
-            few = self._few(problem._replace(train=train))
-            check_host(problem.host(), few, problem.outputs, objective=self.objective, y=train.y[:2])
-        weights = problem.weights
-        if weights is not None and len(train.y) < len(weights):
-            weights = weights[~nonfinite(problem.train)]
-        return problem._replace(train=train, probe=probe, validation=validation, weights=weights)
 
 
 def _read(trained: Trained, packet: Iterator[Floats]) -> TrainedFigures:
     """What a step's training came to, as the rest of the packet that was read."""
     return TrainedFigures(next(packet), next(packet), list(packet), trained.seed_owners)
-
-
-def _is(known: Instance, other: Instance) -> bool:
-    """Whether two instances are one problem: the very same host, examples and labels."""
-    splits = zip(
-        (known.train, known.probe, known.validation), (other.train, other.probe, other.validation), strict=True
-    )
-    return known.host is other.host and all(a.x is b.x and a.y is b.y for a, b in splits)
