@@ -26,7 +26,10 @@ def decided(view):
     """Random valid decisions that depend on an environment's own instance and masks alone."""
     own = [
         RandomValid().act(
-            view._replace(masks=take(view.masks, slice(env, env + 1)), space=view.space._replace(seed=int(key)))
+            view._replace(
+                masks=take(view.masks, slice(env, env + 1)),
+                space=view.space._replace(seed=int(key), number=np.zeros(1, np.int64)),
+            )
         )
         for env, key in enumerate(view.space.instance)
     ]
