@@ -45,6 +45,30 @@ for row in run.follow():  # the rows so far, and then each new one until the run
     last = row
 ```
 
+An object with the methods `write(row)` and `close()` gets every row while the run goes on, with or without a run folder:
+
+```python
+from esper.nissa.rows import DecisionRow
+
+
+class Refusals:
+    def __init__(self):
+        self.rows = []
+
+    def write(self, row):
+        if isinstance(row, DecisionRow) and not row.carried_out:
+            self.rows.append(row)
+
+    def close(self):
+        print(len(self.rows), "decisions were refused")
+
+
+esper.grow("iris", settings, controller="random-valid", outputs=[Refusals()])
+```
+
+`esper.train` takes `outputs` too. If `write` or `close` raises an error, a `RunWarning` is issued, and the run goes on without
+the object. `esper.nissa.events.encode(row)` is the row as a line of JSON.
+
 `esper events RUN` prints the rows, `--kind step` those of one kind, `--follow` also those to come. `--format csv` and
 `--format parquet` write a table of one kind to `--out FILE`; parquet and data frames need
 `pip install 'esper-grow[frames]'`.

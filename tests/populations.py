@@ -54,12 +54,6 @@ class Memory:
     def write(self, row):
         self.rows.append(row)
 
-    def flush(self):
-        pass
-
-    def mark(self):
-        return None
-
     def close(self):
         pass
 

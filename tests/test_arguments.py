@@ -41,6 +41,12 @@ def iris():
         (lambda task: esper.train(task, {"task": "digits"}), "config names the task 'digits', but the given task"),
         (lambda task: esper.train(task, reward=5), "reward is 5; give a function"),
         (lambda task: esper.train(task, run=5), "run is 5; give the path of a folder"),
+        (lambda task: esper.grow(task, QUICK, run="x", outputs=print), "outputs is "),
+        (
+            lambda task: esper.grow(task, QUICK, run="x", outputs=["x"]),
+            "outputs[0] is 'x'; give an object with the methods write(row) and close()",
+        ),
+        (lambda task: esper.train(task, run="x", outputs=[5]), "outputs[0] is 5; give an object with the methods"),
         (lambda task: esper.check_rows(5), "the task is 5; give the name of one"),
         (lambda task: esper.get_controller(5, esper.Config()), "the controller is 5; give a name or a path as text"),
     ],

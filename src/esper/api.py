@@ -15,7 +15,15 @@ from esper.kasmina.export import check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
 from esper.kasmina.network import GrownNetwork
-from esper.leyline.arguments import check_callable, check_choice, check_settings, check_switch, check_task, to_path
+from esper.leyline.arguments import (
+    check_callable,
+    check_choice,
+    check_outputs,
+    check_settings,
+    check_switch,
+    check_task,
+    to_path,
+)
 from esper.leyline.batches import picked
 from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError
@@ -23,6 +31,7 @@ from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.streams import Kind
 from esper.leyline.task import AnyTask, Mixture, Task
+from esper.nissa.outputs import Output
 from esper.runs.configuration import growth_config, training_configs
 from esper.runs.grow import grow as grow_run
 from esper.runs.resume import Opening
@@ -46,6 +55,7 @@ def grow(
     overwrite: bool = False,
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
+    outputs: Sequence[Output] = (),
 ) -> dict[str, Any]:
     """Grow a population on a task, evaluate it on the test split, and write a run folder if `run` names one.
 
@@ -59,8 +69,12 @@ def grow(
     KeyboardInterrupt, or, with `on_interrupt="return"`, returns the summary with the status "interrupted".
     If every environment was rolled back in every step, the summary has the status "failed" and an `error`, and a
     `RunWarning` is issued.
+
+    `outputs` are objects with the methods `write(row)` and `close()`, which get every row of the events that `telemetry.level`
+    keeps, also without `run`. If one raises an error, a `RunWarning` is issued, and the run goes on without it.
     """
     task = to_task(task)
+    check_outputs(outputs)
     check_switch(overwrite, "overwrite")
     folder = None if run is None else to_path(run, "run")
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
@@ -77,7 +91,7 @@ def grow(
     if not isinstance(controller, PolicyClient) or isinstance(controller, type):
         raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
     with growth_progress(progress, config.steps, task.objective.metric) as watch:
-        summary = grow_run(task, config, controller, folder, watch, Opening(overwrite=overwrite))
+        summary = grow_run(task, config, controller, folder, watch, Opening(overwrite=overwrite), outputs)
     return end_of(summary, folder, on_interrupt)
 
 
@@ -91,6 +105,7 @@ def train(
     overwrite: bool = False,
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
+    outputs: Sequence[Output] = (),
 ) -> dict[str, Any]:
     """Train a controller by growing populations of one task or several, and write a run folder if `run` names one.
 
@@ -98,8 +113,9 @@ def train(
     and of the preset. `reward` is called with the `RewardConfig` of each task and returns its reward, a function from an
     `Outcome` to named components. Returns the summary; `esper.grow(task, controller=run)` uses the trained controller. Raises
     InputError on bad input, before anything is written, and `esper.LearningError` if an update of the policy fails.
-    `progress` and `on_interrupt` are as in `grow`.
+    `progress`, `on_interrupt` and `outputs` are as in `grow`.
     """
+    check_outputs(outputs)
     chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
     check_switch(overwrite, "overwrite")
     check_callable(reward, "reward", "a function from a RewardConfig to what pays the controller")
@@ -110,7 +126,9 @@ def train(
         check_settings(asked, chosen)
     configs = training_configs(chosen, preset, asked)
     with training_progress(progress) as watch:
-        summary = train_run(chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward)
+        summary = train_run(
+            chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward, outputs=outputs
+        )
     return end_of(summary, folder, on_interrupt)
 
 

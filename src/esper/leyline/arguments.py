@@ -50,6 +50,18 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
     return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
 
 
+def check_outputs(outputs: Any) -> None:
+    """Raise InputError if `outputs` is not a sequence of objects with the methods write and close."""
+    if not isinstance(outputs, list | tuple):
+        raise InputError(f"outputs is {show(outputs)}; give a list of objects with the methods write(row) and close()")
+    for index, output in enumerate(outputs):
+        lacking = [name for name in ("write", "close") if not callable(getattr(output, name, None))]
+        if lacking or isinstance(output, type):
+            raise InputError(
+                f"outputs[{index}] is {show(output)}; give an object with the methods write(row) and close()"
+            )
+
+
 def to_path(value: str | PathLike[str], name: str) -> Path:
     """The value as a path. InputError if it is not a text or a path, or is empty."""
     path = fspath(value) if isinstance(value, str | PathLike) else None

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
-from esper.nissa.outputs import Output
+from esper.nissa.outputs import Durable, Output
 from esper.nissa.rows import GradientsRow, MeasurementRow, PhasesRow, Row, SensorsRow, StepRow
 
 Level = Literal["off", "run", "step", "debug"]
@@ -63,15 +63,19 @@ class Hub:
 
     def flush(self) -> None:
         """Flush every output to the disk."""
-        for output in self.outputs:
+        for output in self._durable():
             output.flush()
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the number of rows, the mark of the first output that has a file, and the steps of a raised level."""
-        marks = [mark for output in self.outputs if (mark := output.mark()) is not None]
+        marks = [mark for output in self._durable() if (mark := output.mark()) is not None]
         return {"seq": self.seq, "events": marks[0] if marks else None, "raised": self.raised}
 
+    def _durable(self) -> list[Durable]:
+        return [output for output in self.outputs if isinstance(output, Durable)]
+
     def close(self) -> None:
+        """Close every output."""
         for output in self.outputs:
             output.close()
 

@@ -1,11 +1,12 @@
-"""The output of the hub: a file of JSON lines."""
+"""The outputs of the hub: a file of JSON lines, and those of the user."""
 
 import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from esper.leyline.errors import RunWarning, typed_line, warn
 from esper.nissa.events import encode
 from esper.nissa.recovery import Mark, free_path
 from esper.nissa.rows import Row
@@ -21,8 +22,17 @@ class Output(Protocol):
     """Takes numbered rows, in order."""
 
     def write(self, row: Row) -> None:
-        """Keep the row, or raise OutputError."""
+        """Keep the row."""
         ...
+
+    def close(self) -> None:
+        """Free resources; no row follows."""
+        ...
+
+
+@runtime_checkable
+class Durable(Output, Protocol):
+    """An output whose rows a checkpoint counts on."""
 
     def flush(self) -> None:
         """Flush what was written to the disk."""
@@ -32,9 +42,34 @@ class Output(Protocol):
         """Length and sha256 of the rows; None if they are in no file."""
         ...
 
+
+class Guarded:
+    """An output of the user's. When it raises an error, a RunWarning is issued, and it is not called again; the run goes on."""
+
+    def __init__(self, output: Output) -> None:
+        self.output: Output | None = output
+
+    def write(self, row: Row) -> None:
+        """Hand the row on, unless an error was raised before."""
+        self._call(lambda output: output.write(row), "write")
+
     def close(self) -> None:
-        """Free resources; no row follows."""
-        ...
+        """Close the output, unless an error was raised before."""
+        self._call(lambda output: output.close(), "close")
+
+    def _call(self, method: Callable[[Output], None], name: str) -> None:
+        output = self.output
+        if output is None:
+            return
+        try:
+            method(output)
+        except Exception as error:  # whatever the user's code raises
+            self.output = None
+            known = type(output).__name__
+            warn(
+                f"{name} of the output {known} raised {typed_line(error)}; the run goes on without this output",
+                RunWarning,
+            )
 
 
 class JsonLines:

@@ -25,6 +25,7 @@ from esper.leyline.stages import Stage, among
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.leyline.view import Seeds, View
+from esper.nissa.outputs import Output
 from esper.nissa.rows import RunRow
 from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.runs.environment import describe_environment
@@ -51,6 +52,7 @@ def grow(
     folder: Path | None = None,
     watch: Watch | None = None,
     opening: Opening = NEW,
+    outputs: Sequence[Output] = (),
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate what came out on the test split, and export it.
 
@@ -60,7 +62,7 @@ def grow(
 
     Where the `opening` says resume, the run of the folder goes on at its last checkpoint, or begins again where it has none.
     The task, the config and the controller are then as they were at first; with a change, `config` is the changed one, and a
-    finished run goes on too.
+    finished run goes on too. `outputs` get every row of the events.
     """
     started = time.perf_counter()
     watch = watch or Silent()
@@ -68,7 +70,7 @@ def grow(
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
         get_blueprint(name)  # a task may lack it; a name that nothing has is a mistake
-    with Interrupt() as interrupt, RunFolder(folder, config, watch.note, interrupt, opening, [task]) as run:
+    with Interrupt() as interrupt, RunFolder(folder, config, watch.note, interrupt, opening, [task], outputs) as run:
         engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
         growth = Growth(task, config, client, engine, Journal(engine, run.hub), run, watch, interrupt, started)
         engine.population.data.sound(

@@ -10,7 +10,7 @@ from esper.leyline.config_text import dump_config
 from esper.leyline.errors import describe_error
 from esper.leyline.task import AnyTask
 from esper.nissa.hub import Hub
-from esper.nissa.outputs import JsonLines, Output
+from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.recovery import Mark
 from esper.nissa.rows import RunRow
 from esper.runs.contents import check_folder, create_folder, make_folder, sweep
@@ -40,17 +40,23 @@ class RunFolder:
         interrupt: Interrupt,
         opening: Opening = NEW,
         tasks: Sequence[AnyTask] = (),
+        outputs: Sequence[Output] = (),
     ) -> None:
-        """`config` is that of the run or, where the `opening` has a change, the changed one. `tasks` are the run's."""
+        """`config` is that of the run or, where the `opening` has a change, the changed one. `tasks` are the run's.
+
+        outputs: those of the user, which get every row behind the writer of events.jsonl.
+        """
         self.path, self.config, self.note = path, config, note
         self.opening = opening
         self.retry: Retry = write_once
-        outputs: list[Output] = []
+        kept: list[Output] = []
         if path is not None:
             names = config.tasks or (config.task,)
             self.retry = DiskRetry(config.faults.disk_seconds, note, path, lambda: interrupt.asked, names)
-            outputs.append(JsonLines(path / EVENTS, self.retry, note))
-        self.hub = Hub(outputs, config.telemetry.level, raise_steps=config.telemetry.raise_steps)
+            kept.append(JsonLines(path / EVENTS, self.retry, note))
+        self.hub = Hub(
+            [*kept, *map(Guarded, outputs)], config.telemetry.level, raise_steps=config.telemetry.raise_steps
+        )
         self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None

@@ -13,6 +13,7 @@ from esper.leyline.progress import Progress, Silent
 from esper.leyline.protocols import Reward
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
+from esper.nissa.outputs import Output
 from esper.nissa.rows import RoundRow, RunRow
 from esper.runs.environment import describe_environment
 from esper.runs.failure import Failure, RolledBack, failed_row
@@ -37,6 +38,7 @@ def train(
     opening: Opening = NEW,
     *,
     reward: Callable[[RewardConfig], Reward] = get_reward,
+    outputs: Sequence[Output] = (),
 ) -> Summary:
     """Train a controller on tasks, one config each; what concerns the learner is read from the first.
 
@@ -47,11 +49,12 @@ def train(
     where an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the training after the
     step. Where the `opening` says resume, the run of the folder, of these tasks, configs and rewards, goes on at its last
     checkpoint, or begins again where it has none. With a change, `configs` are the changed ones, and a finished run goes on too.
+    `outputs` get every row of the events.
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
     sealed = [task.sealed() for task in tasks]
-    with Interrupt() as interrupt, RunFolder(folder, kept, watch.note, interrupt, opening, sealed) as run:
+    with Interrupt() as interrupt, RunFolder(folder, kept, watch.note, interrupt, opening, sealed, outputs) as run:
         cohorts = [cohort_of(task, each) for task, each in zip(sealed, configs, strict=True)]
         policy = Policy.fresh(
             Language.of([cohort.engine.space for cohort in cohorts]), config.seed, settings_of_policy(config)
