@@ -41,6 +41,8 @@ which nan is what was not measured:
 run = esper.open_run("runs/events")
 print(run.status, run.steps["metrics"].shape, run.steps["stages"].shape)  # (T, E) and (T, E, S)
 print(run.frame("lifecycle")[["step", "env", "slot", "to", "why"]].head())  # a pandas data frame
+for tally in run.blueprints:  # of each blueprint at each slot: tried, kept, pruned, contribution, parameters
+    print(tally.blueprint, tally.slot, tally.tried, tally.kept, tally.params_bought)
 for row in run.follow():  # the rows so far, and then each new one until the run ends
     last = row
 ```

@@ -105,6 +105,11 @@ def test_the_table_of_blueprints_counts_what_the_lifecycle_rows_say(run):
     assert sum(tally.tried for tally in model.tallies) == sum(row.to_stage == "GERMINATED" for row in rows)
 
 
+def test_the_reader_has_the_same_table_of_blueprints(run):
+    opened = esper.open_run(run)
+    assert repr(opened.blueprints) == repr(read_model(opened).tallies)  # nan is not equal to itself
+
+
 def test_what_was_not_measured_is_said_to_be_and_is_no_0(run):
     model = read_model(esper.open_run(run))
     never = [tally for tally in model.tallies if np.isnan(tally.contribution)]

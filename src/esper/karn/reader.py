@@ -13,6 +13,7 @@ from esper.leyline.arguments import to_path
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
+from esper.nissa.analytics import BlueprintAnalytics, Tally
 from esper.nissa.events import decode_lines, read_events
 from esper.nissa.rows import ROWS, Row, RunRow
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
@@ -159,6 +160,11 @@ class OpenRun:
     def rounds(self) -> dict[str, Any]:
         """`columns("round")`: one value for each round of a training."""
         return self.columns("round")
+
+    @property
+    def blueprints(self) -> list[Tally]:
+        """What became of each blueprint at each slot: tried, kept, pruned, contribution, parameters; the most tried first."""
+        return BlueprintAnalytics.of(self.rows()).tallies()
 
     def frame(self, kind: str) -> "pandas.DataFrame":
         """The rows of one kind as a pandas data frame; lists stay lists. InputError if pandas is not installed."""

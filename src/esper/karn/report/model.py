@@ -3,7 +3,7 @@
 Nothing here draws. A quantity that a run did not measure, or did not record, is None or nan, never 0.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from esper.karn.reader import OpenRun, Status
 from esper.leyline.stages import Stage
+from esper.nissa.analytics import BlueprintAnalytics, Tally
 from esper.nissa.rows import EpisodeRow, LifecycleRow, RollbackRow, RoundRow, RunRow, StepRow
 
 Floats = NDArray[np.float64]
@@ -41,30 +42,6 @@ class Stay(NamedTuple):
     blueprint: str | None
     alpha: float
     why: str | None
-
-
-class Tally(NamedTuple):
-    """What became of the seeds of one blueprint at one slot.
-
-    Attributes:
-        blueprint (str): name of the blueprint
-        slot (str): name of the slot
-        tried (int): seeds planted
-        kept (int): seeds fossilized
-        pruned (int): seeds removed
-        contribution (float): mean contribution to the metric when a seed was kept or removed; nan if never measured
-        error (float): standard error of that mean over seeds; nan with fewer than two
-        steps_to_keep (float): mean number of steps from planting to keeping; nan if none was kept
-    """
-
-    blueprint: str
-    slot: str
-    tried: int
-    kept: int
-    pruned: int
-    contribution: float
-    error: float
-    steps_to_keep: float
 
 
 class Decided(NamedTuple):
@@ -160,7 +137,9 @@ def read_model(run: OpenRun) -> RunModel:
     episodes: list[EpisodeRow] = []
     rounds: list[RoundRow] = []
     refused: Counter[str] = Counter()
+    analytics = BlueprintAnalytics()
     for row in run.rows():
+        analytics.write(row)
         match row:
             case RunRow():
                 heads.append(row)
@@ -188,7 +167,7 @@ def read_model(run: OpenRun) -> RunModel:
         run.environment,
         population,
         _stays(population, head, [row for row in changes if row.episode == episode]) if head and population else [],
-        _tallies(changes),
+        analytics.tallies(),
         [_decided(row) for row in changes if row.to_stage in ("FOSSILIZED", "PRUNED") and row.blueprint and row.why],
         dict(refused.most_common()),
         rollbacks,
@@ -268,42 +247,3 @@ def _decided(row: LifecycleRow) -> Decided:
         nothing if row.contribution_se is None else row.contribution_se,
         row.why or "",
     )
-
-
-def _tallies(changes: Iterable[LifecycleRow]) -> list[Tally]:
-    planted: dict[tuple[object, ...], int] = {}
-    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    measured: dict[tuple[str, str], list[float]] = defaultdict(list)
-    waited: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for row in changes:
-        if row.blueprint is None or row.to_stage not in ("GERMINATED", "FOSSILIZED", "PRUNED"):
-            continue
-        key, seed = (row.blueprint, row.slot), (row.cohort, row.task, row.round, row.episode, row.env, row.slot)
-        counts[key][row.to_stage] += 1
-        if row.to_stage == "GERMINATED":
-            planted[seed] = row.step
-        elif row.contribution_mean is not None:
-            measured[key].append(row.contribution_mean)
-        if row.to_stage == "FOSSILIZED" and seed in planted:
-            waited[key].append(row.step - planted[seed])
-    tallies = [
-        Tally(
-            blueprint,
-            slot,
-            count["GERMINATED"],
-            count["FOSSILIZED"],
-            count["PRUNED"],
-            *_mean_and_error(measured[blueprint, slot]),
-            _mean_and_error(waited[blueprint, slot])[0],
-        )
-        for (blueprint, slot), count in counts.items()
-    ]
-    return sorted(tallies, key=lambda tally: (-tally.tried, tally.slot, tally.blueprint))
-
-
-def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error; nan for what so few values do not give."""
-    if not values:
-        return float("nan"), float("nan")
-    error = float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
-    return float(np.mean(values)), error
