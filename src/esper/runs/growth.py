@@ -25,6 +25,7 @@ from esper.tolaria.groups import Groups
 from esper.tolaria.live import LivePopulation
 from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
+from esper.tolaria.ranks import Ranks
 
 MENU: Mapping[Kind, tuple[str, ...]] = {
     Kind.VECTOR: ("bypass-linear", "bypass-mlp", "mlp-small"),
@@ -58,8 +59,9 @@ class Growth:
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
 
     Args:
-        model: the module that grows. Where `esper.graft` has given it no sites, it gets those that are found on the first input
-            of the probe. A compiled module stands for the one inside, which has its sites already.
+        model: the module that grows, or a DistributedDataParallel of it, whose processes then grow alike. Where `esper.graft` has
+            given it no sites, it gets those that are found on the first input of the probe. A compiled module stands for the one
+            inside, which has its sites already.
         optimizer: any torch optimizer with parameter groups. A seed gets a group like that of the submodule it is behind.
         scheduler: its learning rate scheduler, or a list of them.
         ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, made after the model was grafted. It gets
@@ -96,7 +98,7 @@ class Growth:
         seed: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        network = _network(model)
+        network, shared = _network(model)
         self.every, self.calls, self.finished = _whole("every", every), 0, False
         self.model = network
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
@@ -107,7 +109,8 @@ class Growth:
         sites = sites_of(network)
         config = _config(sites, share, self.every, steps, seed, settings or {})
         copies = [] if ema is None else [_average(ema, sites)]
-        population = LivePopulation(network, copies, groups, measured, _menu(sites, config), config)
+        ranks = Ranks(shared)
+        population = LivePopulation(network, copies, groups, measured, _menu(sites, config), config, ranks)
         _check_budget(population, budget)
         population.incubation.scale = None if scaler is None else scaler.scale
         self.controller: PolicyClient = (
@@ -138,7 +141,8 @@ class Growth:
         if self.calls % self.every or self.engine.state.opened is None:
             return False
         _, outcome = self.engine.close()
-        self.controller.store(outcome)
+        if self.population.ranks.first:
+            self.controller.store(outcome)
         if not self.engine.over:
             self._decide()
         return True
@@ -260,26 +264,37 @@ class Growth:
 
     def _decide(self) -> None:
         """Ask the controller, and carry out what it decides."""
-        decision = decide(self.controller, self.engine.view())
+        ranks = self.population.ranks
+        decision = ranks.from_first(decide(self.controller, self.engine.view()) if ranks.first else None)
         self.engine.apply(decision.actions, decision.reasons)
 
 
-def _network(model: Any) -> nn.Module:
-    """The module that grows."""
+def _network(model: Any) -> tuple[nn.Module, bool]:
+    """The module that grows, and whether it does so in several processes."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
-    inner = getattr(model, "_orig_mod", model)
-    network: nn.Module = inner if isinstance(inner, nn.Module) else model
-    if isinstance(network, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    network, shared = model, False
+    while (inner := _inside(network)) is not None:
+        shared = shared or isinstance(network, nn.parallel.DistributedDataParallel)
+        network = inner
+    if isinstance(network, nn.DataParallel):
         raise InputError(
-            f"the model is wrapped in {type(network).__name__}, which would not synchronise the gradients of seeds; "
-            "grow it in one process"
+            "the model is wrapped in DataParallel, whose copies would not see what the seeds gather; use DistributedDataParallel"
         )
     if any(base.__name__ == "FSDPModule" for part in network.modules() for base in type(part).__mro__):
         raise InputError(
-            "the model is sharded by FSDP, which would not synchronise the gradients of seeds; grow it in one process"
+            "the model is sharded by FSDP, which would not synchronise the gradients of seeds; use DistributedDataParallel"
         )
-    return network
+    return network, shared
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    """The module inside of a compiled or wrapped one; None where it is neither."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    compiled = getattr(model, "_orig_mod", None)
+    return compiled if isinstance(compiled, nn.Module) else None
 
 
 def _average(ema: Any, sites: Mapping[str, Site]) -> nn.Module:

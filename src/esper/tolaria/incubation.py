@@ -13,6 +13,7 @@ from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.survey import call, undisturbed
 from esper.tolaria.groups import Groups
 from esper.tolaria.live_probe import Probe
+from esper.tolaria.ranks import Ranks
 
 Scale = Callable[[Tensor], Tensor]
 
@@ -27,9 +28,9 @@ class Incubation:
     straight: which of the two it is.
     """
 
-    def __init__(self, network: nn.Module, groups: Groups, probe: Probe, proximal: float) -> None:
+    def __init__(self, network: nn.Module, groups: Groups, probe: Probe, proximal: float, ranks: Ranks) -> None:
         """proximal: weight of |change|^2 / |stream|^2 in the straight-through objective."""
-        self.network, self.groups, self.probe, self.proximal = network, groups, probe, proximal
+        self.network, self.groups, self.probe, self.proximal, self.ranks = network, groups, probe, proximal, ranks
         self.scale: Scale | None = None  # multiplies a loss as the loop's GradScaler does
         self.straight = True
         self.names: tuple[str, ...] = ()
@@ -63,14 +64,10 @@ class Incubation:
 
     def train(self, batch: tuple[Any, Any] | None) -> None:
         """One step of every seed: on what the loop's backward passes brought, or on a batch in a pass of its own."""
-        for name in self.names:
-            seed = self._seed(name)
-            if batch is not None:
-                gradients = self._shadow(name, seed, *batch)
-            else:
-                kept = self._gradients.pop(name, {})
-                gradients = [kept.get(place) for place in range(len(list(seed.parameters())))]
-            self._step(name, seed, gradients)
+        found = {name: self._gradients_of(name, batch) for name in self.names}
+        self.ranks.average([gradient for each in found.values() for gradient in each if gradient is not None])
+        for name, gradients in found.items():
+            self._step(name, self._seed(name), gradients)
         if batch is None and self._passes:
             self._usual = max(self._passes.values())
             self._passes.clear()
@@ -96,6 +93,19 @@ class Incubation:
         planted = planted_at(self.network, name)
         assert planted is not None, "what incubates is in the network"
         return planted
+
+    def _gradients_of(self, name: str, batch: tuple[Any, Any] | None) -> list[Tensor | None]:
+        """The gradients of a seed, one for each parameter: None where no pass called the site, in any process."""
+        seed = self._seed(name)
+        if batch is not None:
+            gradients = self._shadow(name, seed, *batch)
+        else:
+            kept = self._gradients.pop(name, {})
+            gradients = [kept.get(place) for place in range(len(list(seed.parameters())))]
+        if self.ranks.size > 1:
+            owners = zip(gradients, seed.parameters(), strict=True)
+            return [torch.zeros_like(parameter) if each is None else each for each, parameter in owners]
+        return gradients
 
     def _take(self, name: str, place: int, parameter: Tensor) -> None:
         """Take a gradient off its parameter as soon as it is there."""

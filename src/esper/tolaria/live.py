@@ -32,6 +32,7 @@ from esper.tolaria.incubation import Incubation
 from esper.tolaria.live_figures import measure_live
 from esper.tolaria.live_probe import Probe
 from esper.tolaria.population import Asked, Figures, Indices, Keeper
+from esper.tolaria.ranks import Ranks, SharedGradients
 
 RECOMPILATIONS = 6
 """Edits after which the caches of torch.compile are emptied: with 8 graphs of one function torch gives up compiling it."""
@@ -51,6 +52,7 @@ class LivePopulation:
         probe: Probe,
         menu: Sequence[Blueprint],
         config: Config,
+        ranks: Ranks,
     ) -> None:
         """InputError where a site cannot be one, or where the loss gives no standard error."""
         self.network, self.copies, self.groups, self.probe_batches, self.config = (
@@ -70,7 +72,8 @@ class LivePopulation:
             probe.settle(network)
         self.host = list(network.parameters())
         self.host_params = np.array([sum(parameter.numel() for parameter in self.host)])
-        self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal)
+        self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
+        self.ranks, self._shared = ranks, SharedGradients(ranks)
         self._episode, self._edits = 0, 0
         self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
         self._seeds = dormant(1, len(self.sites))  # that the network follows
@@ -128,8 +131,11 @@ class LivePopulation:
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
         """Measure the network as it is now: one read of the device."""
         trained = self.incubation.norms() if asked.trained else None
-        with undisturbed(self.network), self._as_it_was():
-            return measure_live(self, seeds, asked, trained)
+        figures: Figures | None = None
+        if self.ranks.first:
+            with undisturbed(self.network), self._as_it_was():
+                figures = measure_live(self, seeds, asked, trained)
+        return self.ranks.from_first(figures)
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
         """None: the loop's data are its own."""
@@ -199,6 +205,7 @@ class LivePopulation:
         with drawn_with(key):
             seed = Seed(entry.build(reads, site.stream.width), reads)
         made = Planted(seed.to(like.device, like.dtype), entry.tap, blend, site.stream.kind)
+        self.ranks.spread(made.parameters())
         made.train(after.training)
         for network in self.copies:
             plant(network, site.name, copy.deepcopy(made).requires_grad_(False))
@@ -219,7 +226,8 @@ class LivePopulation:
         """Let every seed act as its stage says."""
         self._seeds = seeds
         isolated = self.config.lifecycle.isolation == "isolated"
-        incubating = []
+        incubating: list[str] = []
+        acting: list[nn.Parameter] = []
         for slot, site in enumerate(self.sites):
             planted = planted_at(self.network, site.name)
             if planted is None:
@@ -241,6 +249,9 @@ class LivePopulation:
                 planted.zero_grad()
             if stage == Stage.TRAINING:
                 incubating.append(site.name)
+            elif acts and not frozen:
+                acting += planted.parameters()
+        self._shared.follow(acting)
         self.incubation.follow(incubating)
 
     def doses(self, dose: NDArray[np.float32]) -> None:

@@ -1,0 +1,82 @@
+"""The processes that train copies of one network under DistributedDataParallel, of which every one grows alike."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All processes of the default group, or this one alone.
+
+    first: whether this process measures and decides for all of them.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        """shared: whether there are others. Every process of the group calls this."""
+        self._group = dist.new_group() if shared else None  # of its own, so that its order with others does not matter
+        self.size = dist.get_world_size() if shared else 1
+        self.first = not shared or dist.get_rank() == 0
+
+    def from_first(self, value: T | None) -> T:
+        """What the first process gives; the others give anything."""
+        if self._group is not None:
+            box: list[Any] = [value]
+            dist.broadcast_object_list(box, 0, group=self._group)
+            value = box[0]
+        assert value is not None, "the first process has a value"
+        return value
+
+    @torch.no_grad()
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Give the tensors of the first process to all of them, in place."""
+        for tensor in tensors if self._group is not None else ():
+            dist.broadcast(tensor, 0, group=self._group)
+
+    @torch.no_grad()
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype by their means over all processes, in one transfer."""
+        if self._group is None or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(self.size)
+        dist.all_reduce(flat, group=self._group)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+class SharedGradients:
+    """Averages the gradients of seeds that act over all processes, at the end of each backward pass.
+
+    DistributedDataParallel does so for the parameters that it was made with. The mean of gradients that were averaged already
+    and of new ones is right too, so gradients may accumulate over several passes.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._parameters: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        self._due = False
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These are the parameters of the seeds that act and train, in an order that is the same in every process."""
+        for handle in self._handles:
+            handle.remove()
+        self._parameters = list(parameters) if self.ranks.size > 1 else []
+        self._handles = [each.register_post_accumulate_grad_hook(self._arrived) for each in self._parameters]
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._due:
+            self._due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._due = False
+        for parameter in self._parameters:
+            if parameter.grad is None:  # another process may have one
+                parameter.grad = torch.zeros_like(parameter)
+        self.ranks.average([parameter.grad for parameter in self._parameters if parameter.grad is not None])
