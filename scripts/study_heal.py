@@ -1,16 +1,18 @@
 """What growing is worth on `heal`: rules, fixed plans, full fine-tuning, training from scratch and an oracle, with intervals.
 
     python scripts/study_heal.py --instances 96 --searched 32
+    python scripts/study_heal.py --instances 40 --plan plan.yaml        # a plan that an earlier search found
 
-The cases are held-out keys of plain hosts with one damaged site, from key FIRST on. Figures are J and accuracy on the test split.
-The best fixed plan is searched for on training keys of the same kind. The learning rates of the static networks are chosen on
-training keys too.
+The cases are held-out keys of plain hosts, or of residual ones, with one damaged site, from key FIRST on. Figures are J and
+accuracy on the test split. The best fixed plan is searched for on training keys of the same kind. The learning rates of the
+static networks are chosen on training keys too.
 """
 
 import argparse
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from esper.runs.evaluation import evaluate
 from esper.runs.schedule_search import PERMISSIVE, entry_line, search_schedules
 from esper.runs.statistics import interval, mean, mean_difference
 from esper.tamiyo.baselines import Rule
-from esper.tamiyo.schedule import Entry, Schedule
+from esper.tamiyo.schedule import Entry, Schedule, load_schedule
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import RANGES, Facts, describe, heal, heal_scratch, heal_unfrozen
 from esper.tasks.healing_hosts import BLOCKS
@@ -34,18 +36,19 @@ from esper.tasks.healing_hosts import BLOCKS
 FIRST = RANGES["heldout"].start + 4096
 SEEDS = 2
 BYPASS, UNIFORM = "bypass-rank-4", "bypass-rank-1"
+BYPASSES = (BYPASS,)
 SPREAD = (DamageKind.MIXED, DamageKind.NONE)
 RATES = {"heal-unfrozen": (1e-3, 3e-3, 1e-2), "heal-scratch": (3e-3, 1e-2, 2e-2)}
 Floats = NDArray[np.float64]
 
 
 def concentrated(facts: Facts) -> bool:
-    """A plain host with one damaged site: one segment, a group of inputs, or swapped labels."""
-    return facts.plain and facts.damage.kind not in SPREAD and len(facts.damage.segments) <= 1
+    """One damaged site: one segment, a group of inputs, or swapped labels."""
+    return facts.damage.kind not in SPREAD and len(facts.damage.segments) <= 1
 
 
-def cases(start: int, count: int) -> list[Facts]:
-    found = (facts for key in itertools.count(start) if concentrated(facts := describe(key)))
+def cases(start: int, count: int, plain: bool = True) -> list[Facts]:
+    found = (f for key in itertools.count(start) if concentrated(f := describe(key)) and f.plain == plain)
     return list(itertools.islice(found, count))
 
 
@@ -144,26 +147,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=96, help="held-out cases")
     parser.add_argument("--searched", type=int, default=32, help="training cases of the search")
+    parser.add_argument("--plan", type=Path, help="schedule file of the fixed plan, in place of the search")
+    parser.add_argument("--residual", action="store_true", help="residual hosts, the control, in place of plain ones")
     parser.add_argument("--first", type=int, default=FIRST, help="first held-out key that is looked at")
     options = parser.parse_args()
     torch.set_num_threads(1)
     count = options.instances
-    parts = {"training": cases(0, options.searched), "heldout": cases(options.first, count)}
+    plain = not options.residual
+    parts = {"training": cases(0, options.searched, plain), "heldout": cases(options.first, count, plain)}
     held = parts["heldout"]
     print(f"held-out keys {held[0].key} to {held[-1].key}: {count} of them; {SEEDS} seeds each", flush=True)
     task = of_cases(heal(), parts)
 
-    found = search_schedules(task.sealed(), instances=options.searched, watch=lambda line: print(line, flush=True))
-    print("best fixed plan:", [entry_line(entry) for entry in found.entries], dict(found.contender.settings))
-    print(f"{found.candidates} candidates, {found.episodes} networks, {found.seconds:.0f} seconds", flush=True)
-    gates = {name: value for name, value in found.contender.settings.items() if name != "controller"}
-    single = [fixed(f"{b} at block{k}", planting(b, [k])) for b in (BYPASS, "bypass-mlp-small") for k in range(BLOCKS)]
+    plan, entries = fixed_plan(task, options.plan, options.searched)
+    single = [fixed(f"{b} at block{k}", planting(b, [k])) for b in BYPASSES for k in range(BLOCKS)]
+    uniform = planting(UNIFORM, range(BLOCKS))
+    same = [(entry.slot, entry.blueprint) for entry in entries] == [(entry.slot, entry.blueprint) for entry in uniform]
+    print(f"the best fixed plan is {'uniform' if same else 'not uniform'}")
     contenders = [
         named("never"),
         named("heuristic"),
-        fixed("uniform", planting(UNIFORM, range(BLOCKS))),
-        replace_name(found.contender, "best fixed plan"),
-        rule("participation drop", lambda: ParticipationDrop(found.entries), gates or PERMISSIVE),
+        *([] if same else [fixed("uniform", uniform)]),
+        plan._replace(name="best fixed plan"),
+        rule("participation drop", lambda: ParticipationDrop(entries), PERMISSIVE),
         *single,
     ]
     result = evaluate(
@@ -175,7 +181,7 @@ def main() -> None:
     best = oracle(*(np.stack([figures[name] for name in plans]) for figures in (objective, metric)))
     for single_site in single:
         print(single_site.name, f"{objective[single_site.name].mean():.3f}")
-    shown = [contender.name for contender in contenders[:5]]
+    shown = [contender.name for contender in contenders if contender not in single]
     objective, metric = ({name: figures[name] for name in shown} for figures in (objective, metric))
     objective["oracle"], metric["oracle"] = best
     for name, build in {"full fine-tuning": heal_unfrozen, "from scratch": heal_scratch}.items():
@@ -184,8 +190,15 @@ def main() -> None:
     table(objective, metric, "best fixed plan", [facts.damage.kind.value for facts in held])
 
 
-def replace_name(contender: Contender, name: str) -> Contender:
-    return contender._replace(name=name)
+def fixed_plan(task: Mixture, path: Path | None, searched: int) -> tuple[Contender, Sequence[Entry]]:
+    """The plan of a file, kept with permissive gates, or the best one on training cases."""
+    if path is not None:
+        entries = load_schedule(path).entries
+        return fixed(str(path), entries), entries
+    found = search_schedules(task.sealed(), instances=searched, watch=lambda line: print(line, flush=True))
+    print("best fixed plan:", [entry_line(entry) for entry in found.entries], dict(found.contender.settings))
+    print(f"{found.candidates} candidates, {found.episodes} networks, {found.seconds:.0f} seconds", flush=True)
+    return found.contender, found.entries
 
 
 if __name__ == "__main__":
