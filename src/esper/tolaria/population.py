@@ -1,8 +1,8 @@
 """What an engine grows: the protocol of a population, and what it is asked and answers. R rows, S slots, X branches.
 
 A population holds networks and their data, and nothing of the lifecycle: which seed is in which stage is told to it with every
-call. `StackedPopulation` (tolaria/stacked.py) trains stacked networks, `FormulaPopulation` (lab/formula.py) looks its figures up
-in formulas.
+call. `StackedPopulation` (tolaria/stacked.py) trains stacked networks, `LivePopulation` (tolaria/live.py) is one network that a
+loop of a person's own trains, and `FormulaPopulation` (lab/formula.py) looks its figures up in formulas.
 """
 
 from collections.abc import Mapping
