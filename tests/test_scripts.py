@@ -73,6 +73,16 @@ def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_p
     assert list(result["sites"]) == ["runtime.py:read_packet (numpy)"]
 
 
+def test_the_benchmark_of_telemetry_reads_the_device_once_at_every_level(tmp_path):
+    run("benchmark_telemetry.py", "--out", "page.md", cwd=tmp_path)
+    lines = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| iris |")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [cell[1] for cell in cells] == ["off", "run", "step", "debug"]
+    assert {cell[-1] for cell in cells} == {"1"}
+    sizes = [float(cell[-2]) for cell in cells]
+    assert sizes[0] == 0 < sizes[1] < sizes[2] < sizes[3]
+
+
 def test_the_operators_of_a_step_are_listed(tmp_path):
     run("profile_hot_path_operations.py", "--json", "operators.json", cwd=tmp_path)
     operators = json.loads((tmp_path / "operators.json").read_text())["operators"]

@@ -1,0 +1,176 @@
+"""Measure what telemetry costs: the time of a step, the size of the events and the reads of the device, for each level.
+
+    python scripts/benchmark_telemetry.py                      # a table on stdout
+    python scripts/benchmark_telemetry.py --out docs/benchmarks/telemetry.md
+
+One population per level grows at the same time: every step is taken by all of them in turn, each time in another order, so that
+whatever else the machine does falls on all levels alike. A step is that of the engine and the writing of its rows; the time of
+the controller is left out. All populations must come to the same parameters, bit for bit.
+"""
+
+import argparse
+import hashlib
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import esper
+from esper.nissa.hub import Hub, Level
+from esper.nissa.outputs import JsonLines
+from esper.tamiyo.catalog import get_controller, with_sensors
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.journal import Journal
+from esper.tolaria.play import Step, decide
+from esper.tolaria.reads import counted_reads
+
+LEVELS: tuple[Level, ...] = ("off", "run", "step", "debug")
+TASKS = ("digits", "repair")
+HEAD = """# Benchmark: telemetry
+
+What `telemetry.level` costs, measured by `scripts/benchmark_telemetry.py`, which explains the method. Ratios compare a level
+with `off`: the median of the ratios of single steps, and the ratio of the 95th percentiles. MB is the size of `events.jsonl`
+for 1,000 steps of 8 environments. Reads are reads of the device in a step. Whatever the level, the populations have the same
+parameters, bit for bit.
+"""
+
+
+class Turn(NamedTuple):
+    """One level on one task."""
+
+    engine: VectorizedEngine
+    client: Any
+    journal: Journal
+    path: Path
+    seconds: list[float]
+
+
+class Row(NamedTuple):
+    """The figures of one level on one task."""
+
+    task: str
+    level: str
+    median: float  # [ms]
+    ratio: float
+    p95: float
+    megabytes: float
+    reads: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="*", default=TASKS, help="names of tasks")
+    parser.add_argument("--envs", type=int, default=64, help="environments of a population")
+    parser.add_argument("--steps", type=int, default=24, help="steps of an episode")
+    parser.add_argument("--controller", default="heuristic", help="name of the controller")
+    parser.add_argument("--out", type=Path, help="the page to write")
+    parser.add_argument("--quick", action="store_true", help="three environments of iris for four steps")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tasks, arguments.envs, arguments.steps = ("iris",), 3, 4
+    torch.set_num_threads(1)
+    before = os.getloadavg()[0]
+    rows = [row for name in arguments.tasks for row in measured(name, arguments)]
+    text = page(rows, arguments, before)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
+    """The figures of every level on a task."""
+    with tempfile.TemporaryDirectory() as folder:
+        turns = {
+            level: begun(name, level, arguments.envs, arguments.steps, arguments.controller, Path(folder))
+            for level in LEVELS
+        }
+        for step in range(arguments.steps):
+            for at in range(len(LEVELS)):
+                take(turns[LEVELS[(step + at) % len(LEVELS)]])
+        states = {level: fingerprint(turn.engine) for level, turn in turns.items()}
+        assert len(set(states.values())) == 1, f"levels differ in their results: {states}"
+        off = np.array(turns["off"].seconds)
+        share = 1000 / arguments.steps * 8 / arguments.envs
+        rows = []
+        for level, turn in turns.items():
+            seconds, size = np.array(turn.seconds), turn.path.stat().st_size if turn.path.exists() else 0
+            rows.append(
+                Row(
+                    name,
+                    level,
+                    float(np.median(seconds)) * 1000,
+                    float(np.median(seconds / off)),
+                    float(np.percentile(seconds, 95) / np.percentile(off, 95)),
+                    size * share / 1e6,
+                    reads(name, level, arguments.controller, Path(folder)),
+                )
+            )
+        return rows
+
+
+def begun(name: str, level: Level, envs: int, steps: int, controller: str, folder: Path) -> Turn:
+    """A population of a task at the start of an episode."""
+    task = esper.get_task(name)
+    asked = {"envs": envs, "steps": steps, "baselines": [], "telemetry": {"level": level}}
+    config = esper.build_config(task.defaults, asked)
+    client = get_controller(controller, config)
+    engine = VectorizedEngine(task, with_sensors(config, client))
+    path = folder / f"{name}-{level}-{envs}.jsonl"
+    engine.reset()
+    return Turn(engine, client, Journal(engine, Hub([JsonLines(path)], level)), path, [])
+
+
+def take(turn: Turn) -> None:
+    """One step of a population."""
+    view = turn.engine.view()
+    decision = decide(turn.client, view)
+    begin = time.perf_counter()
+    turn.journal.going(view)
+    after, outcome = turn.engine.step(decision.actions, decision.reasons)
+    turn.journal.stepped(Step(view, outcome, after, 0.0, 0.0, decision))
+    turn.seconds.append(time.perf_counter() - begin)
+    turn.client.store(outcome)
+
+
+def reads(name: str, level: Level, controller: str, folder: Path) -> float:
+    """Reads of the device in a step, as mean over eight steps of two environments."""
+    turn = begun(name, level, 2, 8, controller, folder)
+    with counted_reads() as found:
+        for _ in range(8):
+            take(turn)
+    return len([read for read in found if read.site.startswith("runtime.py")]) / 8
+
+
+def fingerprint(engine: VectorizedEngine) -> str:
+    """A hash of the stages and of every parameter of the hosts."""
+    digest = hashlib.sha256(engine.state.seeds.stage.tobytes())
+    digest.update(engine.population.body.host.columns["value"].detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def page(rows: list[Row], arguments: argparse.Namespace, load: float) -> str:
+    """The page with the table."""
+    lines = [
+        f"| {row.task} | {row.level} | {row.median:.1f} | {row.ratio:.3f} | {row.p95:.3f} | {row.megabytes:.2f} | {row.reads:g} |"
+        for row in rows
+    ]
+    return "\n".join(
+        [
+            HEAD,
+            f"{arguments.envs} environments and their twins, {arguments.steps} steps, controller {arguments.controller}; torch "
+            f"{torch.__version__} with one thread on {os.cpu_count()} cores; load average {load:.1f} before the start and "
+            f"{os.getloadavg()[0]:.1f} at the end; above 1 the ratios hold the noise of the other processes.\n",
+            "| task | level | median step [ms] | median ratio | p95 ratio | MB | reads |",
+            "|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
