@@ -70,7 +70,9 @@ def _check_rows() -> Iterator[Check]:
 
     from esper.kasmina.blueprints import BLUEPRINTS
     from esper.kasmina.invariance import blends_that_vary, segments_that_vary
+    from esper.leyline.batches import first, picked
     from esper.leyline.streams import Kind
+    from esper.leyline.task import Task
     from esper.tasks.catalog import TASKS, get_task
 
     use_one_thread()
@@ -79,7 +81,10 @@ def _check_rows() -> Iterator[Check]:
             task = get_task(name)
         except InputError:  # the files of its data are missing
             continue
-        x = torch.randn(64, *task.inputs, generator=torch.Generator().manual_seed(0))
+        if isinstance(task, Task) and task.pixels is None and not first(task.train.x).is_floating_point():
+            x = picked(task.train.x, slice(64))  # tokens, which cannot be drawn as any number
+        else:
+            x = torch.randn(64, *task.inputs, generator=torch.Generator().manual_seed(0))
         yield _row_check(f"host of {name}", segments_that_vary(task.largest, x))
     for (kind, name), blueprint in BLUEPRINTS.items():
         if kind != Kind.MAP:  # modules on maps run row by row, in separate calls

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
-from esper.tasks import digits, heal, images, repair, small, spirals, trained
+from esper.tasks import digits, heal, images, repair, small, spirals, text, trained
 from esper.tasks.reference import load_task, unnamed_function
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
@@ -33,6 +33,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "digits-image": (images.digits_image, images.DIGITS),
     "digits-image-narrow": (images.digits_image_narrow, images.DIGITS_NARROW),
     "cifar10": (images.cifar10, images.CIFAR10),
+    "stdlib-text": (text.stdlib_text, text.SUMMARY),
 }
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType({name: build for name, (build, _) in _BUILT_IN.items()})

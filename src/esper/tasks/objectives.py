@@ -3,6 +3,7 @@
 Loss and score of a row are computed from that row alone, by operations whose order does not depend on E.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -38,6 +39,17 @@ class Classification(Objective):
         """1 where the largest output is the label's, else 0.   output (E, B, ..., C), target (E, B, ...) int64 -> (E, B)."""
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
         return by_example((output.argmax(-1) == target).to(output.dtype))
+
+
+@dataclass(frozen=True)
+class NextByte(Classification):
+    """The objective of a model of bytes: the loss is the cross-entropy [nats], the metric minus the bits that a byte takes."""
+
+    metric: str = field(default="neg_bits_per_byte", init=False)
+
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """log2 of the probability of the byte, as a mean over positions.   Shapes as for `loss`."""
+        return -self.loss(output, target) / math.log(2)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Bounds(NamedTuple):
     """The range of a metric on one split; nan where a value is not finite, or the objective takes no such prediction.
 
     Attributes:
-        floor (float): metric of the best constant prediction: the most frequent class of a position, or the mean target
+        floor (float): metric of the best constant prediction: the shares of the classes at each position, or the mean target
         ceiling (float): metric of the perfect prediction
     """
 
@@ -45,7 +45,7 @@ def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -
         ):  # they are no classes, but what an objective makes of them
             return Bounds(float("nan"), float("nan"))
         right = _logits(labels, objective.outputs)
-        constant = _logits(_most(labels, objective.outputs), objective.outputs).expand_as(right)
+        constant = _shares(labels, objective.outputs).expand_as(right)
     return Bounds(_metric(objective, constant, y), _metric(objective, right, y))
 
 
@@ -55,12 +55,15 @@ def _logits(labels: Tensor, classes: int) -> Tensor:
     return torch.zeros(shape).scatter_(-1, labels[..., None], CERTAIN)
 
 
-def _most(labels: Tensor, classes: int) -> Tensor:
-    """(N, ...) labels -> (...) the most frequent one at each position; of those that are equally frequent, the first."""
+def _shares(labels: Tensor, classes: int) -> Tensor:
+    """(N, ...) labels -> logits (..., C), the logarithm of the share of each class at each position.
+
+    Of all constant predictions they have the least log loss, and the most frequent class has the largest logit.
+    """
     counts = torch.zeros(*labels.shape[1:], classes, dtype=torch.int64)
     for some in labels.split(CHUNK):
         counts += torch.nn.functional.one_hot(some, classes).sum(0)
-    return counts.argmax(-1)
+    return (counts / len(labels)).log().clamp(min=-CERTAIN)
 
 
 def _metric(objective: Objective, output: Tensor, y: Tensor) -> float:

@@ -17,6 +17,7 @@ from esper.kasmina.layout import BEFORE, HERE, INNER, INPUT
 from esper.kasmina.passes import Streams
 from esper.kasmina.plan import Branches, Indices, Route
 from esper.leyline.batches import Batch, leaves, picked
+from esper.leyline.streams import Kind, Stream
 from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
 from esper.tolaria.coalitions import Coalitions
@@ -79,10 +80,18 @@ IMAGES = 256
 """Most images of a row in one pass: their maps, and not what a split holds, are what memory is needed for."""
 
 
-def pieces(examples: Examples) -> list[slice]:
+SEQUENCES = 16
+"""Most examples of a row in one pass over sequences: their outputs at every position are what memory is needed for."""
+
+
+def pieces(examples: Examples, streams: Sequence[type[Stream]]) -> list[slice]:
     """The runs of examples that passes go over in turn; all at once where an example is a vector."""
     count = examples.y.shape[1]
-    size = IMAGES if any(leaf.dim() == 5 for leaf in leaves(examples.x)) else max(count, 1)
+    size = max(count, 1)
+    if any(stream.kind == Kind.SEQUENCE for stream in streams):
+        size = SEQUENCES
+    elif any(leaf.dim() == 5 for leaf in leaves(examples.x)):
+        size = IMAGES
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
@@ -95,7 +104,7 @@ def _swept(
         body.route(doses(seeds), seeds, own, part=part) for part, (own, _) in zip(body.parts, inside, strict=True)
     ]
     outputs, others, streams = [], [], []
-    for piece in pieces(examples):
+    for piece in pieces(examples, body.layout.streams):
         x = examples.read(piece)
         passes, seen = [], []
         for route in routes:
@@ -171,7 +180,7 @@ def sense(body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Ob
 def _samples(body: Body, routes: Sequence[Route], examples: Examples, objective: Objective) -> list[Sample]:
     """What each slot sees of some examples, and the gradient of the loss there."""
     found = []
-    for piece in pieces(examples):
+    for piece in pieces(examples, body.layout.streams):
         x = examples.read(piece)
         parts = [_sample(body, route, picked(x, route.part), examples, piece, objective) for route in routes]
         found.append([_merged(slot, 0) for slot in zip(*parts, strict=True)])

@@ -1,0 +1,79 @@
+"""The next byte of Python's own sources. N sequences of L bytes."""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from esper.leyline.errors import InputError
+from esper.leyline.task import Split, Task
+from esper.tasks.hosts import SEQUENCE_MENU, Transformer
+from esper.tasks.objectives import NextByte
+from esper.tasks.splits import Splits
+
+SUMMARY = "the next byte of the sources of Python's standard library, 64 at a time; a small transformer"
+LENGTH = 64
+SIZES = (8192, 128, 128, 256)  # sequences in train, probe, validation and test
+SHARES = (0.7, 0.8, 0.9, 1.0)  # of the files, up to which each split goes
+BYTES = 128  # files are ASCII
+HOST = Transformer(vocabulary=BYTES, width=32, layers=2, heads=2, length=LENGTH)
+
+
+def stdlib_text() -> Task:
+    """Modules of the standard library that this Python runs with, split by file: no two splits share a file.
+
+    The data are those of the Python version: another version has other sources. InputError where the sources are not files.
+    """
+    return text_task("stdlib-text", SUMMARY, Path(sysconfig.get_path("stdlib")), HOST, SIZES)
+
+
+def text_task(name: str, summary: str, folder: Path, host: Transformer, sizes: tuple[int, int, int, int]) -> Task:
+    """A task on the ASCII modules `*.py` of a folder: at every position of a sequence, the byte behind it.
+
+    sizes: sequences of `host.length` bytes in train, probe, validation and test.
+    """
+    splits = text_splits(sources(folder), host.length, sizes, str(folder))
+    return Task(
+        name=name,
+        summary=summary,
+        host=host,
+        **splits._asdict(),
+        objective=NextByte(host.vocabulary),
+        menu=SEQUENCE_MENU,
+        defaults={"steps": 24, "data": {"batch_size": 16, "batches_per_step": 32}},
+    )
+
+
+def sources(folder: Path) -> dict[str, bytes]:
+    """Name and content of every ASCII file `*.py` in a folder, in the order of their names."""
+    contents = {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
+    return {name: content for name, content in contents.items() if content.isascii()}
+
+
+def text_splits(files: dict[str, bytes], length: int, sizes: Iterable[int], origin: str) -> Splits:
+    """Splits of sequences x (N, L) int64 and the bytes y (N, L) int64 behind each of theirs.
+
+    A hash of its name decides which split a file belongs to. Its sequences do not overlap, and each split takes those that lie
+    evenly apart among all of its files. InputError where a split would have too few.
+    """
+    parts: list[list[Tensor]] = [[], [], [], []]
+    for name, content in files.items():
+        share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+        count = (len(content) - 1) // length
+        if count:
+            read = torch.frombuffer(bytearray(content[: count * length + 1]), dtype=torch.uint8)
+            parts[next(k for k, upto in enumerate(SHARES) if share < upto)].append(read.unfold(0, length + 1, length))
+    splits = []
+    for part, wanted, split in zip(parts, sizes, Splits._fields, strict=True):
+        found = sum(map(len, part))
+        if found < wanted:
+            raise InputError(
+                f"{origin} has {found:,} sequences of {length} bytes for the {split} split, which needs {wanted:,}; give a "
+                "Python whose standard library is in files, not in an archive"
+            )
+        chosen = torch.cat(part)[torch.arange(wanted) * found // wanted].long()
+        splits.append(Split(chosen[:, :-1].clone(), chosen[:, 1:].clone()))
+    return Splits(*splits)

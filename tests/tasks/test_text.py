@@ -1,0 +1,123 @@
+"""The next byte of Python's own sources: what the splits hold, the metric, and runs from the command line."""
+
+import json
+import math
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+import esper
+from esper.cli import main
+from esper.leyline.errors import InputError
+from esper.leyline.task import Split
+from esper.tasks.catalog import task_names
+from esper.tasks.hosts import Transformer
+from esper.tasks.objectives import Classification, NextByte
+from esper.tasks.splits import Splits
+from esper.tasks.text import HOST, LENGTH, SIZES, sources, stdlib_text, text_splits, text_task
+from esper.tolaria.bounds import bounds
+
+FOLDER = Path(sysconfig.get_path("stdlib"))
+TINY = Transformer(vocabulary=128, width=8, layers=2, heads=2, length=16)
+
+
+def tiny():
+    """The task on a host and splits that train in milliseconds."""
+    return text_task("tiny-text", "sources", FOLDER, TINY, (256, 32, 32, 32))
+
+
+def test_the_target_of_every_position_is_the_byte_behind_it():
+    task = stdlib_text()
+    for name, size in zip(Splits._fields, SIZES, strict=True):
+        part = getattr(task, name)
+        assert part.x.shape == part.y.shape == (size, LENGTH)
+        assert part.x.dtype == part.y.dtype == torch.int64
+        assert torch.equal(part.x[:, 1:], part.y[:, :-1])
+    assert task.host is HOST
+    assert "stdlib-text" in task_names()
+
+
+def test_every_sequence_is_of_one_file_and_no_file_is_in_two_splits():
+    files = {f"{k}.py": bytes([k]) * 200 for k in range(60)}
+    splits = text_splits(files, 8, (24, 6, 6, 6), "here")
+    for part in splits:
+        assert torch.equal(part.x, part.x[:, :1].expand_as(part.x))
+    letters = [set(part.x.flatten().tolist()) for part in splits]
+    assert len(set.union(*letters)) == sum(map(len, letters)) > 20
+
+
+def test_the_sequences_of_a_file_follow_one_another_to_its_end():
+    files = {f"{k}.py": bytes(range(100)) for k in range(60)}
+    train = text_splits(files, 16, (12, 6, 6, 6), "here").train
+    assert {tuple(x.tolist()) for x in train.x} == {tuple(range(k, k + 16)) for k in range(0, 96, 16)}
+
+
+def test_files_that_are_not_ascii_are_left_out(tmp_path):
+    (tmp_path / "b.py").write_text("b = 1\n")
+    (tmp_path / "a.py").write_text("a = 1\n")
+    (tmp_path / "c.py").write_text("# \u00fc\n")
+    assert list(sources(tmp_path)) == ["a.py", "b.py"]
+
+
+def test_a_folder_without_enough_sources_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(
+        InputError, match=r"has 0 sequences of 16 bytes for the train split, which needs 256; give a Python"
+    ):
+        text_task("none", "", tmp_path, TINY, (256, 32, 32, 32))
+
+
+# The metric.
+
+
+def test_the_metric_is_minus_the_bits_of_a_byte():
+    output, target = torch.randn(2, 3, 5, 7), torch.randint(0, 7, (2, 3, 5))
+    objective = NextByte(7)
+    torch.testing.assert_close(objective.loss(output, target), Classification(7).loss(output, target))
+    expected = output.softmax(-1).gather(-1, target[..., None])[..., 0].log2().mean(-1)
+    torch.testing.assert_close(objective.score(output, target), expected)
+    assert objective.metric == "neg_bits_per_byte"
+
+
+def test_the_best_constant_prediction_of_bytes_is_their_shares_at_each_position():
+    y = torch.tensor([[0, 1], [0, 1], [1, 1], [2, 1]])
+    found = bounds(NextByte(4), Split(y, y))
+    shares = [0.5, 0.5, 0.25, 0.25]
+    assert found.floor == pytest.approx(sum(map(math.log2, shares)) / 8, abs=1e-6)
+    assert found.ceiling == pytest.approx(0, abs=1e-6)
+
+
+# Runs.
+
+
+def test_text_is_grown_and_the_network_takes_and_returns_tokens(tmp_path):
+    settings = {"envs": 2, "steps": 9, "data": {"batch_size": 8, "batches_per_step": 2}, "gates": {"permissive": True}}
+    task = tiny()
+    summary = esper.grow(task, settings, controller="random-valid", run=tmp_path / "run", progress=False)
+    assert summary["status"] == "finished"
+    assert summary["metric"] == "neg_bits_per_byte"
+    grown = summary["test_neg_bits_per_byte"]["grown"]
+    assert all(-8 < value < 0 for value in grown)
+    network = esper.load(tmp_path / "run" / "models" / "env-000")
+    logits = network(task.test.x)
+    assert logits.shape == (32, 16, 128)
+    score = task.objective.score(logits[None], task.test.y[None]).mean()
+    assert float(score) == pytest.approx(grown[0], abs=1e-4)
+    assert (network.predict(task.test.x) == logits.argmax(-1).numpy()).all()
+
+
+def test_a_controller_is_trained_on_text(tmp_path):
+    settings = {
+        "envs": 2, "steps": 4, "reward": {"group_size": 2}, "ppo": {"rounds": 1, "imitation_rounds": 0},
+        "data": {"batch_size": 4, "batches_per_step": 1},
+    }  # fmt: skip
+    summary = esper.train(tiny(), settings, run=tmp_path / "run", progress=False)
+    assert (summary["status"], summary["rounds_done"]) == ("finished", 1)
+
+
+def test_the_task_runs_from_the_command_line(tmp_path, capsys):
+    small = ["--envs", "2", "--set", "data.batch_size=4", "--set", "data.batches_per_step=1", "--steps", "2"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["grow", "stdlib-text", *small, "--baselines", "none", "--run", str(tmp_path / "run"), "--json"])
+    assert json.loads(capsys.readouterr().out)["status"] == "finished"
