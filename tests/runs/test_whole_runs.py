@@ -154,7 +154,7 @@ def test_dropout_in_hosts_and_seeds_is_keyed_and_differs_from_segment_to_segment
     body = first.population.body
     body.train(True)
     keys = np.arange(3)
-    from esper.kasmina.body import _of
+    from esper.kasmina.passes import _of
 
     ones = torch.ones(3, 5, 8)
     masks = [body.host(ones, slice(0, 3), part=f"segments.{k}", keys=_of(keys, k)) == 0 for k in (0, 1)]
