@@ -3,7 +3,8 @@
 A grafted submodule keeps its parameters, its name and its place; only its class changes, to a subclass that calls the
 original `forward` and then the seed, which is kept in one child. So the keys of `state_dict`, `isinstance`, `copy.deepcopy`,
 pickling, `torch.compile` and `torch.export` go on working. A forward hook would be ignored by a network that is compiled
-already, and a wrapper would rename the parameters.
+already, and a wrapper would rename the parameters. The file is long because a class swap is one subject: the subclass, its
+pickling, what it records and how it is undone know each other.
 """
 
 import copy

@@ -80,8 +80,7 @@ def run_evaluation(
     baselines: static networks that are compared too (docs/baselines.md); the controller never is the twin. Their sizes are
     those of the networks that the first controller grew, or the heuristic where there is none.
     settings: layers of config over that of the tasks, the same for all contenders.
-    folder: stores the results of populations, which are reused.
-    watch: called with lines of progress.
+    folder: stores the results of populations, which are reused. watch: called with lines of progress.
 
     Returns a strict JSON object. Raises InputError before anything is grown.
     """
@@ -96,8 +95,7 @@ def run_evaluation(
     pace = _plan(tasks, len(rules) + len(ours) + 1 + len(static), instances * seeds, searched, settings, watch)
     evaluations, searches = [], []
     for task in tasks:
-        found = search_schedules(task.sealed(), settings, instances=searched, watch=watch, pace=pace)
-        searches.append(found)
+        searches.append(found := search_schedules(task.sealed(), settings, instances=searched, watch=watch, pace=pace))
         evaluations.append(
             evaluate(
                 task,

@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,6 @@ from torch import nn
 from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
 from esper.leyline.actions import Actions, Op, checked_actions
-from esper.leyline.brief import brief
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.length import with_steps
@@ -47,36 +45,7 @@ from esper.tolaria.play import Observer, play
 from esper.tolaria.population import Indices, Population, row_environments
 from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
 from esper.tolaria.stacked import StackedPopulation
-
-
-@brief
-class Opened(NamedTuple):
-    """A step under way: what was decided, and what it was decided on."""
-
-    actions: Actions  # (E,)
-    refused: NDArray[np.int8]  # (E,) a `Refusal`
-    before: Scores  # (rows,)
-    decided: Seeds  # (rows, S) before the decisions were carried out
-
-
-@brief
-@dataclass
-class ParallelEnvState:
-    """What an engine knows of its population between two steps; the networks and their data are the population's own.
-
-    Rows are the environments, then their twins, then, where there would be one row alone, a ghost that nobody sees.
-    """
-
-    seeds: Seeds  # (rows, S)
-    instance: NDArray[np.int64]  # (rows,) which host, data order and births a row has
-    measurements: Measurements  # of the last step
-    coalitions: CoalitionValues | None  # of the last step at which they were due
-    scores: Scores  # (rows,) of the last step
-    masks: Masks  # (rows, ...) of the next decision
-    episode: int
-    step: int  # steps taken in the episode
-    opened: Opened | None = None  # the step between `apply` and `close`
-
+from esper.tolaria.state import Opened, ParallelEnvState
 
 P = TypeVar("P", bound=Population)
 
@@ -199,7 +168,8 @@ class Engine(Generic[P]):
         """
         state, config = self.state, self.config
         with self.timer.phase("apply"):
-            every = self._everywhere(actions)
+            rest = np.zeros(len(self._env) - config.envs, np.int64)  # every other row waits
+            every = Actions(*(np.concatenate([head, rest]) for head in checked_actions(actions, config.envs)))
             refused = preflight(
                 self.population, state.seeds, every, state.masks, config.lifecycle.max_seeds, config.governor
             )
@@ -334,13 +304,18 @@ class Engine(Generic[P]):
 
     def _measure(self, *, trained: bool = False, terminal: bool = False) -> Measured:
         """Measure every row of the population as it is now: the one read of a step."""
-        every, state = self.config.probe.sensors_every or 0, self.state
+        probe, state = self.config.probe, self.state
+        sampling = None
+        if terminal or state.step % probe.coalitions_every == 0:
+            attribution = scalar(self.config.seed, Purpose.ATTRIBUTION, state.episode, state.step)
+            sampling = Sampling(probe.shapley_samples, attribution)
+        every = probe.sensors_every or 0
         return measure(
             self.population,
             state.seeds,
             state.measurements,
             state.step,
-            sampling=self._sampling(terminal),
+            sampling=sampling,
             terminal=terminal,
             trained=trained,
             sensors=every > 0 and state.step % every == 0,
@@ -393,22 +368,8 @@ class Engine(Generic[P]):
         of_envs = ("cost", "width", "number", "instance", "floor", "ceiling")
         return space._replace(**{name: getattr(space, name)[envs] for name in of_envs})
 
-    def _sampling(self, terminal: bool) -> Sampling | None:
-        """How this step's attribution is sampled; None where it is not due."""
-        state, config = self.state, self.config
-        if not terminal and state.step % config.probe.coalitions_every:
-            return None
-        return Sampling(
-            config.probe.shapley_samples, scalar(config.seed, Purpose.ATTRIBUTION, state.episode, state.step)
-        )
-
     def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
         return legal(seeds, judge(seeds, measurements, self.config.gates), self.population.space, self.config.lifecycle)
-
-    def _everywhere(self, actions: Actions) -> Actions:
-        """The environments' decisions, and WAIT for every other row."""
-        rest = np.zeros(len(self._env) - self.config.envs, np.int64)
-        return Actions(*(np.concatenate([head, rest]) for head in checked_actions(actions, self.config.envs)))
 
     def _traced(self, path: Sequence[Seeds], measured: Measured, found: Verdicts) -> Trace:
         """What happened in the last step; `path` has the seeds before it, after the decisions and after the tick."""
