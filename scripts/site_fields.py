@@ -27,8 +27,11 @@ class Fields(Extension):
         cls.docstring.value = text
         for name, kind, meaning in re.findall(r"^    (\w+)(?: \((.+?)\))?: (\S.*(?:\n {8}.*)*)", entries, re.MULTILINE):
             words = f"{kind}: {meaning}" if kind else meaning
-            member = cls.members[name]
-            member.docstring = Docstring(" ".join(words.split()), lineno=member.lineno, parent=member)
+            member, shown = cls.members.get(name), " ".join(words.split())
+            if member is None:  # a field that the class inherits is described in its own text
+                cls.docstring.value += f"\n\n`{name}`: {shown}"
+            else:
+                member.docstring = Docstring(shown, lineno=member.lineno, parent=member)
 
     def on_function_instance(self, *, func: Function, **_: Any) -> None:
         """Make a list of the paragraphs that describe one parameter after the other."""
