@@ -13,6 +13,17 @@ from esper.tasks.hosts import MLP
 ALL = tuple(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
 
 
+def planted_body(host, kind, rows, menu, dtype, **options):
+    """A body of freshly drawn hosts of one kind of stream; row r is drawn with key r."""
+    example = torch.zeros(2, *host.inputs, dtype=dtype)
+    entries = [get_blueprint(name, kind) for name in menu]
+    body = Body(lambda: host().to(dtype), entries, max(rows, 2), example, **options)
+    for row in range(max(rows, 2)):
+        with drawn_with(100 + row):
+            body.plant_host([row], host(), example, host.outputs)
+    return body
+
+
 def make_body(rows=4, menu=ALL, *, width=8, hidden=(3, 5), inputs=6, dtype=torch.float32, plain=False, **options):
     """A body of freshly drawn hosts; row r is drawn with key r. `plain` hides that the host can run stacked."""
     factory = MLP(inputs=inputs, width=width, hidden=hidden, outputs=3)

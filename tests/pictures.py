@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
-from esper.kasmina.body import Body
+from bodies import planted_body
+from esper.kasmina.blueprints import BLUEPRINTS
 from esper.leyline.streams import Kind
 from esper.leyline.task import Pixels, Split, Task
 from esper.tasks.hosts import CNN, MAP_MENU
@@ -36,13 +36,7 @@ def pictures(*, host=HOST, menu=MAP_MENU, pixels=PIXELS):
 
 def map_body(rows=3, menu=MAPS, *, host=HOST, dtype=torch.float32, **options):
     """A body of freshly drawn convolutional hosts; row r is drawn with key r."""
-    example = torch.zeros(2, *host.inputs, dtype=dtype)
-    menu = [get_blueprint(name, Kind.MAP) for name in menu]
-    body = Body(lambda: host().to(dtype), menu, max(rows, 2), example, **options)
-    for row in range(max(rows, 2)):
-        with drawn_with(100 + row):
-            body.plant_host([row], host(), example, host.outputs)
-    return body
+    return planted_body(host, Kind.MAP, rows, menu, dtype, **options)
 
 
 def cifar_records(count, seed):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
-from esper.kasmina.body import Body
+from bodies import planted_body
+from esper.kasmina.blueprints import BLUEPRINTS
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.layers import Linear
 from esper.leyline.slots import SlotSpec
@@ -57,10 +57,4 @@ HOST = CausalHost()
 
 def sequence_body(rows=3, menu=SEQUENCES, *, host=HOST, dtype=torch.float32, **options):
     """A body of freshly drawn hosts; row r is drawn with key r."""
-    example = torch.zeros(2, *host.inputs, dtype=dtype)
-    menu = [get_blueprint(name, Kind.SEQUENCE) for name in menu]
-    body = Body(lambda: host().to(dtype), menu, max(rows, 2), example, **options)
-    for row in range(max(rows, 2)):
-        with drawn_with(100 + row):
-            body.plant_host([row], host(), example, host.outputs)
-    return body
+    return planted_body(host, Kind.SEQUENCE, rows, menu, dtype, **options)

@@ -213,4 +213,4 @@ def test_a_causal_slot_of_another_kind_is_refused():
 
 
 def test_a_site_of_a_causal_slot_is_causal():
-    assert [site.causal for site in HOST().sites] == [True, True]
+    assert [slot.causal for slot in HOST().slots] == [True, True]

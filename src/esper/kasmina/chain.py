@@ -20,7 +20,12 @@ class Chain:
         self._site_after = {segment: site for site, segment in enumerate(after)}
 
     def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
-        """Implements `leyline.sites.Host.run`: a site's `before` is what entered the segment in front of it."""
+        """The output of the network for a batch.
+
+        call(path, flow) runs the segment of a path. visit(site, taps) is called behind every segment that has a site, with the
+        index of the site, and returns the flow that goes on from there: `taps.here` where nothing grows. A site's `before` is
+        what entered the segment in front of it.
+        """
         flow = batch
         for segment, path in enumerate(self.paths):
             before, flow = flow, call(path, flow)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from esper.kasmina.chain import Chain, calling
 from esper.leyline.batches import Batch, arguments, leaves, map_leaves, run
 from esper.leyline.errors import InputError, first_line
-from esper.leyline.sites import Flow, Site, Taps
+from esper.leyline.sites import Taps
 from esper.leyline.slots import SlotSpec
 from esper.leyline.streams import Kind
 from esper.leyline.task import Objective
@@ -48,18 +48,6 @@ class SegmentedHost(nn.Module):
         checked = _checked(slots, SlotSpec, "slots", "[esper.SlotSpec('middle', after=0, width=8)]")
         self.slots = tuple(self._completed(slot) for slot in checked)
         self.chain = Chain(len(self.segments), [slot.after for slot in self.slots])
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The slots as sites: what a bypass reads is what enters the segment in front of the slot."""
-        paths = [self.chain.paths[slot.after] for slot in self.slots]
-        return tuple(
-            Site(slot.name, path, path, slot.stream, slot.causal) for slot, path in zip(self.slots, paths, strict=True)
-        )
-
-    def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
-        """Implements `leyline.sites.Host`."""
-        return self.chain.run(call, batch, visit)
 
     def forward(self, *batch: Tensor, **named: Tensor) -> Tensor:
         """(B, ...) -> (B, ..., C), without any seed."""
@@ -146,7 +134,7 @@ def check_host(
     _check_takes(host.segments[0], x)
     training = host.training
     host.eval()
-    by_segments = host.run(_CheckedCall(host), x, _check_stream(host))
+    by_segments = host.chain.run(_CheckedCall(host), x, _check_stream(host))
     _check_causal(host, x)
     whole = run(host, x)
     host.train(training)

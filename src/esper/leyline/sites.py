@@ -1,8 +1,7 @@
-"""Sites: the places of a network where seeds can be planted, and what a network must offer to be grown there."""
+"""Sites: the places of a network where seeds can be planted, and what a seed can read there."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from esper.leyline.streams import Stream
 
@@ -41,20 +40,3 @@ class Taps(NamedTuple, Generic[Flow]):
     here: Flow
     before: Flow
     input: Flow
-
-
-class Host(Protocol):
-    """A network with sites."""
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """In the order in which the network meets them."""
-        ...
-
-    def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
-        """The output of the network for a batch.
-
-        call(path, flow) runs the submodule of a dotted path. visit(index, taps) is called at each site, by its index in `sites`,
-        and returns the flow that goes on from there: `taps.here` where nothing grows.
-        """
-        ...

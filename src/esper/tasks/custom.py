@@ -97,7 +97,7 @@ def task_from(
     classes: None takes the sorted distinct labels. Otherwise the number of classes, which y numbers from 0, or the list of
     their names, which y contains or numbers from 0. The outputs have the order of the classes.
     menu: names of the blueprints that a controller may plant. None takes those of the built-in tasks for the kinds of stream at
-    the slots of the host, vectors or maps.
+    the slots of the host.
     loss: the function that training minimises. It takes outputs (B, C) and y, int64 class indices (B,) or targets (B, C), and
     returns the loss of each example, (B,) or (B, C), whose mean is taken. Where y has labels for positions (B, ...), outputs
     are (B, ..., C). A loss of torch.nn or torch.nn.functional is called
