@@ -12,7 +12,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint, drawn_with, get_blueprint
-from esper.kasmina.grafted import CHILD, graft, plant, planted_at, sites_of, trim
+from esper.kasmina.grafted import graft, plant, planted_at, trim
+from esper.kasmina.grown import CHILD, sites_of
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.slot import Seed
 from esper.kasmina.sums import SUMS, check_sum, sums_of

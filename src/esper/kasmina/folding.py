@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.vector import LinearMap, LowRank
-from esper.kasmina.grafted import planted_at, sites_of
+from esper.kasmina.grafted import planted_at
+from esper.kasmina.grown import sites_of
 from esper.leyline.actions import Blend
 from esper.leyline.slots import Tap
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.grafted import CHILD, POINT, Point, sites_of, stream_of
+from esper.kasmina.grown import CHILD, POINT, Point, sites_of, stream_of
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
 from esper.leyline.slots import Tap

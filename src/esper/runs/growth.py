@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from esper.kasmina.adapter import save_adapter
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, get_blueprint
 from esper.kasmina.folding import fold
-from esper.kasmina.grafted import graft, is_grafted, planted_at, sites_of, trim
+from esper.kasmina.grafted import graft, planted_at, trim
+from esper.kasmina.grown import is_grafted, sites_of
 from esper.leyline.config import Config, build_config, merge_settings
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient, Resumable

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.grafted import plant, planted_at, sites_of, uproot
+from esper.kasmina.grafted import plant, planted_at, uproot
+from esper.kasmina.grown import sites_of
 from esper.kasmina.lifecycle import Edits, dormant
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.slot import Seed

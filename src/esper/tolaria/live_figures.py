@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.grafted import POINT, stream_of
+from esper.kasmina.grown import POINT, stream_of
 from esper.leyline.sites import Site
 from esper.leyline.view import Seeds
 from esper.tolaria.population import Asked, Figures, TrainedFigures

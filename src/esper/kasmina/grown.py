@@ -1,0 +1,254 @@
+"""Grown classes: subclasses of a module's own class that run a seed behind its forward, and can be pickled. B examples.
+
+A grafted submodule keeps its parameters, its name and its place; only its class changes, to a subclass that calls the
+original `forward` and then the seed, which is kept in one child. So the keys of `state_dict`, `isinstance`, `copy.deepcopy`,
+pickling, `torch.compile` and `torch.export` go on working. A forward hook would be ignored by a network that is compiled
+already, and a wrapper would rename the parameters.
+"""
+
+import copy
+import copyreg
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from esper.kasmina.planted import Mode, Planted
+from esper.leyline.errors import InputError
+from esper.leyline.sites import Site
+from esper.leyline.slots import Tap
+
+CHILD = "esper"
+"""Name of the child of a submodule that holds its seed."""
+POINT = "_esper_point"
+
+
+class Tape(Protocol):
+    """Watches the calls of a submodule."""
+
+    def begin(self, given: Tensor | None) -> None:
+        """It is called; `given` is its first floating tensor."""
+
+    def end(self, output: Any) -> None:
+        """It has returned its output, in front of any seed."""
+
+
+class Wire:
+    """Carries what one submodule was given to the site that reads it, within one forward pass."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self.readers = 0  # seeds that read it
+
+
+class Point:
+    """What a grafted submodule does beside its own computation.
+
+    site: the name of the site behind it, or None. planted: whether a seed is there. before: brings what `Tap.BEFORE` reads;
+    None for its own input. input: brings the network's input; None at the network itself. records, clears: the wires that take
+    its input when it is called, and that are empty when it has returned. sites: of the whole network, at the network itself.
+    tape: watches its calls while the network is measured.
+    """
+
+    def __init__(self) -> None:
+        self.site: str | None = None
+        self.planted = False
+        self.before: Wire | None = None
+        self.input: Wire | None = None
+        self.records: tuple[Wire, ...] = ()
+        self.clears: tuple[Wire, ...] = ()
+        self.sites: Mapping[str, Site] | None = None
+        self.tape: Tape | None = None
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The first floating tensor among the arguments of a call, those without a name first; None where there is none."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    return None
+
+
+def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The `forward` of a grown class. The names of the arguments stay those of the original."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        point: Point = self._esper_point  # type: ignore[assignment]
+        for wire in point.records:
+            if wire.readers:
+                wire.value = first_tensor(args, kwargs)
+        if point.tape is not None:
+            point.tape.begin(first_tensor(args, kwargs))
+        output = original(self, *args, **kwargs)
+        if point.tape is not None:
+            point.tape.end(output)
+        if point.planted:
+            output = _grown(self, point, first_tensor(args, kwargs), output)
+        for wire in point.clears:
+            wire.value = None
+        return output
+
+    return forward
+
+
+def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> Any:
+    """The output of a submodule with what its seed changes."""
+    planted: Planted = getattr(module, CHILD)
+    if planted.mode == Mode.OFF:
+        return output
+    h = stream_of(output)
+    if planted.tap == Tap.HERE:
+        read = h
+    else:
+        wire = source_of(point, planted.tap)
+        read = own if wire is None else wire.value
+        if read is None:
+            raise InputError(
+                f"the seed at site {point.site!r} reads tap {planted.tap.value!r}, which this pass has not computed: either the "
+                "submodule is called outside the forward pass of the network, or torch.utils.checkpoint computes it anew; let "
+                "the site's `around` be within what is checkpointed, or choose blueprints that read 'here'"
+            )
+    return _replaced(output, h, planted(h, read))
+
+
+def stream_of(output: Any) -> Any:
+    """The stream at a site: what its submodule returns, or the first floating tensor of a tuple, a list or a mapping."""
+    if isinstance(output, Tensor):
+        return output
+    entries = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((entry for entry in entries if isinstance(entry, Tensor) and entry.is_floating_point()), output)
+
+
+def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:
+    """The output of a submodule with another stream."""
+    if isinstance(output, Tensor):
+        return grown
+    if isinstance(output, Mapping):
+        changed: Any = copy.copy(output)
+        changed[next(name for name, entry in output.items() if entry is h)] = grown
+        return changed
+    entries = [grown if entry is h else entry for entry in output]
+    return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+
+
+def source_of(point: Point, tap: Tap) -> Wire | None:
+    """Where a tap comes from; None where it comes from the call of the submodule itself."""
+    if tap == Tap.BEFORE:
+        return point.before
+    return point.input if tap == Tap.INPUT else None
+
+
+def is_grafted(module: nn.Module) -> bool:
+    """Whether a network has sites."""
+    point = module.__dict__.get(POINT)
+    return point is not None and point.sites is not None
+
+
+def sites_of(module: nn.Module) -> Mapping[str, Site]:
+    """The sites of a grafted network, by name. InputError where it is not grafted."""
+    sites = root_of(module).sites
+    assert sites is not None
+    return sites
+
+
+def root_of(module: nn.Module) -> Point:
+    """The point of a grafted network. InputError where it is not grafted."""
+    if not is_grafted(module):
+        raise InputError(f"the {type(module).__name__} has no sites; call esper.graft(module, sites) first")
+    point: Point = module.__dict__[POINT]
+    return point
+
+
+# Classes.
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def grown_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of grafted modules of a class: one for each, made once."""
+    if original not in _CLASSES:
+        body: dict[str, Any] = {
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+            "__reduce_ex__": _reduce,
+            "forward": _forward_of(original.forward),
+            "_esper_original": original,
+        }
+        if not hasattr(original, "sites"):
+            body["sites"] = property(sites_of)
+        if issubclass(original, nn.Sequential):
+            body |= {"__iter__": _own_children, "__len__": _count_children, "__getitem__": _child}
+        _CLASSES[original] = type(f"Grown{original.__name__}", (original,), body)
+    return _CLASSES[original]
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """What pickling and copying need: the original class, which can be found by its name, in place of the grown one."""
+    grown = type(self)
+    original: type[nn.Module] = grown._esper_original  # type: ignore[attr-defined]
+    reduced: Any = super(grown, self).__reduce_ex__(protocol)
+    make, arguments, *rest = reduced
+    if make is copyreg.__newobj__ and arguments[0] is grown:  # type: ignore[attr-defined]
+        arguments = (original, *arguments[1:])
+    return (_remake, (original, make, arguments), *rest)
+
+
+def _remake(original: type[nn.Module], make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    """A module of the grown class, from what makes one of the original class."""
+    module = make(*arguments)
+    module.__class__ = grown_class(original)
+    return module
+
+
+def _own_children(self: nn.Sequential) -> Iterator[nn.Module]:
+    """The modules of an nn.Sequential, which its forward runs, without the seed."""
+    return iter([child for name, child in self._modules.items() if name != CHILD])
+
+
+def _count_children(self: nn.Sequential) -> int:
+    return len(self._modules) - (CHILD in self._modules)
+
+
+def _child(self: nn.Sequential, index: Any) -> Any:
+    """An entry of an nn.Sequential, or a slice of it, without the seed."""
+    if isinstance(index, slice):
+        named = [(name, child) for name, child in self._modules.items() if name != CHILD]
+        part = nn.Sequential()
+        for name, child in named[index]:
+            part.add_module(name, child)
+        return part
+    return list(self)[index]
+
+
+def swap(module: nn.Module) -> Point:
+    """Give a module its grown class, if it has not got it; returns its point."""
+    point: Point | None = module.__dict__.get(POINT)
+    if point is None:
+        point = module.__dict__[POINT] = Point()
+        module.__class__ = grown_class(type(module))
+    return point
+
+
+def restore(module: nn.Module) -> None:
+    """Give a module its own class again."""
+    if module.__dict__.pop(POINT, None) is None:
+        return
+    original = getattr(type(module), "_esper_original", None)
+    if original is None or type(module) is not grown_class(original):
+        raise InputError(
+            f"a grafted {type(module).__name__} was given another class since, as fully_shard does; ungraft before that"
+        )
+    module.__class__ = original
+
+
+def wire_between(source: Point, until: Point) -> Wire:
+    """The wire from a point, which is emptied when the point `until` has returned; one for each pair."""
+    for wire in source.records:
+        if wire in until.clears:
+            return wire
+    wire = Wire()
+    source.records += (wire,)
+    until.clears += (wire,)
+    return wire
