@@ -12,7 +12,9 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.planted import Mode, Planted
 from esper.leyline.errors import InputError
@@ -48,7 +50,9 @@ class Point:
     site: the name of the site behind it, or None. planted: whether a seed is there. before: brings what `Tap.BEFORE` reads;
     None for its own input. input: brings the network's input; None at the network itself. records, clears: the wires that take
     its input when it is called, and that are empty when it has returned. sites: of the whole network, at the network itself.
-    tape: watches its calls while the network is measured.
+    tape: watches its calls while the network is measured. asked: the mode that the submodule was last put into while it is held
+    in evaluation mode; None where it is not held. anchor: a leaf () to which the gradient of its outputs leads where nothing else
+    requires one.
     """
 
     def __init__(self) -> None:
@@ -60,6 +64,8 @@ class Point:
         self.clears: tuple[Wire, ...] = ()
         self.sites: Mapping[str, Site] | None = None
         self.tape: Tape | None = None
+        self.asked: bool | None = None
+        self.anchor: Tensor | None = None
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -88,6 +94,8 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
             output = _grown(self, point, first_tensor(args, kwargs), output)
         for wire in point.clears:
             wire.value = None
+        if point.anchor is not None and torch.is_grad_enabled():
+            output = pytree.tree_map_only(Tensor, functools.partial(_anchored, point.anchor), output)
         return output
 
     return forward
@@ -161,6 +169,63 @@ def root_of(module: nn.Module) -> Point:
     return point
 
 
+# Frozen networks.
+
+
+class _Anchor(torch.autograd.Function):
+    """A tensor, bit for bit, that requires a gradient which reaches nothing."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, leaf: Tensor) -> Tensor:
+        """value (...); leaf () requires a gradient. A copy, as a loss may work in place, which the view of a Function forbids."""
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[None, None]:
+        """None for both."""
+        return None, None
+
+
+def _anchored(leaf: Tensor, value: Tensor) -> Tensor:
+    if value.requires_grad or not value.is_floating_point():
+        return value
+    anchored: Tensor = _Anchor.apply(value, leaf)  # type: ignore[no-untyped-call]
+    return anchored
+
+
+def anchor(module: nn.Module, anchored: bool) -> None:
+    """Whether the outputs of a grafted network require a gradient even where nothing in it does."""
+    like = next(module.parameters())
+    root_of(module).anchor = torch.zeros((), device=like.device, requires_grad=True) if anchored else None
+
+
+def hold(module: nn.Module) -> None:
+    """Keep a submodule in evaluation mode, whatever mode it is put into, until `let_go`."""
+    point = swap(module)
+    point.asked, module.training = module.training, False
+
+
+def let_go(module: nn.Module) -> None:
+    """Put a submodule that was held into the mode that was last asked for."""
+    point: Point = module.__dict__[POINT]
+    assert point.asked is not None, "it is held"
+    module.training, point.asked = point.asked, None
+
+
+def _train_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The `train` of a grown class, which a submodule that is held takes note of alone."""
+
+    @functools.wraps(original)
+    def train(self: nn.Module, mode: bool = True) -> Any:
+        returned = original(self, mode)
+        point: Point = self._esper_point  # type: ignore[assignment]
+        if point.asked is not None:
+            point.asked, self.training = mode, False
+        return returned
+
+    return train
+
+
 # Classes.
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -174,6 +239,7 @@ def grown_class(original: type[nn.Module]) -> type[nn.Module]:
             "__doc__": original.__doc__,
             "__reduce_ex__": _reduce,
             "forward": _forward_of(original.forward),
+            "train": _train_of(original.train),
             "_esper_original": original,
         }
         if not hasattr(original, "sites"):

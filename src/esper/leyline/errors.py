@@ -40,6 +40,10 @@ class RunWarning(UserWarning):
     """A finding about a run folder that does not stop the run."""
 
 
+class GrowthWarning(UserWarning):
+    """A finding about a network that grows in a training loop, which does not stop it."""
+
+
 class DataFault(RuntimeError):
     """Examples in memory that were finite are no longer finite: one sentence. The command line exits with 1."""
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.adapter import save_adapter
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, get_blueprint
 from esper.kasmina.folding import fold
+from esper.kasmina.freezing import Freeze, Frozen
 from esper.kasmina.grafted import graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
-from esper.leyline.config import Config, build_config, merge_settings
 from esper.leyline.errors import InputError
+from esper.leyline.objective import objective
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage
-from esper.leyline.streams import Kind
+from esper.runs.growth_settings import check_budget, growth_config, growth_menu, share_of, whole
 from esper.tamiyo.catalog import get_controller
 from esper.tolaria.engine import Engine
 from esper.tolaria.groups import Groups
@@ -28,16 +28,6 @@ from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
 from esper.tolaria.ranks import Ranks
 
-MENU: Mapping[Kind, tuple[str, ...]] = {
-    Kind.VECTOR: ("bypass-linear", "bypass-mlp", "mlp-small"),
-    Kind.MAP: ("bypass-conv-1x1", "bypass-conv-3x3", "conv-light"),
-    Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "mlp-small"),
-}
-"""Blueprints that may be planted at sites of each kind, where the settings name none."""
-MOST_SITES = 62
-"""Coalitions of seeds are counted by the bits of one integer."""
-ENDLESS = 10**6
-"""Decisions of a training whose length is not given."""
 FORMAT = 1
 
 
@@ -72,6 +62,9 @@ class Growth:
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one, always the same. An
             input that is a tuple or a mapping is the arguments of the model.
         loss: loss(output, target) of a batch: one number, or one for each example.
+        freeze: what does not train until `finish`. 'none' leaves `requires_grad` as it is; 'host' freezes the whole model bit for
+            bit, so that only seeds are trained; a list of names freezes those submodules and parameters, with wildcards, as
+            ['layers.*', 'head.bias']. Frozen layers with running statistics, such as BatchNorm, stay in evaluation mode.
         every: steps of the optimizer between two decisions.
         steps: steps of the optimizer of the whole training, so that no seed is planted too late; None where it has no end.
         scaler: the torch.amp.GradScaler that scales the loss, if there is one.
@@ -93,6 +86,7 @@ class Growth:
         budget: float = 0.1,
         probe: Batches,
         loss: Loss,
+        freeze: Freeze = "none",
         every: int = 100,
         steps: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -100,20 +94,22 @@ class Growth:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         network, shared = _network(model)
-        self.every, self.calls, self.finished = _whole("every", every), 0, False
+        self.every, self.calls, self.finished = whole("every", every), 0, False
         self.model = network
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
-        measured, share = Probe(probe, loss, device), _share(budget)
+        measured, share = Probe(probe, loss, device), share_of(budget)
         groups = Groups(optimizer, scheduler, network)
         if not is_grafted(network):
             graft(network, example=measured.first)
         sites = sites_of(network)
-        config = _config(sites, share, self.every, steps, seed, settings or {})
+        config = growth_config(sites, share, self.every, steps, seed, settings or {})
         copies = [] if ema is None else [_average(ema, sites)]
         ranks = Ranks(shared)
-        population = LivePopulation(network, copies, groups, measured, _menu(sites, config), config, ranks)
-        _check_budget(population, budget)
+        population = LivePopulation(network, copies, groups, measured, growth_menu(sites, config), config, ranks)
+        check_budget(population, budget)
         population.incubation.scale = None if scaler is None else scaler.scale
+        _check_frozen(model, freeze)
+        self.frozen = Frozen(network, freeze)
         self.controller: PolicyClient = (
             get_controller(controller, config) if isinstance(controller, str) else controller
         )
@@ -141,7 +137,9 @@ class Growth:
         self.population.incubate((batch[0], batch[1]) if batch else None)
         if self.calls % self.every or self.engine.state.opened is None:
             return False
+        self.frozen.check()
         _, outcome = self.engine.close()
+        self.frozen.note()
         if self.population.ranks.first:
             self.controller.store(outcome)
         if not self.engine.over:
@@ -166,6 +164,7 @@ class Growth:
                 fold(network, site.name)
             if folded or not kept:
                 population.free(site.name)
+        self.frozen.release()
         for network in (self.model, *population.copies):
             trim(network)
         self.finished = True
@@ -184,7 +183,11 @@ class Growth:
         save_adapter(self.model, self.population.kept(self.engine.state.seeds), folder)
 
     def summary(self) -> dict[str, Any]:
-        """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason."""
+        """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
+
+        `loss` is that on the probe at the last decision, and `objective` is J (`esper.leyline.objective`): minus the loss, less
+        rent for `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient.
+        """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
         lists = {
@@ -199,15 +202,18 @@ class Growth:
             ]
             for name, entries in self.engine.fates.lists().items()
         }
+        config = self.engine.config
+        added = int(population.added_params(state.seeds, frozenset({Stage.FOSSILIZED}) if self.finished else ADDED)[0])
+        loss, rent = float(state.scores.loss[0]), config.reward
         return {
             "status": "finished" if self.finished else "growing",
             "steps": self.calls,
             "decisions": state.step,
-            "loss": float(state.scores.loss[0]),
+            "loss": loss,
+            "objective": float(objective(-loss, added, host, rent.rent, rent.rent_size)),
             "host_params": host,
-            "added_params": int(
-                population.added_params(state.seeds, frozenset({Stage.FOSSILIZED}) if self.finished else ADDED)[0]
-            ),
+            "added_params": added,
+            "trained_params": sum(each.numel() for each in self.model.parameters() if each.requires_grad),
             "rollbacks": self.engine.governor.record.counts()["rollbacks"],
             **lists,
         }
@@ -253,6 +259,7 @@ class Growth:
         population.rebuild(tree["seeds"])
         _fill(population.tensors(), tree["tensors"])
         population.groups.load_state(tree["groups"], population.names())
+        self.frozen.note()
         self.calls = tree["calls"]
         self.engine.restore(tree["engine"])
         population.follow(self.engine.state.seeds)
@@ -289,6 +296,18 @@ def _network(model: Any) -> tuple[nn.Module, bool]:
     return network, shared
 
 
+def _check_frozen(model: nn.Module, freeze: Freeze) -> None:
+    """InputError where DistributedDataParallel would wait for gradients that do not come any more."""
+    wrapper: Any = model
+    while wrapper is not None and not isinstance(wrapper, nn.parallel.DistributedDataParallel):
+        wrapper = _inside(wrapper)
+    if wrapper is not None and freeze != "none" and not wrapper.find_unused_parameters:
+        raise InputError(
+            f"freeze={freeze!r} takes gradients away for which DistributedDataParallel waits; make it with "
+            "find_unused_parameters=True"
+        )
+
+
 def _inside(model: nn.Module) -> nn.Module | None:
     """The module inside of a compiled or wrapped one; None where it is neither."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -306,80 +325,6 @@ def _average(ema: Any, sites: Mapping[str, Site]) -> nn.Module:
             "ema has no sites of its own; make it after esper.graft(model), so that it can get the seeds as well"
         )
     return module
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} is {value!r}; give a whole number of optimizer steps from 1 on")
-    return value
-
-
-def _share(budget: Any) -> float:
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
-        raise InputError(
-            f"budget is {budget!r}; give a number above 0: the most parameters of all seeds / those of the model, as 0.1"
-        )
-    return float(budget)
-
-
-def _config(
-    sites: Mapping[str, Site], budget: float, every: int, steps: Any, seed: int, settings: Mapping[str, Any]
-) -> Config:
-    """The settings of one network in a loop of a person's own."""
-    if len(sites) > MOST_SITES:
-        raise InputError(f"the model has {len(sites)} sites, and at most {MOST_SITES} can grow; graft fewer of them")
-    usual = {
-        "envs": 1,
-        "baselines": [],
-        "seed": seed,
-        "steps": ENDLESS if steps is None else max(_whole("steps", steps) // every, 1),
-        "lifecycle": {"max_seeds": len(sites)},
-        "probe": {"sensors_every": 0},
-        "reward": {"objective": "log_loss"},
-        # The loss on the probe stands in for the training loss. It has no upper end, and rises where a network learns its data by
-        # heart, which is no failure.
-        "governor": {"param_limit": budget, "min_metric_drop": 1e9, "loss_rise_z": 1e9},
-    }
-    config = build_config(merge_settings(usual, settings))
-    fixed = {
-        "envs": config.envs == 1,
-        "baselines": not config.baselines,
-        "early_stopping": not config.early_stopping.enabled,
-    }
-    for name, right in fixed.items():
-        if not right:
-            raise InputError(
-                f"settings sets {name}, which one network in a loop of its own does not have; leave it out"
-            )
-    return config
-
-
-def _menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
-    """What may be planted: the named blueprints of every kind that a site has."""
-    kinds = dict.fromkeys(site.stream.kind for site in sites.values())
-    if config.blueprints is None:
-        return [BLUEPRINTS[kind, name] for kind in kinds for name in MENU[kind] if (kind, name) in BLUEPRINTS]
-    named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in BLUEPRINTS]
-    for name in config.blueprints:
-        if not any(name == known for _, known in named):
-            get_blueprint(name, next(iter(kinds)))  # raises, with what there is
-    return [BLUEPRINTS[each] for each in named]
-
-
-def _check_budget(population: LivePopulation, budget: float) -> None:
-    """InputError where nothing fits."""
-    space, host = population.space, int(population.host_params[0])
-    if not space.fits.any():
-        raise InputError(
-            f"no blueprint of the menu fits a site: the menu is {', '.join(entry.name for entry in space.blueprints)}; name "
-            "others, as settings={'blueprints': [...]}"
-        )
-    least = int(space.cost[0][space.fits].min())
-    if least > budget * host:
-        raise InputError(
-            f"budget {budget:g} of a model of {host:,} parameters allows {int(budget * host):,}, and the smallest seed has "
-            f"{least:,}; give at least {least / host:.3g}"
-        )
 
 
 def _saved(tree: Any) -> Any:

@@ -1,0 +1,98 @@
+"""The settings of one network that grows in a training loop of a person's own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, get_blueprint
+from esper.leyline.config import Config, build_config, merge_settings
+from esper.leyline.errors import InputError
+from esper.leyline.sites import Site
+from esper.leyline.streams import Kind
+from esper.tolaria.live import LivePopulation
+
+MENU: Mapping[Kind, tuple[str, ...]] = {
+    Kind.VECTOR: ("bypass-linear", "bypass-mlp", "mlp-small"),
+    Kind.MAP: ("bypass-conv-1x1", "bypass-conv-3x3", "conv-light"),
+    Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "mlp-small"),
+}
+"""Blueprints that may be planted at sites of each kind, where the settings name none."""
+MOST_SITES = 62
+"""Coalitions of seeds are counted by the bits of one integer."""
+ENDLESS = 10**6
+"""Decisions of a training whose length is not given."""
+
+
+def whole(name: str, value: Any) -> int:
+    """A number of optimizer steps. InputError where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {value!r}; give a whole number of optimizer steps from 1 on")
+    return value
+
+
+def share_of(budget: Any) -> float:
+    """Most parameters of all seeds / parameters of the model. InputError where it is no such share."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
+        raise InputError(
+            f"budget is {budget!r}; give a number above 0: the most parameters of all seeds / those of the model, as 0.1"
+        )
+    return float(budget)
+
+
+def growth_config(
+    sites: Mapping[str, Site], budget: float, every: int, steps: Any, seed: int, settings: Mapping[str, Any]
+) -> Config:
+    """The settings of one network in a loop of a person's own."""
+    if len(sites) > MOST_SITES:
+        raise InputError(f"the model has {len(sites)} sites, and at most {MOST_SITES} can grow; graft fewer of them")
+    usual = {
+        "envs": 1,
+        "baselines": [],
+        "seed": seed,
+        "steps": ENDLESS if steps is None else max(whole("steps", steps) // every, 1),
+        "lifecycle": {"max_seeds": len(sites)},
+        "probe": {"sensors_every": 0},
+        "reward": {"objective": "log_loss"},
+        # The loss on the probe stands in for the training loss. It has no upper end, and rises where a network learns its data by
+        # heart, which is no failure.
+        "governor": {"param_limit": budget, "min_metric_drop": 1e9, "loss_rise_z": 1e9},
+    }
+    config = build_config(merge_settings(usual, settings))
+    fixed = {
+        "envs": config.envs == 1,
+        "baselines": not config.baselines,
+        "early_stopping": not config.early_stopping.enabled,
+    }
+    for name, right in fixed.items():
+        if not right:
+            raise InputError(
+                f"settings sets {name}, which one network in a loop of its own does not have; leave it out"
+            )
+    return config
+
+
+def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
+    """What may be planted: the named blueprints of every kind that a site has."""
+    kinds = dict.fromkeys(site.stream.kind for site in sites.values())
+    if config.blueprints is None:
+        return [BLUEPRINTS[kind, name] for kind in kinds for name in MENU[kind] if (kind, name) in BLUEPRINTS]
+    named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in BLUEPRINTS]
+    for name in config.blueprints:
+        if not any(name == known for _, known in named):
+            get_blueprint(name, next(iter(kinds)))  # raises, with what there is
+    return [BLUEPRINTS[each] for each in named]
+
+
+def check_budget(population: LivePopulation, budget: float) -> None:
+    """InputError where nothing fits."""
+    space, host = population.space, int(population.host_params[0])
+    if not space.fits.any():
+        raise InputError(
+            f"no blueprint of the menu fits a site: the menu is {', '.join(entry.name for entry in space.blueprints)}; name "
+            "others, as settings={'blueprints': [...]}"
+        )
+    least = int(space.cost[0][space.fits].min())
+    if least > budget * host:
+        raise InputError(
+            f"budget {budget:g} of a model of {host:,} parameters allows {int(budget * host):,}, and the smallest seed has "
+            f"{least:,}; give at least {least / host:.3g}"
+        )
