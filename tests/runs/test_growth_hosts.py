@@ -1,20 +1,25 @@
 """Networks of many kinds live through a whole growth: sites found, seeds born, blended, kept, finished, exported."""
 
-import copy
+import re
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import planted_at
-from esper.leyline.actions import Actions, Op
+from esper.kasmina.grafted import graft, planted_at
+from esper.leyline.actions import Blend, Op
+from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from esper.runs.growth import Growth
+from esper.tamiyo.schedule import Entry, Schedule
+from lives import SETTINGS, Host, live, row, train
 
+PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
 VOCABULARY, LENGTH = 11, 7
 
 
@@ -131,9 +136,55 @@ class Shared(nn.Module):
         return self.head(x)
 
 
+class Translator(nn.Module):
+    """An nn.Transformer whose decoder looks at no later token."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 8)
+        self.body = nn.Transformer(8, 2, 2, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, source, target):
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.head(self.body(self.tokens(source), self.tokens(target), tgt_mask=mask, tgt_is_causal=True))
+
+
+class Gather(nn.Module):
+    """A block that takes and returns a mapping, with the stream in a tuple of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 8))
+
+    def forward(self, state):
+        step, (h, *rest) = state["step"], state["streams"]
+        return {"step": step + 1, "streams": (h + self.body(h), *rest)}
+
+
+class Mappings(nn.Module):
+    """Mappings flow from block to block, and a mapping comes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList([Gather(), Gather()])
+
+    def forward(self, x):
+        state = {"step": torch.zeros((), dtype=torch.long), "streams": (self.stem(x), x)}
+        for block in self.blocks:
+            state = block(state)
+        return {"features": state["streams"][0], "logits": self.head(state["streams"][0])}
+
+
 def tokens():
     ids = torch.randint(0, VOCABULARY, (6, LENGTH + 1))
     return ids[:, :-1], ids[:, 1:]
+
+
+def pairs():
+    (source, _), (target, following) = tokens(), tokens()
+    return (source, target), following
 
 
 def images():
@@ -152,118 +203,113 @@ def masked(output, y):
     return F.cross_entropy(output["logits"], y, reduction="none") + output["mask"].square().mean((1, 2, 3))
 
 
+def named(output, y):
+    return F.cross_entropy(output["logits"], y)
+
+
 HOSTS = {
-    "decoder": (Decoder, tokens, positions),
-    "checkpointed decoder": (lambda: Decoder(checkpointed=True), tokens, positions),
-    "encoder": (Encoder, tokens, positions),
-    "recurrent": (Recurrent, tokens, positions),
-    "residual convolutions": (ResNet, images, F.cross_entropy),
-    "u-net": (UNet, images, masked),
-    "shared block": (Shared, vectors, F.cross_entropy),
+    "decoder transformer, head tied": Host(Decoder, tokens, positions),
+    "decoder transformer, checkpointed": Host(lambda: Decoder(checkpointed=True), tokens, positions),
+    "`nn.TransformerEncoder`": Host(Encoder, tokens, positions),
+    "`nn.Transformer`": Host(Translator, pairs, positions),
+    "`nn.LSTM`": Host(Recurrent, tokens, positions),
+    "residual CNN": Host(ResNet, images, F.cross_entropy),
+    "U-Net": Host(UNet, images, masked),
+    "one block that runs three times": Host(Shared, vectors, F.cross_entropy),
+    "blocks that return mappings": Host(Mappings, vectors, named),
 }
-
-
-class Lives:
-    """Plants at each of some sites in turn one blueprint after the other that fits, and keeps it."""
-
-    def __init__(self, slots):
-        self.slots, self.planted = slots, 0
-
-    def act(self, view):
-        actions, masks = Actions.wait(1), view.masks
-        for op in (Op.FOSSILIZE, Op.ADVANCE, Op.GERMINATE):
-            slots = [slot for slot in np.flatnonzero(masks.slot[0, op]) if slot in self.slots]
-            if slots:
-                fits = np.flatnonzero(masks.blueprint[0, slots[0]])
-                actions.op[:], actions.slot[:], actions.tempo[:], actions.target[:] = op, slots[0], 1, 3
-                if op == Op.GERMINATE:
-                    actions.blueprint[:], actions.blend[:] = fits[self.planted % len(fits)], self.planted % 3
-                    self.planted += 1
-                return actions
-        return actions
-
-    def store(self, outcome):
-        pass
-
-    def update(self):
-        return {}
-
-
-def train(model, optimizer, loss, batch, number, growth=None):
-    model.train()
-    with drawn_with(100 + number):
-        x, y = batch()
-        loss(model(x), y).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if growth is not None:
-        growth.step()
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self")  # of exporting an nn.LSTM
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_network_lives_through_a_whole_growth(name):
-    build, batch, loss = HOSTS[name]
-    with drawn_with(0):
-        model, probe = build(), [batch(), batch()]
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    other = torch.optim.AdamW(plain.parameters(), lr=3e-3)
-    gates = {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0}
-    growth = Growth(
-        model, optimizer, probe=probe, loss=loss, controller=Lives([]), every=1, budget=100.0, settings={"gates": gates}
-    )
-    sites = growth.population.sites
-    assert sites
-    growth.controller.slots = [0, len(sites) - 1]
-    keys = list(plain.state_dict())
-    for number in range(3):  # a first seed is born and incubates
-        train(model, optimizer, loss, batch, number, growth)
-        train(plain, other, loss, batch, number)
-    mine = model.state_dict()
-    assert [key for key in mine if ".esper." not in key] == keys
-    assert any(".esper." in key for key in mine)
-    assert all(torch.equal(mine[key], value) for key, value in plain.state_dict().items())
+    life = live(HOSTS[name])
+    assert PAGE.read_text(encoding="utf-8").splitlines().count(row(name, life)) == 1, row(name, life)
 
-    for number in range(3, 24):
-        train(model, optimizer, loss, batch, number, growth)
-    stages = growth.engine.state.seeds.stage[0]
-    assert (stages[growth.controller.slots] == Stage.FOSSILIZED).all()
-    with drawn_with(1), torch.no_grad():
-        x, _ = batch()
-        before = model.eval()(x)
-        network = growth.finish()
-        after, exported = network(x), torch.export.export(network, (x,)).module()(x)
-        again = copy.deepcopy(network)(x)
-        for one in (after, exported, again):
-            for key, value in before.items() if isinstance(before, dict) else [(..., before)]:
-                assert torch.allclose(one[key], value, atol=1e-5), name
-    train(network, optimizer, loss, batch, 99)
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(5, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        lengths = torch.full((len(x),), x.shape[1])
+        h, _ = self.lstm(pack_padded_sequence(x, lengths, batch_first=True))
+        return self.head(pad_packed_sequence(h, batch_first=True)[0])
+
+
+class Reentrant(nn.Sequential):
+    def forward(self, x):
+        first, *blocks, last = self
+        x = first(x)
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return last(x)
+
+
+REFUSED = {
+    "`nn.Transformer`, positions in front": lambda: (nn.Transformer(8, 2, 1, 1, 16), (torch.randn(5, 3, 8),) * 2),
+    "convolutions over sequences, `nn.Conv1d`": lambda: (chain(nn.Conv1d), torch.randn(3, 5, 9)),
+    "convolutions over volumes, `nn.Conv3d`": lambda: (chain(nn.Conv3d), torch.randn(3, 5, 4, 4, 4)),
+    "`nn.LSTM` on packed sequences": lambda: (Packed(), torch.randn(3, 7, 5)),
+    "blocks within a reentrant checkpoint": lambda: (
+        Reentrant(nn.Embedding(VOCABULARY, 8), DecoderBlock(), DecoderBlock(), nn.Linear(8, VOCABULARY)),
+        torch.arange(20).view(4, 5) % VOCABULARY,
+    ),
+    "a single layer": lambda: (nn.Sequential(nn.Linear(5, 4)), torch.randn(3, 5)),
+}
+
+
+def chain(layer):
+    return nn.Sequential(layer(5, 8, 1), nn.ReLU(), layer(8, 8, 1), nn.ReLU(), layer(8, 4, 1))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_network_without_a_place_for_seeds_is_refused_with_the_reason_on_the_page(name):
+    with drawn_with(0):
+        model, example = REFUSED[name]()
+    (line,) = (line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name} |"))
+    with pytest.raises(InputError, match=rf"no site found in .*{re.escape(line.split('|')[2].strip())}"):
+        graft(model, example=example)
+    assert not any(hasattr(type(part), "_esper_original") for part in model.modules())
 
 
 def test_what_grows_in_a_causal_network_looks_at_no_later_position():
     with drawn_with(0):
         model, probe = Decoder(), [tokens(), tokens()]
-    settings = {
-        "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0},
-        "blueprints": ["attention", "causal-conv", "bypass-mlp", "low-rank"],
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    names = list(graft(model, example=probe[0][0]).sites)
+    blueprints = ["attention", "causal-conv", "bypass-mlp", "low-rank"]
+    entries = [
+        Entry(
+            at=1,
+            op=Op.GERMINATE,
+            slot=name,
+            blueprint=blueprints[k % 4],
+            blend=Blend(k % 3),
+            tempo=1,
+            target=1.0,
+            keep=True,
+        )
+        for k, name in enumerate(names)
+    ]
     growth = Growth(
         model,
-        optimizer,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
         probe=probe,
         loss=positions,
-        controller=Lives(range(8)),
+        controller=Schedule(entries),
         every=1,
         budget=100.0,
-        settings=settings,
+        settings={**SETTINGS, "blueprints": blueprints},
     )
     assert all(site.causal for site in growth.population.sites)
-    for number in range(40):
-        train(model, optimizer, positions, tokens, number, growth)
-    acting = [planted_at(model, site.name) for site in growth.population.sites]
-    assert sum(seed is not None and float(seed.alpha) == 1 for seed in acting) > 4
+    for number in range(60):
+        train(model, growth.population.groups.optimizer, HOSTS["decoder transformer, head tied"], number)
+        growth.step()
+        if (growth.engine.state.seeds.stage == Stage.FOSSILIZED).all():
+            break
+    assert all(float(planted_at(model, name).alpha) == 1 for name in names)
     model.eval()
     with drawn_with(1):
         ids, _ = tokens()

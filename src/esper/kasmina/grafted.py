@@ -43,11 +43,11 @@ def graft(
     sites: 'auto' takes those that `esper.find_sites(module, example, loss)` finds, a list of names those of them, and a mapping
     of names to `esper.Site` just these, without an example.
 
-    A seed at a site changes what the submodule `after` returns: the tensor, or the first floating tensor of the tuple, list or
-    mapping. It reads that tensor, or what the submodule `around` was given first, or what the network was given first. Without
-    a seed the network computes what it did, bit for bit. A submodule that is called several times in a pass has its seed behind
-    every call; one that is not called takes no part in the pass, and neither does its seed. Within `torch.utils.checkpoint` a
-    seed can read what was computed within it.
+    A seed at a site changes what the submodule `after` returns: the tensor, or the first floating tensor in a structure of
+    tuples, lists, mappings and dataclasses. It reads that tensor, or what the submodule `around` was given first, or what the
+    network was given first. Without a seed the network computes what it did, bit for bit. A submodule that is called several
+    times in a pass has its seed behind every call; one that is not called takes no part in the pass, and neither does its seed.
+    Within `torch.utils.checkpoint` a seed can read what was computed within it.
 
     Raises InputError where a site cannot be: its submodule is not there, is scripted or quantised, or cannot have a seed.
     """

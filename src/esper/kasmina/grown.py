@@ -10,6 +10,7 @@ import copy
 import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.recording import floats
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
 from esper.leyline.slots import Tap
@@ -70,10 +72,7 @@ class Point:
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The first floating tensor among the arguments of a call, those without a name first; None where there is none."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    return None
+    return next(floats((args, kwargs)), None)
 
 
 def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,23 +121,26 @@ def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> 
 
 
 def stream_of(output: Any) -> Any:
-    """The stream at a site: what its submodule returns, or the first floating tensor of a tuple, a list or a mapping."""
-    if isinstance(output, Tensor):
-        return output
-    entries = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return next((entry for entry in entries if isinstance(entry, Tensor) and entry.is_floating_point()), output)
+    """The stream at a site: what its submodule returns, or the first floating tensor of a structure, however deep."""
+    return next(floats(output), output)
 
 
 def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:
-    """The output of a submodule with another stream."""
+    """The output of a submodule with another stream, in every place where the stream is."""
     if isinstance(output, Tensor):
-        return grown
+        return grown if output is h else output
     if isinstance(output, Mapping):
         changed: Any = copy.copy(output)
-        changed[next(name for name, entry in output.items() if entry is h)] = grown
+        for name, entry in output.items():
+            changed[name] = _replaced(entry, h, grown)
         return changed
-    entries = [grown if entry is h else entry for entry in output]
-    return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+    if isinstance(output, tuple | list):
+        entries = [_replaced(entry, h, grown) for entry in output]
+        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+    if is_dataclass(output) and not isinstance(output, type):
+        named = {field.name: _replaced(getattr(output, field.name), h, grown) for field in fields(output)}
+        return replace(output, **named)
+    return output
 
 
 def source_of(point: Point, tap: Tap) -> Wire | None:

@@ -1,0 +1,184 @@
+"""A network of any kind that lives through a whole growth beside a plain copy, for tests: born, blended, kept, finished."""
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
+from esper.kasmina.find_sites import FoundSites
+from esper.kasmina.grafted import graft, planted_at
+from esper.kasmina.planted import Mode
+from esper.kasmina.recording import floats
+from esper.kasmina.survey import call
+from esper.leyline.actions import Blend, Op
+from esper.leyline.stages import Stage
+from esper.leyline.streams import Kind
+from esper.runs.growth import Growth
+from esper.tamiyo.schedule import Entry, Schedule
+
+SETTINGS = {"gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0}}
+UNTOUCHED = 5
+"""Steps without a seed, and then with one that incubates: straight through from step 1, in passes of its own from step 3."""
+KINDS = {
+    Kind.VECTOR: ("gated", "bypass-mlp"),
+    Kind.MAP: ("squeeze-excite", "bypass-conv-3x3"),
+    Kind.SEQUENCE: ("attention", "causal-conv"),
+}
+"""Blueprints of the first and of the last site of a kind."""
+
+
+class Host(NamedTuple):
+    """build() is a network, batch() an input and a target, loss(output, target) one number or one for each example."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Any, Any]]
+    loss: Callable[[Any, Any], torch.Tensor]
+
+
+class Life(NamedTuple):
+    """The sites that were found, the blueprints of the seeds that were kept, by site, and the sites whose seed was folded."""
+
+    sites: FoundSites
+    kept: dict[str, str]
+    folded: list[str]
+
+
+def plan(model: nn.Module, sites: FoundSites) -> dict[str, tuple[str, Blend]]:
+    """What to plant where: at the first and last site, and a linear seed at an nn.Linear, or else at a site in the middle."""
+    names = list(sites)
+    first, *_, last = names if len(names) > 1 else names * 2
+    linear = [name for name in names if isinstance(model.get_submodule(sites[name].after), nn.Linear)]
+    chosen = {}
+    for name, blend in ((first, Blend.GATE), (last, Blend.MULTIPLY)):
+        chosen[name] = KINDS[sites[name].stream.kind][name == last], blend
+    middle = (linear or names)[len(linear or names) // 2]
+    folds = "bypass-conv-1x1" if sites[middle].stream.kind == Kind.MAP else "bypass-linear"
+    fitting = BLUEPRINTS[sites[middle].stream.kind, folds]
+    chosen[middle] = fitting.name, Blend.ADD
+    return chosen
+
+
+def train(model, optimizer, host, number):
+    """One step of a loop; the batch is returned."""
+    model.train()
+    with drawn_with(100 + number):
+        x, y = host.batch()
+        host.loss(call(model, x), y).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return x, y
+
+
+def equal(one: Any, other: Any, tolerance: float = 0.0) -> bool:
+    """Whether two outputs of any structure have the same numbers, up to a share of the largest."""
+    mine, theirs = list(floats(one)), list(floats(other))
+    return len(mine) == len(theirs) > 0 and all(
+        a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1))
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def assert_untouched(model, plain, host):
+    """Outputs in both modes, gradients and buffers of the host are those of the plain network, bit for bit."""
+    mine = {name: value for name, value in model.state_dict().items() if ".esper." not in f".{name}"}
+    theirs = plain.state_dict()
+    assert list(mine) == list(theirs)
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    gradients = []
+    for each in copy.deepcopy([model, plain]):
+        with drawn_with(7):
+            x, y = host.batch()
+            evaluated = call(each.eval(), x)
+            output = call(each.train(), x)
+            host.loss(output, y).mean().backward()
+        found = {name: p.grad for name, p in each.named_parameters() if ".esper." not in f".{name}"}
+        gradients.append((evaluated, output, found))
+    (evaluated, output, mine), (others, other, theirs) = gradients
+    assert equal(evaluated, others)
+    assert equal(output, other)
+    for name, gradient in theirs.items():
+        assert (gradient is None) == (mine[name] is None), name
+        assert gradient is None or torch.equal(gradient, mine[name]), name
+
+
+def live(host: Host) -> Life:
+    """Let a network grow from birth to the end, and check what must hold on the way."""
+    with drawn_with(0):
+        model, probe = host.build(), [host.batch(), host.batch()]
+    plain = copy.deepcopy(model)
+    optimizer, other = (torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (model, plain))
+    graft(model, example=probe[0][0])
+    sites: FoundSites = model.sites
+    planted = plan(model, sites)
+    first, *_ = planted
+    entries = [Entry(at=UNTOUCHED + 1, op=op, slot=first) for op in (Op.ADVANCE, Op.FOSSILIZE)]
+    for name, (blueprint, blend) in planted.items():
+        chosen = {"blueprint": blueprint, "blend": blend, "tempo": 1, "target": 1.0}
+        at = 1 if name == first else UNTOUCHED + 1
+        entries.append(Entry(at=at, op=Op.GERMINATE, slot=name, keep=name != first, **chosen))
+    settings = {**SETTINGS, "blueprints": list(dict.fromkeys(blueprint for blueprint, _ in planted.values()))}
+    growth = Growth(
+        model,
+        optimizer,
+        probe=probe,
+        loss=host.loss,
+        controller=Schedule(entries),
+        every=1,
+        budget=1e4,
+        settings=settings,
+    )
+    slots = [list(sites).index(name) for name in planted]
+    born = None
+    for number in range(UNTOUCHED):
+        if number in (1, 3):
+            assert_untouched(model, plain, host)
+        x, y = train(model, optimizer, host, number)
+        train(plain, other, host, number)
+        growth.step(*((x, y) if number >= 3 else ()))
+        seed = planted_at(model, first)
+        if seed is not None and born is None:
+            born = copy.deepcopy(seed.state_dict())
+    assert_untouched(model, plain, host)
+    assert growth.engine.state.seeds.stage[0, slots[0]] == Stage.TRAINING
+    assert not equal(born, seed.state_dict()), "it was trained"
+    for number in range(UNTOUCHED, 40):
+        growth.step(*train(model, optimizer, host, number))
+        if (growth.engine.state.seeds.stage[0, slots] == Stage.FOSSILIZED).all():
+            break
+    kept = {name: blueprint for name, (blueprint, _) in planted.items() if float(planted_at(model, name).alpha) == 1}
+    assert list(kept) == list(planted)
+    return Life(sites, kept, finished(growth, host, kept))
+
+
+def finished(growth: Growth, host: Host, kept: Mapping[str, str]) -> list[str]:
+    """Finish a growth and check what is left; returns the sites whose seed became part of a layer."""
+    model, optimizer = growth.model.eval(), growth.population.groups.optimizer
+    with drawn_with(1), torch.no_grad():
+        x, _ = host.batch()
+        grown = call(model, x)
+        alone = copy.deepcopy(model)
+        for name in kept:
+            planted_at(alone, name).mode = Mode.OFF
+        assert not equal(call(alone, x), grown, 1e-5), "the seeds act"
+        sites = dict(model.sites)
+        network = growth.finish()
+        folded = [name for name in kept if not hasattr(network.get_submodule(sites[name].after), "esper")]
+        arguments = ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
+        exported = torch.export.export(network, *arguments).module()
+        for each in (network, copy.deepcopy(network), pickle.loads(pickle.dumps(network)), exported):
+            assert equal(call(each, x), grown, 1e-6)
+    assert len(optimizer.param_groups) == 1 + len(kept) - len(folded)
+    train(network, optimizer, host, 99)
+    return folded
+
+
+def row(name: str, life: Life) -> str:
+    """The row of docs/sites.md for a network that lived through a growth."""
+    streams = ", ".join(dict.fromkeys(f"`{type(site.stream).__name__}`" for site in life.sites.values()))
+    seeds = ", ".join(f"{blueprint} at `{site}`" for site, blueprint in life.kept.items())
+    folded = f"{len(life.folded)} of {len(life.kept)}"
+    return f"| {name} | {len(life.sites)} | {streams} | {seeds} | {folded} |"
