@@ -274,16 +274,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small populations, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--table", help="the cases of this table alone: states, envs, slots, parameters or coalitions")
-    parser.add_argument("--repeats", type=int, default=21, help="turns of each case")
+    parser.add_argument("--repeats", type=int, help="turns of each case; 21, or 2 with --quick")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()
     chosen = [case for case in cases(arguments.quick) if arguments.table in (None, case.table)]
     if not chosen:
         parser.error(f"there is no table {arguments.table!r}")
+    repeats = arguments.repeats or (2 if arguments.quick else 21)
     report = machine(arguments.device) | {"batches": BATCHES, "batch": BATCH, "results": []}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for case in chosen:
-            result = pool.apply(measure, (case, 2 if arguments.quick else arguments.repeats, arguments.device))
+            result = pool.apply(measure, (case, repeats, arguments.device))
             report["results"].append(result)
             show(result)
     report["load_average_after"] = os.getloadavg()[0]

@@ -426,7 +426,7 @@ def test_what_is_padded_stays_zero_in_training(population: tuple[Stack, list[Ins
         ]
         torch.stack(losses).sum().backward()
         assert not stack.columns["gradient"][padding].any()
-        optimizer.step(stack, rows, optimizer.plan(stack, rows, 1)[0])
+        optimizer.begin(stack, rows).step()
     assert not stack.columns["value"][padding].any()
     assert (stack.columns["value"] != start).any(1).all()
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.kasmina.stack import Rows, Stack
+from esper.kasmina.stack import Stack
 from esper.leyline.batches import Batch
 from esper.leyline.task import Objective
 from esper.tolaria.data import SharedBatchIterator
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.optimizer import StackedOptimizer, Updates
 
 Fault = Literal["loss", "gradient", "seed gradient", "parameter", "data"]
 """Where NaN is injected; 'seed gradient' has an effect only if the row has a seed that trains."""
@@ -80,11 +80,20 @@ class _Optimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
-    def step(self, stack: Stack, rows: Rows, factors: Tensor) -> Tensor:
-        row = self._place(stack) if self._feed.now else None
-        if row is not None:
-            stack.columns["gradient"][row, 0] = torch.nan
-        return self._optimizer.step(stack, rows, factors)
+    def begin(self, stack: Stack, rows: slice) -> "_Updates":
+        return _Updates(self._optimizer.begin(stack, rows), self._feed, stack, self._place(stack))
+
+
+class _Updates:
+    """The updates of such an optimizer."""
+
+    def __init__(self, updates: Updates, feed: _Feed, stack: Stack, row: int | None) -> None:
+        self._updates, self._feed, self._stack, self._row = updates, feed, stack, row
+
+    def step(self) -> Tensor:
+        if self._row is not None and self._feed.now:
+            self._stack.columns["gradient"][self._row, 0] = torch.nan
+        return self._updates.step()
 
 
 @contextmanager

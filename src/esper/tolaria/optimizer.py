@@ -1,6 +1,6 @@
 """Stacked optimizers: one step of every row at once, each with its own step count. n rows, P parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -8,65 +8,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.kasmina.stack import Rows, Stack
+from esper.kasmina.stack import Stack
 from esper.leyline.config import OptimizerConfig
-
-
-def adamw_(columns: Mapping[str, Tensor], factors: Tensor, config: "AdamW") -> None:
-    """One step of AdamW, in place; columns (n, P), factors (3, n, 1).
-
-        m_t = b1 m + (1 - b1) g        v_t = b2 v + (1 - b2) g^2
-        p_t = (1 - lr wd) p - lr / (1 - b1^t) * m_t / (sqrt(v_t / (1 - b2^t)) + eps)
-
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2. With c = sqrt(1 - b2^t) the factors
-    are lr c / (1 - b1^t), eps c and 1 - lr wd, worked out in float64 for each row's own t and lr.
-
-    The gradient is used up: the update is made in its place, since fresh memory of that size costs more than the arithmetic.
-    v_t is raised to the smallest normal number, whose root vanishes beside eps: MKL takes six times as long for the root of 0,
-    which is what padded units have.
-    """
-    rate, epsilon, keep = factors
-    value, gradient, first, second = (columns[name] for name in ("value", "gradient", *config.moments))
-    first.lerp_(gradient, 1 - config.betas[0])
-    second.mul_(config.betas[1]).addcmul_(gradient, gradient, value=1 - config.betas[1])
-    update = torch.clamp(second, min=torch.finfo(second.dtype).tiny, out=gradient).sqrt_().add_(epsilon)
-    torch.div(first, update, out=update)
-    if config.weight_decay:
-        value.mul_(keep if "fixed" not in columns else torch.where(columns["fixed"], 1.0, keep))
-    value.addcmul_(update, rate, value=-1)
-
-
-def sgd_(columns: Mapping[str, Tensor], factors: Tensor, config: "SGD") -> None:
-    """One step of SGD with momentum, in place; columns (n, P), factors (1, n, 1).
-
-        b_t = momentum b + g + wd p        p_t = p - lr b_t
-
-    As torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
-    """
-    value, gradient, buffer = (columns[name] for name in ("value", "gradient", *config.moments))
-    if config.weight_decay:
-        decayed = value.masked_fill(columns["fixed"], 0) if "fixed" in columns else value
-        gradient = gradient.add(decayed, alpha=config.weight_decay)
-    buffer.mul_(config.momentum).add_(gradient)
-    value.addcmul_(buffer, factors[0], value=-1)
 
 
 class Rule(Protocol):
     """What differs between optimizers."""
 
     moments: tuple[str, ...]  # the columns that it keeps beside every value
+    weight_decay: float
 
-    def factors(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """(f, n) the numbers of each row's next step, given how many it has taken."""
-        ...
+    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
+        """A function that makes one update in place at each call.
 
-    def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
-        """One step in place; columns (n, P), factors (f, n, 1). What is `fixed` has a gradient of 0 and does not decay."""
+        columns (n, P): the value, the gradient and the moments of some rows. steps (n,): how many updates each row has taken.
+        """
         ...
 
 
 class AdamW:
-    """AdamW with betas .9 and .999 and eps 1e-8."""
+    """AdamW with betas .9 and .999 and eps 1e-8, each row with its own step count t.
+
+        m_t = b1 m + (1 - b1) g        v_t = b2 v + (1 - b2) g^2
+        p_t = (1 - lr wd) p - lr / (1 - b1^t) * m_t / (sqrt(v_t / (1 - b2^t)) + eps)
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2. Torch's fused kernel goes once over memory.
+    """
 
     moments: tuple[str, ...] = ("first_moment", "second_moment")
     betas = (0.9, 0.999)
@@ -75,38 +42,74 @@ class AdamW:
     def __init__(self, config: OptimizerConfig) -> None:
         self.lr, self.weight_decay = config.lr, config.weight_decay
 
-    def factors(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Step size, epsilon and decay of every row, (3, n)."""
-        t, lr = steps + 1.0, self.lr
-        c = np.sqrt(1 - self.betas[1] ** t)
-        return np.stack([lr * c / (1 - self.betas[0] ** t), self.eps * c, np.full_like(t, 1 - lr * self.weight_decay)])
+    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
+        """One update in place at each call."""
+        value = columns["value"]
+        count = torch.from_numpy(steps).to(value.device, torch.float32, non_blocking=True)
+        rows = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
+        value_rows, gradient_rows, first_rows, second_rows = rows
+        counts = count.unbind(0)
 
-    def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
-        """One step in place."""
-        adamw_(columns, factors, self)
+        def update() -> None:
+            count.add_(1)
+            torch._fused_adamw_(
+                value_rows,
+                gradient_rows,
+                first_rows,
+                second_rows,
+                [],
+                counts,
+                lr=self.lr,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=self.weight_decay,
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+
+        return update
 
 
 class SGD:
-    """SGD with momentum."""
+    """SGD with momentum.
+
+        b_t = momentum b + g + wd p        p_t = p - lr b_t
+
+    As torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
+    """
 
     moments: tuple[str, ...] = ("momentum",)
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
 
-    def factors(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Learning rate of every row, (1, n)."""
-        return np.full((1, len(steps)), self.lr)
+    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
+        """One update in place at each call."""
+        value, gradient, buffer = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
 
-    def update(self, columns: Mapping[str, Tensor], factors: Tensor) -> None:
-        """One step in place."""
-        sgd_(columns, factors, self)
+        def update() -> None:
+            torch._fused_sgd_(
+                value,
+                gradient,
+                buffer if self.momentum else [],  # the kernel keeps none without momentum
+                weight_decay=self.weight_decay,
+                momentum=self.momentum,
+                lr=self.lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+            )
+
+        return update
 
 
 class StackedOptimizer:
-    """Steps rows of stacks. What is not among the rows of a call does not move at all, moments included.
+    """Moves rows of stacks. What is not among the rows of `begin` does not move at all, moments included.
 
-    Each row is a network, or a seed, of its own: its gradient norm, its clipping and its step count.
+    Each row is a network, or a seed, of its own: its gradient norm, its clipping and its step count. A row goes to the kernel
+    as a tensor of its own, so that its numbers do not depend on which rows stand beside it.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -114,43 +117,46 @@ class StackedOptimizer:
         self.rule: Rule
         self.rule = AdamW(config) if config.name == "adamw" else SGD(config)
 
-    def plan(self, stack: Stack, rows: Rows, count: int) -> Tensor:
-        """The factors of the next `count` steps of some rows, (count, f, n, 1) on the device: one transfer a phase."""
-        steps = stack.steps[rows]
-        factors = np.stack([self.rule.factors(steps + k) for k in range(count)])
-        return torch.from_numpy(factors[..., None]).to(stack.device, stack.dtype, non_blocking=True)
+    def begin(self, stack: Stack, rows: slice) -> "Updates":
+        """The next updates of some rows, until rows are born, moved or freed."""
+        return Updates(stack, rows, self.rule, self.max_grad_norm)
+
+
+class Updates:
+    """The next updates of some rows of a stack: what does not change from one to the next is looked up once."""
+
+    def __init__(self, stack: Stack, rows: slice, rule: Rule, max_grad_norm: float | None) -> None:
+        trained = slice(0, stack.trained)
+        names = ("value", "gradient", *rule.moments)
+        columns = {name: stack.columns[name][rows, trained] for name in names}
+        self.steps = stack.steps[rows]  # a view: the stack counts along
+        self.value, self.gradient = columns["value"], columns["gradient"]
+        self.max_grad_norm = max_grad_norm
+        self._update = rule.updates(columns, self.steps)
+        # Products with 1 and 0 in place of a mask: filling a mask takes torch a dozen times as long on a CPU.
+        self._free: Tensor | None = None
+        self._fixed_values: Tensor | None = None
+        if "fixed" in stack.columns:
+            fixed = stack.columns["fixed"][rows, trained]
+            self._free = (~fixed).to(stack.dtype)
+            if rule.weight_decay:  # without it, what has no gradient does not move
+                self._fixed_values = self.value * fixed
 
     @torch.no_grad()
-    def step(self, stack: Stack, rows: Rows, factors: Tensor) -> Tensor:
-        """Move some rows by their gradients, and set the gradients of those rows to 0.
+    def step(self) -> Tensor:
+        """Move the rows by their gradients, and set the gradients of those rows to 0.
 
-        factors (f, n, 1) is one entry of a plan. Returns the gradient norms (n,) before clipping, not finite where some
-        gradient is not.
+        Returns the gradient norms (n,) before clipping, not finite where some gradient is not.
         """
-        stack.steps[rows] += 1
-        trained = slice(0, stack.trained)
-        names = ["value", "gradient", *self.rule.moments]
-        if "fixed" in stack.columns:
-            names.append("fixed")
-        if isinstance(rows, slice):
-            columns = {name: stack.columns[name][rows, trained] for name in names}
-            norm = self._update(columns, factors)
-            columns["gradient"].zero_()
-            return norm
-        index = torch.from_numpy(rows).to(stack.device)
-        columns = {name: stack.columns[name][index, trained] for name in names}
-        norm = self._update(columns, factors)
-        columns["gradient"].zero_()
-        for name in names:
-            stack.columns[name][index, trained] = columns[name]
-        return norm
-
-    def _update(self, columns: dict[str, Tensor], factors: Tensor) -> Tensor:
-        gradient = columns["gradient"]
-        if "fixed" in columns:
-            gradient.masked_fill_(columns["fixed"], 0)
+        gradient = self.gradient
+        if self._free is not None:
+            gradient.mul_(self._free)
         norm: Tensor = torch.linalg.vector_norm(gradient, dim=1)
         if self.max_grad_norm is not None:
             gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)[:, None])
-        self.rule.update(columns, factors)
+        self._update()
+        if self._free is not None and self._fixed_values is not None:
+            self.value.mul_(self._free).add_(self._fixed_values)
+        gradient.zero_()
+        self.steps += 1
         return norm

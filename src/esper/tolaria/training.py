@@ -8,14 +8,14 @@ from torch import Tensor
 
 from esper.kasmina.body import Body
 from esper.kasmina.plan import Branches, Indices, Route
-from esper.kasmina.stack import Rows, Stack
+from esper.kasmina.stack import Stack
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, key
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.task import Objective
 from esper.leyline.view import Seeds
 from esper.tolaria.data import SharedBatchIterator
-from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.optimizer import StackedOptimizer, Updates
 
 
 class Trained(NamedTuple):
@@ -30,9 +30,7 @@ class Trained(NamedTuple):
 class _Group(NamedTuple):
     """Rows of a stack that the optimizer moves in this step."""
 
-    stack: Stack
-    rows: Rows
-    factors: Tensor  # (steps, f, n, 1)
+    updates: Updates
     norm: Tensor  # (n,) running sum
 
 
@@ -80,28 +78,26 @@ def train(
     accumulate = config.optimizer.accumulation_steps
     updates = config.data.batches_per_step // accumulate
     rows = len(seeds.stage)
-    host = _group(body.host, slice(0, rows), optimizer, updates)
+    host = _group(body.host, slice(0, rows), optimizer)
     groups, owners = [], []
     for (slot, form), runs in body.trainable(seeds).items():
         for run in runs:
             if run.stop > run.start:
-                groups.append(_group(body.stacks[slot, form], run, optimizer, updates))
+                groups.append(_group(body.stacks[slot, form], run, optimizer))
                 owners.append((slot, body.envs[slot, form][run]))
     _check_trainable(seeds, owners)
 
     body.train(True)
     loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
-    for update in range(updates):
+    sums, draws = [loss[route.part] for route in routes], body.draws
+    for _ in range(updates):
         for _ in range(accumulate):
-            keys = None
-            if body.draws:
-                keys = key(config.seed, Purpose.DROPOUT, dropout[0], dropout[1], feed.batch)
+            keys = key(config.seed, Purpose.DROPOUT, dropout[0], dropout[1], feed.batch) if draws else None
             feed.advance()
-            for route in routes:
-                losses = _backward(body, route, feed, objective, config, None if keys is None else keys[route.part])
-                loss[route.part] += losses
+            for route, total in zip(routes, sums, strict=True):
+                total += _backward(body, route, feed, objective, config, None if keys is None else keys[route.part])
         for group in (host, *groups):
-            group.norm.add_(optimizer.step(group.stack, group.rows, group.factors[update]))
+            group.norm.add_(group.updates.step())
     return Trained(
         loss / config.data.batches_per_step,
         host.norm / updates,
@@ -137,9 +133,9 @@ def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
     return losses if weights is None else losses * weights
 
 
-def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer, updates: int) -> _Group:
+def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer) -> _Group:
     norm = torch.zeros(rows.stop - rows.start, dtype=stack.dtype, device=stack.device)
-    return _Group(stack, rows, optimizer.plan(stack, rows, updates), norm)
+    return _Group(optimizer.begin(stack, rows), norm)
 
 
 def _check_trainable(seeds: Seeds, owners: list[tuple[int, Indices]]) -> None:
