@@ -24,6 +24,7 @@ from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Tap
 from esper.leyline.streams import Kind, Map, Sequence, Vector
+from trees import SHAPES, conv, trees
 
 
 class Residual(nn.Module):
@@ -35,10 +36,6 @@ class Residual(nn.Module):
 
     def forward(self, x):
         return x + self.down(F.relu(self.up(self.norm(x))))
-
-
-def conv(inputs, outputs):
-    return nn.Conv2d(inputs, outputs, 3, padding=1)
 
 
 class ResNet(nn.Module):
@@ -543,53 +540,6 @@ def test_a_parameter_that_is_written_in_the_forward_is_named():
 
 # Random module trees
 
-
-class Cat(nn.Module):
-    """Two branches side by side, added."""
-
-    def __init__(self, left, right):
-        super().__init__()
-        self.left, self.right = left, right
-
-    def forward(self, x):
-        return self.left(x) + self.right(x)
-
-
-class Skip(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-@st.composite
-def trees(draw, kind, width, depth=0):
-    """A module that keeps the shape of a stream of a width."""
-    layer = conv if kind == "map" else nn.Linear
-    leaf = ["layer", "norm", "relu", "bottleneck"]
-    what = draw(st.sampled_from(leaf if depth == 3 else [*leaf, "chain", "chain", "skip", "repeat", "branch"]))
-    if what == "layer":
-        return layer(width, width)
-    if what == "norm":
-        return nn.GroupNorm(1, width) if kind == "map" else nn.LayerNorm(width)
-    if what == "relu":
-        return nn.Sequential(nn.GELU(), nn.ReLU(inplace=draw(st.booleans())))  # GELU: its output may be overwritten
-    if what == "bottleneck":
-        inner = draw(st.sampled_from([2, 7]))
-        return nn.Sequential(layer(width, inner), nn.Tanh(), layer(inner, width))
-    if what == "repeat":
-        return nn.Sequential(*(copy.deepcopy(draw(trees(kind, width, depth + 1))) for _ in range(2)))
-    if what == "skip":
-        return Skip(nn.Sequential(nn.GELU(), draw(trees(kind, width, depth + 1))))
-    if what == "branch":
-        left, right = (nn.Sequential(nn.GELU(), draw(trees(kind, width, depth + 1))) for _ in range(2))
-        return Cat(left, right)
-    return nn.Sequential(*(draw(trees(kind, width, depth + 1)) for _ in range(draw(st.integers(1, 3)))))
-
-
-SHAPES = {"vector": (4,), "map": (4, 6, 6), "sequence": (5, 4)}
 KINDS = {"vector": Vector, "map": Map, "sequence": Sequence}
 
 
