@@ -62,8 +62,13 @@ class Bundle(nn.Module):
 
     def forward(self, x, *, count):
         y = self.inner(x)
-        forms = {"tuple": (y, count), "list": [count, y], "mapping": {"n": count, "y": y}}
-        return forms[self.form] if self.form in forms else {"n": count, "streams": ((y, x), None)}
+        forms = {
+            "tuple": (y, count),
+            "list": [count, y],
+            "mapping": {"n": count, "y": y},
+            "nested": {"n": count, "streams": ((y, x), None)},
+        }
+        return forms[self.form]
 
 
 class Unbundle(nn.Module):

@@ -105,6 +105,12 @@ def _found(
     return FoundSites(type(module).__name__, sites, chosen, left_out)
 
 
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight has too few bits to be trained: integers, or floating-point numbers of 8 bits."""
+    whole = not (weight.is_floating_point() or weight.is_complex())
+    return weight.is_quantized or whole or weight.dtype.itemsize == 1
+
+
 def _listed(paths: list[str]) -> str:
     more = len(paths) - _SHOWN
     return ", ".join(paths[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -153,9 +159,7 @@ def _check_module(module: nn.Module) -> None:
             raise InputError(
                 f"{name} of {type(module).__name__} is on the meta device; give the module with its numbers"
             )
-        if value.is_quantized or (
-            isinstance(value, nn.Parameter) and not (value.is_floating_point() or value.is_complex())
-        ):
+        if value.is_quantized or (isinstance(value, nn.Parameter) and is_quantised(value)):
             kind = str(value.dtype).removeprefix("torch.")
             raise InputError(
                 f"{name} of {type(module).__name__} is quantised ({kind}); give the module with floating-point weights"

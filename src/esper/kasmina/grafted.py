@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.find_sites import FoundSites, find_sites
+from esper.kasmina.find_sites import FoundSites, find_sites, is_quantised
 from esper.kasmina.grown import (
     CHILD,
     POINT,
@@ -55,7 +55,7 @@ def graft(
     if not isinstance(sites, Mapping):
         sites = _found(module, sites, example, loss)
     _check_sites(sites)
-    paths = dict(module.named_modules())
+    paths = dict(module.named_modules(remove_duplicate=False))
     taken: dict[int, str] = {}
     for name, site in sites.items():
         after = _submodule(paths, site.after, name)
@@ -162,7 +162,8 @@ def _found(
         return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused)
     for name in names:
         if name not in found:
-            reason = found.left_out.get(name, f"there are {', '.join(found)}")
+            near = difflib.get_close_matches(str(name), found, 3, 0.0)
+            reason = found.left_out.get(name, f"the nearest are {', '.join(map(repr, near))}")
             raise InputError(
                 f"{name!r} is no site that find_sites finds: {reason}; give it as an esper.Site, or another"
             )
@@ -219,7 +220,7 @@ def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -
     of = f"submodule {path!r} of site {site!r}"
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(f"{of} is scripted by torch.jit, so that its forward cannot change; choose another")
-    if "quantized" in type(module).__module__ or any(tensor.is_quantized for tensor in module.parameters()):
+    if "quantized" in type(module).__module__ or any(map(is_quantised, module.parameters())):
         raise InputError(f"{of} is quantised and cannot train; graft the network before it is quantised")
     if "forward" in module.__dict__:
         raise InputError(

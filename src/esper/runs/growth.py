@@ -23,6 +23,7 @@ from esper.runs.growth_settings import check_budget, growth_config, growth_menu,
 from esper.tamiyo.catalog import get_controller
 from esper.tolaria.engine import Engine
 from esper.tolaria.groups import Groups
+from esper.tolaria.incubation import Scale
 from esper.tolaria.live import LivePopulation
 from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
@@ -107,7 +108,7 @@ class Growth:
         ranks = Ranks(shared)
         population = LivePopulation(network, copies, groups, measured, growth_menu(sites, config), config, ranks)
         check_budget(population, budget)
-        population.incubation.scale = None if scaler is None else scaler.scale
+        population.incubation.scale = _scale(scaler)
         _check_frozen(model, freeze)
         self.frozen = Frozen(network, freeze)
         self.controller: PolicyClient = (
@@ -275,6 +276,16 @@ class Growth:
         ranks = self.population.ranks
         decision = ranks.from_first(decide(self.controller, self.engine.view()) if ranks.first else None)
         self.engine.apply(decision.actions, decision.reasons)
+
+
+def _scale(scaler: Any) -> Scale | None:
+    """How a loop's scaler scales a loss, if there is one."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"scaler is a {type(scaler).__name__}; give the torch.amp.GradScaler of the loop, or None")
+    scale: Scale = scaler.scale
+    return scale
 
 
 def _network(model: Any) -> tuple[nn.Module, bool]:

@@ -21,7 +21,7 @@ from esper.kasmina.grown import sites_of
 from esper.kasmina.lifecycle import Edits, dormant
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.slot import Seed
-from esper.kasmina.survey import Reading, call, survey, undisturbed
+from esper.kasmina.survey import Reading, survey, undisturbed
 from esper.leyline.actions import Blend
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, scalar
@@ -68,7 +68,7 @@ class LivePopulation:
         self.label = f"one {type(network).__name__}"
         self.menu = tuple(menu)
         self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
-        self.readings: list[Reading] = list(survey(network, lambda: call(network, probe.first)).values())
+        self.readings: list[Reading] = list(survey(network, lambda: probe.first_output(network)).values())
         with undisturbed(network):
             probe.settle(network)
         self.host = list(network.parameters())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.survey import call
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 
 Loss = Callable[[Any, Any], Tensor]
 Batches = Sequence[tuple[Any, Any]] | Callable[[], Sequence[tuple[Any, Any]]]
@@ -36,7 +36,9 @@ class Probe:
     """
 
     def __init__(self, batches: Batches, loss: Loss, device: torch.device) -> None:
-        """InputError where there is no batch."""
+        """InputError where there is no batch, or where the loss is no function."""
+        if not callable(loss):
+            raise InputError(f"loss is a {type(loss).__name__}; give a function of the output and the target")
         self.source, self.loss, self.device = batches, loss, device
         self.way: Way | None = None
         self._print: list[Tensor] | None = None
@@ -55,11 +57,11 @@ class Probe:
         for pair in found:
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise InputError(f"a batch of probe is a {type(pair).__name__}; give (input, target) pairs")
+        if not all(map(_has_examples, found)):
+            raise InputError("a batch of probe holds no examples; give batches of one example or more")
         moved = [(self._moved(x), self._moved(y)) for x, y in found]
         prints = [_fingerprint(batch) for batch in moved]
-        if self._print is not None and not (
-            len(prints) == len(self._print) and all(map(torch.equal, prints, self._print))
-        ):
+        if self._print is not None and not (len(prints) == len(self._print) and all(map(_same, prints, self._print))):
             raise InputError(
                 "probe has other batches than before, so that its measurements cannot be compared; give fixed ones, as "
                 "probe=list(loader), without shuffling or augmentation"
@@ -83,22 +85,50 @@ class Probe:
         _check_loss(value, _examples(target, output))
         return value.mean()
 
+    def first_output(self, network: nn.Module) -> Any:
+        """The output for the first input of the probe. InputError where the network does not take it."""
+        try:
+            return call(network, self.first)
+        except InputError:
+            raise
+        except Exception as error:  # a person's network can raise anything; its first line says why
+            if is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"the model cannot run on the first input of the probe: {typed_line(error).rstrip('.')}; give (input, target) "
+                "pairs as the loop has them"
+            ) from error
+
     def settle(self, network: nn.Module) -> None:
-        """Find out how the loss of an example is had. InputError where no standard error could be."""
-        batches = self.batches()
+        """Find out how the loss of an example is had. InputError where there is none, or where no standard error could be."""
+        _, y = self.batches()[0]
         with torch.no_grad():
-            self.way = self._way(call(network, batches[0][0]), batches[0][1])
-            if len(self.see(network).losses) < 2:
-                raise InputError(
-                    "probe has one batch, and the loss gives one number for it, so that no standard error is known; give two "
-                    "batches or more, or a loss that returns one number for each example, as with reduction='none'"
-                )
+            self.way = self._way(self.first_output(network), y)
+            losses = self.see(network).losses
+        if not bool(losses.mean().isfinite()):
+            raise InputError(
+                f"the loss of the model on the probe is {float(losses.mean())} before it grows; give a probe, a loss and a model "
+                "whose loss is finite"
+            )
+        if len(losses) < 2:
+            raise InputError(
+                "probe has one batch, and the loss gives one number for it, so that no standard error is known; give two "
+                "batches or more, or a loss that returns one number for each example, as with reduction='none'"
+            )
 
     def _moved(self, tree: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), tree)
 
     def _way(self, output: Any, target: Any) -> Way:
-        value, examples = self.loss(output, target), _examples(target, output)
+        try:
+            value, examples = self.loss(output, target), _examples(target, output)
+        except Exception as error:  # a person's loss can raise anything; its first line says why
+            if is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"the loss cannot take the output and the target of the probe's first batch: {typed_line(error).rstrip('.')}; give "
+                "loss(output, target) and targets that go with it"
+            ) from error
         _check_loss(value, examples)
         if value.dim():
             return "given"
@@ -142,6 +172,17 @@ def _examples(*trees: Any) -> int:
     """B: the length of the first tensor that has one; 0 where there is none."""
     leaves = (leaf for tree in trees for leaf in pytree.tree_leaves(tree))
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _has_examples(batch: Any) -> bool:
+    """Whether no tensor of a batch has a first axis of length 0."""
+    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return all(len(leaf) for leaf in leaves)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two fingerprints are equal; a nan equals a nan."""
+    return one.shape == other.shape and bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
 def _check_loss(value: Any, examples: int) -> None:

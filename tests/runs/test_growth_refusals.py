@@ -1,0 +1,201 @@
+"""What `esper.Growth` and `esper.graft` refuse: each in one sentence that names what was given and what mends it."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.grafted import graft, is_grafted
+from esper.leyline.errors import InputError
+from esper.leyline.sites import Site
+from esper.leyline.streams import Map, Vector
+from esper.runs.growth import Growth
+
+WIDTH = 6
+SITES = {name: Site(name, name, name, Vector(WIDTH)) for name in ("0", "2")}
+
+
+def host():
+    with drawn_with(0):
+        return nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+
+def data(key, examples=12):
+    with drawn_with(key):
+        x = torch.randn(examples, 4)
+        return x, (x.sum(1) > 0).long() + (x[:, 0] > 0.5).long()
+
+
+def shuffled():
+    return [data(int(torch.randint(0, 10**6, ())))]
+
+
+def nothing(output, y):
+    return output.sum() * torch.nan
+
+
+def grow(model=None, optimizer=None, **options):
+    model = graft(host(), SITES) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
+    usual = {"probe": [data(1), data(2)], "loss": F.cross_entropy, "every": 2, "budget": 9.0, "controller": "never"}
+    return Growth(model, optimizer, **{**usual, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 0}, "budget is 0; give a number above 0"),
+        ({"budget": -1.0}, "budget is -1.0; give a number above 0"),
+        ({"budget": True}, "budget is True"),
+        ({"budget": torch.nan}, "budget is nan"),
+        ({"budget": 0.01}, r"allows 0, and the smallest seed has 30; give at least 0.323"),
+        ({"probe": []}, "probe has no batches"),
+        ({"probe": list}, "probe has no batches"),
+        ({"probe": None}, "probe is a NoneType; give a list"),
+        ({"probe": data(1)}, "a batch of probe is a Tensor"),
+        ({"probe": [data(1), data(2, 0)]}, "a batch of probe holds no examples"),
+        ({"probe": torch.utils.data.DataLoader([1, 2])}, "probe is a DataLoader; give a list"),
+        ({"probe": shuffled}, "probe has other batches than before"),
+        ({"probe": [(torch.randn(5, 3), data(1)[1])]}, "cannot run on the first input of the probe: RuntimeError: mat1"),
+        ({"probe": [(data(1)[0], data(1)[1] + 5)]}, "the loss cannot take the output .*: IndexError: Target [567]"),
+        ({"probe": [(data(1)[0] * torch.nan, data(1)[1])]}, "the loss of the model on the probe is nan before it grows"),
+        ({"loss": "mse"}, "loss is a str; give a function"),
+        ({"loss": nothing}, "the loss of the model on the probe is nan before it grows"),
+        ({"loss": lambda output, y: float(output.sum())}, "loss returns a float; return a tensor"),
+        ({"loss": lambda output, y: None}, "loss returns a NoneType; return a tensor"),
+        ({"loss": lambda output, y: output.sum(0)}, r"of shape \(3,\) for a batch of 12 examples; return one number"),
+        ({"loss": lambda output, y: y.sum()}, "loss returns torch.int64"),
+        ({"loss": lambda output, y: output.logits}, "the loss cannot take .*: AttributeError: 'Tensor' object"),
+        ({"probe": [data(1)], "loss": lambda o, y: (o.mean() - y.float().mean()) ** 2}, "probe has one batch, and the loss"),
+        ({"every": 0}, "every is 0; give a whole number"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"scaler": 2.0}, "scaler is a float; give the torch.amp.GradScaler"),
+        ({"controller": "heuristics"}, "unknown controller 'heuristics'"),
+        ({"settings": {"envs": 2}}, "settings sets envs"),
+        ({"settings": {"blueprints": ["conv-light"]}}, "blueprint 'conv-light' is for map streams"),
+        ({"settings": {"gate": {}}}, "gate"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused_in_a_sentence(options, said):
+    with pytest.raises(InputError, match=said) as caught:
+        grow(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_probe_that_changes_while_a_network_grows_is_refused():
+    probe = itertools.chain(itertools.repeat([data(1), data(2)], 8), itertools.repeat([data(1), data(3)]))
+    growth = grow(probe=lambda: next(probe))
+
+    def train():
+        for _ in range(40):
+            growth.step()
+
+    with pytest.raises(InputError, match="probe has other batches than before"):
+        train()
+
+
+class Branches(nn.Module):
+    """Never calls one of its submodules, and another in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle, self.helper = nn.Linear(4, 3), nn.Linear(4, WIDTH), nn.Linear(4, WIDTH)
+
+    def forward(self, x):
+        return self.used(x) + (self.helper(x)[:, :3] if self.training else 0)
+
+
+def of(path, stream=None):
+    """Sites with the one behind a submodule."""
+    return {"a": Site("a", path, path, Vector(WIDTH) if stream is None else stream)}
+
+
+def small(kind):
+    model = host()
+    model[2].weight = nn.Parameter(model[2].weight.detach().to(kind), requires_grad=False)
+    return model
+
+
+def quantised():
+    return torch.ao.quantization.quantize_dynamic(host(), {nn.Linear})
+
+
+@pytest.mark.parametrize(
+    ("build", "sites", "said"),
+    [
+        (host, of("22"), r"site 'a' names submodule '22', which is not there; the nearest are '2'"),
+        (host, ["22"], r"'22' is no site that find_sites finds: the nearest are '2', '0'; give it as an esper.Site"),
+        (host, ["4"], r"'4' is no site that find_sites finds: a head"),
+        (Branches, of("idle"), "'idle', which no forward pass in evaluation mode calls"),
+        (Branches, of("helper"), "'helper', which no forward pass in evaluation mode calls"),
+        (host, of("2", "vector"), r"has stream 'vector'; give esper.Vector\(width\)"),
+        (host, of("2", WIDTH), r"has stream 6; give esper.Vector\(width\)"),
+        (host, of("2", Map(WIDTH)), r"has a map of width 6, but '2' returns shape \(12, 6\)"),
+        (host, of("2", Vector(5)), r"has a vector of width 5, but '2' returns shape \(12, 6\)"),
+        (lambda: torch.jit.script(host()), "auto", "is scripted by torch.jit; graft the module that it was made from"),
+        (lambda: torch.jit.trace(host(), data(1)[0]), of("2"), "is scripted by torch.jit"),
+        (lambda: nn.Sequential(torch.jit.script(host()), nn.Linear(3, 3)), of("0"), "'0' of site 'a' is scripted by torch.jit"),
+        (quantised, "auto", "'0' of .* is a quantised Linear"),
+        (quantised, of("2"), "submodule '2' of site 'a' is quantised"),
+        (lambda: small(torch.int8), "auto", r"2.weight of .* is quantised \(int8\)"),
+        (lambda: small(torch.int8), of("2"), "submodule '2' of site 'a' is quantised"),
+        (lambda: small(torch.float8_e4m3fn), "auto", r"2.weight of .* is quantised \(float8_e4m3fn\)"),
+        (lambda: small(torch.float8_e4m3fn), of("2"), "submodule '2' of site 'a' is quantised"),
+    ],
+)  # fmt: skip
+def test_bad_sites_are_refused_in_a_sentence(build, sites, said):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls torch.jit and its own quantization out of date
+        model = build()
+    with pytest.raises(InputError, match=said) as caught:
+        grow(graft(model, sites, example=data(1)[0]))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_models_are_refused_in_a_sentence():
+    with pytest.raises(InputError, match=r"the model is a function; give an nn\.Module"):
+        grow(lambda x: x, torch.optim.SGD(host().parameters()))
+    with pytest.raises(InputError, match="the optimizer holds no parameter of the model"):
+        grow(optimizer=torch.optim.SGD(host().parameters()))
+    with pytest.raises(InputError, match="the optimizer is a str"):
+        grow(optimizer="sgd")
+    model = graft(host(), SITES)
+    with pytest.raises(InputError, match="LBFGS takes one group of parameters"):
+        grow(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(InputError, match="the model is wrapped in DataParallel"):
+        grow(nn.DataParallel(graft(host(), SITES)))
+    with pytest.raises(InputError, match="ema has no sites of its own"):
+        grow(ema=AveragedModel(host()))
+    with pytest.raises(InputError, match="step was given 1 arguments"):
+        grow().step(data(1))
+
+
+def test_a_network_whose_growth_is_refused_stays_as_it_was():
+    model = host()
+    with pytest.raises(InputError, match="budget"):
+        grow(model, budget=0)
+    assert not is_grafted(model)
+
+
+def test_bad_schedulers_are_refused_by_name():
+    class Own(lr_scheduler.LRScheduler):
+        def get_lr(self):
+            return [group["lr"] for group in self.optimizer.param_groups]
+
+    model = graft(host(), SITES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="str is no scheduler whose rates for a new group"):
+        grow(model, optimizer, scheduler="cosine")
+    with pytest.raises(InputError, match="StepLR schedules another optimizer"):
+        grow(model, optimizer, scheduler=lr_scheduler.StepLR(torch.optim.SGD(host().parameters()), 3))
+    own = Own(optimizer)
+    with pytest.raises(InputError, match="Own is no scheduler whose rates for a new group"):
+        grow(model, optimizer, scheduler=own)
+    with pytest.raises(InputError, match="a learning rate scheduler that Growth was not given"):
+        grow(model, optimizer)
