@@ -22,6 +22,11 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def nothing_planted(count: int, envs: int) -> str:
+    """The beginning of a sentence about `count` of `envs` environments; a single one is not counted."""
+    return "nothing was planted" if envs == 1 else f"nothing was planted in {count} of {counted(envs, 'environment')}"
+
+
 def rounded(value: float, form: str) -> str:
     """A number in a format such as `+.3f`; a number that rounds to zero has no minus sign."""
     text = f"{value:{form}}"

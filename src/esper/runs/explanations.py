@@ -8,18 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.kasmina.gates import judge
-from esper.leyline.actions import Op
+from esper.leyline.actions import Actions, Op
 from esper.leyline.config import GatesConfig
 from esper.leyline.protocols import Explains, PolicyClient
 from esper.leyline.stages import Stage, among
-from esper.leyline.text import counted
+from esper.leyline.text import counted, nothing_planted
 from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Bools, Outcome, Space, View
+from esper.leyline.view import Bools, Space, View
 
 REFUSED: Mapping[Refusal, str] = {
     Refusal.MASKED: "the masks forbade it; choose among what view.masks allows",
     Refusal.SEED_CAP: "lifecycle.max_seeds was reached; raise it",
-    Refusal.PARAM_BUDGET: "its parameters exceed governor.param_limit; raise it",
+    Refusal.PARAM_BUDGET: "its parameters exceed governor.param_limit (budget of esper.Growth); raise it, or choose smaller "
+    "blueprints",
     Refusal.MEMORY: "its modules do not fit into memory; lower envs, or raise governor.memory_share",
 }
 """The reason of each refusal of GERMINATE, and the key that changes it."""
@@ -49,14 +50,14 @@ class Attempts:
         zeros = np.zeros(envs, np.int64)
         return cls(0, zeros, zeros.copy(), np.zeros((envs, len(Refusal)), np.int64))
 
-    def count(self, view: View, outcome: Outcome) -> None:
-        """Count a decision: the view before it, and its outcome."""
+    def count(self, view: View, actions: Actions, refused: NDArray[np.int8]) -> None:
+        """Count a decision: the view before it, and the `Refusal` of each environment (E,); NONE where it was carried out."""
         self.decisions += 1
         self.allowed_last = view.masks.slot.copy()
         self.allowed += view.masks.op[:, Op.GERMINATE]
-        tried = outcome.actions.op == Op.GERMINATE
-        self.planted += tried & outcome.accepted
-        np.add.at(self.refused, (np.flatnonzero(tried), outcome.refused[tried]), 1)
+        tried = actions.op == Op.GERMINATE
+        self.planted += tried & (refused == Refusal.NONE)
+        np.add.at(self.refused, (np.flatnonzero(tried), refused[tried]), 1)
         self.refused[:, Refusal.NONE] = 0
 
 
@@ -154,7 +155,7 @@ def _own(client: PolicyClient) -> Sequence[str]:
 
 
 def _sentence(count: int, envs: int, why: str) -> str:
-    return f"nothing was planted in {count} of {counted(envs, 'environment')}: {why}"
+    return f"{nothing_planted(count, envs)}: {why}"
 
 
 def as_tree(attempts: Attempts) -> dict[str, Any]:

@@ -185,7 +185,7 @@ class Episode(Observer):
     def stepped(self, step: Step) -> None:
         """Count a step."""
         self.view = step.after
-        self.attempts.count(step.view, step.outcome)
+        self.attempts.count(step.view, step.outcome.actions, step.outcome.refused)
         self.germinated += planted(step.outcome)
         self.steps += 1
         self.seconds += step.seconds

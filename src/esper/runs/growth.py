@@ -19,6 +19,7 @@ from esper.leyline.objective import objective
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage
+from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.growth_settings import check_budget, growth_config, growth_menu, share_of, whole
 from esper.tamiyo.catalog import get_controller
 from esper.tolaria.engine import Engine
@@ -29,7 +30,7 @@ from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
 from esper.tolaria.ranks import Ranks
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Growth:
@@ -116,6 +117,7 @@ class Growth:
         )
         self.engine = Engine(population, config)
         self.engine.reset()
+        self.attempts = Attempts.none(1)
         self._decide()
 
     @property
@@ -217,6 +219,7 @@ class Growth:
             "trained_params": sum(each.numel() for each in self.model.parameters() if each.requires_grad),
             "rollbacks": self.engine.governor.record.counts()["rollbacks"],
             **lists,
+            "explanations": self._explanations(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,6 +239,7 @@ class Growth:
             "tensors": {name: tensor.detach().clone() for name, tensor in population.tensors().items()},
             "groups": population.groups.state(population.names()),
             "engine": self.engine.snapshot(),
+            "attempts": as_tree(self.attempts),
             "controller": self.controller.state() if isinstance(self.controller, Resumable) else None,
         }
         saved: dict[str, Any] = _saved(tree)
@@ -263,6 +267,7 @@ class Growth:
         self.frozen.note()
         self.calls = tree["calls"]
         self.engine.restore(tree["engine"])
+        self.attempts = Attempts(**tree["attempts"])
         population.follow(self.engine.state.seeds)
         if isinstance(self.controller, Resumable) and tree["controller"] is not None:
             self.controller.load_state(tree["controller"])
@@ -273,9 +278,16 @@ class Growth:
 
     def _decide(self) -> None:
         """Ask the controller, and carry out what it decides."""
-        ranks = self.population.ranks
-        decision = ranks.from_first(decide(self.controller, self.engine.view()) if ranks.first else None)
-        self.engine.apply(decision.actions, decision.reasons)
+        ranks, view = self.population.ranks, self.engine.view()
+        decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
+        refused = self.engine.apply(decision.actions, decision.reasons)
+        self.attempts.count(view, decision.actions, refused)
+
+    def _explanations(self) -> list[str]:
+        """Why nothing was planted, and after `finish` why seeds were removed that had been neither kept nor pruned."""
+        view, gates = self.engine.view(), self.engine.config.gates
+        sentences = explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
+        return [*sentences, *(unfinished(view, gates, self.attempts.allowed_last) if self.finished else ())]
 
 
 def _scale(scaler: Any) -> Scale | None:

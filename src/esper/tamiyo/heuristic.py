@@ -14,6 +14,7 @@ from esper.leyline.actions import Actions, Head, Ints, Op
 from esper.leyline.config import GatesConfig, HeuristicConfig
 from esper.leyline.masks import complete, defaults
 from esper.leyline.stages import Stage
+from esper.leyline.text import nothing_planted
 from esper.leyline.view import Bools, Floats, Outcome, View
 from esper.tamiyo.baselines import Rule
 
@@ -143,8 +144,8 @@ class Heuristic(Rule):
         for obstacle in list(PlantingObstacle)[1:]:
             where = ~self._planted & (self._obstacle == obstacle)
             if where.any():
-                count = f"{int(where.sum())} of {len(where)} environment{'s' * (len(where) > 1)}"
-                sentences.append(f"nothing was planted in {count}: {self._sentence(obstacle, self._share[where])}")
+                begin = nothing_planted(int(where.sum()), len(where))
+                sentences.append(f"{begin}: {self._sentence(obstacle, self._share[where])}")
         if self._blind:
             sentences.append(
                 "no segment of the host has inner features that can be measured (SlotSpec.inner), so the heuristic could not "
@@ -283,7 +284,7 @@ class Heuristic(Rule):
         come = f"the metric had covered {_range(share)} of the way from the best constant prediction to a perfect one"
         if obstacle == PlantingObstacle.LATE:
             return (
-                f"the run has {self._steps} steps, which are too few to plant, train and keep a seed; "
+                f"the run has {self._steps} steps of one decision each, which are too few to plant, train and keep a seed; "
                 f"raise steps, or lower heuristic.spare_steps ({config.spare_steps}), gates.min_training_steps or "
                 "gates.min_holding_steps"
             )

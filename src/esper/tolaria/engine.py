@@ -193,8 +193,11 @@ class Engine(Generic[P]):
             self.population.train(self.state.seeds)
         return self.close()
 
-    def apply(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> None:
-        """The first half of a step, for a population that is trained from outside before `close`: carry the decisions out."""
+    def apply(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> Verdicts:
+        """The first half of a step, for a population that is trained from outside before `close`: carry the decisions out.
+
+        Returns (E,) int8: a `Refusal`; NONE where the decision was carried out.
+        """
         config, state = self.config, self.state
         assert state.episode >= 0, "reset() begins an episode"
         assert state.step < config.steps, "the episode is over; reset() begins the next"
@@ -205,6 +208,7 @@ class Engine(Generic[P]):
         accepted = refused == Refusal.NONE
         self.fates.note(actions.op, actions.slot, accepted, decided, state.measurements, config.gates, reasons)
         state.opened = Opened(actions, refused, before, decided)
+        return refused
 
     def close(self) -> tuple[View, Outcome]:
         """The second half of a step, once the population is trained: tick -> probe -> govern -> close. Returns as `step` does."""

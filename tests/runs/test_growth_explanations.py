@@ -1,0 +1,58 @@
+"""Growth in a loop of one's own says why nothing was planted, and why a seed was not kept."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esper.kasmina.blueprints import drawn_with
+from esper.runs.growth import Growth
+
+
+def grown(steps=24, told=None, state=None, **options):
+    with drawn_with(0):
+        x = torch.randn(32, 8)
+        model = nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(8, 8), nn.ReLU())], nn.Linear(8, 2))
+    y = (x.sum(1) > 0).long()
+    optimizer = torch.optim.AdamW(model.parameters())
+    growth = Growth(model, optimizer, probe=[(x, y)], loss=F.cross_entropy, every=2, steps=told, **options)
+    if state is not None:
+        growth.load_state_dict(state)
+    for _ in range(steps):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step(x, y)
+    return growth
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"budget": 0.7}, "its parameters exceed governor.param_limit (budget of esper.Growth)"),
+        ({"budget": 9.0, "told": 6}, "the run has 3 steps of one decision each, which are too few"),
+        ({"budget": 9.0, "controller": "never"}, "the controller (Never) chose another operation at every decision"),
+        ({"budget": 9.0, "settings": {"lifecycle": {"max_seeds": 0}}}, "lifecycle.max_seeds is 0"),
+    ],
+    ids=["budget", "late", "never", "no-seeds"],
+)
+def test_the_summary_says_why_nothing_was_planted(options, cause):
+    summary = grown(**options).summary()
+    assert summary["plantings"] == []
+    (sentence,) = summary["explanations"]
+    assert sentence.startswith("nothing was planted: ")
+    assert cause in sentence
+
+
+def test_the_cause_is_known_after_a_resume():
+    straight = grown(8, budget=0.7)
+    resumed = grown(0, budget=0.7, state=grown(4, budget=0.7).state_dict())
+    assert resumed.summary()["explanations"] == straight.summary()["explanations"] != []
+
+
+def test_the_summary_says_why_a_seed_was_removed_at_the_end():
+    growth = grown(2, budget=9.0)
+    assert growth.summary()["explanations"] == []
+    growth.finish()
+    (sentence,) = growth.summary()["explanations"]
+    assert sentence.startswith("1 seed was not kept at the end: it failed the gate to ADVANCE (min_training_steps in 1")
