@@ -126,8 +126,8 @@ class Probe:
             if is_out_of_memory(error):
                 raise
             raise InputError(
-                f"the loss cannot take the output and the target of the probe's first batch: {typed_line(error).rstrip('.')}; give "
-                "loss(output, target) and targets that go with it"
+                f"the loss cannot take the output and the target of the probe's first batch: {typed_line(error).rstrip('.')}; "
+                "give loss(output, target) and targets that go with it"
             ) from error
         _check_loss(value, examples)
         if value.dim():
