@@ -1,19 +1,24 @@
 """Hosts for tokens: what they compute, one by one and stacked, and that no position sees a later one."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import esper
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network, load_network, save_network
 from esper.kasmina.host import check_host
 from esper.kasmina.invariance import segments_that_vary
+from esper.kasmina.layers import rotated
 from esper.kasmina.stack import Stack
+from esper.leyline.actions import Op
+from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from esper.leyline.streams import Kind
@@ -21,11 +26,14 @@ from esper.leyline.task import Interface
 from esper.tasks.hosts import GRU, SEQUENCE_MENU, Transformer, gru, host_from, menu_of, transformer
 from esper.tasks.objectives import Classification
 from esper.tasks.sequential import TransformerBlock
+from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.training import doses
+from populations import Script
 
 TRANSFORMER = Transformer(vocabulary=11, width=8, layers=2, heads=2, length=9)
+ROTARY = replace(TRANSFORMER, positions="rotary")
 RECURRENT = GRU(vocabulary=11, width=8, layers=2)
-HOSTS = pytest.mark.parametrize("factory", [TRANSFORMER, RECURRENT], ids=["transformer", "gru"])
+HOSTS = pytest.mark.parametrize("factory", [TRANSFORMER, ROTARY, RECURRENT], ids=["transformer", "rotary", "gru"])
 
 
 def tokens(*shape, seed=0):
@@ -76,6 +84,54 @@ def test_a_block_is_the_transformer_layer_of_torch_with_the_norm_in_front():
     torch.testing.assert_close(block(x), layer(x, src_mask=mask))
 
 
+def test_rotated_queries_and_keys_depend_on_their_distance_alone_and_keep_their_lengths():
+    q, k = torch.randn(2, 6, dtype=torch.float64).unbind(0)
+    queries, keys = rotated(q.expand(12, 6)), rotated(k.expand(12, 6))
+    products = queries @ keys.T
+    for distance in range(-11, 12):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(queries[0], q)
+    torch.testing.assert_close(queries.norm(dim=-1), q.norm().expand(12))
+    pairs = torch.complex(q[:3], q[3:]) * torch.exp(1j * 7 * torch.tensor([1, 10_000 ** (-1 / 3), 10_000 ** (-2 / 3)]))
+    torch.testing.assert_close(queries[7], torch.cat([pairs.real, pairs.imag]), rtol=1e-6, atol=1e-6)
+
+
+def test_rotary_positions_have_no_parameters_and_no_longest_sequence():
+    host = made(ROTARY)
+    assert count(host) == count(TRANSFORMER()) - 9 * 8
+    assert host(tokens(2, 40)).shape == (2, 40, 11)
+    back = host(tokens(1, 9).flip(1))
+    assert not torch.allclose(host(tokens(1, 9)).mean(1), back.mean(1)), "the order of the tokens matters"
+
+
+def test_a_saved_transformer_of_an_earlier_version_has_learned_positions():
+    arguments = {"vocabulary": 11, "width": 8, "layers": 2, "heads": 2, "length": 9}
+    assert host_from("transformer", arguments) == TRANSFORMER
+
+
+SMALLEST, LARGEST = Transformer(256, 32, 1, 2, 16), Transformer(256, 256, 8, 8, 16, "rotary")
+CORNERS = [(SMALLEST, "auto"), (replace(SMALLEST, positions="rotary"), "vmap"), (SMALLEST, "loop"), (LARGEST, "auto")]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("factory", "mapping"), CORNERS, ids=["stacked", "vmapped", "looped", "largest"])
+def test_the_smallest_and_the_largest_transformer_train_in_a_population(factory, mapping):
+    x = torch.arange(40 * 17).reshape(40, 17) % 7
+    task = esper.task("corner", x[:, :-1], x[:, 1:], host=factory, classes=256)
+    settings = {
+        "envs": 2, "steps": 24, "data": {"batch_size": 2, "batches_per_step": 1}, "mapping": mapping, "baselines": [],
+        "early_stopping": {"enabled": False}, "probe": {"sensors_every": 0},
+    }  # fmt: skip
+    engine = VectorizedEngine(task, build_config(settings))
+    engine.reset()
+    assert engine.space.slots == tuple(f"block{k}" for k in range(factory.layers))
+    script = Script({(0, env): (Op.GERMINATE, factory.layers - 1, 1, 0, 2, 3) for env in range(2)})
+    _, outcome = engine.step(script.act(engine.view()))
+    assert outcome.accepted.all()
+    assert np.isfinite(outcome.after.loss).all()
+
+
 def test_the_head_of_a_transformer_is_its_embedding_and_counts_once():
     host = made(TRANSFORMER)
     assert host.segments[-1].read.weight is host.segments[0].tokens
@@ -115,7 +171,7 @@ def test_plain_is_the_smallest_network_of_as_many_layers_with_so_many_parameters
     assert (
         count(plain())
         >= wanted
-        > count(factory._even(plain.width - 2 if factory is TRANSFORMER else plain.width - 1)())
+        > count(factory._even(plain.width - {TRANSFORMER: 2, ROTARY: 4, RECURRENT: 1}[factory])())
     )
 
 
@@ -159,6 +215,14 @@ def test_one_line_makes_a_host_for_tokens():
             "width of a transformer host is 30 and heads is 4; give a width that is a multiple",
         ),
         (lambda: transformer(0), "vocabulary of a transformer host is 0; give a whole number from 1 on"),
+        (
+            lambda: transformer(9, positions="sine"),
+            "positions of a transformer host is 'sine'; give 'learned' or 'rotary'",
+        ),
+        (
+            lambda: transformer(9, 12, heads=4, positions="rotary"),
+            "width of a transformer host is 12 and heads is 4, so a head has 3 features, but rotary positions turn pairs",
+        ),
         (lambda: gru(256, 8, 1.5), "layers of a GRU host is 1.5; give a whole number from 1 on"),
     ],
 )

@@ -1,7 +1,8 @@
-"""The next byte of Python's own sources: what the splits hold, the metric, and runs from the command line."""
+"""The next byte of Python's own text: what the splits hold, the metric, and runs from the command line."""
 
 import json
 import math
+import re
 import sysconfig
 from pathlib import Path
 
@@ -16,16 +17,16 @@ from esper.tasks.catalog import task_names
 from esper.tasks.hosts import Transformer
 from esper.tasks.objectives import Classification, NextByte
 from esper.tasks.splits import Splits
-from esper.tasks.text import HOST, LENGTH, SIZES, sources, stdlib_text, text_splits, text_task
+from esper.tasks.text import HOST, LENGTH, SIZES, sources, stdlib_text, text_splits, text_task, topics
 from esper.tolaria.bounds import bounds
 
 FOLDER = Path(sysconfig.get_path("stdlib"))
-TINY = Transformer(vocabulary=128, width=8, layers=2, heads=2, length=16)
+TINY = Transformer(vocabulary=256, width=8, layers=2, heads=2, length=16)
 
 
 def tiny():
     """The task on a host and splits that train in milliseconds."""
-    return text_task("tiny-text", "sources", FOLDER, TINY, (256, 32, 32, 32))
+    return text_task("tiny-text", "sources", sources(FOLDER), str(FOLDER), TINY, (256, 32, 32, 32))
 
 
 def test_the_target_of_every_position_is_the_byte_behind_it():
@@ -54,18 +55,24 @@ def test_the_sequences_of_a_file_follow_one_another_to_its_end():
     assert {tuple(x.tolist()) for x in train.x} == {tuple(range(k, k + 16)) for k in range(0, 96, 16)}
 
 
-def test_files_that_are_not_ascii_are_left_out(tmp_path):
-    (tmp_path / "b.py").write_text("b = 1\n")
-    (tmp_path / "a.py").write_text("a = 1\n")
-    (tmp_path / "c.py").write_text("# \u00fc\n")
-    assert list(sources(tmp_path)) == ["a.py", "b.py"]
+def test_the_files_are_the_sources_of_a_folder_and_the_pages_of_help():
+    pages, names = topics(), list(sources(FOLDER))
+    assert names == sorted(path.name for path in FOLDER.glob("*.py"))
+    assert pages["topics/assert"].decode().startswith('The "assert" statement')
+    assert sum(map(len, pages.values())) > 100_000
+
+
+def test_every_split_of_the_task_holds_help_in_english():
+    task, pages = stdlib_text(), b"\0".join(topics().values())
+    for name in Splits._fields:
+        assert any(bytes(x.tolist()) in pages for x in getattr(task, name).x[-64:]), name
 
 
 def test_a_folder_without_enough_sources_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(
         InputError, match=r"has 0 sequences of 16 bytes for the train split, which needs 256; give a Python"
     ):
-        text_task("none", "", tmp_path, TINY, (256, 32, 32, 32))
+        text_task("none", "", sources(tmp_path), str(tmp_path), TINY, (256, 32, 32, 32))
 
 
 # The metric.
@@ -101,23 +108,30 @@ def test_text_is_grown_and_the_network_takes_and_returns_tokens(tmp_path):
     assert all(-8 < value < 0 for value in grown)
     network = esper.load(tmp_path / "run" / "models" / "env-000")
     logits = network(task.test.x)
-    assert logits.shape == (32, 16, 128)
+    assert logits.shape == (32, 16, 256)
     score = task.objective.score(logits[None], task.test.y[None]).mean()
     assert float(score) == pytest.approx(grown[0], abs=1e-4)
     assert (network.predict(task.test.x) == logits.argmax(-1).numpy()).all()
 
 
-def test_a_controller_is_trained_on_text(tmp_path):
-    settings = {
-        "envs": 2, "steps": 4, "reward": {"group_size": 2}, "ppo": {"rounds": 1, "imitation_rounds": 0},
-        "data": {"batch_size": 4, "batches_per_step": 1},
-    }  # fmt: skip
-    summary = esper.train(tiny(), settings, run=tmp_path / "run", progress=False)
-    assert (summary["status"], summary["rounds_done"]) == ("finished", 1)
-
-
-def test_the_task_runs_from_the_command_line(tmp_path, capsys):
+def test_the_task_is_grown_from_the_command_line_which_prints_bits_per_byte(tmp_path, capsys):
     small = ["--envs", "2", "--set", "data.batch_size=4", "--set", "data.batches_per_step=1", "--steps", "2"]
     with pytest.raises(SystemExit, match="0"):
-        main(["grow", "stdlib-text", *small, "--baselines", "none", "--run", str(tmp_path / "run"), "--json"])
-    assert json.loads(capsys.readouterr().out)["status"] == "finished"
+        main(["grow", "stdlib-text", *small, "--baselines", "none", "--models", "none", "--run", str(tmp_path / "run")])
+    printed = capsys.readouterr().out
+    assert "test neg_bits_per_byte" in printed
+    assert re.search(r"grown +-[0-9]\.[0-9]+", printed)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["metric"]) == ("finished", "neg_bits_per_byte")
+
+
+def test_a_controller_is_trained_on_the_task_from_the_command_line(tmp_path, capsys):
+    small = {"data": "{batch_size: 4, batches_per_step: 1}", "reward.group_size": 2, "steps": 2}
+    small["ppo"] = "{imitation_rounds: 0, validate_envs: 1}"
+    options = [each for key, value in small.items() for each in ("--set", f"{key}={value}")]
+    with pytest.raises(SystemExit, match="0"):
+        main(
+            ["train", "stdlib-text", "--envs", "2", "--rounds", "1", *options, "--run", str(tmp_path / "run"), "--json"]
+        )
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["status"], summary["rounds_done"], summary["tasks"]) == ("finished", 1, ["stdlib-text"])

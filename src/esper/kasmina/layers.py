@@ -29,24 +29,28 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Module):
-    """A vector for each token and one for each position, added: (B, L) int64 -> (B, L, C) for L up to `length`."""
+    """A vector for each token: (B, L) int64 -> (B, L, C). With a `length` a vector of the position is added, for L up to it."""
 
     stacks = True
 
-    def __init__(self, vocabulary: int, length: int, width: int) -> None:
+    def __init__(self, vocabulary: int, length: int | None, width: int) -> None:
         super().__init__()
         self.tokens = nn.Parameter(torch.empty(vocabulary, width))
-        self.positions = nn.Parameter(torch.empty(length, width))
+        self.positions = None if length is None else nn.Parameter(torch.empty(length, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L) -> (B, L, C), or with stacked parameters (E, B, L) -> (E, B, L, C)."""
         table: Tensor = self.tokens
-        positions = self.positions[..., : x.shape[-1], :]
-        if table.dim() == 3:  # one table of all rows, in which each row's tokens are moved to its own part
+        stacked, last = table.dim() == 3, x.shape[-1]
+        if stacked:  # one table of all rows, in which each row's tokens are moved to its own part
             rows, vocabulary, _ = table.shape
             x = x + vocabulary * torch.arange(rows, device=x.device)[:, None, None]
-            table, positions = table.flatten(0, 1), positions.unsqueeze(1)
-        return F.embedding(x, table) + positions
+            table = table.flatten(0, 1)
+        tokens = F.embedding(x, table)
+        if self.positions is None:
+            return tokens
+        positions = self.positions[..., :last, :]
+        return tokens + (positions.unsqueeze(1) if stacked else positions)
 
 
 class PositionNorm(nn.Module):
@@ -66,22 +70,42 @@ class PositionNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Heads of scaled dot-product attention, each over this and earlier positions, and a linear map of what they return."""
+    """Heads of scaled dot-product attention, each over this and earlier positions, and a linear map of what they return.
+
+    With `rotary` queries and keys are rotated by their positions, and the width of a head must be even.
+    """
 
     stacks = True
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, rotary: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.rotary = heads, rotary
         self.read = Linear(width, 3 * width, bias=False)  # queries, keys and values of all heads
         self.out = Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
         read = self.read(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
-        mixed = causal_attention(read[0], read[1], read[2])
+        q, k = (rotated(read[0]), rotated(read[1])) if self.rotary else (read[0], read[1])
+        mixed = causal_attention(q, k, read[2])
         y: Tensor = self.out(mixed.transpose(-2, -3).flatten(-2))
         return y
+
+
+def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotary positions (Su et al., "RoFormer", 2021, equation 34), for features i and i + d/2 of queries or keys (..., L, d).
+
+        (a_i, b_i) -> (a_i cos(l t_i) - b_i sin(l t_i), a_i sin(l t_i) + b_i cos(l t_i)),   t_i = base^(-2 i / d)
+
+    a and b are the first and the second half of the features, and l is the position, counted from 0. The product of a rotated
+    query and a rotated key depends on their positions by the distance alone. d is even.
+    """
+    length, half = x.shape[-2], x.shape[-1] // 2
+    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    angles = torch.arange(length, device=x.device, dtype=torch.float64)[:, None] * rates
+    cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cosine - b * sine, a * sine + b * cosine], -1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

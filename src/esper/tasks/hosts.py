@@ -1,7 +1,7 @@
 """The hosts of the built-in tasks, the hosts that a user builds in one line, and those that a saved network can name."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from esper.tasks.dense import DamagedMLP as DamagedMLP
 from esper.tasks.dense import ResidualMLP as ResidualMLP
 from esper.tasks.dense import room_for as room_for
 from esper.tasks.sequential import GRU as GRU
+from esper.tasks.sequential import Positions
 from esper.tasks.sequential import Transformer as Transformer
 from esper.tasks.sizes import check_sizes
 
@@ -78,22 +79,33 @@ def cnn(
     return ResidualCNN(inputs, tuple(width * 2**block for block in range(blocks)), last)
 
 
-def transformer(vocabulary: int, width: int = 64, layers: int = 2, *, heads: int = 4, length: int = 128) -> Transformer:
+def transformer(
+    vocabulary: int,
+    width: int = 64,
+    layers: int = 2,
+    *,
+    heads: int = 4,
+    length: int = 128,
+    positions: Positions = "learned",
+) -> Transformer:
     """A host for tokens, in one line: esper.task("mine", x, y, host=esper.transformer(vocabulary=256), classes=256).
 
     Returns a factory of decoder transformers, which predict the next token at every position: (B, L) int64 -> (B, L, vocabulary),
     with a causal slot for sequences behind each layer. A layer is a residual network of causal attention and of one hidden layer
-    with four times the width, each behind a layer norm. Positions are learned, and the head shares the weights of the embedding.
+    with four times the width, each behind a layer norm. The head shares the weights of the embedding.
 
     vocabulary: number of tokens, which are whole numbers from 0 on.
     width: features of every position, a multiple of `heads`.
     layers: number of layers. The slots behind them are named "block0", "block1" and so on.
     heads: heads of attention in each layer.
-    length: most positions of a sequence.
+    length: most positions of a sequence where they are learned.
+    positions: 'learned' adds a learned vector of each position to that of the token. 'rotary' rotates queries and keys by their
+    positions (Su et al., "RoFormer", 2021), which adds no parameters and has no longest sequence.
 
-    Raises InputError where a size is not a positive integer, or the heads do not divide the width.
+    Raises InputError where a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
+    with an odd number of features.
     """
-    return Transformer(vocabulary, width, layers, heads, length)
+    return Transformer(vocabulary, width, layers, heads, length, positions)
 
 
 def gru(vocabulary: int, width: int = 64, layers: int = 1) -> GRU:
@@ -146,11 +158,15 @@ HOSTS: Mapping[str, type[Host]] = MappingProxyType(
 
 
 def host_from(name: str, arguments: Mapping[str, Any]) -> Host:
-    """The host factory of this name with these JSON arguments. InputError for an unknown name or argument."""
+    """The host factory of this name with these JSON arguments. InputError for an unknown name or argument.
+
+    Arguments with a default may be absent, because files of earlier versions do not have them.
+    """
     if name not in HOSTS:
         raise InputError(f"unknown host {name!r}; the hosts that can be rebuilt by name are {', '.join(HOSTS)}")
     wanted = [field.name for field in fields(HOSTS[name])]
-    if set(arguments) != set(wanted):
+    needed = {field.name for field in fields(HOSTS[name]) if field.default is MISSING}
+    if not needed <= set(arguments) <= set(wanted):
         raise InputError(f"host {name!r} was given the arguments {sorted(arguments)}; give exactly {wanted}")
     for argument, value in arguments.items():
         numbers = value if isinstance(value, list | tuple) else (value,)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,19 @@ from esper.leyline.slots import SlotSpec
 from esper.leyline.streams import Kind
 from esper.tasks.sizes import check_sizes, linear, smallest
 
+Positions = Literal["learned", "rotary"]
+"""Where a transformer has the positions of its tokens: as learned vectors beside theirs, or in its attention."""
+
 
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + f(norm(x)) with one hidden layer f of four times the width."""
 
     stacks = True
 
-    def __init__(self, width: int, heads: int, layers: int) -> None:
+    def __init__(self, width: int, heads: int, layers: int, *, rotary: bool = False) -> None:
         super().__init__()
         self.attention_norm, self.hidden_norm = PositionNorm(width), PositionNorm(width)
-        self.attention = CausalAttention(width, heads)
+        self.attention = CausalAttention(width, heads, rotary=rotary)
         self.inner = linear(width, 4 * width, variance=2 / width)
         self.out = linear(4 * width, width, variance=1 / (4 * width) / (2 * layers))
         nn.init.normal_(self.attention.read.weight, std=width**-0.5)
@@ -67,7 +70,8 @@ class _Sequential(ABC):
     layers: int
 
     def __post_init__(self) -> None:
-        check_sizes(self.called, {field.name: getattr(self, field.name) for field in fields(self)})
+        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
+        check_sizes(self.called, sizes)
 
     def plain(self, parameters: int) -> Self:
         """The network of as many layers, of the smallest width with at least `parameters` parameters."""
@@ -91,15 +95,19 @@ class _Sequential(ABC):
 class Transformer(_Sequential):
     """A factory of decoder transformers, tokens (B, L) int64 -> logits (B, L, vocabulary), for L up to `length`.
 
-        segment 0:      a learned vector of each token + one of each position
+        segment 0:      a learned vector of each token, and with learned positions + one of each position
         segment k + 1:  x + attention(norm(x)),  then x + Linear(ReLU(Linear(norm(x)))) with 4 width units    then slot "block<k>"
         last segment:   norm, and the product with the vectors of the tokens (tied to segment 0)
 
-    The logits at a position are those of the next token: no position sees a later one. Weights are drawn from torch's global
-    generator, normal with standard deviation 1 / sqrt(fan in), sqrt(2 / fan in) in front of the ReLU, divided by
-    sqrt(2 layers) in layers that return to the stream, and .02 for the vectors of tokens and positions; biases are 0.
+    The logits at a position are those of the next token: no position sees a later one. With rotary positions the attention
+    rotates its queries and keys (`esper.kasmina.layers.rotated`), and sequences may be longer than `length`.
 
-    Raises InputError where a size is not a positive integer, or the heads do not divide the width.
+    Weights are drawn from torch's global generator, normal with standard deviation 1 / sqrt(fan in), sqrt(2 / fan in) in front
+    of the ReLU, divided by sqrt(2 layers) in layers that return to the stream, and .02 for the vectors of tokens and positions;
+    biases are 0.
+
+    Raises InputError where a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
+    of odd width.
     """
 
     name: ClassVar[str] = "transformer"
@@ -107,26 +115,37 @@ class Transformer(_Sequential):
 
     heads: int
     length: int  # most positions
+    positions: Positions = "learned"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.positions not in get_args(Positions):
+            raise InputError(f"positions of {self.called} is {self.positions!r}; give 'learned' or 'rotary'")
         if self.width % self.heads:
             raise InputError(
                 f"width of {self.called} is {self.width} and heads is {self.heads}; give a width that is a multiple of heads"
             )
+        if self.positions == "rotary" and self.width // self.heads % 2:
+            raise InputError(
+                f"width of {self.called} is {self.width} and heads is {self.heads}, so a head has {self.width // self.heads} "
+                "features, but rotary positions turn pairs of features; give a width that is an even multiple of heads"
+            )
 
     def __call__(self) -> SegmentedHost:
         """A freshly drawn host."""
-        embed = Embedding(self.vocabulary, self.length, self.width)
+        rotary = self.positions == "rotary"
+        embed = Embedding(self.vocabulary, None if rotary else self.length, self.width)
         nn.init.normal_(embed.tokens, std=0.02)
-        nn.init.normal_(embed.positions, std=0.02)
-        blocks = [TransformerBlock(self.width, self.heads, self.layers) for _ in range(self.layers)]
+        if embed.positions is not None:
+            nn.init.normal_(embed.positions, std=0.02)
+        blocks = [TransformerBlock(self.width, self.heads, self.layers, rotary=rotary) for _ in range(self.layers)]
         host = SegmentedHost([embed, *blocks, TiedHead(embed)], self._slots())
         host.stacks = True
         return host
 
     def _even(self, width: int) -> Self:
-        return replace(self, width=-(-width // self.heads) * self.heads)
+        step = self.heads * (2 if self.positions == "rotary" else 1)
+        return replace(self, width=-(-width // step) * step)
 
 
 class GRULayer(nn.Module):

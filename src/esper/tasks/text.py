@@ -1,8 +1,8 @@
-"""The next byte of Python's own sources. N sequences of L bytes."""
+"""The next byte of text that Python brings: the standard library's sources and its help in English. N sequences of L bytes."""
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,28 +14,39 @@ from esper.tasks.hosts import SEQUENCE_MENU, Transformer
 from esper.tasks.objectives import NextByte
 from esper.tasks.splits import Splits
 
-SUMMARY = "the next byte of the sources of Python's standard library, 64 at a time; a small transformer"
+SUMMARY = (
+    "the next byte of Python's standard library, its sources and its help in English, 64 at a time; a small transformer"
+)
 LENGTH = 64
 SIZES = (8192, 128, 128, 256)  # sequences in train, probe, validation and test
 SHARES = (0.7, 0.8, 0.9, 1.0)  # of the files, up to which each split goes
-BYTES = 128  # files are ASCII
-HOST = Transformer(vocabulary=BYTES, width=32, layers=2, heads=2, length=LENGTH)
+HOST = Transformer(vocabulary=256, width=32, layers=2, heads=2, length=LENGTH)
 
 
 def stdlib_text() -> Task:
-    """Modules of the standard library that this Python runs with, split by file: no two splits share a file.
+    """Modules and help topics of the standard library that this Python runs with, split by file: no two splits share one.
 
-    The data are those of the Python version: another version has other sources. InputError where the sources are not files.
+    The help topics are the English pages that `help("assert")` prints; each counts as a file. The data are those of the Python
+    version: another version has other sources. InputError where the sources are not files.
     """
-    return text_task("stdlib-text", SUMMARY, Path(sysconfig.get_path("stdlib")), HOST, SIZES)
+    folder = Path(sysconfig.get_path("stdlib"))
+    return text_task("stdlib-text", SUMMARY, {**sources(folder), **topics()}, str(folder), HOST, SIZES)
 
 
-def text_task(name: str, summary: str, folder: Path, host: Transformer, sizes: tuple[int, int, int, int]) -> Task:
-    """A task on the ASCII modules `*.py` of a folder: at every position of a sequence, the byte behind it.
+def text_task(
+    name: str,
+    summary: str,
+    files: Mapping[str, bytes],
+    origin: str,
+    host: Transformer,
+    sizes: tuple[int, int, int, int],
+) -> Task:
+    """A task on the bytes of files: at every position of a sequence, the byte behind it.
 
-    sizes: sequences of `host.length` bytes in train, probe, validation and test.
+    files: content by name. origin: where they are from, for messages. sizes: sequences of `host.length` bytes in train, probe,
+    validation and test.
     """
-    splits = text_splits(sources(folder), host.length, sizes, str(folder))
+    splits = text_splits(files, host.length, sizes, origin)
     return Task(
         name=name,
         summary=summary,
@@ -48,12 +59,18 @@ def text_task(name: str, summary: str, folder: Path, host: Transformer, sizes: t
 
 
 def sources(folder: Path) -> dict[str, bytes]:
-    """Name and content of every ASCII file `*.py` in a folder, in the order of their names."""
-    contents = {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
-    return {name: content for name, content in contents.items() if content.isascii()}
+    """Name and content of every file `*.py` in a folder, in the order of their names."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
 
 
-def text_splits(files: dict[str, bytes], length: int, sizes: Iterable[int], origin: str) -> Splits:
+def topics() -> dict[str, bytes]:
+    """Name and content, as UTF-8, of the topics that `help` of this Python explains in English, in the order of their names."""
+    from pydoc_data.topics import topics as pages
+
+    return {f"topics/{name}": pages[name].encode() for name in sorted(pages)}
+
+
+def text_splits(files: Mapping[str, bytes], length: int, sizes: Iterable[int], origin: str) -> Splits:
     """Splits of sequences x (N, L) int64 and the bytes y (N, L) int64 behind each of theirs.
 
     A hash of its name decides which split a file belongs to. Its sequences do not overlap, and each split takes those that lie
