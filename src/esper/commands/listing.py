@@ -39,9 +39,9 @@ def _print_task(name: str, task: Any) -> None:
     if isinstance(task, Mixture):
         say(f"  instances {', '.join(f'{part} {len(keys):,}' for part, keys in task.ranges.items())}")
     else:
-        splits = {"train": task.train, "probe": task.probe, "validation": task.validation, "test": task.test}
-        sizes = [f"{split} {len(part.x):,}" for split, part in splits.items() if part is not None]
-        say(f"  examples  {', '.join(sizes)}")
+        held = {"probe": task.probe, "validation": task.validation, "test": task.test}
+        sizes = [f"{split} {len(part.y):,}" for split, part in held.items() if part is not None]
+        say(f"  examples  {', '.join([f'train {task.examples:,}', *sizes])}")
     with torch.random.fork_rng(devices=[]):
         slots = task.largest().slots
     say(f"  slots     {', '.join(f'{slot.name} (width {slot.width})' for slot in slots)}")

@@ -12,7 +12,7 @@ def epochs_of(steps: int, config: Config, task: AnyTask) -> float | None:
     """The passes over the train split that the steps amount to; None for a mixture, whose train splits differ in size."""
     if isinstance(task, Mixture):
         return None
-    return round(steps * config.data.batch_size * config.data.batches_per_step / len(task.train.y), 4)
+    return round(steps * config.data.batch_size * config.data.batches_per_step / task.examples, 4)
 
 
 def with_steps(config: Config, task: AnyTask) -> Config:
@@ -29,7 +29,7 @@ def with_steps(config: Config, task: AnyTask) -> Config:
         raise InputError(
             f"epochs is {config.epochs:g}, but the instances of {task.name} have train splits of several sizes; give steps"
         )
-    seen, examples = config.data.batch_size * config.data.batches_per_step, len(task.train.y)
+    seen, examples = config.data.batch_size * config.data.batches_per_step, task.examples
     steps = max(
         1, math.ceil(round(config.epochs * examples / seen, 9))
     )  # 0.1 epochs of 10,240 examples are 1 step of 1,024

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from esper.leyline.batches import Batch, Shapes, cast, leaves, picked, shapes
 from esper.leyline.brief import brief
 from esper.leyline.errors import DataWarning, InputError, warn
+from esper.leyline.source import Source
 
 _LISTED = 5  # examples that a sentence names
 
@@ -189,6 +190,7 @@ class Instance(NamedTuple):
         weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
         columns (names or None): names of the features, where they came in a frame
         target_scaling (Scaling or None): of targets that a host returns standardized
+        source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
     """
 
     host: Callable[[], nn.Module]
@@ -202,6 +204,7 @@ class Instance(NamedTuple):
     weights: Tensor | None = None
     columns: tuple[str, ...] | None = None
     target_scaling: Scaling | None = None
+    source: Source | None = None
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
         """Examples of a split as a host reads them: leaves (N, ...), the floating-point ones in a dtype where it is given."""
@@ -278,6 +281,7 @@ class Task:
         columns (names or None): names of the features, where they came in a frame
         plain (callable or None): from a number of parameters to a function that returns a plain host of at least so many
         target_scaling (Scaling or None): of targets that hosts return standardized; the splits hold them as they came
+        source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
     """
 
     name: str
@@ -298,6 +302,7 @@ class Task:
     columns: tuple[str, ...] | None = None
     plain: Callable[[int], Callable[[], nn.Module]] | None = None
     target_scaling: Scaling | None = None
+    source: Source | None = None
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -307,6 +312,11 @@ class Task:
     def inputs(self) -> Shapes:
         """Shape of one input of the largest host, or of each of its leaves."""
         return self.room.inputs if self.room is not None else shapes(self.train.x)
+
+    @property
+    def examples(self) -> int:
+        """The number of training examples."""
+        return len(self.train.y) if self.source is None else len(self.source)
 
     @property
     def lengths(self) -> None:
@@ -331,6 +341,7 @@ class Task:
             self.weights,
             self.columns,
             self.target_scaling,
+            self.source,
         )
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:

@@ -22,7 +22,7 @@ DATA = "data"
 """The key of environment.json that holds the fingerprints of the tasks by name."""
 
 _COMPARED = ("esper", "torch", "numpy", "python")
-_SPLITS = ("train", "probe", "validation", "test")
+_SPLITS = ("train", "source", "probe", "validation", "test")
 _BESIDE = (
     "objective",
     "pixels",
@@ -55,6 +55,8 @@ def origin_of(tasks: Sequence[AnyTask]) -> Origin:
 
 def fingerprint(task: AnyTask) -> Fingerprint:
     """The fingerprint of a task: digests of its splits, its objective, and the scaling of its examples.
+
+    Of a train split that is read batch by batch, the first examples are hashed, and which examples of the Dataset it has.
 
     Hashing takes one to four seconds per GB. Of a mixture, only the first instance of each part is hashed, because its data
     follow from keys.

@@ -25,4 +25,5 @@ def _sizes(task: AnyTask, key: int) -> dict[str, int]:
     problem, test = task.instance(key), task.test_split(key)
     assert test is not None, "a run without a test split is refused"
     splits: tuple[Split, ...] = problem.train, problem.probe, problem.validation, test
-    return {part: int((~nonfinite(split)).sum()) for part, split in zip(PARTS, splits, strict=True)}
+    sizes = {part: int((~nonfinite(split)).sum()) for part, split in zip(PARTS, splits, strict=True)}
+    return sizes if problem.source is None else {**sizes, "train": len(problem.source)}

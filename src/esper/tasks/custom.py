@@ -1,41 +1,33 @@
 """Making a task from a user's examples and host."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.host import SegmentedHost, check_host, dtype_of
+from esper.kasmina.host import SegmentedHost
 from esper.kasmina.regrow import RegrownHost
-from esper.leyline.arguments import known_as, required_arguments
-from esper.leyline.batches import Batch, cast, leaves, map_leaves, picked, run
+from esper.leyline.arguments import known_as
 from esper.leyline.config import build_config, merge_settings
-from esper.leyline.errors import DataWarning, InputError, typed_line, warn
-from esper.leyline.task import Label, Objective, Scaling, Split, Task, one_tensor
+from esper.leyline.errors import DataWarning, InputError, warn
+from esper.leyline.task import Label, Objective, Scaling, Task
+from esper.tasks.custom_host import as_the_host_takes, check_custom_host, draw_host, read_host
 from esper.tasks.custom_objective import (
     CustomObjective,
     StandardizedObjective,
-    check_objective,
     custom_objective,
     weights_of_classes,
 )
-from esper.tasks.examples import (
-    Examples,
-    check_classes_train,
-    drop_nonfinite,
-    dtype_of_targets,
-    read_examples,
-    train_weights,
-)
 from esper.tasks.hosts import menu_of
-from esper.tasks.labels import Kind, check_labels, read_target
-from esper.tasks.objectives import Classification, Regression
-from esper.tasks.regrown import host_factory
-from esper.tasks.splits import Splits, check_examples, check_targets, cut, dealt, scaling_of, sizes_of
+from esper.tasks.labels import Kind
+from esper.tasks.objectives import Classification, NextByte, NextToken, Regression
+from esper.tasks.prepared import Given, Prepared, prepare
+from esper.tasks.splits import Splits, check_targets, scaling_of
+from esper.tasks.streamed import DatasetSource
 from esper.tasks.suspicions import wanted_outputs, warn_of_single_examples, warn_of_softmax
 
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
@@ -78,99 +70,115 @@ def task_from(
     summary: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     workers: int = 0,
+    length: int | None = None,
+    stream: bool = False,
     plain: Callable[[int], Callable[[], SegmentedHost]] | None = None,
 ) -> Task:
-    """Make a task from examples and a host factory.
+    """Make a task from examples and a host factory. docs/tasks.md explains each argument with examples.
 
-    x, y: features (N, ...), and labels or floating-point targets (N, ...), as tensors, NumPy arrays, pandas frames and series, or
-    lists. Labels may be text, categories, bools or whole numbers. y has one entry per example, (N,), or several, such as one
-    label for each position of a sequence, (N, L), or C targets, (N, C). x may be a tuple of arrays (N, ...), or a mapping from
-    names to arrays, with which the first segment of the host is called: segment(*x) or segment(**x). Or x alone: a map-style
-    `torch.utils.data.Dataset` of (features, label or target) pairs, which is read once and in full; random transforms are
-    therefore applied once. The task holds copies on the CPU.
-    host: a function without arguments that returns a freshly initialised `SegmentedHost`, or a grown network, as
-    `lambda: esper.load(folder)`. In the second case every environment starts from the weights of the grown network, its seeds
-    are part of the host, and features and targets keep the scaling of the network.
-    kind: 'classification' or 'regression'. None infers it: text, bools and whole numbers are labels, floating-point numbers are
-    targets, and an ambiguous y raises InputError. Ambiguous are floating-point numbers with few distinct, whole values, one-hot
-    rows, and whole numbers that hardly repeat. A classification accepts one-hot rows, one column per class.
-    classes: None takes the sorted distinct labels. Otherwise the number of classes, which y numbers from 0, or the list of
-    their names, which y contains or numbers from 0. The outputs have the order of the classes.
-    menu: names of the blueprints that a controller may plant. None takes those of the built-in tasks for the kinds of stream at
-    the slots of the host.
-    loss: the function that training minimises. It takes outputs (B, C) and y, int64 class indices (B,) or targets (B, C), and
-    returns the loss of each example, (B,) or (B, C), whose mean is taken. Where y has labels for positions (B, ...), outputs
-    are (B, ..., C). A loss of torch.nn or torch.nn.functional is called
-    with reduction='none'. None takes the cross-entropy for a classification and the squared error for a regression.
-    metric: the score of a network; higher is better. One of scikit-learn's names, which are 'accuracy', 'balanced_accuracy' and
-    'neg_log_loss' for a classification, and 'r2', 'neg_mean_squared_error' and 'neg_mean_absolute_error' for a regression; or a
-    function with the arguments of a loss, whose mean over a split is the metric. None takes accuracy or R2.
-    class_weights: factors of the loss by class: 'balanced', a mapping from labels to weights, or a list in the order of the
-    classes. They apply to the training loss and to the reported loss, but not to the metric.
-    sample_weights: (N,) factors of the training loss by example. Both kinds of weights are divided by their mean over the train
-    split.
-    splits: a mapping with the keys train, probe, validation and test. The values are pairs (x, y), which replace the arguments
-    x and y, and sample_weights are then those of the train split; or they are indices of the examples of x and y, and an
-    example may be in no split.
-    fractions: fractions of the examples in train, probe, validation and test, stratified by class.
-    seed: seed of the random splits.
-    standardize: True lets the host read (x - mean) / deviation, with the mean and the standard deviation of the train split,
-    and return the targets of a regression in the same way; 'features' leaves targets as they are. The splits and the grown
-    network use the original units, as do a `loss` and a `metric` that are given. A grown network as the host keeps its own
-    means and deviations.
-    summary: one line for `esper tasks`.
-    defaults: nested config of the task. The user's config takes precedence. It is merged into the config of every custom task,
-    which sets early_stopping.enabled (docs/runs.md), reward.rent_size (docs/training.md) and heuristic.narrow_blueprints
-    (docs/tasks.md). With data.nonfinite 'skip', examples with NaN or infinite values are left out with a `DataWarning`.
-    workers: number of processes of torch's DataLoader that read a Dataset; 0 reads it in this process. The result is the same
-    bit for bit unless the Dataset draws random numbers.
-    plain: plain(parameters) returns a factory of hosts with at least that number of parameters, for the baseline `plain`
-    (docs/baselines.md). None derives it from the host.
+    x, y: features (N, ...), and labels or floating-point targets (N, ...), as tensors, arrays, data frames or lists; x may be a
+    tuple or a mapping of them, with which the host is called. Or x alone: a map-style `torch.utils.data.Dataset` of pairs, or
+    tokens, whole numbers (N,) or (W, L + 1) or bytes, in which the label of every position is the token behind it.
+    host: a function without arguments that returns a fresh `SegmentedHost`, or a grown network: `lambda: esper.load(folder)`.
+    kind: 'classification' or 'regression'; None infers it from y, and an ambiguous y raises InputError.
+    classes: number of classes, or their names in the order of the outputs; None takes the sorted distinct labels.
+    menu: names of the blueprints that may be planted; None takes those of the built-in tasks for such slots.
+    loss: takes outputs (B, ..., C) and labels (B, ...) int64 or targets (B, ..., C), and returns the loss of each example; None
+    takes the cross-entropy or the squared error.
+    metric: a name of scikit-learn's, or a function with the arguments of a loss; higher is better. None takes accuracy, R2, or
+    for tokens minus the bits that one takes.
+    class_weights: factors of the loss by class: 'balanced', a mapping from labels, or a list in the order of the classes.
+    sample_weights: (N,) factors of the training loss by example. Both kinds are divided by their mean over the train split.
+    splits: mapping of train, probe, validation and test to indices of examples of x, or to pairs (x, y), Datasets or tokens.
+    fractions, seed: fractions of the examples in these splits, and the seed by which they are dealt, stratified by class.
+    standardize: True: hosts read and return (value - mean) / deviation over the train split; 'features' leaves targets alone.
+    summary, defaults: a line for `esper tasks`, and nested config of the task, over which the user's own takes precedence.
+    workers: processes of torch's DataLoader that read a Dataset; 0 reads it in this process, to the same result.
+    length: positions of a window of tokens; None takes that of a transformer host.
+    stream: True leaves training examples in the Dataset or memmap, to be read when a batch needs them.
+    plain: plain(parameters) returns a factory of hosts of at least that size, for the baseline `plain`; None derives one.
 
-    Floating-point features are converted to torch's default dtype, except that a float64 tensor stays float64. Whole numbers
-    become int64, and stay so where the host runs on them, as on token ids; bools likewise. Elsewhere they are converted without
-    scaling. Targets get the dtype of the features. A run converts features and targets to the dtype of the host's parameters.
-
-    Raises InputError for examples, labels, splits, a host or defaults that cannot be used. Issues a `DataWarning` for a class
-    with a single example, for a host that ends with a Softmax before the cross-entropy, and for targets far from 0 to 1.
+    Raises InputError for arguments that cannot be used. Issues a `DataWarning` for what is probably a mistake.
     """
     _check_settings(name, menu, splits, fractions, seed, standardize)
-    examples = read_examples(x, y, splits, sample_weights, workers)
-    values, names = read_target(examples.y, kind, classes)
-    if build_config(defaults or {}).data.nonfinite == "skip":
-        examples, values = drop_nonfinite(examples, values)
-    values = _check_values(examples, values, names)
-    parts = _parts(examples, values, fractions, seed)
-    cuts = cut(examples.x, values, parts)
-    if names is not None and splits is not None:
-        check_classes_train(cuts, names)
-    objective = _objective(cuts, names, loss, metric, class_weights)
-    host = _read_host(host)
-    cuts = _as_the_host_takes(cuts, host, standardized=bool(standardize))
-    scaling, target_scaling = _scalings(cuts, host, standardize)
-    _check_host(host, cuts, objective, scaling, target_scaling, wanted_outputs(cuts, names, objective.outputs))
-    fresh = _draw(host)
-    if names is not None:
-        warn_of_single_examples(cuts, names)
-        if loss is None:
-            warn_of_softmax(fresh)
-    elif loss is None and standardize is False and not isinstance(host, RegrownHost):
-        _warn_of_targets(cuts.train.y)
+    skip = build_config(defaults or {}).data.nonfinite == "skip"
+    given = Given(x, y, splits, fractions, seed, kind, classes, sample_weights, workers, stream, skip)
+    data = prepare(given, host, length)
+    goal = _goal(data, read_host(host), loss, metric, class_weights, standardize)
+    return _task(_About(name, summary, menu, defaults, plain), data, goal)
+
+
+class _About(NamedTuple):
+    """What a task says of itself, and what may be planted on it, as `esper.task` takes them."""
+
+    name: str
+    summary: str | None
+    menu: Sequence[str] | None
+    defaults: Mapping[str, Any] | None
+    plain: Callable[[int], Callable[[], SegmentedHost]] | None
+
+
+def _task(about: _About, data: Prepared, goal: "_Goal") -> Task:
+    objective = goal.objective
+    described = f"{data.examples:,} examples of your own, {objective.outputs} outputs, {objective.metric}"
     return Task(
-        name=name,
-        summary=summary or f"{len(values):,} examples of your own, {objective.outputs} outputs, {objective.metric}",
-        host=host,
-        **cuts._asdict(),
-        objective=objective if target_scaling is None else _standardized(objective, target_scaling),
-        menu=tuple(menu) if menu is not None else menu_of(fresh),
-        defaults=merge_settings(DEFAULTS, defaults or {}),
-        scaling=scaling,
-        classes=names,
-        weights=train_weights(examples, parts[0].numpy()),
-        columns=examples.columns,
-        plain=plain,
-        target_scaling=target_scaling,
+        name=about.name,
+        summary=about.summary or described,
+        host=goal.host,
+        **goal.splits._asdict(),
+        objective=objective,
+        menu=tuple(about.menu) if about.menu is not None else menu_of(draw_host(goal.host)),
+        defaults=merge_settings(DEFAULTS, about.defaults or {}),
+        scaling=goal.scaling,
+        classes=data.classes,
+        weights=data.weights,
+        columns=data.columns,
+        plain=about.plain,
+        target_scaling=goal.target_scaling,
+        source=goal.source,
     )
+
+
+class _Goal(NamedTuple):
+    """What a host is to do: the examples as it takes them, and the objective in its units."""
+
+    host: Callable[[], SegmentedHost]
+    splits: Splits
+    source: DatasetSource | None
+    objective: Objective
+    scaling: Scaling | None
+    target_scaling: Scaling | None
+
+
+def _goal(
+    data: Prepared,
+    host: Callable[[], SegmentedHost],
+    loss: Any,
+    metric: Any,
+    class_weights: Any,
+    standardize: bool | Literal["features"],
+) -> _Goal:
+    """Fit examples, host and objective together. InputError where they do not fit; warns of what is probably a mistake."""
+    base = _objective(data, loss, metric, class_weights)
+    splits = as_the_host_takes(data.splits, host, standardized=bool(standardize))
+    if data.source is not None and standardize:
+        raise InputError(
+            f"standardize is {standardize!r}, but the training examples are read batch by batch, so their mean is not known; "
+            "leave it out, and scale the features in the Dataset"
+        )
+    scaling, target_scaling = _scalings(splits, host, standardize)
+    wanted = wanted_outputs(splits, data.classes, base.outputs)
+    check_custom_host(host, splits, base, scaling, target_scaling, wanted)
+    if data.classes is not None:
+        if data.source is None and data.tokens is None:
+            warn_of_single_examples(splits, data.classes)
+        if loss is None:
+            warn_of_softmax(draw_host(host))
+    elif loss is None and standardize is False and not isinstance(host, RegrownHost):
+        _warn_of_targets(splits.train.y)
+    source = None if data.source is None else replace(data.source, like=splits.train)
+    objective = base if target_scaling is None else _standardized(base, target_scaling)
+    return _Goal(host, splits, source, objective, scaling, target_scaling)
 
 
 def _check_settings(
@@ -195,34 +203,26 @@ def _check_settings(
         raise InputError(f"splits and fractions {tuple(fractions)} were given; leave one of them out")
 
 
-def _check_values(examples: Examples, values: Tensor, names: tuple[Label, ...] | None) -> Tensor:
-    """y as int64 class indices, or as targets in the dtype of the features. InputError for examples that cannot be used."""
-    if names is not None:
-        check_labels(values)
-    values = values.to(dtype_of_targets(examples.x) if names is None else torch.int64)
-    check_examples(examples.x, values, None if names is None else len(names))
-    return values
-
-
-def _parts(examples: Examples, y: Tensor, fractions: Sequence[float], seed: int) -> Sequence[Tensor]:
-    """The indices of the examples in each of the four splits."""
-    if examples.parts is not None:
-        return [torch.from_numpy(part) for part in examples.parts]
-    return dealt(y, sizes_of(fractions, len(y)), seed)
-
-
 def _objective(
-    splits: Splits, names: tuple[Label, ...] | None, loss: Any, metric: Any, class_weights: Any
+    data: Prepared, loss: Any, metric: Any, class_weights: Any
 ) -> Classification | Regression | CustomObjective:
-    y, weights = splits.train.y, None
+    y, names, weights = data.splits.train.y, data.classes, None
     if names is None and class_weights is not None:
         raise InputError("class_weights was given, but y holds targets of a regression; give sample_weights")
+    if data.source is not None and class_weights is not None:
+        raise InputError(
+            "class_weights was given, but the training examples are read batch by batch, so their classes are not counted; leave "
+            "it out, and weigh the classes in a loss of your own"
+        )
     if names is not None and class_weights is not None:
         weights = weights_of_classes(class_weights, names, torch.bincount(y.flatten(), minlength=len(names)).tolist())
-    base = Regression(y.shape[-1] if y.dim() > 1 else 1) if names is None else Classification(len(names))
+    if names is None:
+        base: Classification | Regression = Regression(y.shape[-1] if y.dim() > 1 else 1)
+    else:
+        base = {None: Classification, "byte": NextByte, "token": NextToken}[data.tokens](len(names))
     objective = custom_objective(base, loss, metric, weights)
     if objective.metric == "r2":
-        check_targets(splits)
+        check_targets(data.splits)
     return objective
 
 
@@ -247,62 +247,6 @@ def _standardized(base: Classification | Regression | CustomObjective, scaling: 
     return StandardizedObjective(base, mean, deviation)
 
 
-def _check_host(
-    host: Callable[[], SegmentedHost],
-    splits: Splits,
-    base: Classification | Regression | CustomObjective,
-    scaling: Scaling | None,
-    target_scaling: Scaling | None,
-    wanted: str,
-) -> None:
-    """Run the host, and a user's loss and metric on its outputs. InputError where one of them cannot be used."""
-    sizes = {base.outputs, *splits.train.y.shape[1:]}
-    few = next(
-        size for size in range(5, 1, -1) if size not in sizes or size == 2
-    )  # so that (B,) and (C,) are different shapes
-    x, y = picked(splits.train.x, slice(few)), splits.train.y[:few]
-    outputs = _check_factory(host, x if scaling is None else scaling.read(one_tensor(x, "scaling")), base, y, wanted)
-    check_objective(base, outputs if target_scaling is None else target_scaling.restore(outputs), y)
-
-
-def _as_the_host_takes(splits: Splits, host: Callable[[], SegmentedHost], *, standardized: bool) -> Splits:
-    """The splits with whole numbers and truth values as they came where a host runs on them, such as token ids; else in torch's
-    default dtype. What is standardized is converted.
-    """
-    x = splits.train.x
-    if all(leaf.is_floating_point() for leaf in leaves(x)):
-        return splits
-    made, few = _draw(host), picked(x, slice(2))
-    embeds = isinstance(made, nn.Module) and any(
-        isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in made.modules()
-    )
-    if not standardized and (_runs(made, few) or (embeds and not _runs(made, _floating(few)))):
-        return splits
-    return Splits(*(Split(_floating(split.x), split.y) for split in splits))
-
-
-@torch.no_grad()
-def _runs(host: SegmentedHost, x: Batch) -> bool:
-    """Whether a host returns anything for a batch; what it returns, and why not, is for `check_host` to say."""
-    try:
-        run(host.eval(), cast(x, dtype_of(host)))
-    except Exception:  # a user's module can raise anything
-        return False
-    return True
-
-
-def _floating(x: Batch) -> Batch:
-    """The batch with every whole number and truth value as a number of torch's default dtype."""
-    found: Batch = map_leaves(lambda leaf: leaf if leaf.is_floating_point() else leaf.to(torch.get_default_dtype()), x)
-    return found
-
-
-def _draw(host: Callable[[], SegmentedHost]) -> SegmentedHost:
-    """A host. The caller's random state is kept."""
-    with torch.random.fork_rng(devices=[]):
-        return host()
-
-
 def _warn_of_targets(y: Tensor) -> None:
     """Issue a DataWarning where targets y (N,) or (N, C) are far from the first outputs of a host, which are about 0 to 1."""
     mean, deviation = (values.reshape(-1) for values in scaling_of(y))
@@ -325,48 +269,3 @@ def _check_menu(menu: Sequence[str]) -> None:
         get_blueprint(entry)
         if list(menu).count(entry) > 1:
             raise InputError(f"menu names the blueprint {entry!r} {list(menu).count(entry)} times; name it once")
-
-
-def _check_arguments(host: Callable[[], nn.Module]) -> None:
-    """Raise InputError where a host factory cannot be called without arguments."""
-    if isinstance(host, nn.Module) or not callable(host):
-        raise InputError(
-            f"host is a {type(host).__name__}; give a function that returns a fresh one, as lambda: MyHost()"
-        )
-    if needed := required_arguments(host):
-        called = getattr(host, "__name__", "<lambda>")
-        called = type(host).__name__ if called == "<lambda>" and not inspect.isfunction(host) else called
-        what = f"the class {called}" if isinstance(host, type) else "a function"
-        raise InputError(
-            f"host is {what} that needs {' and '.join(needed)}, but it is called without arguments; give a function without, as "
-            f"in host=lambda: {called if called.isidentifier() else 'MyHost'}({', '.join(f'{each}=...' for each in needed)})"
-        )
-
-
-def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
-    """The result of `host_factory` for a user's factory. InputError where the factory cannot be called, or raises."""
-    _check_arguments(host)
-    try:
-        return host_factory(host)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"the host factory raised {typed_line(error)}; correct the function") from error
-
-
-def _check_factory(host: Callable[[], SegmentedHost], x: Batch, objective: Objective, y: Tensor, wanted: str) -> Tensor:
-    """The outputs (B, ..., C) of a host for a few examples x (B, ...). InputError where the host cannot be used.
-
-    objective, y: what is to take the outputs. wanted: the reason for their number, for the message.
-    """
-    first, second = _draw(host), _draw(host)
-    if first is second:
-        raise InputError("the host factory returned the same module twice; build a new one in every call")
-    if isinstance(first, SegmentedHost):
-        floating = {name: p.dtype for name, p in first.named_parameters() if p.is_floating_point()}
-        for name, dtype in floating.items():
-            if dtype != dtype_of(first):
-                raise InputError(
-                    f"the host's {next(iter(floating))} is {dtype_of(first)} and its {name} is {dtype}; build it in one dtype"
-                )
-    return check_host(first, cast(x, dtype_of(first)), objective.outputs, wanted, objective, y)

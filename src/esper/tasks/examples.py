@@ -15,7 +15,7 @@ from esper.leyline.batches import Batch, first, leaves, map_leaves, shapes
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split, finite, nonfinite
 from esper.leyline.text import counted
-from esper.tasks.dataset import read_dataset
+from esper.tasks.dataset import check_names, read_dataset
 from esper.tasks.labels import concatenate_y, read_y
 from esper.tasks.splits import Splits
 
@@ -45,10 +45,10 @@ def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
     if splits is not None:
-        _check_names(splits)
+        check_split_names(splits)
     if splits is None or x is not None:
         features, values = _read(x, y, workers)
-        parts = None if splits is None else _indices(splits, len(first(features)))
+        parts = None if splits is None else indices_of(splits, len(first(features)))
         weights = None if sample_weights is None else _weights(sample_weights, len(first(features)), "x")
         return Examples(features, values, parts, weights, column_names(x))
     if y is not None:
@@ -120,7 +120,7 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
         if y is not None:
             raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
         features, y = read_dataset(x, workers)
-        given: Batch = _in_one_of_three_dtypes(features)
+        given: Batch = map_leaves(in_one_of_three_dtypes, features)
     elif x is None:
         raise InputError("x and y are missing; give examples x and y, a Dataset as x, or splits")
     elif y is None:
@@ -135,13 +135,7 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
 def _features(x: Any, y: Any) -> Batch:
     """x as one tensor, or as a tuple or a dict of them. A tuple of arrays is one where they are no rows, one for each of y."""
     if isinstance(x, Mapping):
-        if not x:
-            raise InputError("x is an empty mapping; give at least one tensor")
-        odd = [name for name in x if not isinstance(name, str) or not name.isidentifier()]
-        if odd:
-            raise InputError(
-                f"x has the key {odd[0]!r}, which no forward can take as a name; give names such as 'image'"
-            )
+        check_names(x, "x")
         return {name: _leaf(value, f"x[{name!r}]") for name, value in x.items()}
     arrays = isinstance(x, tuple) and len(x) > 1 and all(isinstance(each, Tensor | np.ndarray | Frame) for each in x)
     if arrays and all(_length(each) > 0 for each in x) and not _length(y) == len(x) != _length(x[0]):
@@ -155,10 +149,10 @@ def _length(values: Any) -> int:
 
 
 def _leaf(value: Any, name: str) -> Tensor:
-    return _in_one_of_three_dtypes(as_tensor(value, name, torch.get_default_dtype()))
+    return in_one_of_three_dtypes(as_tensor(value, name, torch.get_default_dtype()))
 
 
-def _in_one_of_three_dtypes(features: Tensor) -> Tensor:
+def in_one_of_three_dtypes(features: Tensor) -> Tensor:
     """Features in torch's default dtype or float64, as int64, or as bool. InputError for complex numbers."""
     if features.is_complex():
         raise InputError("x or y holds complex numbers; give their real and imaginary parts as numbers of their own")
@@ -167,7 +161,8 @@ def _in_one_of_three_dtypes(features: Tensor) -> Tensor:
     return features.to(torch.get_default_dtype() if features.is_floating_point() else torch.int64)
 
 
-def _check_names(splits: Any) -> None:
+def check_split_names(splits: Any) -> None:
+    """Raise InputError where splits are no mapping with the names of the four splits."""
     names = sorted(map(str, splits)) if isinstance(splits, Mapping) else None
     if names != sorted(Splits._fields):
         given = f"has the keys {', '.join(names) or 'none'}" if names is not None else f"is a {type(splits).__name__}"
@@ -195,7 +190,7 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
     return features, values
 
 
-def _indices(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
+def indices_of(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
     """The examples of each split. InputError for an index out of range, and for an example that is named twice."""
     parts, owner = [], np.full(examples, -1)
     for place, name in enumerate(Splits._fields):

@@ -50,7 +50,7 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
     if classes is None:
         return _distinct(values)
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
-        return Target(_numbered(values, int(classes)), tuple(range(int(classes))))
+        return Target(_numbered(values, int(classes)), class_names(classes))
     return _named(values, classes)
 
 
@@ -196,7 +196,7 @@ def _numbered(values: NDArray[Any], classes: int) -> Tensor:
 
 def _named(values: NDArray[Any], classes: object) -> Target:
     """Labels that are names of classes, or numbers of classes from 0."""
-    names = _names(classes)
+    names = class_names(classes)
     index = {name: k for k, name in enumerate(names)}
     labels = [None if is_missing(entry) else entry for entry in values.tolist()]
     unknown = next((label for label in labels if label is not None and label not in index), None)
@@ -209,8 +209,10 @@ def _named(values: NDArray[Any], classes: object) -> Target:
     )
 
 
-def _names(classes: object) -> tuple[Label, ...]:
-    """The names of classes, each a plain Python object."""
+def class_names(classes: object) -> tuple[Label, ...]:
+    """The names of classes, each a plain Python object; a number of classes names them from 0. InputError for neither."""
+    if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
+        return tuple(range(int(classes)))
     if isinstance(classes, str | bytes | bool) or not isinstance(classes, Iterable):
         raise InputError(
             f"classes is {classes!r}; give the number of classes as a whole number from 2 on, or a list of their names"

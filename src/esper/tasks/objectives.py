@@ -42,14 +42,21 @@ class Classification(Objective):
 
 
 @dataclass(frozen=True)
-class NextByte(Classification):
-    """The objective of a model of bytes: the loss is the cross-entropy [nats], the metric minus the bits that a byte takes."""
+class NextToken(Classification):
+    """The objective of a model of tokens: the loss is the cross-entropy [nats], the metric minus the bits that a token takes."""
 
-    metric: str = field(default="neg_bits_per_byte", init=False)
+    metric: str = field(default="neg_bits_per_token", init=False)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """log2 of the probability of the byte, as a mean over positions.   Shapes as for `loss`."""
+        """log2 of the probability of the token, as a mean over positions.   Shapes as for `loss`."""
         return -self.loss(output, target) / math.log(2)
+
+
+@dataclass(frozen=True)
+class NextByte(NextToken):
+    """`NextToken` where tokens are bytes, so that the metric compares with that of other models of text."""
+
+    metric: str = field(default="neg_bits_per_byte", init=False)
 
 
 @dataclass(frozen=True)

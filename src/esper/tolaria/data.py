@@ -16,6 +16,7 @@ from torch import Tensor
 from esper.leyline.batches import Batch, Shape, Shapes, cast, leaves, map_leaves, picked
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, key, mix, permutations
+from esper.leyline.source import Source
 from esper.leyline.task import Pixels, Scaling, Split, nonfinite, one_tensor
 from esper.leyline.text import counted
 
@@ -94,7 +95,7 @@ def stack_splits(
 
 
 class SharedBatchIterator:
-    """Batches for all rows at once, from train splits that are resident on the device.
+    """Batches for all rows at once, from train splits that are resident on the device, or from a source that is read by batch.
 
     A row's order is a permutation keyed by (seed, instance, episode, epoch), so rows of one instance share it, and no row
     depends on how many others there are. Each epoch gives a row the same number of full batches; the examples that are left
@@ -114,25 +115,32 @@ class SharedBatchIterator:
         scaling: Scaling | None = None,
         weights: Sequence[Tensor] | None = None,
         dtype: torch.dtype | None = None,
+        source: Source | None = None,
     ) -> None:
         """row (E,) names each row's split, instance (E,) the key of its order; floating point comes in `dtype`, or torch's
-        default one. InputError where a split is under a batch.
+        default one. With a `source`, of which the one split holds the first examples, each batch is read from there.
+        InputError where a split is under a batch.
         """
         splits, row = _distinct(splits, row)
-        self.sizes = np.array([len(split.y) for split in splits])[row]
+        self.sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]
         if self.sizes.min() < batch_size:
             least = int(self.sizes.min())
             raise InputError(
                 f"the train split has {counted(least, 'example')}, fewer than data.batch_size ({batch_size}); "
                 f"set data.batch_size to {least} or less, or bring more data"
             )
-        self._dtype = dtype or torch.get_default_dtype()
-        pooled = _pool(splits, inputs, device, max(len(split.y) for split in splits), scaling, self._dtype)
-        self.x: Batch = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
-        self.y = pooled.y.flatten(0, 1)
+        self._dtype, self._inputs, self._device, self._scaling = (
+            dtype or torch.get_default_dtype(),
+            inputs,
+            device,
+            scaling,
+        )
+        self._source = source
+        longest = max(len(split.y) for split in splits)
+        self._hold(splits, longest)
         self._weights = None
         if weights is not None:
-            longest = pooled.y.shape[1]
+            assert source is None, "examples that are read by batch have no weights"
             padded = torch.cat([F.pad(each, (0, longest - len(each))) for each in weights])
             self._weights = padded.to(device, self._dtype)
         self.pixels = pixels
@@ -144,9 +152,11 @@ class SharedBatchIterator:
         self._set, self._sets = row, len(splits)
         self._offset = None
         if len(splits) > 1:
-            self._offset = torch.from_numpy(row * pooled.y.shape[1]).to(device)[:, None]
+            self._offset = torch.from_numpy(row * longest).to(device)[:, None]
         self._instance, self._seed, self._episode = instance, seed, 0
-        self._order = torch.zeros(len(row), int(self.sizes.max()), dtype=torch.int64, device=device)
+        # The order of a source is on the CPU, where the examples of a batch are read.
+        place = device if source is None else torch.device("cpu")
+        self._order = torch.zeros(len(row), int(self.sizes.max()), dtype=torch.int64, device=place)
         self._epoch = np.full(len(row), -1)
 
     def reset(self, episode: int) -> None:
@@ -174,10 +184,24 @@ class SharedBatchIterator:
             )
             index = self._order.gather(1, place)
         self._index = index if self._offset is None else index + self._offset
+        if self._source is not None:
+            self._read(self._source)
         if self.pixels is not None and self.pixels.varies:
             keys = key(self._seed, Purpose.AUGMENT, self._instance, self._episode, self.batch)
-            self._drawn = draws(keys, size, self._order.device)
+            self._drawn = draws(keys, size, self._device)
         self.batch += 1
+
+    def _hold(self, splits: Sequence[Split], length: int) -> None:
+        """Put data sets on the device, each padded to a length."""
+        pooled = _pool(splits, self._inputs, self._device, length, self._scaling, self._dtype)
+        self.x: Batch = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
+        self.y = pooled.y.flatten(0, 1)
+
+    def _read(self, source: Source) -> None:
+        """Replace what is held by the examples of the present batch, each read once, however many rows it is for."""
+        places, index = np.unique(self._index.numpy(), return_inverse=True)
+        self._hold([source.read(places)], len(places))
+        self._index = torch.from_numpy(index.reshape(self._index.shape)).to(self._device, non_blocking=True)
 
     def of(self, part: slice) -> tuple[Batch, Tensor]:
         """The present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
@@ -212,8 +236,11 @@ class SharedBatchIterator:
     def nonfinite(self, rows: Indices, batches: int) -> list[tuple[int, Indices]]:
         """The rows (n,) whose last `batches` batches held examples that are not finite, and these by their place in the split.
 
-        What is resident was finite when it was loaded, so this is for rows that have gone wrong: it reads the device.
+        What is resident was finite when it was loaded, so this is for rows that have gone wrong: it reads the device. What is
+        read by batch was found finite then.
         """
+        if self._source is not None:
+            return []
         found, device, size = [], self._order.device, self.batch_size
         numbers = np.arange(max(self.batch - batches, 0), self.batch)
         for row in rows.tolist() if len(numbers) else ():

@@ -9,13 +9,12 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import check_host
 from esper.leyline.batches import Batch, picked
 from esper.leyline.config import Config
+from esper.leyline.errors import InputError
+from esper.leyline.source import SENSED, Source
 from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
 from esper.tolaria.bounds import bounds
 from esper.tolaria.data import Examples, SharedBatchIterator, stack_splits
 from esper.tolaria.population import Indices
-
-SENSED = 256
-"""Training examples that the growth sensors are measured on, the first of each split [examples]."""
 
 
 class ResidentData:
@@ -62,6 +61,7 @@ class ResidentData:
             scaling,
             weights,
             dtype,
+            self._source(),
         )
         probes = [problem.probe for problem in self.problems]
         between = [bounds(task.objective, each.probe, each.target_scaling) for each in self.problems]
@@ -72,6 +72,17 @@ class ResidentData:
         self.validation = None
         if config.early_stopping.enabled:
             self.validation = self.stacked([each.validation for each in self.problems], row, "held")
+
+    def _source(self) -> Source | None:
+        """What training examples are read from, batch by batch. InputError where some are to be left out as not finite."""
+        source = self.problems[0].source
+        assert source is None or len(self.problems) == 1, "the instances of a mixture are in memory"
+        if source is not None and self.config.data.nonfinite == "skip":
+            raise InputError(
+                f"data.nonfinite is skip, but {self.task.name} reads its training examples batch by batch, so those to skip are "
+                "not known; leave them out of the Dataset, for example by torch.utils.data.Subset"
+            )
+        return source
 
     def few(self, problem: Instance, count: int = 2) -> Batch:
         """A few training examples as the hosts of a problem read them."""
