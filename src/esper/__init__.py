@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.api import check_rows, grow, load, train
     from esper.calls import evaluate, resume, show
     from esper.karn.reader import open_run
+    from esper.karn.report.compared import compare
     from esper.karn.report.page import write_report as report
     from esper.kasmina.adapter import attach
     from esper.kasmina.blueprints import blueprint
@@ -115,6 +116,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "build_config",
     "check_rows",
     "cnn",
+    "compare",
     "evaluate",
     "find_sites",
     "get_controller",

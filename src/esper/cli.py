@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from esper.commands.comparing import compare
 from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
 from esper.commands.events import events
@@ -53,6 +54,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "export": export,
     "events": events,
     "report": report,
+    "compare": compare,
     "doctor": doctor,
 }
 """The subcommands, in the order of the help."""

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.stages import Stage
 from esper.nissa.events import read_events
 from esper.nissa.rows import LifecycleRow, StepRow
-
-VOID = {"meta", "link", "input", "br", "hr", "img"}
+from pages import EVIL, Page
 
 
 @pytest.fixture(scope="module")
@@ -28,37 +26,6 @@ def run(tmp_path_factory):
     settings = {"envs": 3, "steps": 12, "models": "none", "baselines": ["twin"]}
     esper.grow("iris", settings, controller="random-valid", run=folder, progress=False)
     return folder
-
-
-class Page(HTMLParser):
-    """Tags that are open, and what the page holds; fails where a tag is closed that is not open."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.texts = [], [], [], []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] not in ("script", "style"):
-            self.texts.append(data)
-
-    @property
-    def said(self):
-        return " ".join(" ".join(self.texts).split())
 
 
 def test_every_run_has_a_page_at_its_end_that_is_whole_and_makes_no_request(run):
@@ -151,9 +118,6 @@ def test_a_training_has_a_page_with_its_learning_curves(tmp_path):
     assert all(name.replace("_", " ") in parsed.said for name in drawn)
 
 
-EVIL = "</script><script>alert(1)</script>\" onload='x' \u202e\x1b[31m&amp;"
-
-
 def test_names_that_a_user_gave_can_neither_run_nor_turn_the_text(tmp_path):
     def host():
         return esper.SegmentedHost([nn.Linear(4, 6), nn.Linear(6, 3)], [esper.SlotSpec(EVIL, after=0, width=6)])
@@ -184,7 +148,7 @@ def test_a_report_that_cannot_be_written_costs_a_warning_and_no_figures(tmp_path
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("esper.karn.report.page.write_atomic", full)
+    monkeypatch.setattr("esper.karn.report.frame.write_atomic", full)
     settings = {"envs": 2, "steps": 2, "models": "none", "baselines": []}
     with pytest.warns(RunWarning, match=r"no report was written: .*report\.html cannot be written: No space left"):
         summary = esper.grow("iris", settings, controller="never", run=tmp_path / "r", progress=False)

@@ -98,14 +98,14 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     for index, name in enumerate(("", f"test {printable(metric)}", "difference [95 %]", "parameters", "seconds")):
         table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
     grown = summary[f"test_{metric}"]["grown"]
-    _add(table, "grown", _estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))
+    _add(table, "grown", estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))
     for name, static in summary.get("baselines", {}).items():
         values = static.get(f"test_{metric}")
         if values is None:
             _add(table, name, "absent", "", [], None)
             continue
         paired = [_difference(g, h) for g, h in zip(grown, values, strict=True)]
-        _add(table, name, _estimate(values, ".4f"), spread(paired, "+.3f"), static["params"], static["seconds"])
+        _add(table, name, estimate(values, ".4f"), spread(paired, "+.3f"), static["params"], static["seconds"])
     return table
 
 
@@ -175,10 +175,10 @@ def table_notes(summary: Mapping[str, Any]) -> list[str]:
 def objective_lines(summary: Mapping[str, Any]) -> list[str]:
     """Lines with the formula of J, its values, and the best network."""
     best, objective = summary["best"], summary["test_objective"]
-    worth = f"J on the test split: grown {_estimate(objective['grown'], '.4f')}"
+    worth = f"J on the test split: grown {estimate(objective['grown'], '.4f')}"
     if objective["host"] is not None:
         paired = [_difference(g, h) for g, h in zip(objective["grown"], objective["host"], strict=True)]
-        worth += f", twin {_estimate(objective['host'], '.4f')}, difference {_estimate(paired, '+.4f')}"
+        worth += f", twin {estimate(objective['host'], '.4f')}, difference {estimate(paired, '+.4f')}"
     name = summary["metric"] if best["select"] == "metric" else "J"
     value = "" if best["validation"] is None else f", {best['validation']:.4f}"
     return [
@@ -282,10 +282,11 @@ def spread(values: Sequence[float | None], form: str) -> str:
     return f"{rounded(mean, form)} [{rounded(mean - half, form)}, {rounded(mean + half, form)}]"
 
 
-def t_factor(count: int, confidence: float = 0.95) -> float:
+def t_factor(count: float, confidence: float = 0.95) -> float:
     """Half the width of a confidence interval of the mean of `count` >= 2 normal values [standard errors].
 
-    The (1 + confidence) / 2 quantile of Student's t with count - 1 degrees of freedom: 12.71 for 2 values, 1.96 for many.
+    The (1 + confidence) / 2 quantile of Student's t with count - 1 degrees of freedom, which need not be whole: 12.71 for 2
+    values, 1.96 for many.
     """
     from scipy.special import stdtrit  # type: ignore[import-untyped]  # imported here because it takes 0.1 s
 
@@ -293,7 +294,8 @@ def t_factor(count: int, confidence: float = 0.95) -> float:
     return float(stdtrit(count - 1, (1 + confidence) / 2))
 
 
-def _estimate(values: Sequence[float | None] | None, form: str) -> str:
+def estimate(values: Sequence[float | None] | None, form: str) -> str:
+    """Mean and standard error of the values that are not None, as 0.9866 ± 0.0021."""
     mean, error = mean_and_error(values)
     if math.isnan(mean):
         return "-"

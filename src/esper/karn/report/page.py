@@ -1,65 +1,30 @@
 """The page about one run, from its model: sections of sentences, tables and figures, in one file without requests."""
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jinja2 import Environment
 from markupsafe import Markup
 
 from esper.karn import console
 from esper.karn.examples import split_lines
 from esper.karn.reader import open_run
+from esper.karn.report.frame import Section, Table, flat_settings, render, write_page
 from esper.karn.report.model import NO_SEED, RunModel, read_model
 from esper.karn.report.svg import Series, curves, forest, text, timeline
 from esper.leyline.arguments import to_path
-from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.stages import Stage
 from esper.leyline.text import counted, printable
-from esper.store.disk import write_atomic
 from esper.store.files import REPORT, SUMMARY
 
 DRAWN_DECISIONS = 60
 """Most decisions that the figure of contributions shows; the largest contributions and the smallest."""
 LISTED = 200
 """Most rows of a table of single decisions or rollbacks."""
-
-
-class Table(NamedTuple):
-    """A table of a section; the first cell of a row is its name, and `texts` are the columns of words, which may wrap."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    texts: Sequence[int] = ()
-
-
-class Section(NamedTuple):
-    """A part of the page under its own heading.
-
-    Attributes:
-        key (str): anchor
-        name (str): heading
-        lines (sentences): plain text at the beginning
-        tables (list of Table): tables
-        figures (list of Markup): SVG with its legend
-        extra (Markup): what follows them
-        notes (sentences): plain text at the end
-    """
-
-    key: str
-    name: str
-    lines: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    figures: Sequence[Markup] = ()
-    extra: Markup = Markup()
-    notes: Sequence[str] = ()
 
 
 def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
@@ -70,12 +35,7 @@ def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = Non
     """
     opened = open_run(run)
     path = opened.folder / REPORT if out is None else to_path(out, "out")
-    content = page(read_model(opened), opened.folder.resolve().name)
-    try:
-        write_atomic(path, content.encode())
-    except OSError as error:
-        raise InputError(f"the report {path} cannot be written: {error.strerror}; name another file") from None
-    return path
+    return write_page(path, page(read_model(opened), opened.folder.resolve().name))
 
 
 def report_at_end(folder: Path) -> None:
@@ -110,28 +70,9 @@ def page(model: RunModel, name: str) -> str:
         )
         if section is not None
     ]
-    data, population = _data(model), model.population
-    rendered: str = _template().render(
-        title=printable(name),
-        heading=_heading(model),
-        sections=sections,
-        css=Markup(_asset("report.css")),
-        script=Markup(_asset("report.js")),
-        data=data,
-        last_step=0 if population is None else len(population.steps) - 1,
-        version=installed_version() or "from its sources",
-    )
-    return rendered
-
-
-@cache
-def _asset(name: str) -> str:
-    return (files("esper.karn.report") / name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Any:
-    return Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html"))
+    population = model.population
+    last_step = 0 if population is None else len(population.steps) - 1
+    return render(name, _heading(model), sections, data=_data(model), last_step=last_step)
 
 
 def _heading(model: RunModel) -> str:
@@ -382,20 +323,9 @@ def _machine(model: RunModel) -> Section:
         ]
         tables.append(Table("Time by phase of a step", ("phase", "seconds", "share"), rows))
     if model.environment is not None:
-        tables.append(Table("Machine", ("name", "value"), _flat(model.environment), texts=(1,)))
-    tables.append(Table("Config", ("key", "value"), _flat(model.config), texts=(1,)))
+        tables.append(Table("Machine", ("name", "value"), flat_settings(model.environment), texts=(1,)))
+    tables.append(Table("Config", ("key", "value"), flat_settings(model.config), texts=(1,)))
     return Section("machine", "Time, machine and config", lines, tables)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A tree of settings as rows of a dotted key and a value."""
-    rows = []
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            rows += _flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((printable(f"{prefix}{key}"), printable(json.dumps(value, ensure_ascii=False, default=str))))
-    return rows
 
 
 def _data(model: RunModel) -> Markup | None:

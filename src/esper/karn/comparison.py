@@ -1,0 +1,272 @@
+"""Runs compared with each other: how their settings differ, what came out of each, and the difference of every pair."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from esper.karn.console import estimate, mean_and_error, t_factor
+from esper.karn.reader import open_run
+from esper.karn.report.model import RunModel, read_model
+from esper.leyline.errors import InputError
+from esper.leyline.text import counted, printable, rounded
+
+Key = tuple[str, str, int, int]
+"""Task, part of its instances, run seed and number of an environment. Two environments of one key have the same host, the same
+data and the same order of batches."""
+
+
+class Compared(NamedTuple):
+    """A run that is compared with others.
+
+    Attributes:
+        name (str): the name of its folder, or its path if another run has a folder of that name
+        model (RunModel): what the folder holds
+    """
+
+    name: str
+    model: RunModel
+
+    @property
+    def summary(self) -> Mapping[str, Any] | None:
+        """The final figures of grown networks; None for a training, and for a run that has none yet."""
+        summary = self.model.summary
+        return summary if summary is not None and "grown_params" in summary else None
+
+    def by_key(self, values: Sequence[float | None]) -> dict[Key, float]:
+        """Values of the environments (E,) by their keys, without those that are not known."""
+        config = self.model.config
+        first = int(config.get("first_instance", 0))
+        keys = (
+            (str(config.get("task")), str(config.get("instances")), int(config.get("seed", 0)), first + env)
+            for env in range(len(values))
+        )
+        return {key: float(value) for key, value in zip(keys, values, strict=True) if value is not None}
+
+
+class Difference(NamedTuple):
+    """The first run's value less the second's, with a 95 % interval.
+
+    Attributes:
+        mean (float): mean difference; nan if a run has no value
+        low (float): lower end of the interval; nan with fewer than two values
+        high (float): upper end
+        pairs (int): environments that both runs have, over which the difference is paired; 0 if they share none
+    """
+
+    mean: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def shown(self) -> str:
+        """The difference as +0.078 [+0.031, +0.124]."""
+        if math.isnan(self.mean):
+            return "-"
+        mean = rounded(self.mean, "+.4f")
+        return mean if math.isnan(self.low) else f"{mean} [{rounded(self.low, '+.4f')}, {rounded(self.high, '+.4f')}]"
+
+
+class Verdict(NamedTuple):
+    """How two runs compare.
+
+    Attributes:
+        first (str): name of a run
+        second (str): name of the other run
+        metric (Difference or None): difference of the metric on the test split; None if the runs cannot be compared by it
+        objective (Difference or None): likewise of J
+        params (Difference or None): likewise of the added parameters
+        sentence (str): the result in words
+    """
+
+    first: str
+    second: str
+    metric: Difference | None
+    objective: Difference | None
+    params: Difference | None
+    sentence: str
+
+
+class Comparison(NamedTuple):
+    """Runs and how they compare.
+
+    Attributes:
+        runs (list of Compared): the runs in the order in which they were named
+        verdicts (list of Verdict): one for each pair of runs
+    """
+
+    runs: list[Compared]
+    verdicts: list[Verdict]
+
+    def __repr__(self) -> str:
+        return "\n".join(verdict.sentence for verdict in self.verdicts)
+
+
+def read_comparison(folders: Sequence[str | PathLike[str]]) -> Comparison:
+    """Compare run folders. InputError if there are fewer than two, one is given twice, or a folder is no run or is damaged."""
+    opened = [open_run(folder) for folder in folders]
+    paths = [run.folder.resolve() for run in opened]
+    if len(paths) < 2:
+        raise InputError(
+            f"a comparison needs two runs or more, but {counted(len(paths), 'run')} was given; name another"
+        )
+    for path in paths:
+        if paths.count(path) > 1:
+            raise InputError(f"{path} is named more than once; name each run once")
+    names = [path.name if [each.name for each in paths].count(path.name) == 1 else str(path) for path in paths]
+    runs = [Compared(name, read_model(run)) for name, run in zip(names, opened, strict=True)]
+    return Comparison(runs, [verdict(first, second) for first, second in combinations(runs, 2)])
+
+
+def verdict(first: Compared, second: Compared) -> Verdict:
+    """How two runs compare on the test split."""
+    names = first.name, second.name
+    one, other = first.summary, second.summary
+    for run in (first, second):
+        if run.summary is None:
+            return Verdict(*names, None, None, None, f"{_both(*names)} cannot be compared: {_without_figures(run)}.")
+    assert one is not None
+    assert other is not None
+    if (one["task"], one["metric"]) != (other["task"], other["metric"]):
+        what = (f"{printable(run['metric'])} on {printable(run['task'])}" for run in (one, other))
+        return Verdict(
+            *names, None, None, None, f"{_both(*names)} cannot be compared: they measure {' and '.join(what)}."
+        )
+    figure = f"test_{one['metric']}"
+    metric = difference(first.by_key(one[figure]["grown"]), second.by_key(other[figure]["grown"]))
+    objective = None
+    if one["objective_formula"] == other["objective_formula"]:
+        values = (summary["test_objective"]["grown"] for summary in (one, other))
+        objective = difference(*(run.by_key(each) for run, each in zip((first, second), values, strict=True)))
+    params = difference(*(run.by_key(added_params(run)) for run in (first, second)))
+    return Verdict(*names, metric, objective, params, _sentence(names, metric, objective, str(one["metric"])))
+
+
+def difference(first: Mapping[Key, float], second: Mapping[Key, float]) -> Difference:
+    """The first values less the second ones: paired where keys are shared, of independent samples if none is.
+
+    Paired intervals are those of Student's t over the differences. Of independent samples they are Welch's (B. L. Welch, "The
+    generalization of Student's problem when several different population variances are involved", 1947).
+    """
+    shared = [key for key in first if key in second]
+    if shared:
+        mean, error = mean_and_error([first[key] - second[key] for key in shared])
+        half = t_factor(len(shared)) * error if len(shared) > 1 else math.nan
+        return Difference(mean, mean - half, mean + half, len(shared))
+    samples = [np.array(list(values.values())) for values in (first, second)]
+    means = [float(sample.mean()) if sample.size else math.nan for sample in samples]
+    mean = means[0] - means[1]
+    if min(sample.size for sample in samples) < 2:
+        return Difference(mean, math.nan, math.nan, 0)
+    squares = [float(sample.var(ddof=1)) / sample.size for sample in samples]  # of the standard errors
+    if sum(squares) == 0:
+        return Difference(mean, mean, mean, 0)
+    freedom = sum(squares) ** 2 / sum(
+        square**2 / (sample.size - 1) for square, sample in zip(squares, samples, strict=True)
+    )
+    half = t_factor(freedom + 1) * math.sqrt(sum(squares))
+    return Difference(mean, mean - half, mean + half, 0)
+
+
+def as_record(found: Verdict) -> dict[str, Any]:
+    """A verdict as plain values; an end of an interval that is not known is None."""
+    record: dict[str, Any] = {"first": found.first, "second": found.second, "sentence": found.sentence}
+    for name in ("metric", "objective", "params"):
+        one: Difference | None = getattr(found, name)
+        values = None if one is None else {key: _known(value) for key, value in one._asdict().items()}
+        record[name] = values
+    return record
+
+
+def settings_that_differ(runs: Sequence[Compared], flat: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """Rows of a key and its value in every run, for the keys of the configs that differ; `flat` are the configs, run by run."""
+    assert len(runs) == len(flat), (len(runs), len(flat))
+    keys = list(dict.fromkeys(key for config in flat for key in config))
+    rows = [(key, *(config.get(key, "absent") for config in flat)) for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def result_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
+    """A row for each run: status, metric, J, added parameters, seeds kept of those planted, seconds."""
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        summary, model = run.summary, run.model
+        if summary is None:
+            best = (model.summary or {}).get("best_validation_objective")
+            shown = "-" if best is None else f"{best:.4f} (validation)"
+            rows.append((run.name, model.status, "-", shown, "-", "-", "-"))
+            continue
+        seeds, metric = summary["seeds"], summary["metric"]
+        rows.append(
+            (
+                run.name,
+                model.status,
+                f"{metric} {estimate(summary[f'test_{metric}']['grown'], '.4f')}",
+                estimate(summary["test_objective"]["grown"], ".4f"),
+                estimate(added_params(run), ",.0f"),
+                f"{seeds['fossilized']} of {seeds['germinated']}",
+                f"{summary['seconds']:,.1f}",
+            )
+        )
+    return rows
+
+
+RESULT_COLUMNS = ("run", "status", "test metric", "J", "added parameters", "seeds kept", "seconds")
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Sentences on how the figures are to be read."""
+    lines = ["Figures of runs are means ± standard error over environments; differences have a 95 % t interval."]
+    formulas = {run.summary["objective_formula"] for run in comparison.runs if run.summary is not None}
+    if len(formulas) > 1:
+        lines.append(f"J is not compared where its formula differs: {'; '.join(map(printable, sorted(formulas)))}.")
+    if len(comparison.verdicts) > 1:
+        lines.append("Every interval is that of its own pair; none is corrected for the number of pairs.")
+    return lines
+
+
+def added_params(run: Compared) -> list[float]:
+    """(E,) parameters of the seeds that were kept."""
+    summary = run.summary
+    assert summary is not None
+    grown, host = summary["grown_params"], summary["host_params"]
+    hosts = host if isinstance(host, list) else [host] * len(grown)
+    return [float(whole - own) for whole, own in zip(grown, hosts, strict=True)]
+
+
+def _sentence(names: tuple[str, str], metric: Difference, objective: Difference | None, name: str) -> str:
+    first, second = map(printable, names)
+    how = f"over {counted(metric.pairs, 'environment')} that both grew from the same host and data"
+    if not metric.pairs:
+        how = "unpaired, because the runs share no environment (task, seed and instances)"
+    shown = f"test {printable(name)} {metric.shown}, {how}"
+    if objective is not None:
+        shown += f"; J {objective.shown}"
+    if math.isnan(metric.low):
+        return f"{first} and {second} differ by {shown}: too few environments for an interval."
+    if metric.low <= 0 <= metric.high:
+        return f"No difference in the metric was found between {first} and {second}: {shown}."
+    return f"{first} is {'better' if metric.mean > 0 else 'worse'} than {second}: {shown}."
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _both(first: str, second: str) -> str:
+    return f"{printable(first)} and {printable(second)}"
+
+
+def _without_figures(run: Compared) -> str:
+    """Why a run has no figures of grown networks."""
+    name = printable(run.name)
+    if run.model.summary is not None and "rounds_done" in run.model.summary:
+        return f"{name} is a training, which has no figures on the test split; compare controllers with esper eval"
+    how = {"running": "still goes on", "killed": "was killed before its end"}.get(
+        run.model.status, f"is {run.model.status}"
+    )
+    return f"{name} {how} and has no final figures"
