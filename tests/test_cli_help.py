@@ -5,7 +5,20 @@ from typer.testing import CliRunner
 
 from esper.cli import app
 
-COMMANDS = ["grow", "train", "resume", "eval", "tasks", "blueprints", "config", "export", "events", "report", "doctor"]
+COMMANDS = [
+    "grow",
+    "train",
+    "resume",
+    "eval",
+    "tasks",
+    "blueprints",
+    "config",
+    "export",
+    "events",
+    "report",
+    "compare",
+    "doctor",
+]
 
 
 @pytest.mark.parametrize(
