@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import drawn_with, get_blueprint
@@ -41,8 +42,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, checkpointed=False):
+    def __init__(self, checkpointed=False, reentrant=False):
         super().__init__()
+        self.reentrant = reentrant
         self.stem = nn.Sequential(nn.Linear(5, WIDTH), nn.ReLU(inplace=True))
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, 3)
@@ -52,7 +54,7 @@ class Net(nn.Module):
         x = self.stem(x)
         for index, block in enumerate(self.blocks):
             if not (skip and index):
-                x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+                x = checkpoint(block, x, use_reentrant=self.reentrant) if self.checkpointed else block(x)
         return self.head(x)
 
 
@@ -264,11 +266,12 @@ def test_a_seed_takes_no_part_in_a_pass_that_does_not_call_its_submodule():
     assert all(parameter.grad is None for parameter in planted.parameters())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", [Mode.STRAIGHT, Mode.ON])
-def test_a_site_within_a_checkpoint_has_the_gradients_of_one_outside(mode):
+def test_a_site_within_a_checkpoint_has_the_gradients_of_one_outside(mode, reentrant):
     gradients = []
     for checkpointed in (False, True):
-        model = grafted("one", "two", checkpointed=checkpointed)
+        model = grafted("one", "two", checkpointed=checkpointed, reentrant=reentrant)
         plant(model, "one", seed(mode=mode))
         plant(model, "two", seed("bypass-mlp", Tap.BEFORE, mode=mode))
         gradients.append(trained(model, batch())[1])
@@ -276,11 +279,86 @@ def test_a_site_within_a_checkpoint_has_the_gradients_of_one_outside(mode):
     assert all(torch.allclose(gradients[0][name], gradients[1][name], atol=1e-6) for name in gradients[0])
 
 
-def test_a_tap_from_outside_a_checkpoint_is_refused_by_name():
-    model = grafted("two", checkpointed=True)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_tap_from_outside_a_checkpoint_is_refused_by_name(reentrant):
+    model = grafted("two", checkpointed=True, reentrant=reentrant)
     plant(model, "two", seed("skip-mlp", Tap.INPUT, reads=5))
     with pytest.raises(InputError, match=r"site 'two' reads tap 'input'.*torch.utils.checkpoint"):
         trained(model, batch())
+
+
+def test_a_module_under_two_names_is_a_site_under_either():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    for path in ("first", "second"):
+        model = graft(Twice(), {"a": Site("a", path, path, Vector(5))})
+        assert survey(model, lambda model=model: model(batch()))["a"].calls == 2
+    both = {name: Site(name, name, name, Vector(5)) for name in ("first", "second")}
+    with pytest.raises(InputError, match="sites 'first' and 'second' are both behind 'second'"):
+        graft(Twice(), both)
+
+
+def test_a_network_whose_path_depends_on_its_data_can_be_grafted():
+    """Tracing fails on it: the condition and the number of steps are values of tensors."""
+
+    class Adaptive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.part = nn.Linear(5, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            h = self.stem(x)
+            for _ in range(int(h.square().sum()) % 3):
+                h = self.part(torch.relu(h)) if h.mean() > 0 else self.part(torch.tanh(h))
+            return h
+
+    with drawn_with(0):
+        plain, x = Adaptive(), torch.randn(3, 6, 5)
+    model = graft(copy.deepcopy(plain), {"a": Site("a", "part", "part", Vector(WIDTH))})
+    plant(model, "a", seed(mode=Mode.STRAIGHT))
+    calls = [int(plain.stem(each).square().sum()) % 3 for each in x]
+    assert len(set(calls)) > 1
+    assert all(torch.equal(model(each), plain(each)) for each in x)
+    planted_at(model, "a").mode = Mode.ON
+    assert [torch.equal(model(each), plain(each)) for each in x] == [number == 0 for number in calls]
+
+
+def test_a_seed_follows_its_network_into_evaluation_and_back():
+    model = grafted("one")
+    plant(model, "one", seed())
+    assert not planted_at(model.eval(), "one").training
+    assert planted_at(model.train(), "one").training
+
+
+def test_a_parametrized_layer_keeps_its_parametrization():
+    plain = net()
+    parametrizations.weight_norm(plain.blocks[0].lift)
+    site = {"a": Site("a", "blocks.0.lift", "blocks.0.lift", Vector(12))}
+    model = graft(copy.deepcopy(plain), site)
+    assert_host_equal(model, plain)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.blocks[0].lift.parametrizations.weight.original0.zero_()
+    assert_host_equal(model, plain)
+    ungraft(model)
+    assert [type(part) for part in model.modules()] == [type(part) for part in plain.modules()]
+
+
+def test_a_class_that_was_swapped_since_is_not_swapped_back():
+    """As torch's parametrize and fully_shard swap it: to give the old class back would undo that in silence."""
+    model = grafted("stem")
+    parametrizations.weight_norm(model.blocks[0].lift)
+    graft(other := net(), {"a": Site("a", "blocks.0.lift", "blocks.0.lift", Vector(12))})
+    parametrizations.weight_norm(other.blocks[0].lift)
+    ungraft(model)
+    with pytest.raises(InputError, match="a grafted ParametrizedGrownLinear was given another class since"):
+        ungraft(other)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])

@@ -5,14 +5,14 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.vector import LinearMap, LowRank
+from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank
 from esper.kasmina.grafted import planted_at
 from esper.kasmina.grown import sites_of
 from esper.leyline.actions import Blend
 from esper.leyline.slots import Tap
 
-LINEAR = (LinearMap, LowRank)
-"""Modules whose change is W u + b."""
+LINEAR = (Affine, Factored, LinearMap, LowRank)
+"""Modules whose change is W u + b, position by position."""
 
 
 @torch.no_grad()

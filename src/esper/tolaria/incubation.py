@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from esper.kasmina.grafted import planted_at
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.survey import call, undisturbed
+from esper.leyline.errors import InputError
 from esper.tolaria.groups import Groups
 from esper.tolaria.live_probe import Probe
 from esper.tolaria.ranks import Ranks
@@ -136,6 +137,8 @@ class Incubation:
         parameters = list(planted.parameters())
         others = [p for p in self.network.parameters() if p.requires_grad and not any(p is mine for mine in parameters)]
         mode, alpha = planted.mode, planted.alpha.clone()
+        seen: list[bool] = []  # of every call of the seed, whether gradients were recorded
+        watch = planted.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
         with undisturbed(self.network), torch.enable_grad():
             for parameter in others:
                 parameter.requires_grad_(False)
@@ -147,10 +150,16 @@ class Incubation:
                 if loss.requires_grad:  # the pass called the site
                     gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True))
             finally:
+                watch.remove()
                 planted.mode = mode
                 planted.alpha.copy_(alpha)
                 for parameter in others:
                     parameter.requires_grad_(True)
+        if seen and not any(seen):
+            raise InputError(
+                f"site {name!r} runs without gradients in evaluation mode, as within torch.no_grad or a reentrant checkpoint, so "
+                "its seed cannot learn in a pass of its own; call growth.step() without a batch, or use_reentrant=False"
+            )
         return gradients
 
     def _step(self, name: str, planted: Planted, gradients: Sequence[Tensor | None]) -> None:
