@@ -137,7 +137,7 @@ def test_many_examples_are_predicted_in_parts(run, monkeypatch):
 @pytest.mark.parametrize(
     ("x", "sentence"),
     [
-        (np.zeros(3), "x has shape (3,), which is one example and no batch; give a batch of one, as predict([x])"),
+        (np.zeros(3), "x has shape (3,), which is one example and not a batch; give a batch of one, as predict([x])"),
         (np.zeros((0, 3)), "x has shape (0, 3), but the network takes examples of (3,); give at least one example"),
         (np.zeros((2, 4)), "x has shape (2, 4), but the network takes examples of (3,); give at least one"),
         (np.array([[1, 2, np.nan]]), "x holds NaN or infinite values, in example 0 (1 of 1); fill them in"),

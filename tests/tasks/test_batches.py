@@ -248,7 +248,7 @@ def test_a_mask_of_truth_values_stays_one_and_counts_become_numbers():
         (
             {"image": np.zeros((90, 1, 8, 8)), "row_sums": np.zeros((90, 7))},
             {},
-            "segment 0 of the host cannot run on what it is given: ",
+            "segment 0 of the host cannot run on its input: ",
         ),
     ],
 )

@@ -314,7 +314,7 @@ ONE_HOST = mlp()()
         ),
         (
             lambda: task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(5, 3)))),
-            "segment 1 of the host cannot run on what it is given: mat1 and mat2",
+            "segment 1 of the host cannot run on its input: mat1 and mat2",
         ),
         (
             lambda: task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.Sequential(nn.Linear(5, 3)))),

@@ -1,1 +1,1 @@
-"""Kasmina: the body. Stacked hosts, seeds, blueprints, blending and the lifecycle."""
+"""Kasmina: the networks. Stacked hosts, seeds, blueprints, blending and the lifecycle of a slot."""

@@ -1,4 +1,4 @@
-"""What was grown in a network, alone in a folder, for other copies of the same host."""
+"""Adapters: the seeds of a grafted network, saved in a folder and attached to other copies of the same host."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from esper.store.reading import open_regular, read_kept
 
 WEIGHTS, DESCRIPTION = "adapter.safetensors", "adapter.json"
 FORMAT = 1
-_LARGEST = 2**24  # bytes of the description that are read
+_LARGEST = 2**24  # largest description that is read, in bytes
 _AGAIN = "save the adapter again"
 
 M = TypeVar("M", bound=nn.Module)
@@ -54,7 +54,7 @@ class _SavedSeed(_Saved):
     reads: PositiveInt
     blend: Annotated[str, AfterValidator(_blend)]
     alpha: float = Field(gt=0, le=1)
-    host: dict[str, list[int]]  # shape of each parameter of the two submodules
+    host: dict[str, list[int]]  # shape of each parameter of the submodules `after` and `around`
 
 
 class _SavedAdapter(_Saved):
@@ -63,11 +63,14 @@ class _SavedAdapter(_Saved):
 
 
 def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], folder: Path | str) -> None:
-    """Write the seeds at some sites of a grafted network; `kept` has the blueprint of each and the width that it reads."""
+    """Write the seeds at some sites of a grafted network to a folder.
+
+    kept: for each site, the blueprint of its seed and the width that the seed reads.
+    """
     seeds, tensors = [], {}
     for name, (entry, reads) in kept.items():
         site, planted = sites_of(network)[name], planted_at(network, name)
-        assert planted is not None, "a kept seed is in the network"
+        assert planted is not None, "a kept seed must be in the network"
         seeds.append(
             _SavedSeed(
                 site=name,
@@ -91,10 +94,11 @@ def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], 
 
 
 def attach(model: M, folder: Path | str) -> M:
-    """Put what `Growth.save_adapter` wrote on another copy of the host; in place, and returns the model.
+    """Attach the seeds that `Growth.save_adapter` wrote to another copy of the host, in place; return the model.
 
-    The seeds act as they did where they were grown, and are among the parameters of the model. InputError where the folder holds
-    no adapter, or one of a host with other submodules or widths.
+    The attached seeds compute what they computed in the network that they were grown in, and their parameters are among
+    those of the model. Raises InputError if the folder holds no adapter, or one for a host with other submodules or
+    widths.
     """
     folder = find_folder(Path(folder))
     for name in (WEIGHTS, DESCRIPTION):
@@ -117,7 +121,7 @@ def attach(model: M, folder: Path | str) -> M:
     }
     paths = dict(model.named_modules())
     for seed in described.seeds:
-        if seed.after in paths and seed.around in paths:  # graft names what is not there
+        if seed.after in paths and seed.around in paths:  # graft raises InputError for a submodule that is missing
             _check_host(seed, _shapes(model, sites[seed.site]))
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     made = {seed.site: _planted(seed, tensors, folder).to(like.device, like.dtype) for seed in described.seeds}
@@ -129,7 +133,7 @@ def attach(model: M, folder: Path | str) -> M:
 
 
 def _check_host(seed: _SavedSeed, mine: Mapping[str, list[int]]) -> None:
-    """InputError where a submodule has other widths than the one that a seed was grown in."""
+    """Raise InputError if a submodule has other widths than the one that a seed was grown in."""
     for name in (*seed.host, *mine):
         if mine.get(name) != seed.host.get(name):
             raise InputError(
@@ -139,7 +143,7 @@ def _check_host(seed: _SavedSeed, mine: Mapping[str, list[int]]) -> None:
 
 
 def _planted(seed: _SavedSeed, tensors: Mapping[str, Tensor], folder: Path) -> Planted:
-    """A seed that acts as it did. InputError where the file holds other parameters."""
+    """Build a seed with the weights of the file. Raises InputError if the file holds other parameters than the blueprint has."""
     entry = get_blueprint(seed.blueprint, seed.kind)
     with drawn_with(0):
         planted = Planted(
@@ -149,7 +153,7 @@ def _planted(seed: _SavedSeed, tensors: Mapping[str, Tensor], folder: Path) -> P
     own = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
     try:
         planted.seed.load_state_dict(own)
-    except RuntimeError:  # its message is a table of every parameter
+    except RuntimeError:  # the message of load_state_dict lists every parameter
         raise InputError(
             f"{folder / WEIGHTS} has other parameters than blueprint {seed.blueprint!r} of this version; {_AGAIN}"
         ) from None
@@ -159,7 +163,7 @@ def _planted(seed: _SavedSeed, tensors: Mapping[str, Tensor], folder: Path) -> P
 
 
 def _described(path: Path) -> _SavedAdapter:
-    """What adapter.json holds. InputError where it is damaged, or of another format."""
+    """Read the content of adapter.json. Raises InputError if it is damaged, or of another format."""
     tree = parse_json(read_kept(path, _LARGEST, _AGAIN), path, _AGAIN)
     found = tree.get("format") if isinstance(tree, dict) else None
     if found != FORMAT:
@@ -173,7 +177,7 @@ def _described(path: Path) -> _SavedAdapter:
 
 
 def _shapes(network: nn.Module, site: Site) -> dict[str, list[int]]:
-    """The shape of each parameter of the host in the submodules of a site."""
+    """Return the shape of each parameter of the host in the submodules of a site."""
     found = {}
     for path in (site.after, site.around):
         for name, parameter in network.get_submodule(path).named_parameters(prefix=path):

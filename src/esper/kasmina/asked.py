@@ -1,4 +1,4 @@
-"""Examples that a grown network is asked about, read as it takes them. B examples."""
+"""Check the examples given to `predict`, and convert them to the tensors that a grown network takes. B examples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ from esper.leyline.task import Interface, Split, nonfinite, which
 
 
 def read_examples(x: Any, taken: Interface, dtype: torch.dtype) -> Batch:
-    """Features as leaves (B, ...) that a network can take, whose floating-point parameters are of a dtype.
+    """Convert features to the tensors (B, ...) that a network takes; `dtype` is that of its floating-point parameters.
 
-    Bytes that the network standardizes stay bytes. InputError where the features are of another structure, shape or kind of
-    number, hold no example, or are not finite.
+    Byte tensors stay bytes where the network standardizes its input itself. Raises InputError if the features have
+    another structure, shape or kind of number than the network takes, hold no example, or are not finite.
     """
     inputs, names, whole = taken.inputs, leaf_names(taken.inputs), _whole(taken)
     if isinstance(inputs, dict):
@@ -44,19 +44,19 @@ def read_examples(x: Any, taken: Interface, dtype: torch.dtype) -> Batch:
 
 
 def _whole(taken: Interface) -> tuple[torch.dtype | None, ...]:
-    """The dtype of each leaf that holds whole numbers or truth values; None of one that holds floating-point numbers."""
+    """Return the dtype of each leaf of whole numbers or truth values, and None for each leaf of floating-point numbers."""
     if taken.whole is None:
         return (None,) * len(shape_leaves(taken.inputs))
     return taken.whole
 
 
 def _leaf(value: Any, name: str, shape: Shape, dtype: torch.dtype, whole: torch.dtype | None, scaled: bool) -> Tensor:
-    """One leaf (B, *shape), in the dtype of the network or in that of its whole numbers."""
+    """Convert one leaf to a tensor (B, *shape), in the dtype of the network or in that of its whole numbers."""
     examples = as_tensor(value, name, dtype)
     if examples.shape == shape:
         batch = "predict([x])" if name == "x" else "predict of a batch"
         raise InputError(
-            f"{name} has shape {shape}, which is one example and no batch; give a batch of one, as {batch}"
+            f"{name} has shape {shape}, which is one example and not a batch; give a batch of one, as {batch}"
         )
     if examples.shape[1:] != shape or not examples.dim() or not len(examples):
         mend = f"give at least one example, as (B, {', '.join(map(str, shape))})"

@@ -1,4 +1,4 @@
-"""The body of a population: stacked hosts, stacked seeds, and a forward pass at any dose.
+"""The body of a population: stacked hosts, stacked seeds, and a forward pass at any doses.
 
 E environments, S slots, K blueprints of the menu, B examples, X branches.
 """
@@ -27,17 +27,18 @@ from esper.leyline.streams import Kind
 from esper.leyline.view import Bools, Seeds
 
 PLANS = 256
-"""Plans of passes that a body keeps what it prepared for."""
+"""Number of plans for which a body keeps what it prepared."""
 
 
 class Body:
     """All hosts and seeds of a population.
 
-    `host` is one stack, run segment by segment, so that its optimizer is one operation whatever the number of segments.
-    `stacks[slot, form]` holds the seeds of one form at one slot, and `envs[slot, form]` which environment each row belongs
-    to. Rows are kept in the order: those that train with the host, doomed ones, incubating ones, ones not run yet; each by
-    environment. Every pass then reads a contiguous run of rows. `layout` says what all rows have in common, `table` what the
-    host of each row is, and `plans` counts how often what was prepared for a pass served again.
+    `host` is one stack of all hosts, run segment by segment; its optimizer step is one operation for any number of
+    segments. `stacks[slot, form]` holds the seeds of one form at one slot, and `envs[slot, form]` the environment of
+    each of its rows. Rows are sorted by group, then by environment. The groups are: seeds that train with the host,
+    doomed seeds, incubating seeds, and seeds that have not run yet. Every pass therefore reads a contiguous run of
+    rows. `layout` describes what all rows share, `table` holds the sizes of the host of each row, and `plans` caches
+    what is prepared for a pass and counts its reuse.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Body:
         moments: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        """Room for `rows` hosts, all zero until `plant_host`; `factory` makes the largest of them.
+        """Make room for `rows` hosts, all zero until `plant_host`; `factory` makes the largest of them.
 
-        example (B, ...) is some input of that; `moments` names the columns that an optimizer keeps beside every value. All
-        parameters are of the dtype of the host's.
+        example (B, ...) is an input of that host; `moments` names the columns that an optimizer keeps beside every
+        value. All parameters have the dtype of the host.
         """
         with drawn_with(0):
             host = factory()
@@ -72,7 +73,7 @@ class Body:
         self.table = HostTable(rows, self.layout)
         with torch.no_grad():
             output = run(host.eval(), on_cpu(example, self.dtype))
-        self._output_axes = max(output.dim() - 1, 1)  # of one example
+        self._output_axes = max(output.dim() - 1, 1)  # number of axes of the outputs of one example
         self._widest_output = output.shape[-1] if output.dim() > 1 else 1
         self._real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
         self.stacks: dict[tuple[int, int], Stack] = {}
@@ -82,14 +83,14 @@ class Body:
     # Surgery.
 
     def plant_host(self, rows: Sequence[int], module: nn.Module, example: Batch, outputs: int) -> None:
-        """Put a freshly initialised host into rows; example (B, ...) is some input of it, at its true width."""
+        """Write a newly initialised host into rows; example (B, ...) is an input of that host, at its true width."""
         assert isinstance(module, SegmentedHost)
         self.table.plant(rows, module, self.layout.widths(module, example), outputs)
         for row in rows:
             self.host.write(row, module)
 
     def mask_outputs(self) -> None:
-        """Give outputs that a row does not have the value -inf; called when every host is planted."""
+        """Note which outputs a row does not have, so that `masked` sets them to -inf; called after every host is planted."""
         self._real_outputs = None
         outputs = self.table.outputs
         if (outputs < self._widest_output).any():
@@ -98,9 +99,10 @@ class Body:
             self._real_outputs = torch.from_numpy(spread).to(self.device)
 
     def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
-        """Make and free modules as the edits say, and put rows in the order of their new stages.
+        """Make and free seed modules as the edits say, and sort the rows by their new stages.
 
-        `birth_key(env, slot)` seeds the initialisation of a newborn. No other row's numbers change.
+        `birth_key(env, slot)` seeds the initialisation of a newly planted seed. The values of the other rows do not
+        change.
         """
         for (slot, form), envs in self.envs.items():
             gone = edits.freed[edits.freed[:, 1] == slot, 0]
@@ -112,7 +114,7 @@ class Body:
         self.arrange(seeds)
 
     def arrange(self, seeds: Seeds) -> None:
-        """Put the rows of every stack in the order that their stages ask for."""
+        """Sort the rows of every stack by the groups of their stages."""
         for (slot, form), envs in self.envs.items():
             order = np.lexsort((envs, _rank(seeds, envs, slot)))
             self.stacks[slot, form].arrange(order)
@@ -123,7 +125,7 @@ class Body:
         self.envs = {at: np.zeros(0, np.int64) for at in self.envs}
 
     def state(self) -> dict[str, Any]:
-        """All that a later pass or edit depends on, as a tree of arrays; tensors share memory."""
+        """Return everything that later passes and edits depend on, as a tree of arrays that share memory with the body."""
         return {
             "host": self.host.state(),
             "widths": self.table.state(),
@@ -134,9 +136,9 @@ class Body:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave, of a body of the same hosts and menu. ValueError where it was another.
+        """Restore what `state` returned. Raises ValueError if it came from a body of other hosts or another menu.
 
-        The stacks of the seeds are built first, in the order in which they came to be, and then filled.
+        The stacks of the seeds are built first, in the order in which they were first made, and then filled.
         """
         self.host.load_state(state["host"])
         self.table.load_state(state["widths"])
@@ -151,7 +153,7 @@ class Body:
             self.envs[at] = entry["envs"]
 
     def trainable(self, seeds: Seeds) -> dict[tuple[int, int], list[slice]]:
-        """The rows of each seed stack that an optimizer moves now: those that train with the host, and incubating ones."""
+        """Return the rows of each seed stack that an optimizer moves now: those that train with the host, and incubating ones."""
         chosen = {}
         for (slot, form), envs in self.envs.items():
             ranks = _rank(seeds, envs, slot)
@@ -159,7 +161,7 @@ class Body:
         return chosen
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
-        """Bytes that further seeds (n,) take while the stacks that they go into grow; 0 where there is room for them."""
+        """Return the bytes that stacks need to grow by for further seeds (n,); 0 if they have room."""
         needed = 0
         forms, counts = np.unique(np.stack([slot, self.layout.form_of[slot, blueprint]], 1), axis=0, return_counts=True)
         for (s, form), more in zip(forms.tolist(), counts.tolist(), strict=True):
@@ -173,7 +175,7 @@ class Body:
         return needed
 
     def finite(self) -> Tensor:
-        """(E,) sums of all parameters of every host and its seeds: not finite where one of them is not."""
+        """Return (E,) sums of all parameters of every host and its seeds; a sum is not finite if a parameter is not."""
         total = self.host.columns["value"].sum(1)
         for at, envs in self.envs.items():
             if len(envs):
@@ -185,7 +187,7 @@ class Body:
         return total
 
     def seed_module(self, seeds: Seeds, env: int, slot: int) -> Seed:
-        """A copy of a seed as a module of its own, at its true widths."""
+        """Return a copy of a seed as a module of its own, at its true widths."""
         blueprint = int(seeds.blueprint[env, slot])
         at = slot, int(self.layout.form_of[slot, blueprint])
         row = int(np.flatnonzero(self.envs[at] == env)[0])
@@ -206,27 +208,27 @@ class Body:
         straight: bool = False,
         frozen: bool = False,
     ) -> Route:
-        """Work out a pass over a part of the rows, or all: dose (E, S). A row at dose 0 is not run.
+        """Plan a pass over a part of the rows, or all, at doses (E, S). A seed at dose 0 is not run.
 
-        `branches` are those of the part alone (`Branches.within`). With `train`, a branch is a shadow: the one seed that it
-        adds at its slot learns, all else is constant. With `straight`, incubating seeds run behind the host in the pass itself.
-        With `frozen` no seed's parameters get gradients.
+        `branches` are those of the part alone (`Branches.within`). With `train`, a branch is a shadow: only the one
+        seed that it adds at its slot learns, and everything else is constant. With `straight`, incubating seeds run
+        behind the host in the pass itself. With `frozen`, the parameters of seeds get no gradients.
         """
         planner = Planner(self, seeds, train=train, straight=straight, frozen=frozen)
         return planner.route(dose, branches, part or slice(0, len(dose)))
 
     def run(self, x: Batch, route: Route, *, streams: Kept = "none", keys: Indices | None = None) -> Pass:
-        """Run a route over a batch of its part, leaves x (n, B, ...) -> outputs (n, B, ..., C).
+        """Run a route over a batch of its part: leaves x (n, B, ...) -> outputs (n, B, ..., C).
 
-        `keys` (n,) seeds dropout in training mode. With streams "here" the stream and what entered its segment are kept for each
-        slot; with "all" also inner features, parameters are constants, and the streams are part of a graph that begins at the
-        first slot. Changes no state but the buffers of modules in training mode.
+        `keys` (n,) seeds dropout in training mode. With streams "here", the stream at each slot and the input of its
+        segment are kept. With "all", inner features are kept too, parameters are constants, and the streams are part of
+        a graph that begins at the first slot. The only state that changes is the buffers of modules in training mode.
         """
         step = self.plans.get(route.plan, lambda plan: Step(self, plan))
         return step(x, route.doses, streams, keys)
 
     def masked(self, result: Pass, route: Route) -> Pass:
-        """Outputs, with -inf where a row does not have one."""
+        """Return the result with -inf in the outputs that a row does not have."""
         if self._real_outputs is None:
             return result
         padded, branches = ~self._real_outputs[route.part], result.branches
@@ -237,8 +239,9 @@ class Body:
 
     @property
     def draws(self) -> bool:
-        """Whether some module may draw in training mode, so that a pass needs keys: what runs in a loop may, and so may what
-        vmap is yet to find out that it cannot map.
+        """Whether a module may draw random numbers in training mode, so that a pass needs keys.
+
+        Modules run in a loop may draw. Modules run by vmap may turn out not to be mappable, and are then run in a loop.
         """
         stacks = [(self.host, path) for path in self.layout.chain.paths]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
@@ -246,7 +249,7 @@ class Body:
 
     @property
     def parts(self) -> list[slice]:
-        """The parts that passes go over in turn: everything at once, or each row by itself where convolutions run in a loop.
+        """The parts that passes run one after another: all rows at once, or each row alone if convolutions run in a loop.
 
         The activations of one network then stay in the processor's cache from its forward to its backward pass.
         """
@@ -256,7 +259,7 @@ class Body:
         return [slice(row, row + 1) for row in range(capacity)]
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation mode of every module."""
+        """Set every module to training or evaluation mode."""
         self.host.train(mode)
         for stack in self.stacks.values():
             stack.train(mode)
@@ -274,7 +277,7 @@ class Body:
         self.envs[at] = np.append(envs, env)
 
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
-        """An empty stack of a form at a slot."""
+        """Make an empty stack for a form at a slot."""
         mapping: Mapping = "loop" if self.by_row and self.slots[at[0]].kind == Kind.MAP else self._mapping
         module = self.layout.forms[at]
         self.stacks[at] = Stack(
@@ -287,18 +290,18 @@ _WITH_HOST, _DOOMED, _INCUBATING, _IDLE = range(4)
 
 
 def _rank(seeds: Seeds, envs: Indices, slot: int) -> Indices:
-    """(n,) the group of each row in the order of a stack."""
+    """Return (n,) the group of each row, by which the rows of a stack are sorted."""
     stage, alpha, doomed = seeds.stage[envs, slot], seeds.alpha[envs, slot], seeds.doomed[envs, slot]
     rank = np.full(len(envs), _IDLE, np.int64)
     rank[among(stage, ADDED)] = _WITH_HOST
     rank[doomed & (alpha > 0)] = _DOOMED
     rank[doomed & (alpha == 0)] = _IDLE
     rank[stage == Stage.TRAINING] = _INCUBATING
-    assert among(stage, IN_BUDGET).all(), "a stack holds a seed that its slot does not"
+    assert among(stage, IN_BUDGET).all(), "a stack must not hold a seed that its slot does not hold"
     return rank
 
 
 def _run(chosen: Bools) -> slice:
-    """The contiguous run of rows that are chosen."""
+    """Return the contiguous run of the chosen rows."""
     rows = np.flatnonzero(chosen)
     return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)

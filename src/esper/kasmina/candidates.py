@@ -1,4 +1,4 @@
-"""Which submodules of a recorded run can be sites, and which cannot, with the reasons in words."""
+"""Decide which submodules of a recorded run can be sites, and say in words why the others cannot."""
 
 from collections.abc import Collection, Iterator
 from functools import cached_property
@@ -20,7 +20,7 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class Candidates:
-    """Answers about the submodules of a module, by dotted path, from a recorded run."""
+    """Rules about the submodules of a module, by dotted path, applied to a recorded run."""
 
     def __init__(self, module: nn.Module, recording: Recording, weights: dict[str, Tensor], examples: int) -> None:
         self._loss, self._calls, self._examples = recording.loss, recording.calls, examples
@@ -35,7 +35,7 @@ class Candidates:
         }
 
     def _find_layers(self) -> list[str]:
-        """The submodules that multiply a stream by a weight themselves, in the order of their calls."""
+        """Return the submodules that multiply a stream by a weight themselves, in the order of their calls."""
         factors = self._graph.factors
         known = [path for path in self._calls if isinstance(self._modules[path], _LAYERS)]
         others = [
@@ -50,10 +50,10 @@ class Candidates:
         }
         return [path for path in self._calls if path in owners]
 
-    # What may be a site
+    # Sites, best choice first.
 
     def choices(self) -> Iterator[dict[str, str]]:
-        """Candidates with the reason to choose them, the best choice first."""
+        """Yield sets of candidates with the reason for each, the best set first."""
         for layers in (2, 1):
             for same_shape in (True, False):
                 blocks = self._blocks(layers, same_shape)
@@ -62,7 +62,10 @@ class Candidates:
         yield {path: f"a {self._kind(path)} outside of any repeated block" for path in self._layers}
 
     def _blocks(self, layers: int, same_shape: bool) -> dict[str, str]:
-        """Blocks with at least so many layers that repeat: the outermost ones that are not made of such blocks themselves."""
+        """Return the repeated blocks with at least `layers` layers.
+
+        A block is left out if it lies inside another one, or is itself made of repeated blocks.
+        """
         groups: dict[Any, list[str]] = {}
         for path, inner in self._inner.items():
             if len(inner) >= layers and path not in self._layers:
@@ -79,7 +82,10 @@ class Candidates:
         }
 
     def _repeated(self, group: list[str], same_shape: bool) -> list[str]:
-        """The members of a group that run before or behind another one; none unless two such members return the same shape."""
+        """Return the members of a group that run before or after another member.
+
+        With `same_shape`, return none unless two such members return the same shape.
+        """
         pairs = [
             (first, second)
             for first in group
@@ -109,7 +115,7 @@ class Candidates:
         return self._graph.ancestors({call.edge.node: None for call in calls if call.edge is not None})
 
     def _is_made_of(self, path: str, repeated: Collection[str]) -> bool:
-        """Whether a repeated block is a stage: most of it is another one, or it holds two of one class in immediate sequence."""
+        """Whether a repeated block is a stage: it consists mostly of one other block, or holds two of one class in sequence."""
         parts = [other for other in repeated if other != path and _within(other, path)]
         whole = self._edges(path)
         if any(2 * len(self._inner[part]) > len(self._inner[path]) and self._edges(part) == whole for part in parts):
@@ -125,7 +131,7 @@ class Candidates:
         )
 
     def _inner_layers(self, blocks: Collection[str]) -> dict[str, str]:
-        """The layers of the blocks that widen or narrow what flows."""
+        """Return the layers inside the blocks that widen or narrow the stream."""
         found = {}
         for path in self._layers:
             block = next((block for block in blocks if _within(path, block)), None)
@@ -138,10 +144,10 @@ class Candidates:
                 found[path] = f"{'widens' if after > before else 'narrows'} {before} to {after} in {block}"
         return found
 
-    # What may not
+    # Submodules that are no sites.
 
     def sifted(self, choice: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """Of a choice, what is a site and why, and of all submodules with parameters what is none and why not."""
+        """Split a set of candidates: the sites with their reasons, and all other submodules with parameters with theirs."""
         left_out = {path: reason for path in self._modules if (reason := self._refusal(path, choice)) is not None}
         chosen: dict[str, str] = {}
         places: dict[tuple[GradientEdge | None, ...], str] = {}
@@ -164,7 +170,7 @@ class Candidates:
         }
 
     def _refusal(self, path: str, choice: Collection[str]) -> str | None:
-        """Why a submodule can be no site, or None where it can."""
+        """Return why a submodule cannot be a site, or None if it can."""
         module = self._modules[path]
         if path not in choice and any(_within(other, path) for other in choice):
             return "contains blocks or layers that were looked at instead"
@@ -188,18 +194,18 @@ class Candidates:
         return stream if isinstance(stream, str) else None
 
     def _beside(self, path: str, choice: Collection[str]) -> str:
-        """Why a submodule that could be a site is not chosen."""
+        """Return why a submodule that could be a site was not chosen."""
         if any(other != path and _within(path, other) for other in choice):
             return "a layer of a block that keeps the width" if path in self._layers else "a part of a block"
         return "outside of the repeated blocks"
 
     def _is_head(self, path: str) -> bool:
-        """Whether the output reaches the loss, and does so without another layer."""
+        """Whether the output of a submodule reaches the loss without passing another layer."""
         nodes = [edge.node for edge in self._edges(path) if edge is not None and edge.node in self._graph.nodes]
         return bool(nodes) and not any(node in self._behind for node in nodes)
 
     def _without_gradient(self, paths: Collection[str]) -> list[str]:
-        """Which outputs the gradient of the loss does not reach."""
+        """Return the outputs that the gradient of the loss does not reach."""
         edges = [(path, edge) for path in paths for edge in self._edges(path) if edge is not None]
         if not edges:
             return []
@@ -207,7 +213,7 @@ class Candidates:
             gradients = torch.autograd.grad(
                 self._loss, [edge for _, edge in edges], retain_graph=True, allow_unused=True
             )
-        except RuntimeError as error:  # of a node of the graph, such as a reentrant checkpoint
+        except RuntimeError as error:  # raised by a node of the graph, such as a reentrant checkpoint
             if is_out_of_memory(error):
                 raise
             mend = (
@@ -223,10 +229,10 @@ class Candidates:
         }
         return [path for path in paths if path not in reached]
 
-    # What flows
+    # Streams.
 
     def stream(self, path: str) -> Stream | str:
-        """The stream that a submodule returns, or in words why it is none that Esper knows."""
+        """Return the stream that a submodule returns, or a sentence that says why it is not a known kind of stream."""
         calls = self._calls[path]
         shapes = {(call.entered, call.left) for call in calls}
         if len(shapes) > 1:
@@ -249,7 +255,7 @@ class Candidates:
         return kind(left[axis])
 
     def _features(self, path: str, rank: int) -> int:
-        """The axis of the features of an output with `rank` axes, by the layers in the submodule that return as many."""
+        """Return the axis of the features in an output with `rank` axes, judged by the layers inside that return as many axes."""
         layers = [layer for layer in self._inner[path] if len(self._calls[layer][0].left or ()) == rank]
         first = [layer for layer in layers if isinstance(self._modules[layer], _CONVOLUTIONS)]
         if rank < 3 or not first:
@@ -263,7 +269,7 @@ class Candidates:
         return 1 if rank == 4 else rank - 1
 
     def _positions_first(self, path: str) -> bool:
-        """Whether a submodule, or what stands beside a layer, reads (L, B, C)."""
+        """Whether a submodule, or a neighbour of a layer, reads (L, B, C)."""
         around = path.rpartition(".")[0] if path in self._layers else path
         return any(
             getattr(each, "batch_first", True) is False
@@ -284,12 +290,12 @@ class Candidates:
 
 
 def _within(path: str, other: str) -> bool:
-    """Whether a dotted path is another one, or lies inside of it."""
+    """Whether a dotted path is equal to another one or lies inside it."""
     return path == other or path.startswith(other + ".")
 
 
 def _signature(module: nn.Module) -> Any:
-    """What blocks of one kind share: the class, and for an nn.Sequential the signatures of its modules."""
+    """Return what blocks of one kind share: the class, and for an nn.Sequential the signatures of its modules."""
     if type(module) is nn.Sequential:
         return (nn.Sequential, *map(_signature, module))
     return type(module)
@@ -301,5 +307,5 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _axes(rank: int, features: int) -> str:
-    """The axes of an output in words: (B, C, *, *, *)."""
+    """Write the axes of an output in words: (B, C, *, *, *)."""
     return f"(B, {', '.join('C' if axis == features else '*' for axis in range(1, rank))})"

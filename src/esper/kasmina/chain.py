@@ -1,4 +1,4 @@
-"""Segments run one after the other, with a visit at each site between them."""
+"""Run segments one after the other, with a visit at each site between them."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,22 +9,22 @@ from esper.leyline.sites import Flow, Taps
 
 
 class Chain:
-    """The order of computation of a network in segments.
+    """A network as a chain of segments, with sites between them.
 
     paths: the dotted path of every segment, in order.
     """
 
     def __init__(self, segments: int, after: Sequence[int]) -> None:
-        """`after` names the segment in front of each site, in order: no two sites share one."""
+        """`after` names the segment in front of each site, in order; no two sites may share one."""
         self.paths = tuple(f"segments.{index}" for index in range(segments))
         self._site_after = {segment: site for site, segment in enumerate(after)}
 
     def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
-        """The output of the network for a batch.
+        """Compute the output of the network for a batch.
 
-        call(path, flow) runs the segment of a path. visit(site, taps) is called behind every segment that has a site, with the
-        index of the site, and returns the flow that goes on from there: `taps.here` where nothing grows. A site's `before` is
-        what entered the segment in front of it.
+        call(path, flow) runs the segment of a path. visit(site, taps) is called after every segment that has a site,
+        with the index of the site, and returns the stream that the next segment reads: `taps.here` if nothing grows
+        there. `taps.before` is the input of the segment in front of the site.
         """
         flow = batch
         for segment, path in enumerate(self.paths):
@@ -36,7 +36,7 @@ class Chain:
 
 
 def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[str, Batch], Batch]:
-    """The `call` of a plain network: runs the segments themselves, the first on the batch and every other on one tensor."""
+    """Return a `call` that runs the segments of a plain network: the first on the batch, every other on one tensor."""
     by_path = {f"segments.{index}": segment for index, segment in enumerate(segments)}
 
     def call(path: str, x: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""Rows of numbers, one row for each copy of a module. N rows; P parameters of one copy."""
+"""Parameters of many copies of a module as rows of one tensor. N rows; P parameters of one copy."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 ALIGNED = 16
-"""Parameters of a module that convolves start at multiples of so many numbers, 64 bytes: a kernel may round by where in
-memory its operands lie, and a row must be the same wherever it stands."""
+"""Parameters of a module with convolutions start at multiples of this many numbers, which are 64 bytes. The rounding of a
+kernel may depend on the alignment of its operands, and a row must not depend on its index."""
 
 
 class Place(NamedTuple):
-    """Where one parameter of the module lives in a row.
+    """The place of one parameter of the module in a row.
 
     Attributes:
         name (str): its name in the module
         shape (torch.Size): its shape
-        start (int): its first number in a row
-        stop (int): one past the last
-        owners (tuple): the submodules that have it, each with its name there: several where they share the parameter
+        start (int): index of its first number in a row
+        stop (int): one past the index of its last number
+        owners (tuple): the submodules that have it, each with its name there; several if they share the parameter
     """
 
     name: str
@@ -31,9 +31,9 @@ class Place(NamedTuple):
     owners: tuple[tuple[nn.Module, str], ...]
 
     def of(self, rows: Tensor) -> Tensor:
-        """This parameter of rows (..., P), as a view (..., *shape)."""
+        """Return this parameter of rows (..., P), as a view (..., *shape)."""
         columns = rows[..., self.start : self.stop]
-        if len(self.shape) == 4:  # a convolution's, whose layout is that of the maps it reads
+        if len(self.shape) == 4:  # convolution weights keep the memory layout of the maps that they read
             out, channels, *size = self.shape
             stored: Tensor = columns.unflatten(-1, (out, *size, channels))
             return stored.movedim(-1, -3)
@@ -41,19 +41,19 @@ class Place(NamedTuple):
 
 
 class Columns:
-    """The parameters of copies of a module in one (capacity, P) tensor, a row a copy, with all that belongs to a row.
+    """The parameters of copies of a module in one (capacity, P) tensor with one row per copy, and all other per-row state.
 
-    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, what an
-    optimizer adds, and, where some row has parameters that never train, `fixed` (capacity, P), which says where. Row surgery
-    (`write`, `copy`, `arrange`) treats all columns alike, so whatever is added later is snapshotted, moved and freed with the
-    rest. Parameters that train in no row come last, after the first `trained` columns. `steps` (capacity,) counts the
-    optimizer steps that each row has taken.
+    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, the
+    moments of an optimizer, and `fixed` (capacity, P), which marks parameters that never train, if a row has any. Row
+    operations (`write`, `copy`, `arrange`) treat all columns alike, so a column that is added later is snapshotted,
+    moved and freed with the rest. Parameters that train in no row come last, after the first `trained` columns. `steps`
+    (capacity,) counts the optimizer steps that each row has taken.
     """
 
     def __init__(
         self, module: nn.Module, capacity: int, moments: Sequence[str], device: torch.device | str, convolves: bool
     ) -> None:
-        """Room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`."""
+        """Make room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`."""
         named = sorted(module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
         places, start, aligned = [], 0, ALIGNED if convolves else 1
         for name, parameter in named:
@@ -80,12 +80,12 @@ class Columns:
 
     @property
     def capacity(self) -> int:
-        """Rows there is room for."""
+        """Number of rows that fit."""
         return len(self.columns["value"])
 
     @torch.no_grad()
     def write(self, row: int, module: nn.Module) -> None:
-        """Put a fresh module into a row: its parameters and buffers in the leading corner, everything else 0."""
+        """Write a new module into a row: its parameters and buffers in the leading corner, and 0 everywhere else."""
         self.clear(row)
         fixed = {name for name, p in module.named_parameters() if not p.requires_grad}
         if fixed and "fixed" not in self.columns:
@@ -101,7 +101,7 @@ class Columns:
 
     @torch.no_grad()
     def read(self, row: int, module: nn.Module) -> nn.Module:
-        """Fill a module of the same form, or a smaller one, from the leading corner of a row; returns it."""
+        """Fill a module of the same form, or a smaller one, from the leading corner of a row; return it."""
         parameters = dict(module.named_parameters())
         for place in self.places:
             parameter = parameters[place.name]
@@ -115,21 +115,21 @@ class Columns:
 
     @torch.no_grad()
     def copy(self, source: int, target: int) -> None:
-        """Make a row equal to another, in every column."""
+        """Copy every column of one row to another."""
         for column in self.columns.values():
             column[target] = column[source]
         self.steps[target] = self.steps[source]
 
     @torch.no_grad()
     def clear(self, row: int) -> None:
-        """Empty a row, in every column."""
+        """Set every column of a row to 0."""
         for column in self.columns.values():
             column[row] = 0
         self.steps[row] = 0
 
     @torch.no_grad()
     def arrange(self, rows: NDArray[np.int64]) -> None:
-        """Move rows so that row i becomes what row rows[i] was; rows past len(rows) are free."""
+        """Move rows so that row i becomes the former row rows[i]; rows from len(rows) on are free."""
         if np.array_equal(rows, np.arange(len(rows))):
             return
         index = torch.from_numpy(rows).to(self.device)
@@ -148,9 +148,9 @@ class Columns:
         self.steps = np.concatenate([self.steps, np.zeros(extra, np.int64)])
 
     def state(self) -> dict[str, Any]:
-        """All that a later step depends on, as a tree of arrays; tensors share memory.
+        """Return everything that a later step depends on, as a tree of arrays that share memory with the columns.
 
-        Gradients are left out: they are 0 between two steps wherever the optimizer still goes.
+        Gradients are left out, because they are 0 between two steps wherever the optimizer runs.
         """
         return {
             "columns": {name: column for name, column in self.columns.items() if name != "gradient"},
@@ -159,7 +159,7 @@ class Columns:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave, of a stack of the same module and capacity. ValueError where it was another."""
+        """Restore what `state` returned. Raises ValueError if it came from a stack of another module or capacity."""
         columns = state["columns"]
         if "fixed" in columns and "fixed" not in self.columns:
             self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
@@ -171,12 +171,12 @@ class Columns:
         self.steps = state["steps"]
 
     def parameter(self, name: str, column: str = "value") -> Tensor:
-        """One parameter of every row, (capacity, *shape), as a view of a column."""
+        """Return one parameter of every row, (capacity, *shape), as a view of a column."""
         return next(place for place in self.places if place.name == name).of(self.columns[column])
 
 
 def _check_alike(given: dict[str, Tensor], known: dict[str, Tensor]) -> None:
-    """ValueError naming the first tensor that is missing, unknown, or of another shape or type."""
+    """Raise ValueError naming the first tensor that is missing, unknown, or of another shape or dtype."""
     for name in {**known, **given}:
         one, other = (
             None if name not in side else (tuple(side[name].shape), side[name].dtype) for side in (given, known)

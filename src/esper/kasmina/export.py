@@ -1,4 +1,4 @@
-"""Grown networks as plain PyTorch: one module, one folder, loadable where only torch is installed."""
+"""Save grown networks as plain PyTorch modules: one folder each, which loads where only torch is installed."""
 
 import dataclasses
 import inspect
@@ -36,13 +36,13 @@ from esper.store.disk import Retry, find_folder, write_folder, write_once
 from esper.store.reading import read_kept
 
 FORMATS = (2, 3)
-"""Formats of topology.json that are read. One that holds everything is written, the lowest: 2 where an example is one tensor of
-floating-point numbers, or of bytes that the network standardizes, and has one label or any targets; else 3."""
+"""Formats of topology.json that are read. The lowest one that can describe the network is written: 2 if an example is one
+tensor of floating-point numbers, or of bytes that the network standardizes, and has one label or any targets; else 3."""
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
-"""All that may stand in the folder of a network."""
-_LARGEST_TOPOLOGY = 2**20  # bytes of it that are read
-_LARGEST_HEADER = 2**22  # bytes of the names and shapes in model.safetensors
+"""Names of the files that the folder of a network may contain."""
+_LARGEST_TOPOLOGY = 2**20  # largest topology.json that is read, in bytes
+_LARGEST_HEADER = 2**22  # largest header (names and shapes) of model.safetensors that is read, in bytes
 
 
 _Dtype = Literal["uint8", "int8", "int16", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"]
@@ -70,23 +70,23 @@ class _SavedSeed(_Saved):
 
 def _names(classes: list[Label]) -> list[Label]:
     if len(classes) < 2 or len({type(name) for name in classes}) > 1 or len(set(classes)) < len(classes):
-        raise ValueError("classes are two or more different names of one type")
+        raise ValueError("classes must be two or more different names of one type")
     return classes
 
 
 class _SavedTopology(_Saved):
-    """What topology.json holds."""
+    """The content of topology.json."""
 
     format: int
-    host: _SavedHost | None  # None where no file can name the factory
+    host: _SavedHost | None  # None if the factory has no name that a file can hold
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
     input: _Shape | list[_Shape] | dict[str, _Shape]  # shape of one example, or of each of its tensors
-    standardize: list[PositiveInt] | None  # shape of the mean and the deviation, which are among the weights
+    standardize: list[PositiveInt] | None  # shape of the mean and of the deviation
     classes: Annotated[list[str | int | float | bool], AfterValidator(_names)] | None  # in the order of the outputs
     target: list[PositiveInt]  # shape of one example's y
     columns: list[str] | None  # names of the features
-    restore: list[PositiveInt] | None = None  # likewise of targets that hosts return standardized; absent for others
-    example: _Dtype | list[_Dtype] | dict[str, _Dtype]  # dtype of x, likewise
+    restore: list[PositiveInt] | None = None  # the same for targets; None if they are raw
+    example: _Dtype | list[_Dtype] | dict[str, _Dtype]  # dtype of one example, or of each of its tensors
     parameters: int
     host_parameters: int
     seeds: list[_SavedSeed]
@@ -96,10 +96,10 @@ class _SavedTopology(_Saved):
 def grown_network(
     factory: Callable[[], nn.Module], body: Body, seeds: Seeds, env: int, interface: Interface
 ) -> tuple[GrownNetwork, dict[str, Any]]:
-    """The network of an environment on the CPU in evaluation mode, and its topology.
+    """Return the network of an environment on the CPU in evaluation mode, and its topology.
 
-    The network takes and returns what the interface says, so it does the scaling that was done outside the host. Only
-    fossilized seeds are in it; `topology["unfinished"]` names the slots of seeds that were left out.
+    The network takes and returns what the interface says, so it includes the scaling that was done outside the host. It
+    contains only fossilized seeds; `topology["unfinished"]` names the slots of seeds that were left out.
     """
     with drawn_with(0):
         host = factory()
@@ -150,7 +150,7 @@ def grown_network(
 
 
 def _format(interface: Interface) -> int:
-    """The lowest format that holds what a network takes and returns."""
+    """Return the lowest format version that can describe what a network takes and returns."""
     several = leaf_names(interface.inputs) != ["x"]
     whole = interface.whole is not None and interface.scaling is None
     return 3 if several or whole or (interface.classes is not None and interface.target) else 2
@@ -163,7 +163,7 @@ def _json_shapes(inputs: Shapes) -> Any:
 
 
 def _shapes(saved: Any) -> Shapes:
-    """The shapes that `_json_shapes` wrote."""
+    """Return the shapes that `_json_shapes` wrote."""
     if isinstance(saved, dict):
         return {name: tuple(shape) for name, shape in saved.items()}
     shapes: Shapes = tuple(tuple(part) if isinstance(part, list) else part for part in saved)
@@ -171,7 +171,10 @@ def _shapes(saved: Any) -> Shapes:
 
 
 def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch:
-    """Two examples of 0 with the shapes and dtypes of a topology. InputError where they would hold over `largest` numbers."""
+    """Return two examples of zeros with the shapes and dtypes of a topology.
+
+    Raises InputError if they would hold more than `largest` numbers.
+    """
     inputs = _shapes(topology["input"])
     if sum(math.prod(shape) for shape in shape_leaves(inputs)) > largest:
         raise InputError(f"{folder / TOPOLOGY} is damaged at 'input': {topology['input']}; export the network again")
@@ -185,15 +188,15 @@ def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch
 
 
 def _dtypes(topology: Mapping[str, Any]) -> list[torch.dtype]:
-    """The dtype of each tensor of an example."""
+    """Return the dtype of each tensor of an example."""
     example = topology["example"]
     names = list(example.values()) if isinstance(example, dict) else example if isinstance(example, list) else [example]
     return [getattr(torch, name) for name in names]
 
 
 def _named(factory: object) -> Any:
-    """The dataclass by which a file can name the hosts of a factory; None where there is none."""
-    made = getattr(factory, "architecture", factory)  # of a factory that fills another's hosts with weights
+    """Return the dataclass by which a file names the hosts of a factory, or None if there is none."""
+    made = getattr(factory, "architecture", factory)  # of the hosts that a factory fills with weights
     known = dataclasses.is_dataclass(made) and not isinstance(made, type)
     return made if known and isinstance(getattr(type(made), "name", None), str) else None
 
@@ -204,13 +207,13 @@ def _saved_host(factory: object) -> dict[str, Any] | None:
 
 
 def _original(factory: object) -> Callable[[], nn.Module] | None:
-    """The named factory of the host that was grown first, without any seed; None where a file cannot name it."""
+    """Return the named factory of the original host, without any seed, or None if no file can name it."""
     found: Callable[[], nn.Module] | None = factory.original if isinstance(factory, RegrownHost) else _named(factory)
     return found
 
 
 def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
-    """A seed without the map that its blend does not use."""
+    """Return a seed without the gate, unless its blend is GATE."""
     if blend != Blend.GATE:
         del seed.gate
     return seed
@@ -224,14 +227,15 @@ def save_network(
     retry: Retry = write_once,
     untraceable: str | None = None,
 ) -> str | None:
-    """Write model.safetensors, topology.json and model.pt2, a program for any batch size that needs torch alone, as a folder.
+    """Write model.safetensors, topology.json, model.pt2 and SHA256SUMS, the sha256 of each, as a folder.
 
-    SHA256SUMS beside them names the sha256 of each. The folder takes the place of a network of that name, and a crash leaves
-    the old one or the new. torch.export.load of a program can execute code, so it is for programs of a trusted origin.
+    model.pt2 is a program for any batch size that needs only torch. The folder replaces a network of the same name;
+    after a crash it holds the old network or the new one. torch.export.load of a program can execute code, so load only
+    programs that you trust.
 
-    example (B, ...) with B >= 2 fixes the shapes and dtypes of an input, of which floating point is taken in the network's. A
-    network that torch.export cannot trace is written
-    without a program; returns the reason then, and None otherwise. `untraceable` is the reason where it is known beforehand.
+    example (B, ...) with B >= 2 fixes the shapes and dtypes of an input; floating-point tensors are cast to the dtype
+    of the network. A network that torch.export cannot trace is written without a program. The return value is then the
+    reason, and None otherwise. `untraceable` is the reason if it is known beforehand.
     """
     example = cast(example, getattr(torch, topology["dtype"]))
     program, failure = (None, untraceable) if untraceable is not None else _program(network, example)
@@ -259,9 +263,10 @@ def save_network(
 
 
 def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | None]:
-    """(the program of a network for any batch size, None) or (None, why torch.export cannot trace it).
+    """Return (the program of a network for any batch size, None), or (None, the reason why torch.export cannot trace it).
 
-    torch.export prints graphs and warnings of what it fails at to stderr, for whoever works on it; the reason is enough here.
+    torch.export prints graphs and warnings to stderr when it fails. They are dropped, because the reason is enough
+    here.
     """
     disabled, stored = logging.root.manager.disable, io.BytesIO()
     logging.disable(logging.CRITICAL)
@@ -273,12 +278,12 @@ def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | No
             axes: Any = tuple({0: batch} for _ in positional)
             if named:
                 axes = {name: {0: batch} for name in named}
-            elif len(positional) > 1:  # as the signature of GrownNetwork.forward has it
+            elif len(positional) > 1:  # the names in the signature of GrownNetwork.forward
                 axes = (axes[0], axes[1:])
             with _taking(network, named):
                 program = torch.export.export(network, positional, named, dynamic_shapes=axes)
             torch.export.save(program, stored)
-    except Exception as error:  # torch.export raises errors of many kinds, none of which may cost the trained weights
+    except Exception as error:  # torch.export raises errors of many kinds; the trained weights are saved in any case
         return None, (str(error).splitlines() or [type(error).__name__])[0]
     finally:
         logging.disable(disabled)
@@ -287,7 +292,7 @@ def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | No
 
 @contextmanager
 def _taking(network: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Show torch.export a forward with parameters of these names: of `**named` it cannot let the batch vary."""
+    """Show torch.export a forward with named parameters, because it cannot vary the batch size of arguments in `**named`."""
     if not names:
         yield
         return
@@ -307,7 +312,7 @@ def _taking(network: nn.Module, names: Collection[str]) -> Iterator[None]:
 def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     """Rebuild a saved network from topology.json and model.safetensors; `host` makes a host of the saved architecture.
 
-    Raises InputError, naming the file, where one is missing, is not what it should be, or does not fit the host.
+    Raises InputError, naming the file, if a file is missing or damaged, or does not fit the host.
     """
     folder = find_folder(folder)
     topology = read_topology(folder)
@@ -331,7 +336,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
                 "give the factory of the host that was grown"
             )
         entry, blend = get_blueprint(seed["blueprint"], kinds[seed["after"]]), Blend[seed["blend"].upper()]
-        gate = seed["reads"] if blend == Blend.GATE else 1  # wide only where it is not trimmed off again
+        gate = seed["reads"] if blend == Blend.GATE else 1  # a gate that _trim removes need not be wide
         parameters += entry.parameters(seed["reads"], seed["writes"]) + gate
         check_size(folder, parameters)
         modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
@@ -346,7 +351,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         raise
     except OSError as error:
         raise InputError(f"{folder / MODEL}: {error.strerror or error}; export the network again") from None
-    except Exception as error:  # safetensors and load_state_dict each have their own; both mean the file does not fit
+    except Exception as error:  # of safetensors or load_state_dict: the file does not fit
         reason = str(error).splitlines()[-1].strip()
         raise InputError(
             f"{folder / MODEL} does not fit the network of {TOPOLOGY}: {reason}; export it again"
@@ -355,7 +360,10 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
 
 
 def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
-    """What a saved network takes and returns; means and deviations are still to be read. InputError where they do not fit."""
+    """Return what a saved network takes and returns; means and deviations are read later.
+
+    Raises InputError if the entries of the topology do not fit together.
+    """
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
     shapes, example = _shapes(inputs), topology["example"]
     several = leaf_names(shapes) != ["x"]
@@ -388,9 +396,10 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:
-    """See by its header that a file of weights holds those of a network and no others. ValueError where it does not.
+    """Raise ValueError if a file of weights, judged by its header, has other tensors than a network.
 
-    A file that is larger than they are is not opened, as the whole of it would be mapped into memory.
+    A file that is larger than the tensors of the network is not opened, because the whole of it would be mapped into
+    memory.
     """
     wanted = network.state_dict()
     size, most = path.stat().st_size, sum(each.nbytes for each in wanted.values()) + _LARGEST_HEADER
@@ -406,13 +415,14 @@ def _check_tensors(path: Path, network: nn.Module) -> None:
 
 
 def check_size(folder: Path, parameters: int) -> None:
-    """InputError where model.safetensors is missing, or has less than a byte for each of so many parameters.
+    """Raise InputError if model.safetensors is missing, or has less than one byte per parameter.
 
-    So what a topology asks for is no larger than what was brought along, and is built only then.
+    This check runs before the network is built, so a topology cannot ask for much more memory than its weights take on
+    disk.
     """
     path = find_folder(folder) / MODEL
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise InputError(f"{path} is a link or no file, which is not read; put what it stands for in its place")
+        raise InputError(f"{path} is a link or not a regular file, and is not read; put the file itself in its place")
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -425,7 +435,7 @@ def check_size(folder: Path, parameters: int) -> None:
 
 
 def read_topology(folder: Path) -> dict[str, Any]:
-    """topology.json of an exported network. InputError where it is missing, damaged or of another format."""
+    """Read topology.json of an exported network. Raises InputError if it is missing, damaged or of another format."""
     path = find_folder(folder) / TOPOLOGY
     data = read_kept(path, _LARGEST_TOPOLOGY, "give a folder that `esper grow` or `esper export` wrote")
     topology = parse_json(data, path, "export the network again")

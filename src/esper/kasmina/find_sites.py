@@ -1,4 +1,4 @@
-"""Find the places of a module where seeds can be planted, by one forward and one backward pass on an example."""
+"""Find the places in a module where seeds can be planted, by one forward and one backward pass on an example."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -16,15 +16,15 @@ from esper.leyline.streams import Kind, Stream
 from esper.leyline.text import counted
 
 _SHOWN = 3
-"""Most modules that the table names for one reason to leave modules out."""
+"""Largest number of modules that the table names for one reason to leave modules out."""
 
 
 class FoundSites(Mapping[str, Site]):
-    """Sites by name, in the order in which the network meets them, with the reasons. Printed, it is a table.
+    """Sites by name, in the order in which the network runs them, with the reasons. Prints as a table.
 
     Attributes:
-        why (dict[str, str]): by name of a site, why it was chosen
-        left_out (dict[str, str]): by dotted path of a submodule, why it is no site
+        why (dict[str, str]): for the name of each site, the reason why it was chosen
+        left_out (dict[str, str]): for the dotted path of each other submodule, the reason why it is not a site
     """
 
     def __init__(self, network: str, sites: Iterable[Site], why: dict[str, str], left_out: dict[str, str]) -> None:
@@ -64,20 +64,22 @@ class FoundSites(Mapping[str, Site]):
 
 
 def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None = None) -> FoundSites:
-    """The sites of a module: its repeated blocks, and the layers in them that widen or narrow a stream.
+    """Find the sites of a module: its repeated blocks, and the layers in them that widen or narrow a stream.
 
-    Blocks are submodules of one class that run one after the other. Where none repeat, every layer that multiplies by a weight
-    (Linear, convolutions, recurrent layers) is a candidate. The stream of a submodule that returns a tuple is the first
-    floating-point tensor in it. A site needs a stream that Esper knows, (B, C), (B, C, H, W) or (B, L, C), and a gradient of
-    the loss. Left out are heads, embeddings, what shares a parameter with a head, normalisations, and what does not run.
+    Blocks are submodules of one class that run one after the other. If no block repeats, every layer that multiplies by
+    a weight (Linear, convolutions, recurrent layers) is a candidate. The stream of a submodule that returns a tuple is
+    the first floating-point tensor in it. A site needs a stream of shape (B, C), (B, C, H, W) or (B, L, C), and a
+    gradient of the loss. Heads, embeddings, normalisations, submodules that share a parameter with a head, and
+    submodules that do not run are left out.
 
-    The module runs forward and backward once, in the mode that it is in. Where a sequence flows, it runs a few times more, in
-    evaluation mode, to see whether the sequence looks ahead. The module and the random generators are then as before, to the bit.
+    The module runs forward and backward once, in its present mode. If a sequence flows through it, it runs a few more
+    times, in evaluation mode, to see whether the sequence looks ahead. The module and the random generators are
+    restored afterwards, bit for bit.
 
     Args:
         module: any module that runs eagerly, with floating-point weights
         example: a tensor for module(x), a tuple or list for module(*x), or a mapping for module(**x); B examples, B first
-        loss: a function of the output that returns one number; without it, the squared distance of every floating-point tensor
+        loss: a function of the output that returns one number; by default, the squared distance of every floating-point tensor
             of the output from fixed numbers
 
     Raises:
@@ -117,7 +119,7 @@ def _listed(paths: list[str]) -> str:
 
 
 def _examples(example: Any) -> int:
-    """B, the size of the first axis of the first tensor of the example. InputError where there is none."""
+    """Return B, the size of the first axis of the first tensor of the example. Raises InputError if there is none."""
     if not isinstance(example, Tensor | tuple | list | Mapping):
         raise InputError(
             f"the example is a {type(example).__name__}; give a tensor, a tuple of arguments or a mapping of named arguments"
@@ -131,7 +133,7 @@ def _examples(example: Any) -> int:
 
 
 def _check_module(module: nn.Module) -> None:
-    """InputError where the module cannot be recorded, or its weights cannot have a gradient."""
+    """Raise InputError if the module cannot be recorded, or its weights cannot have a gradient."""
     if not isinstance(module, nn.Module):
         raise InputError(f"module is a {type(module).__name__}; give an nn.Module")
     for path, each in module.named_modules():
@@ -167,7 +169,7 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _nothing(module: nn.Module, left_out: dict[str, str]) -> str:
-    """Why there is no site, in one sentence."""
+    """Say in one sentence why the module has no site."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in left_out.items():
         by_reason.setdefault(reason, []).append(path)

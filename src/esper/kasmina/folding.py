@@ -1,4 +1,4 @@
-"""Seeds whose change is linear, made part of the linear layer that they are behind."""
+"""Fold a seed whose change is linear into the linear layer in front of it."""
 
 import copy
 
@@ -17,17 +17,17 @@ LINEAR = (Affine, Factored, LinearMap, LowRank)
 
 @torch.no_grad()
 def fold(network: nn.Module, name: str) -> bool:
-    """Put what the seed at a site changes into the weight and bias of its nn.Linear; returns whether that could be done.
+    """Fold the seed at a site into the weight and bias of its nn.Linear; return whether that was possible.
 
         before:  W x + b + alpha (V x + c)            becomes  (W + alpha V) x + b + alpha c
         here:    (W x + b) + alpha (V (W x + b) + c)  becomes  (W + alpha V W) x + b + alpha (V b + c)
 
-    The seed is not removed. A layer that is frozen, that shares its weight with another, or that lacks a bias where one would be
-    needed stays as it is, and so does one with another seed than that of a linear blueprint blended by ADD.
+    The seed itself is not removed. Nothing is folded if the layer is frozen, shares its weight with another layer or
+    lacks a bias that would be needed, or if the seed is not of a linear blueprint blended by ADD.
     """
     site, planted = sites_of(network)[name], planted_at(network, name)
     layer = network.get_submodule(site.after)
-    assert planted is not None, "there is a seed to fold"
+    assert planted is not None, "there must be a seed to fold"
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
     if not (
         isinstance(planted.seed.delta, LINEAR)
@@ -56,7 +56,7 @@ def fold(network: nn.Module, name: str) -> bool:
 
 
 def _plain(network: nn.Module, layer: nn.Module) -> bool:
-    """Whether a layer computes W x + b with a weight of its own that may change."""
+    """Whether a layer computes W x + b with a weight that no other module uses and that may change."""
     original = getattr(type(layer), "_esper_original", type(layer))
     if not (isinstance(layer, nn.Linear) and original.forward is nn.Linear.forward and "weight" in layer._parameters):
         return False

@@ -1,4 +1,4 @@
-"""Parameters and statistics of a host that stay what they are while seeds are trained in it."""
+"""Freeze parameters and statistics of a host while seeds are trained in it."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -17,18 +17,18 @@ Freeze = Literal["host", "none"] | Sequence[str]
 class Frozen:
     """The part of a network that does not train, until `release`.
 
-    Its parameters require no gradient. Its normalisation layers with running statistics, such as BatchNorm, stay in evaluation
-    mode whatever mode the network is set to: in training mode they would write to those statistics in every pass, and
-    normalise by batches, so that the host would not be what it was. Other layers, such as Dropout, follow the network's mode.
+    Its parameters require no gradient. Its normalisation layers with running statistics, such as BatchNorm, stay in
+    evaluation mode whatever mode the network is set to: in training mode they would update those statistics in every
+    pass and normalise by the batch, so the host would change. Other layers, such as Dropout, follow the network's mode.
 
-    Where no parameter of the network requires a gradient, its outputs are given one that leads nowhere, so that the
-    `loss.backward()` of a training loop does not fail while there is no seed.
+    If no parameter of the network requires a gradient, its outputs are made to require one that reaches no parameter,
+    so that `loss.backward()` in a training loop does not fail while there is no seed.
     """
 
     def __init__(self, network: nn.Module, freeze: Freeze) -> None:
         """freeze: 'none', 'host', or names of submodules or parameters, with the wildcards of fnmatch.
 
-        InputError where a name matches nothing.
+        Raises InputError if a name matches nothing.
         """
         self.network = network
         whole, names = _names(freeze)
@@ -42,7 +42,7 @@ class Frozen:
         ]
         for parameter, _ in self._before:
             parameter.requires_grad_(False)
-            parameter.grad = None  # an optimizer moves every parameter that has one
+            parameter.grad = None  # an optimizer moves every parameter that has a gradient
         norms = [(name, part) for name, part in network.named_modules() if isinstance(part, _NormBase)]
         self._held = [part for name, part in norms if name in matched and part.track_running_stats]
         for part in self._held:
@@ -54,11 +54,11 @@ class Frozen:
         anchor(network, not any(parameter.requires_grad for parameter in network.parameters()))
 
     def note(self) -> None:
-        """Take the buffers as they are now for what they should be."""
+        """Record the present buffers as those that later checks expect."""
         self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
 
     def check(self) -> None:
-        """Warn once where a forward pass writes to a frozen buffer."""
+        """Warn once if a forward pass has written to a frozen buffer."""
         written = [name for name, buffer in self._buffers.items() if buffer._version != self._versions[name]]
         if written and not self._warned:
             self._warned = True
@@ -69,7 +69,7 @@ class Frozen:
             )
 
     def release(self) -> None:
-        """Let everything train that did before."""
+        """Make everything trainable that was trainable before."""
         for parameter, trained in self._before:
             parameter.requires_grad_(trained)
         for part in self._held:
@@ -78,7 +78,7 @@ class Frozen:
 
 
 def _names(freeze: Any) -> tuple[bool, tuple[str, ...]]:
-    """Whether the whole host freezes, or else the names that do."""
+    """Return whether the whole host freezes, or else the names that freeze."""
     if freeze in ("host", "none"):
         return freeze == "host", ()
     if isinstance(freeze, str) or not isinstance(freeze, list | tuple) or not all(isinstance(n, str) for n in freeze):
@@ -89,7 +89,7 @@ def _names(freeze: Any) -> tuple[bool, tuple[str, ...]]:
 
 
 def _named(network: nn.Module) -> Iterator[str]:
-    """The names of all submodules, parameters and buffers, the network itself left out."""
+    """Return the names of all submodules, parameters and buffers, without that of the network itself."""
     for named in (network.named_modules, network.named_parameters, network.named_buffers):
         for name, _ in named(remove_duplicate=False):
             if name:
@@ -97,14 +97,14 @@ def _named(network: nn.Module) -> Iterator[str]:
 
 
 def _within(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name, or that of a submodule around it, matches one of some patterns."""
+    """Whether a name, or the name of a submodule around it, matches a pattern."""
     parts = name.split(".")
     around = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return any(fnmatchcase(each, pattern) for each in around for pattern in patterns)
 
 
 def _check_names(network: nn.Module, patterns: Sequence[str]) -> None:
-    """InputError where a pattern matches nothing that could be frozen."""
+    """Raise InputError if a pattern matches nothing that can be frozen."""
     known = list(dict.fromkeys(_named(network)))
     trained: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Gates: what a seed must show before it may go on. E environments, S slots."""
+"""Gates: conditions on a seed before an operation may advance it. E environments, S slots."""
 
 from typing import NamedTuple
 
@@ -13,24 +13,24 @@ class Check(NamedTuple):
     """One condition of a gate."""
 
     name: str
-    margin: Floats  # (E, S) positive passes; nan where what it asks for was not measured, which fails
-    value: Floats  # (E, S) what was measured
-    failure: str  # what a value that does not pass is, what it has to be, and by which key; {value} stands for it
+    margin: Floats  # (E, S) positive where the check passes; nan, which fails, where nothing was measured
+    value: Floats  # (E, S) the measured quantity
+    failure: str  # sentence for a value that fails: the value as {value}, the bound, and its config key
 
 
 class Gate(NamedTuple):
     """Named checks that must all pass, for every slot of every environment at once."""
 
-    stage: Stage  # where a seed must be for the gate to apply
+    stage: Stage  # the gate applies to seeds in this stage
     checks: tuple[Check, ...]
 
     def passed(self) -> Bools:
-        """(E, S): every margin is positive; an absent measurement, nan, is not."""
+        """Return (E, S): whether every margin is positive. An absent measurement, nan, does not pass."""
         passed: Bools = np.logical_and.reduce([check.margin > 0 for check in self.checks])
         return passed
 
     def reason(self, env: int, slot: int) -> str:
-        """Why one slot passes or fails, for a person."""
+        """Return a sentence that says why one slot passes or fails."""
         failed = [
             f"{check.name} not measured"
             if np.isnan(check.margin[env, slot])
@@ -42,16 +42,16 @@ class Gate(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gates that a controller's operations go through; G3, the end of a ramp, is part of `tick`."""
+    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`."""
 
     advance: Gate  # G2: TRAINING -> BLENDING
     fossilize: Gate  # G5: HOLDING -> FOSSILIZED
 
 
 def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gates:
-    """Hold every seed against both gates (docs/lifecycle.md)."""
+    """Compute both gates for every seed (docs/lifecycle.md)."""
     gain, contribution = measurements.gain, measurements.contribution
-    untrained = np.where(seeds.age == 0, np.nan, -1.0)  # in TRAINING, the first batch comes after age 0
+    untrained = np.where(seeds.age == 0, np.nan, -1.0)  # at age 0 in TRAINING, the seed has not seen a batch yet
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)
     trained = _dwell("min_training_steps", seeds, config.min_training_steps)
     held = _dwell("min_holding_steps", seeds, config.min_holding_steps)
@@ -93,7 +93,7 @@ def _dwell(name: str, seeds: Seeds, steps: int) -> Check:
 
 
 def _bound(name: str, bound: Floats, z: float, least: float, keys: str) -> Check:
-    """Whether what was measured, less z standard errors, exceeds `least`."""
+    """Return the check that a measured quantity, less z standard errors, exceeds `least`."""
     errors = "its standard error" if z == 1 else f"{z:g} standard errors"
     return Check(name, bound - least, bound, f"{name} less {errors} is {{value:+.4g}}, not above {least:g} ({keys})")
 

@@ -1,9 +1,9 @@
-"""Grown classes: subclasses of a module's own class that run a seed behind its forward, and can be pickled. B examples.
+"""Grown classes: subclasses of a module's own class that run a seed after its forward, and can be pickled. B examples.
 
-A grafted submodule keeps its parameters, its name and its place; only its class changes, to a subclass that calls the
-original `forward` and then the seed, which is kept in one child. So the keys of `state_dict`, `isinstance`, `copy.deepcopy`,
-pickling, `torch.compile` and `torch.export` go on working. A forward hook would be ignored by a network that is compiled
-already, and a wrapper would rename the parameters.
+A grafted submodule keeps its parameters, its name and its place. Its class is replaced by a subclass that calls the
+original `forward` and then the seed, which is a child of the submodule. The keys of `state_dict`, `isinstance`,
+`copy.deepcopy`, pickling, `torch.compile` and `torch.export` therefore go on working. A forward hook would be ignored
+by a network that is compiled already, and a wrapper would rename the parameters.
 """
 
 import copy
@@ -29,32 +29,32 @@ POINT = "_esper_point"
 
 
 class Tape(Protocol):
-    """Watches the calls of a submodule."""
+    """An observer of the calls of a submodule."""
 
     def begin(self, given: Tensor | None) -> None:
-        """It is called; `given` is its first floating tensor."""
+        """Called before the forward; `given` is its first floating tensor."""
 
     def end(self, output: Any) -> None:
-        """It has returned its output, in front of any seed."""
+        """Called after the forward with its output, in front of any seed."""
 
 
 class Wire:
-    """Carries what one submodule was given to the site that reads it, within one forward pass."""
+    """Carries the input of one submodule to the site that reads it, within one forward pass."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
-        self.readers = 0  # seeds that read it
+        self.readers = 0  # number of seeds that read it
 
 
 class Point:
-    """What a grafted submodule does beside its own computation.
+    """The state of a grafted submodule, beside its own.
 
-    site: the name of the site behind it, or None. planted: whether a seed is there. before: brings what `Tap.BEFORE` reads;
-    None for its own input. input: brings the network's input; None at the network itself. records, clears: the wires that take
-    its input when it is called, and that are empty when it has returned. sites: of the whole network, at the network itself.
-    tape: watches its calls while the network is measured. asked: the mode that the submodule was last put into while it is held
-    in evaluation mode; None where it is not held. anchor: a leaf () to which the gradient of its outputs leads where nothing else
-    requires one.
+    site: the name of the site behind it, or None. planted: whether a seed is there. before: the wire with what
+    `Tap.BEFORE` reads; None for its own input. input: the wire with the network's input; None at the network itself.
+    records: the wires that take its input when it is called. clears: the wires that are emptied when it has returned.
+    sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured.
+    asked: the mode that the submodule was last set to while it is held in evaluation mode; None if it is not held.
+    anchor: a leaf () that its outputs depend on if nothing else of them requires a gradient.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class Point:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The first floating tensor among the arguments of a call, those without a name first; None where there is none."""
+    """Return the first floating tensor among the arguments of a call, positional before named; None if there is none."""
     return next(floats((args, kwargs)), None)
 
 
 def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The `forward` of a grown class. The names of the arguments stay those of the original."""
+    """Make the `forward` of a grown class. It has the argument names of the original."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> Any:
-    """The output of a submodule with what its seed changes."""
+    """Return the output of a submodule with the change of its seed."""
     planted: Planted = getattr(module, CHILD)
     if planted.mode == Mode.OFF:
         return output
@@ -121,12 +121,12 @@ def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> 
 
 
 def stream_of(output: Any) -> Any:
-    """The stream at a site: what its submodule returns, or the first floating tensor of a structure, however deep."""
+    """Return the stream at a site: the output of its submodule, or its first floating tensor at any depth of a structure."""
     return next(floats(output), output)
 
 
 def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:
-    """The output of a submodule with another stream, in every place where the stream is."""
+    """Return the output of a submodule with another stream in every place where the stream is."""
     if isinstance(output, Tensor):
         return grown if output is h else output
     if isinstance(output, Mapping):
@@ -144,7 +144,7 @@ def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:
 
 
 def source_of(point: Point, tap: Tap) -> Wire | None:
-    """Where a tap comes from; None where it comes from the call of the submodule itself."""
+    """Return the wire of a tap; None if the tap reads the input of the submodule itself."""
     if tap == Tap.BEFORE:
         return point.before
     return point.input if tap == Tap.INPUT else None
@@ -157,14 +157,14 @@ def is_grafted(module: nn.Module) -> bool:
 
 
 def sites_of(module: nn.Module) -> Mapping[str, Site]:
-    """The sites of a grafted network, by name. InputError where it is not grafted."""
+    """Return the sites of a grafted network, by name. Raises InputError if it is not grafted."""
     sites = root_of(module).sites
     assert sites is not None
     return sites
 
 
 def root_of(module: nn.Module) -> Point:
-    """The point of a grafted network. InputError where it is not grafted."""
+    """Return the point of a grafted network. Raises InputError if it is not grafted."""
     if not is_grafted(module):
         raise InputError(f"the {type(module).__name__} has no sites; call esper.graft(module, sites) first")
     point: Point = module.__dict__[POINT]
@@ -175,16 +175,16 @@ def root_of(module: nn.Module) -> Point:
 
 
 class _Anchor(torch.autograd.Function):
-    """A tensor, bit for bit, that requires a gradient which reaches nothing."""
+    """Return a tensor, bit for bit, that requires a gradient; the gradient reaches no parameter."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, leaf: Tensor) -> Tensor:
-        """value (...); leaf () requires a gradient. A copy, as a loss may work in place, which the view of a Function forbids."""
+        """value (...); leaf () requires a gradient. Returns a copy, because a loss may work in place, which a view forbids."""
         return value.clone()
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[None, None]:
-        """None for both."""
+        """Return None for both inputs."""
         return None, None
 
 
@@ -196,26 +196,26 @@ def _anchored(leaf: Tensor, value: Tensor) -> Tensor:
 
 
 def anchor(module: nn.Module, anchored: bool) -> None:
-    """Whether the outputs of a grafted network require a gradient even where nothing in it does."""
+    """Make the outputs of a grafted network require a gradient, or not, even if nothing in the network does."""
     like = next(module.parameters())
     root_of(module).anchor = torch.zeros((), device=like.device, requires_grad=True) if anchored else None
 
 
 def hold(module: nn.Module) -> None:
-    """Keep a submodule in evaluation mode, whatever mode it is put into, until `let_go`."""
+    """Keep a submodule in evaluation mode, whatever mode it is set to, until `let_go`."""
     point = swap(module)
     point.asked, module.training = module.training, False
 
 
 def let_go(module: nn.Module) -> None:
-    """Put a submodule that was held into the mode that was last asked for."""
+    """Set a held submodule to the mode that was last asked for."""
     point: Point = module.__dict__[POINT]
-    assert point.asked is not None, "it is held"
+    assert point.asked is not None, "the submodule must be held"
     module.training, point.asked = point.asked, None
 
 
 def _train_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The `train` of a grown class, which a submodule that is held takes note of alone."""
+    """Make the `train` of a grown class, which only records the mode while the submodule is held."""
 
     @functools.wraps(original)
     def train(self: nn.Module, mode: bool = True) -> Any:
@@ -234,7 +234,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def grown_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of grafted modules of a class: one for each, made once."""
+    """Return the class of grafted modules of a class; made once for each."""
     if original not in _CLASSES:
         body: dict[str, Any] = {
             "__module__": original.__module__,
@@ -253,7 +253,7 @@ def grown_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """What pickling and copying need: the original class, which can be found by its name, in place of the grown one."""
+    """Return what pickling and copying need: the original class, which can be found by its name, in place of the grown one."""
     grown = type(self)
     original: type[nn.Module] = grown._esper_original  # type: ignore[attr-defined]
     reduced: Any = super(grown, self).__reduce_ex__(protocol)
@@ -264,14 +264,14 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 
 
 def _remake(original: type[nn.Module], make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
-    """A module of the grown class, from what makes one of the original class."""
+    """Rebuild a module of the grown class from what rebuilds one of the original class."""
     module = make(*arguments)
     module.__class__ = grown_class(original)
     return module
 
 
 def _own_children(self: nn.Sequential) -> Iterator[nn.Module]:
-    """The modules of an nn.Sequential, which its forward runs, without the seed."""
+    """The modules of an nn.Sequential that its forward runs, without the seed."""
     return iter([child for name, child in self._modules.items() if name != CHILD])
 
 
@@ -280,7 +280,7 @@ def _count_children(self: nn.Sequential) -> int:
 
 
 def _child(self: nn.Sequential, index: Any) -> Any:
-    """An entry of an nn.Sequential, or a slice of it, without the seed."""
+    """Return an entry of an nn.Sequential, or a slice of it, without the seed."""
     if isinstance(index, slice):
         named = [(name, child) for name, child in self._modules.items() if name != CHILD]
         part = nn.Sequential()
@@ -291,7 +291,7 @@ def _child(self: nn.Sequential, index: Any) -> Any:
 
 
 def swap(module: nn.Module) -> Point:
-    """Give a module its grown class, if it has not got it; returns its point."""
+    """Give a module its grown class, if it does not have it; return its point."""
     point: Point | None = module.__dict__.get(POINT)
     if point is None:
         point = module.__dict__[POINT] = Point()
@@ -300,7 +300,7 @@ def swap(module: nn.Module) -> Point:
 
 
 def restore(module: nn.Module) -> None:
-    """Give a module its own class again."""
+    """Restore the original class of a module."""
     if module.__dict__.pop(POINT, None) is None:
         return
     original = getattr(type(module), "_esper_original", None)
@@ -312,7 +312,7 @@ def restore(module: nn.Module) -> None:
 
 
 def wire_between(source: Point, until: Point) -> Wire:
-    """The wire from a point, which is emptied when the point `until` has returned; one for each pair."""
+    """Return the wire from a point, which is emptied when the point `until` has returned; one for each pair."""
     for wire in source.records:
         if wire in until.clears:
             return wire

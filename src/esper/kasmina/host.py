@@ -25,24 +25,25 @@ _Part = TypeVar("_Part", nn.Module, SlotSpec)
 class SegmentedHost(nn.Module):
     """Segments run one after the other; slot s changes the stream that segment `slots[s].after` returns.
 
-    The first segment takes the batches of the task: `segment(x)` of one tensor, `segment(*batch)` of a tuple, `segment(**batch)`
-    of a mapping. Every other takes the one tensor that the segment in front of it returns. The host's floating-point parameters
-    are of one dtype, in which it is given every floating-point tensor of a batch; whole numbers, such as token ids, and truth
-    values come as they are.
+    The first segment takes the batches of the task: `segment(x)` of one tensor, `segment(*batch)` of a tuple,
+    `segment(**batch)` of a mapping. Every other segment takes the one tensor that the segment in front of it returns.
+    The floating-point parameters of a host have one dtype, and every floating-point tensor of a batch is cast to it.
+    Whole numbers, such as token ids, and truth values are not cast.
 
-    A host whose every operation acts on trailing axes, each example by itself, may set `stacks = True`: a stack then calls
-    it with parameters that carry a leading row axis, (E, *shape), and inputs (E, B, ...), which costs what hand-written
-    batched arithmetic costs. Any other module is run by vmap or by a loop, with the same numbers. One that draws nothing at
-    random in training mode may set `draws = False`: a loop then need not seed a generator for every call.
+    A host whose every operation acts on trailing axes, each example by itself, may set `stacks = True`. A stack then
+    calls it with parameters that have a leading row axis, (E, *shape), and inputs (E, B, ...), which is as fast as
+    hand-written batched arithmetic. Any other module is run by vmap or in a loop, with the same numbers. A host that
+    draws no random numbers in training mode may set `draws = False`; a loop then does not seed a generator for every
+    call.
 
-    A slot that does not say which modules make the inner features of its segment gets the answer of `inner_of`.
+    If a slot does not say which modules make the inner features of its segment, `inner_of` decides.
     """
 
     stacks = False
     draws = True
 
     def __init__(self, segments: Iterable[nn.Module], slots: Sequence[SlotSpec]) -> None:
-        """InputError where a segment is no module or a slot no SlotSpec."""
+        """Raise InputError if a segment is not a module or a slot is not a SlotSpec."""
         super().__init__()
         self.segments = nn.ModuleList(_checked(segments, nn.Module, "segments", "[nn.Linear(4, 8), nn.Linear(8, 2)]"))
         checked = _checked(slots, SlotSpec, "slots", "[esper.SlotSpec('middle', after=0, width=8)]")
@@ -64,7 +65,7 @@ class SegmentedHost(nn.Module):
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """The dtype of a module's first floating-point parameter; torch's default dtype where it has none."""
+    """Return the dtype of a module's first floating-point parameter, or torch's default dtype if it has none."""
     floating = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
     return next(floating, torch.get_default_dtype())
 
@@ -74,10 +75,10 @@ _BESIDE_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn
 
 
 def inner_of(segment: nn.Module) -> int | None:
-    """How many modules of a segment make its inner features, where there is one answer; None elsewhere.
+    """Return how many modules of a segment make its inner features, or None if that is not clear.
 
-    There is one for an nn.Sequential with two layers of one kind, nn.Linear or convolutions, beside activations,
-    normalisations and other modules without parameters. The inner features are what the second layer reads.
+    It is clear for an nn.Sequential of two layers of one kind, nn.Linear or convolutions, with activations,
+    normalisations and other modules without parameters beside them. The inner features are what the second layer reads.
     """
     if not isinstance(segment, nn.Sequential) or type(segment).forward is not nn.Sequential.forward:
         return None
@@ -94,7 +95,7 @@ def inner_of(segment: nn.Module) -> int | None:
 
 
 def _checked(values: Iterable[_Part], kind: type[_Part], name: str, example: str) -> list[_Part]:
-    """The segments or slots of a host, each of which must be of a kind."""
+    """Return the segments or slots of a host. Raises InputError if one is not of the class that it must have."""
     if not isinstance(values, Iterable):
         raise InputError(f"{name} of a SegmentedHost is a {type(values).__name__}; give a list, as in {example}")
     listed = list(values)
@@ -117,10 +118,11 @@ def check_host(
     objective: Objective | None = None,
     y: Tensor | None = None,
 ) -> Tensor:
-    """Run a host on a few examples x (B, ...) of its task and compare it with what it declares. Returns its outputs.
+    """Run a host on a few examples x (B, ...) of its task and compare it with what it declares; return its outputs.
 
-    `wanted` says in words why it is to have so many outputs. Raises InputError where it is no SegmentedHost, a slot's place or
-    width is not what it says, or the outputs are neither (B, outputs) nor of another shape that the objective takes with y.
+    `wanted` says in words why the host must have so many outputs. Raises InputError if the host is not a SegmentedHost,
+    if the place or width of a slot is not as declared, or if the outputs are neither (B, outputs) nor of another shape
+    that the objective takes with y.
     """
     if not isinstance(host, SegmentedHost):
         raise InputError(f"the host factory returned a {type(host).__name__}; return an esper.SegmentedHost")
@@ -150,8 +152,8 @@ def check_host(
 
 
 def _check_output(output: Tensor, outputs: int, wanted: str, objective: Objective | None, y: Tensor | None) -> None:
-    """InputError where outputs are neither (B, outputs) nor of another shape that the objective takes with y (B, ...)."""
-    # A label, a target or a row of targets for each example.
+    """Raise InputError if outputs are neither (B, outputs) nor of another shape that the objective takes with y (B, ...)."""
+    # Each example has a label, a target or a row of targets.
     flat = y is None or y.dim() == 1 or (y.is_floating_point() and y.dim() == 2)
     shape = tuple(output.shape[1:])
     if objective is None or (flat and output.dim() == 2):
@@ -162,7 +164,7 @@ def _check_output(output: Tensor, outputs: int, wanted: str, objective: Objectiv
             f"the host returns {returned} per example, but {wanted or f'the task has {outputs} outputs'}; give the host "
             f"{counted(outputs, 'output')}"
         )
-    assert y is not None, "the objective is given with targets"
+    assert y is not None, "an objective needs targets"
     whole, own = output, () if y.is_floating_point() else (outputs,)
     if shape and shape[-1] == outputs:  # as a population pads the outputs of a smaller host
         whole = F.pad(output, (0, max(objective.outputs - outputs, 0)), value=-torch.inf)
@@ -179,12 +181,12 @@ def _check_output(output: Tensor, outputs: int, wanted: str, objective: Objectiv
 def _tried(
     function: Callable[[Tensor, Tensor], object], output: Tensor, y: Tensor
 ) -> tuple[tuple[int, ...] | None, str]:
-    """The shape of what a loss or a score returns, and in words what is wrong with it; no shape where it raises."""
+    """Return the shape of what a loss or a score returns, and in words what is wrong with it; no shape if it raises."""
     try:
         result = function(output[None], y[None])
     except AssertionError:
         return None, ""
-    except Exception as error:  # an objective can raise anything; the first line says why
+    except Exception as error:  # an objective can raise any error; its first line gives the reason
         return None, f" ({first_line(error)})"
     if not isinstance(result, Tensor):
         return None, f", for which it returns a {type(result).__name__}"
@@ -192,7 +194,7 @@ def _tried(
 
 
 def _check_takes(segment: nn.Module, x: Batch) -> None:
-    """InputError where the first segment of a host cannot be called with the tensors of a batch."""
+    """Raise InputError if the first segment of a host cannot be called with the tensors of a batch."""
     if isinstance(x, Tensor):
         return
     positional, named = arguments(x)
@@ -208,7 +210,7 @@ def _check_takes(segment: nn.Module, x: Batch) -> None:
 
 
 def _check_places(host: SegmentedHost) -> None:
-    """InputError where the slots of a host have no places between its segments, or share a name."""
+    """Raise InputError if the slots of a host are not between its segments, or share a name."""
     if len(host.segments) < 2:
         raise InputError(
             f"the host has {len(host.segments) or 'no'} segment{'s' * (not host.segments)}; give at least two, because a slot "
@@ -228,7 +230,7 @@ def _check_places(host: SegmentedHost) -> None:
 
 
 class _CheckedCall:
-    """Runs segments of a host; InputError in words where one fails or does what a segment must not do."""
+    """Run segments of a host. Raises InputError if one fails or does what a segment must not do."""
 
     def __init__(self, host: SegmentedHost) -> None:
         self._host = host
@@ -238,7 +240,7 @@ class _CheckedCall:
         given = map_leaves(Tensor.clone, x)
         try:
             y = run(segment, x)
-        except Exception as error:  # a person's module can raise anything; the first line says why
+        except Exception as error:  # a user's module can raise any error; its first line gives the reason
             misfit = _misfit(segment, x)
             if misfit is not None:
                 source = "an example of x has" if index == 0 else f"segment {index - 1} of the host returns"
@@ -248,21 +250,23 @@ class _CheckedCall:
                 ) from error
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(
-                f"segment {index} of the host cannot run on what it is given: {reason}; mend it"
+                f"segment {index} of the host cannot run on its input: {reason}; correct the segment"
             ) from error
         if not isinstance(y, Tensor):
             raise InputError(f"segment {index} of the host returns a {type(y).__name__}; return one tensor")
         if not all(torch.equal(now, then) for now, then in zip(leaves(x), leaves(given), strict=True)):
-            raise InputError(f"segment {index} of the host changes its input in place, which a seed may read; do not")
+            raise InputError(
+                f"segment {index} of the host changes its input in place, but a seed may read it; return a new tensor"
+            )
         return y
 
 
 def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Batch]], Batch]:
-    """A visit that raises InputError where the stream at a slot is not what the slot declares."""
+    """Return a visit that raises InputError if the stream at a slot is not what the slot declares."""
 
     def visit(site: int, taps: Taps[Batch]) -> Batch:
         slot = host.slots[site]
-        assert isinstance(taps.here, Tensor), "a segment returns one tensor"
+        assert isinstance(taps.here, Tensor), "a segment must return one tensor"
         if slot.stream.width_of(taps.here) != slot.width:
             raise InputError(
                 f"slot {slot.name!r} declares width {slot.width} and kind {str(slot.kind)!r}, but the stream there has shape "
@@ -275,7 +279,10 @@ def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Batch]], Batch]:
 
 
 def _check_causal(host: SegmentedHost, x: Batch) -> None:
-    """InputError where a causal slot's stream depends on later positions of x (B, L, ...), seen by swapping those of examples."""
+    """Raise InputError if a causal slot's stream depends on later positions of x (B, L, ...).
+
+    The check swaps the later positions of examples.
+    """
     causal = [index for index, slot in enumerate(host.slots) if slot.causal]
     if not causal or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < 2:
         return
@@ -304,7 +311,7 @@ def _check_causal(host: SegmentedHost, x: Batch) -> None:
 
 
 class _Misfit(NamedTuple):
-    """A segment that takes another number of features or channels than it is given."""
+    """A segment that takes another number of features or channels than its input has."""
 
     unit: str
     given: int
@@ -312,7 +319,7 @@ class _Misfit(NamedTuple):
 
 
 def _misfit(segment: nn.Module, x: Batch) -> _Misfit | None:
-    """Whether the first layer with weights that a segment runs on x (B, ...) itself takes another number of features."""
+    """Find whether the first layer with weights in a segment takes another number of features than x (B, ...) has."""
     called: list[_Misfit] = []
     if not isinstance(x, Tensor):
         return None
@@ -328,7 +335,7 @@ def _misfit(segment: nn.Module, x: Batch) -> _Misfit | None:
     handles = [module.register_forward_pre_hook(look) for module in segment.modules()]
     try:
         segment(x)
-    except Exception:  # whatever the segment raises on what does not fit it; the caller words the error
+    except Exception:  # a segment can raise any error on an input of another size; the caller words it
         return called[0] if called and called[0].given != called[0].taken else None
     finally:
         for handle in handles:
@@ -337,7 +344,7 @@ def _misfit(segment: nn.Module, x: Batch) -> _Misfit | None:
 
 
 def _check_inner(host: SegmentedHost) -> None:
-    """InputError where a slot names inner features that its segment does not have."""
+    """Raise InputError if a slot names inner features that its segment does not have."""
     for slot in host.slots:
         segment = host.segments[slot.after]
         modules = len(segment) if isinstance(segment, nn.Sequential) else 0
@@ -350,7 +357,7 @@ def _check_inner(host: SegmentedHost) -> None:
 
 
 def _check_initialised(host: nn.Module) -> None:
-    """InputError where a module waits for its first input to know its size: rows of a stack are laid out before that."""
+    """Raise InputError if a module takes its size from its first input, because rows of a stack are allocated before that."""
     for name, value in [*host.named_parameters(), *host.named_buffers()]:
         if is_lazy(value):
             owner = type(host.get_submodule(name.rpartition(".")[0])).__name__

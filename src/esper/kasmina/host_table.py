@@ -1,4 +1,4 @@
-"""What the host of each row of a population is. E rows, S slots, K blueprints of the menu."""
+"""Sizes of the host in each row of a population. E rows, S slots, K blueprints of the menu."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from esper.leyline.view import Seeds
 
 
 class HostTable:
-    """Sizes and prices by row.
+    """Sizes of hosts and prices of seeds by row.
 
-    host_params (E,): parameters of the host. outputs (E,): outputs that it has. reads (E, S, K): the width that each blueprint
-    would read at each slot, 0 where it does not fit. taps (E, S, 4): widths as `layout.Widths.taps`. cost (E, S, K): parameters
-    that each blueprint would add.
+    host_params (E,): parameters of the host. outputs (E,): number of its outputs. reads (E, S, K): the width that each
+    blueprint would read at each slot, 0 where it does not fit. taps (E, S, 4): widths as in `layout.Widths.taps`. cost
+    (E, S, K): parameters that each blueprint would add.
     """
 
     def __init__(self, rows: int, layout: Layout) -> None:
@@ -33,7 +33,7 @@ class HostTable:
         self.cost: Indices = np.zeros((rows, slots, menu), np.int64)
 
     def plant(self, rows: Sequence[int], module: nn.Module, widths: Widths, outputs: int) -> None:
-        """Take the facts of a host that is put into some rows."""
+        """Record the sizes of a host that is written into some rows."""
         cost = [
             [entry.parameters(r, w) if r else 0 for entry, r in zip(self._menu, reads, strict=True)]
             for reads, w in zip(widths.reads.tolist(), widths.taps[:, HERE].tolist(), strict=True)
@@ -44,26 +44,26 @@ class HostTable:
         self.host_params[at], self.outputs[at] = count(module), outputs
 
     def widths_of(self, env: int, slot: int, blueprint: int) -> tuple[int, int]:
-        """The widths that a seed of a blueprint reads and writes."""
+        """Return the widths that a seed of a blueprint reads and writes."""
         return int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, HERE])
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """(E,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
+        """Return (E,) the parameters of the seeds in the given stages; the gate counts for seeds that use it."""
         env, slot = (np.arange(size) for size in seeds.stage.shape)
         price = self.price(env[:, None], slot, np.maximum(seeds.blueprint, 0), seeds.blend)
         return np.asarray(np.where(among(seeds.stage, stages), price, 0).sum(1), np.int64)
 
     def price(self, env: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """Parameters that seeds add, the gate where it is used; the arrays broadcast."""
+        """Return the parameters that seeds add; the gate counts for seeds that use it. The arrays broadcast."""
         gate = np.where(blend == Blend.GATE, self.reads[env, slot, blueprint] + 1, 0)
         return np.asarray(self.cost[env, slot, blueprint] + gate, np.int64)
 
     def state(self) -> dict[str, Indices]:
-        """The arrays by name; they share memory."""
+        """Return the arrays by name; they share memory with the table."""
         return {name: getattr(self, name) for name in _ARRAYS}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. ValueError where it was of other rows, slots or another menu."""
+        """Restore what `state` returned. Raises ValueError if it has other rows, slots or another menu."""
         for name in _ARRAYS:
             given, known = state[name], getattr(self, name)
             if given.shape != known.shape or given.dtype != known.dtype:

@@ -1,7 +1,7 @@
-"""Whether the numbers of a row depend on its company: modules in stacks of one to five rows. N rows, B examples, D features.
+"""Find modules whose numbers for a row depend on the other rows, in stacks of one to five rows.
 
-A kernel may treat the last elements of a tensor, or one row alone, in another way, which shows in the last bit. An environment's
-trajectory is the same in any population only where no module of it does that.
+N rows, B examples, D features. A kernel may treat the last elements of a tensor, or a single row, in another way, which
+changes the last bit. The trajectory of an environment is the same in any population only if no module of it does that.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ BATCHES = (3, 7, 32)
 POSITIONS: dict[Kind, tuple[int, ...]] = {Kind.VECTOR: (), Kind.MAP: (5, 6), Kind.SEQUENCE: (13,)}
 """Positions of an example of each kind of stream."""
 JOLT = 0.3
-"""What parameters are moved by [standard deviation]: at birth a seed is 0 whatever the kernel."""
+"""Standard deviation of the noise added to the parameters; without noise, the change of a new seed is 0 for any kernel."""
 
 
 class Blended(nn.Module):
@@ -41,9 +41,10 @@ class Blended(nn.Module):
 
 
 def segments_that_vary(factory: Callable[[], nn.Module], x: Batch) -> dict[str, str]:
-    """The segments of a host whose numbers for a row depend on its company, each with where that shows.
+    """Return the segments of a host whose numbers for a row depend on the other rows, each with the place where that shows.
 
-    x (B, ...): examples that the host can run. Outputs, gradients and buffers are compared bit for bit, in training mode.
+    x (B, ...): examples that the host can run. Outputs, gradients and buffers are compared bit for bit, in training
+    mode.
     """
     hosts = [_jolted(factory, row) for row in range(ROWS)]
     assert isinstance(hosts[0], SegmentedHost)
@@ -51,7 +52,7 @@ def segments_that_vary(factory: Callable[[], nn.Module], x: Batch) -> dict[str, 
 
 
 def blends_that_vary(entry: Blueprint, width: int) -> dict[str, str]:
-    """The blends under which a blueprint's numbers for a row depend on its company, on a stream of `width` features."""
+    """Return the blends under which a blueprint's numbers for a row depend on the other rows, on a stream of `width` features."""
     stream = STREAMS[entry.kind]
     with drawn_with(width):
         x = torch.randn(max(BATCHES), *POSITIONS[entry.kind], width).movedim(-1, stream.features)
@@ -68,7 +69,7 @@ def blends_that_vary(entry: Blueprint, width: int) -> dict[str, str]:
 
 
 def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str]) -> dict[str, str]:
-    """Hold smaller stacks of the first and of the last rows against that of all of them, part by part."""
+    """Compare smaller stacks of the first and of the last rows with a stack of all rows, part by part."""
     found: dict[str, str] = {}
     for batch in BATCHES:
         example = (np.arange(batch) + 5 * np.arange(ROWS)[:, None]) % len(first(x))
@@ -86,7 +87,7 @@ def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str]) -> dict[
 
 
 def _run(stack: Stack, h: Batch, part: str, start: int) -> list[Tensor]:
-    """Output, gradients of the input and the parameters, and buffers, each with a row axis."""
+    """Return output, gradients of the input and the parameters, and buffers, each with a row axis."""
     h = map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), h)
     stack.columns["gradient"].zero_()
     stack.train(True)

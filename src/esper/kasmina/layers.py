@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# torch's fused attention has no rule for vmap: it then runs row by row, and says so in a warning that nobody can act on.
+# torch's fused attention has no rule for vmap; it runs row by row with a warning that a user can do nothing about.
 warnings.filterwarnings("ignore", message=".*batching rule for aten::_scaled_dot_product_flash_attention_for_cpu")
 
 
@@ -20,7 +20,7 @@ class Linear(nn.Linear):
         """(B, ..., D) -> (B, ..., O), or (E, B, ..., D) -> (E, B, ..., O)."""
         if self.weight.dim() == 2:
             return F.linear(x, self.weight, self.bias)
-        if x.dim() > 3:  # the positions of every example are further rows of one product
+        if x.dim() > 3:  # one matrix product treats the positions of all examples as rows
             y: Tensor = self(x.flatten(1, -2)).unflatten(1, x.shape[1:-1])
             return y
         if self.bias is None:
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         """(B, L) -> (B, L, C), or with stacked parameters (E, B, L) -> (E, B, L, C)."""
         table: Tensor = self.tokens
         stacked, last = table.dim() == 3, x.shape[-1]
-        if stacked:  # one table of all rows, in which each row's tokens are moved to its own part
+        if stacked:  # one table holds all rows; the tokens of each row are shifted to its own part
             rows, vocabulary, _ = table.shape
             x = x + vocabulary * torch.arange(rows, device=x.device)[:, None, None]
             table = table.flatten(0, 1)
@@ -54,7 +54,7 @@ class Embedding(nn.Module):
 
 
 class PositionNorm(nn.Module):
-    """Each position normalised over its features, then scaled and shifted by feature, as nn.LayerNorm; it can run stacked."""
+    """Normalise each position over its features, then scale and shift each feature, as nn.LayerNorm does; it can run stacked."""
 
     stacks = True
     eps = 1e-5
@@ -70,9 +70,9 @@ class PositionNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Heads of scaled dot-product attention, each over this and earlier positions, and a linear map of what they return.
+    """Multi-head scaled dot-product attention over the same and earlier positions, then a linear map.
 
-    With `rotary` queries and keys are rotated by their positions, and the width of a head must be even.
+    With `rotary`, queries and keys are rotated by their positions, and the width of a head must be even.
     """
 
     stacks = True
@@ -111,10 +111,11 @@ def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over this and earlier positions: q, k, v (..., L, d) -> (..., L, d).
 
-    Written out on a GPU, where the gradient of torch's fused kernels for float32 can differ from run to run.
+    On a GPU the formula is written out, because the gradient of torch's fused kernels for float32 can differ from run
+    to run.
     """
     if q.device.type == "cpu":
-        q4, k4, v4 = (x.flatten(0, -3).unsqueeze(1) for x in (q, k, v))  # torch's fused kernel takes four axes alone
+        q4, k4, v4 = (x.flatten(0, -3).unsqueeze(1) for x in (q, k, v))  # torch's fused kernel takes four axes
         fused: Tensor = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True)
         return fused.view(q.shape)
     later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)

@@ -1,4 +1,4 @@
-"""What the rows of a population are laid out for: one largest host, and the forms that seeds of a menu take at its slots.
+"""Sizes that all rows of a population share: those of the largest host, and of the seeds of a menu at each slot.
 
 S slots, K blueprints of the menu, B examples.
 """
@@ -27,12 +27,14 @@ HERE, BEFORE, INPUT, INNER = range(4)
 
 
 class Widths(NamedTuple):
-    """True widths of a host's streams, 0 where a stream is of another kind than its slot's or there is none, and at a causal slot
-    where it has another length, because fitting it to the slot's would look ahead.
+    """True widths of a host's streams.
+
+    A width is 0 where there is no stream or one of another kind than the slot's. At a causal slot it is also 0 where
+    the stream has another length than the slot's, because fitting it to the slot's length would look ahead.
 
     Attributes:
-        reads ((S, K) int): what each blueprint would read at each slot, 0 where it does not fit
-        taps ((S, 4) int): at each slot the stream, what entered the segment, the host's input, the inner features
+        reads ((S, K) int): the width that each blueprint would read at each slot, 0 where it does not fit
+        taps ((S, 4) int): at each slot the widths of the stream, the segment's input, the host's input, the inner features
     """
 
     reads: Indices
@@ -42,17 +44,17 @@ class Widths(NamedTuple):
 class Layout:
     """The slots of a population's hosts, its menu, and the groups of seeds that share a stack.
 
-    Seeds of one module class that read the same width at one slot share a *form*, and the form's module is its largest
-    member, which holds the others in its leading corner.
+    Seeds of one module class that read the same width at one slot share a *form*. The module of the form is its largest
+    member, whose leading corner holds any other member.
 
-    slots (S), menu (K): as given. chain: the order of computation of every host. streams (S): the kind of stream at each slot.
-    widest: widths of the largest host. fits (S, K): which blueprints of the menu a slot can take. tap_of (K,): what each
-    blueprint reads, as an index into `TAPS`. forms: the module of each (slot, form). form_of (S, K): the form of each
-    blueprint, -1 where it does not fit.
+    slots (S), menu (K): as given. chain: the order of computation of every host. streams (S): the kind of stream at
+    each slot. widest: widths of the largest host. fits (S, K): which blueprints of the menu fit a slot. tap_of (K,):
+    the tap that each blueprint reads, as an index into `TAPS`. forms: the module of each (slot, form). form_of (S, K):
+    the form of each blueprint, -1 where it does not fit.
     """
 
     def __init__(self, host: SegmentedHost, menu: Sequence[Blueprint], example: Batch, dtype: torch.dtype) -> None:
-        """`host` is the largest one; example (B, ...) is some input of it; dtype that of all parameters."""
+        """`host` is the largest one; example (B, ...) is an input of it; dtype is that of all parameters."""
         self.slots: tuple[SlotSpec, ...] = host.slots
         self.menu = tuple(menu)
         self.chain: Chain = host.chain
@@ -66,7 +68,7 @@ class Layout:
 
     @torch.no_grad()
     def widths(self, host: SegmentedHost, example: Batch) -> Widths:
-        """The true widths of a host, from running it on an input of its own, example (B, ...)."""
+        """Return the true widths of a host, measured by running it on an input of its own, example (B, ...)."""
         training = host.training
         host = host.to(dtype=self.dtype).eval()
         taps: list[list[int]] = []
@@ -76,7 +78,7 @@ class Layout:
             inner = None
             if slot.inner is not None:
                 segment, inner = host.segments[slot.after], seen.before
-                assert isinstance(segment, nn.Sequential), "inner features are those of an nn.Sequential"
+                assert isinstance(segment, nn.Sequential), "inner features must be those of an nn.Sequential"
                 for module in list(segment)[: slot.inner]:
                     inner = run(module, inner)
             taps.append([_width_read(slot, stream, x, seen.here) for x in (*seen, inner)])
@@ -91,7 +93,7 @@ class Layout:
         return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self.tap_of], 0), widths)
 
     def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
-        """A newborn seed of a blueprint at these widths, its weights drawn by the key."""
+        """Build a new seed of a blueprint at these widths; `key` seeds its initialisation."""
         with drawn_with(key):
             return Seed(self.menu[blueprint].build(reads, writes), reads).to(self.dtype)
 
@@ -111,16 +113,16 @@ class Layout:
         return forms, form_of
 
     def _largest(self, slot: int, blueprint: int) -> Seed:
-        """A seed at the widths of the largest host."""
+        """Build a seed at the widths of the largest host."""
         reads, writes = self.widest.reads[slot, blueprint], self.widest.taps[slot, HERE]
         return self.build(slot, blueprint, 0, int(reads), int(writes))
 
 
 def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) -> int:
-    """The width of what a seed would read at a slot, 0 where it cannot read it."""
+    """Return the width that a seed would read at a slot, 0 if it cannot read there."""
     width = stream.width_of(x)
     if width and slot.causal:
-        assert isinstance(x, Tensor), "only a tensor has a width"
-        assert isinstance(here, Tensor), "a stream at a slot is a tensor"
+        assert isinstance(x, Tensor), "a stream must be a tensor to have a width"
+        assert isinstance(here, Tensor), "the stream at a slot must be a tensor"
         return width if x.shape[1] == here.shape[1] else 0
     return width

@@ -1,7 +1,8 @@
 """The lifecycle of every slot of every environment: pure functions over arrays. E environments, S slots.
 
-`tick` lets one step pass, `legal` says what may be done, `apply` does it and refuses exactly what is not legal. Each is a
-handful of array operations whatever E and S are; none touches a module (`Body.edit` follows the `Edits`).
+`tick` advances the state by one step, `legal` gives the operations that are allowed, and `apply` carries decisions out
+and refuses those that are not allowed. Each takes a handful of array operations for any E and S. None of them touches a
+module; `Body.edit` makes and frees modules as the `Edits` say.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -18,14 +19,14 @@ from esper.leyline.view import Bools, Masks, Seeds, Space, Transitions
 
 
 class Edits(NamedTuple):
-    """Which modules to make and which to free, as rows of (environment, slot); derived from two states of `Seeds`."""
+    """Modules to make and modules to free, as rows of (environment, slot); derived from two states of `Seeds`."""
 
     born: Ints  # (n, 2)
     freed: Ints  # (n, 2)
 
 
 def dormant(envs: int, slots: int) -> Seeds:
-    """The state of a fresh population: every slot empty."""
+    """Return the state of a new population, in which every slot is empty."""
     shape = (envs, slots)
     return Seeds(
         stage=np.zeros(shape, np.int8),
@@ -59,15 +60,15 @@ def ramp(progress: NDArray[Any], shape: Shape) -> NDArray[np.float64]:
 
 
 def copied(seeds: Seeds) -> Seeds:
-    """The same state in arrays of its own."""
+    """Return the same state in arrays of its own."""
     return Seeds(*(field.copy() for field in seeds))  # type: ignore[arg-type]
 
 
 def tick(seeds: Seeds, gates: Gates, config: LifecycleConfig) -> Seeds:
-    """Let one step pass: every age grows by 1, then every slot whose condition holds moves on.
+    """Advance by one step: every age grows by 1, then every slot whose condition holds changes its stage.
 
-    A doomed seed that has arrived passes through PRUNED within this call, so that PRUNED is never observed by a controller;
-    `transitions` names it on the way.
+    A doomed seed whose ramp has ended passes through PRUNED within this call, so a controller never observes PRUNED;
+    `transitions` reports it.
     """
     stage, age = seeds.stage, seeds.age + np.int32(1)
     life = np.where(among(stage, IN_BUDGET), seeds.life + np.int32(1), seeds.life)
@@ -93,7 +94,7 @@ def tick(seeds: Seeds, gates: Gates, config: LifecycleConfig) -> Seeds:
 
 
 def legal(seeds: Seeds, gates: Gates, space: Space, config: LifecycleConfig) -> Masks:
-    """What each environment may do now; WAIT always."""
+    """Return the operations that each environment may carry out now; WAIT is always among them."""
     stage = seeds.stage
     envs, slots = stage.shape
     tempos = np.asarray(space.tempos)
@@ -124,9 +125,9 @@ def legal(seeds: Seeds, gates: Gates, space: Space, config: LifecycleConfig) -> 
 def apply(
     seeds: Seeds, actions: Actions, masks: Masks, space: Space, config: LifecycleConfig
 ) -> tuple[Seeds, Edits, Bools]:
-    """Carry out one decision per environment. What the masks refuse changes nothing.
+    """Carry out one decision per environment. A decision that the masks forbid changes nothing.
 
-    Returns the new state, what to do with the modules, and which decisions were accepted, (E,).
+    Returns the new state, the modules to make and free, and which decisions were accepted, (E,).
     """
     accepted = allowed(masks, actions)
     after = copied(seeds)
@@ -176,7 +177,7 @@ def apply(
 
 
 def uprooted(seeds: Seeds, rows: Bools, embargo: int) -> Seeds:
-    """The state with every seed of some rows, (E,) bool, gone that is not part of the network for good; its slot rests."""
+    """Return the state without the seeds of some rows, (E,) bool, that are not fossilized; their slots rest."""
     gone = rows[:, None] & among(seeds.stage, IN_BUDGET) & (seeds.stage != Stage.FOSSILIZED)
     after = copied(seeds)
     after.stage[gone] = Stage.EMBARGOED if embargo else Stage.DORMANT
@@ -186,19 +187,19 @@ def uprooted(seeds: Seeds, rows: Bools, embargo: int) -> Seeds:
 
 
 def exported(seeds: Seeds) -> Seeds:
-    """The state in which every seed acts that an export keeps, and no other."""
+    """Return the state in which exactly the seeds that an export keeps act."""
     fossil = seeds.stage == Stage.FOSSILIZED
     return seeds._replace(stage=np.where(fossil, seeds.stage, np.int8(Stage.DORMANT)))
 
 
 def edits(before: Seeds, after: Seeds) -> Edits:
-    """Which modules came and which went between two states."""
+    """Return which modules came and which went between two states."""
     had, has = among(before.stage, IN_BUDGET), among(after.stage, IN_BUDGET)
     return Edits(np.argwhere(has & ~had), np.argwhere(had & ~has))
 
 
 def transitions(before: Seeds, after: Seeds) -> Transitions:
-    """Every change of stage between two states, the pass through PRUNED of a doomed seed included."""
+    """Return every change of stage between two states, including the pass of a doomed seed through PRUNED."""
     env, slot = np.nonzero(before.stage != after.stage)
     source, target = before.stage[env, slot], after.stage[env, slot]
     through = (source == Stage.BLENDING) & ((target == Stage.EMBARGOED) | (target == Stage.DORMANT))
@@ -220,7 +221,7 @@ def _alpha_of_next_step(seeds: Seeds, shape: Shape) -> NDArray[np.float32]:
 
 
 def _clear(seeds: Seeds, gone: Bools) -> None:
-    """Empty the fields of slots whose seed is gone; the stage says what the slot is now."""
+    """Empty the fields of slots whose seed is gone; the field `stage` is kept."""
     for field, empty in ((seeds.life, 0), (seeds.blueprint, -1), (seeds.blend, 0), (seeds.alpha, 0), (seeds.ramp, 0)):
         field[gone] = empty
     seeds.doomed[gone] = False

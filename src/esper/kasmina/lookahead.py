@@ -1,4 +1,4 @@
-"""Whether the streams of a network look ahead, by measurement."""
+"""Measure whether the streams of a network look ahead."""
 
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -11,15 +11,15 @@ from esper.kasmina.recording import floats, mapped, run, tensors, untouched
 from esper.leyline.errors import InputError
 
 _NOISE = 16
-"""Differences of fewer units in the last place, relative to the largest value, count as rounding."""
+"""Differences of at most this many units in the last place of the largest value count as rounding."""
 
 
 def causal_paths(module: nn.Module, example: Any, paths: Collection[str]) -> set[str]:
-    """The submodules among `paths` whose output (B, L, C) follows an input that the network reads without looking ahead.
+    """Return the submodules among `paths` whose output (B, L, C) follows an input that the network reads causally.
 
-    The last position of each sequence of the example, (B, L) or (B, L, C), is changed, and the module, in evaluation mode, is run
-    again. The network reads that input causally if later positions of the streams or of the output change, and earlier ones do
-    not. Where an input cannot be changed, because the module then fails, nothing is known, and all streams count as causal.
+    The last position of each sequence of the example, (B, L) or (B, L, C), is changed, and the module is run again in
+    evaluation mode. The network reads that input causally if later positions of the streams or of the output change and
+    earlier ones do not. If the module fails on the changed input, nothing is known, and all streams count as causal.
     """
     if not paths:
         return set()
@@ -40,7 +40,10 @@ def causal_paths(module: nn.Module, example: Any, paths: Collection[str]) -> set
 
 
 def _streams(module: nn.Module, example: Any, paths: Collection[str]) -> dict[str, Tensor]:
-    """The sequences that the submodules at `paths` and the module, whose path is "", return; random numbers start anew."""
+    """Return the sequences that the submodules at `paths` and the module itself, at path "", compute.
+
+    Every call starts from the same random state.
+    """
     found: dict[str, Tensor] = {}
 
     def keep(path: str, output: Any) -> None:
@@ -62,9 +65,10 @@ def _streams(module: nn.Module, example: Any, paths: Collection[str]) -> dict[st
 
 
 def _effect(usual: Tensor, changed: Tensor, length: int) -> tuple[bool, bool]:
-    """Whether early positions of a stream change, and whether late ones do, where the last of `length` positions of an input did.
+    """Return whether early and whether late positions of a stream change when the last of `length` input positions does.
 
-    A stream may be longer or shorter than the input: its late positions are those that begin in the last one of the input.
+    A stream may be longer or shorter than the input. Its late positions are those that begin in the last position of
+    the input.
     """
     if usual.shape != changed.shape:
         return True, True
@@ -76,7 +80,7 @@ def _effect(usual: Tensor, changed: Tensor, length: int) -> tuple[bool, bool]:
 
 
 def _changed(example: Any) -> Iterator[tuple[int, Any]]:
-    """The example with the last position of one sequence changed, and the length of that sequence, for each sequence and axis."""
+    """Yield, for each sequence and axis, the example with the last position of the sequence changed, and its length."""
     for x in tensors(example):
         if x.dim() not in (2, 3) or x.dtype == torch.bool:
             continue
@@ -86,12 +90,12 @@ def _changed(example: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _swapped(old: Tensor, new: Tensor, x: Tensor) -> Tensor:
-    """`new` in place of `old`, and any other x as it is."""
+    """Return `new` in place of `old`, and any other x unchanged."""
     return new if x is old else x
 
 
 def _with_other_end(x: Tensor, axis: int) -> Tensor:
-    """x with other values at the last position of an axis: for integers, values that x has elsewhere."""
+    """Return x with other values at the last position of an axis; integers are replaced by values that x has elsewhere."""
     changed = x.detach().clone()
     last = changed.select(axis, x.shape[axis] - 1)
     if x.is_floating_point():

@@ -1,8 +1,9 @@
-"""How streams of several rows lie in memory: vectors (n, B, C) as they come, maps (n, B, C, H, W) with their channels last.
+"""Memory layout of streams of several rows: vectors (n, B, C) contiguous, maps (n, B, C, H, W) with their channels last.
 
-Convolutions on a CPU run fastest on maps in that layout, and torch's own row operations would undo it: they lay out their
-result afresh. Those here move the channels last, which costs nothing, work, and move them back. As torch's own
-`channels_last` does, they know maps by the number of axes; the values are the same in any layout.
+Convolutions on a CPU run fastest on maps in that layout. torch's own row operations would undo it, because they
+allocate their result in the default layout. The functions here move the channels last, which copies nothing, operate,
+and move them back. They recognise maps by the number of axes, as torch's `channels_last` does. The values are the same
+in any layout.
 """
 
 from collections.abc import Sequence
@@ -10,23 +11,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MAPS = 5  # axes of the maps of several rows
+_MAPS = 5  # number of axes of maps with a row axis
 
 
 def select_rows(stream: Tensor, where: Tensor | None) -> Tensor:
-    """Some rows of a stream, or all; a node of its own in the graph either way, so that gradients are summed in one order."""
+    """Select some rows of a stream, or all.
+
+    The result is a node of its own in the autograd graph either way, so that gradients are summed in one order.
+    """
     if where is None:
         return stream.view_as(stream)
     return _first(_last(stream).index_select(0, where))
 
 
 def append_rows(stream: Tensor | None, more: Tensor) -> Tensor:
-    """Rows behind rows."""
+    """Append rows to rows."""
     return more if stream is None else _first(torch.cat([_last(stream), _last(more)]))
 
 
 def stack_rows(outputs: Sequence[Tensor]) -> Tensor:
-    """Rows (B, ...) as one stream; a single row is not copied."""
+    """Stack rows (B, ...) into one stream; a single row is not copied."""
     if len(outputs) == 1:
         return outputs[0].unsqueeze(0)
     if outputs[0].dim() == _MAPS - 1:
@@ -35,12 +39,15 @@ def stack_rows(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """The same stream with the channels of maps last in memory."""
+    """Return the same stream with the channels of maps last in memory."""
     return _first(_last(x).contiguous()) if x.dim() == _MAPS else x
 
 
 def in_layout_of(h: Tensor, y: Tensor) -> Tensor:
-    """y in the memory layout of h: which kernel runs next, and so its last bit, must not depend on whether a seed grew."""
+    """Return y in the memory layout of h.
+
+    The layout decides which kernel runs next, and so its last bit, which must not depend on whether a seed grew.
+    """
     same = y.dim() != _MAPS or y.stride() == h.stride()
     return y if same else torch.empty_like(h).copy_(y)
 

@@ -1,4 +1,4 @@
-"""A grown network as one plain module: features as they came in, labels as they were given out. B examples, C outputs."""
+"""A grown network as one plain module that takes raw features and predicts labels as the task had them. B examples, C outputs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -21,7 +21,7 @@ from esper.leyline.streams import STREAMS, Kind
 from esper.leyline.task import Interface, Scaling
 
 CHUNK = 4096
-"""Most examples of one pass of `predict`."""
+"""Largest number of examples in one pass of `predict`."""
 
 
 class Graft(NamedTuple):
@@ -31,7 +31,7 @@ class Graft(NamedTuple):
         after (int): index of the segment whose output it changes
         tap (Tap): what it reads
         blend (Blend): how its change enters the stream
-        alpha (float): the dose at which it was kept
+        alpha (float): the dose that it has for good
         kind (Kind): the kind of the stream
     """
 
@@ -55,7 +55,7 @@ class _Scaled(nn.Module):
 
     @property
     def scaling(self) -> Scaling:
-        """Both, on the device that they are on."""
+        """The mean and the deviation, on the device that they are on."""
         return Scaling(self.mean, self.deviation)
 
 
@@ -78,16 +78,16 @@ class Restore(_Scaled):
 class GrownNetwork(nn.Module):
     """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, ..., C).
 
-    It is called as the first segment of its host is: network(x), network(*batch) or network(**batch), with the batches of the
-    task. It takes features as the task was given them: where the task standardizes them, so does `standardize`, the first
-    module. It returns targets as the task was given them: where hosts return them standardized, `restore`, the last module,
-    undoes that.
+    It is called as the first segment of its host is: network(x), network(*batch) or network(**batch), with the batches
+    of the task. It takes features as the task was given them. If the task standardizes features, the first module,
+    `standardize`, does so. It returns targets as the task was given them. If hosts return standardized targets, the
+    last module, `restore`, undoes the standardization.
 
-    inputs: shape of one example; of each of its tensors where there are several.
-    classes: the labels as the task was given them, in the order of the outputs; None where the outputs are values.
+    inputs: shape of one example, or of each of its tensors if there are several.
+    classes: the labels as the task was given them, in the order of the outputs; None if the outputs are values.
     target: shape of one example's y.
-    columns: the names of the features, where the task was given a frame; None otherwise.
-    original: the factory of the host without any seed, where a file can name it; None otherwise.
+    columns: the names of the features if the task was given a data frame, else None.
+    original: the factory of the host without any seed if a file can name it, else None.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GrownNetwork(nn.Module):
         super().__init__()
         self.standardize = None if interface.scaling is None else Standardize(interface.scaling)
         self.segments = host.segments
-        self.slots, self.stacks, self.draws = host.slots, host.stacks, host.draws  # for whoever grows it further
+        self.slots, self.stacks, self.draws = host.slots, host.stacks, host.draws  # to grow it further
         self.seeds = nn.ModuleList(seeds)
         self.grafts = tuple(grafts)
         self.restore = None if interface.target_scaling is None else Restore(interface.target_scaling)
@@ -115,19 +115,20 @@ class GrownNetwork(nn.Module):
         """(B, ...) -> (B, ..., C): the logit of every class, or the value of every target."""
         batch = batch_of(() if x is None else (x, *others), named)
         if self.standardize is not None:
-            assert isinstance(batch, Tensor), "one tensor is standardized"
+            assert isinstance(batch, Tensor), "only a single tensor is standardized"
             batch = self.standardize(batch)
         y = run_segments(batch, self.segments, self.seeds, self.grafts)
         return y if self.restore is None else self.restore(y)
 
     def predict(self, x: Any) -> NDArray[Any]:
-        """The label (B,) of each example as the task's y had it, or its labels (B, ...); of a regression the targets.
+        """Predict the label (B,) of each example, or its labels (B, ...), as the task's y had them; for a regression,
+        the targets.
 
-        x: (B, ...) features as the task was given them, in a tensor, an array, a list or a frame, whose columns are taken by
-        name; a tuple or a mapping of these where the task's examples are. Dropout is off, and the network stays in the mode it
-        is in.
+        x: (B, ...) features as the task was given them, in a tensor, an array, a list or a data frame, whose columns
+        are taken by name; a tuple or a mapping of these if the task's examples are one. Dropout is off, and the network
+        stays in its mode.
 
-        Raises InputError where x does not fit the network, or is not finite.
+        Raises InputError if x does not fit the network, or is not finite.
         """
         output = self._outputs(x)
         if self.classes is not None:
@@ -136,9 +137,10 @@ class GrownNetwork(nn.Module):
         return output if self.target else output.reshape(len(output))
 
     def predict_proba(self, x: Any) -> NDArray[Any]:
-        """(B, ..., C) the probability of each class, in the order of `classes`: the softmax of the outputs.
+        """Predict (B, ..., C) the probability of each class, in the order of `classes`: the softmax of the outputs.
 
-        x: as for `predict`. Raises InputError where the network does not predict classes, too.
+        x: as for `predict`. Raises InputError if x does not fit the network or is not finite, or if the network does
+        not predict classes.
         """
         if self.classes is None:
             raise InputError("the network predicts values, which have no probabilities; use predict(x)")
@@ -147,7 +149,7 @@ class GrownNetwork(nn.Module):
 
     @torch.no_grad()
     def _outputs(self, x: Any) -> NDArray[Any]:
-        """(B, ..., C) outputs in evaluation mode, on the CPU."""
+        """Compute (B, ..., C) outputs in evaluation mode, on the CPU."""
         weight = next((value for value in self.state_dict().values() if value.is_floating_point()), torch.zeros(()))
         examples = read_examples(x, self.interface, weight.dtype)
         count = len(first(examples))
@@ -168,13 +170,13 @@ class GrownNetwork(nn.Module):
 
 
 def _piece(examples: Batch, start: int, device: torch.device) -> Batch:
-    """At most `CHUNK` examples from one on, on a device."""
+    """Return at most `CHUNK` examples from index `start` on, on a device."""
     piece: Batch = map_leaves(lambda leaf: leaf[start : start + CHUNK].to(device), examples)
     return piece
 
 
 def run_segments(x: Batch, segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft]) -> Tensor:
-    """Segments one after the other, each with the seed that is grafted behind it: (B, ...) -> (B, ...)."""
+    """Run segments one after the other, each with the seed that is grafted behind it: (B, ...) -> (B, ...)."""
 
     def grown(site: int, taps: Taps[Batch]) -> Batch:
         graft, seed = grafts[site], cast(Seed, seeds[site])

@@ -1,4 +1,4 @@
-"""Runs a pass over a body as its plan says. n rows, S slots, B examples, X branches."""
+"""Run a planned pass over a body. n rows, S slots, B examples, X branches."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,12 +24,12 @@ Kept = Literal["none", "here", "all"]
 
 
 class Streams(NamedTuple):
-    """What one slot sees of a pass.
+    """What one slot reads in a pass.
 
     Attributes:
         here ((n, B, ...) tensor): the stream in front of any seed
-        before ((n, B, ...) tensor, or a batch with such leaves): what entered the segment
-        inner ((n, B, ...) tensor or None): the features inside the segment, where the host offers them and they were asked for
+        before ((n, B, ...) tensor, or a batch with such leaves): the input of the segment in front of the slot
+        inner ((n, B, ...) tensor or None): the features inside that segment, if the host offers them and they were asked for
     """
 
     here: Tensor
@@ -38,12 +38,12 @@ class Streams(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a forward pass returns.
+    """The result of a forward pass.
 
     Attributes:
-        output ((n, B, ...) tensor): of the environments
-        branches ((X, B, ...) tensor or None): of the branches, in their order
-        streams (S Streams): one for each slot, where asked for
+        output ((n, B, ...) tensor): outputs of the environments
+        branches ((X, B, ...) tensor or None): outputs of the branches, in their order
+        streams (S Streams): one for each slot, if asked for
         proximal (() tensor or None): the sum over straight-through seeds of |c|^2 / |h|^2
     """
 
@@ -54,14 +54,14 @@ class Pass(NamedTuple):
 
 
 class _Flow(NamedTuple):
-    """What runs through the segments: the rows of a pass, and the branches that have left them so far."""
+    """The stream of the rows of a pass, and that of the branches that have left them so far."""
 
-    base: Any  # (n, B, ...) tensor; in front of the first segment a batch with leaves (n, B, ...)
+    base: Any  # (n, B, ...) tensor; before the first segment a batch with leaves (n, B, ...)
     extra: Tensor | None  # (m, B, ...)
 
 
 class _Rows(NamedTuple):
-    """Rows of a stack of seeds, as one seed."""
+    """Rows of a stack of seeds, which compute as one seed."""
 
     stack: Stack
     rows: Rows
@@ -76,7 +76,7 @@ class _Rows(NamedTuple):
 
 
 class Step:
-    """The computation of a plan: a function of a body's columns, the doses of the plan, and a batch."""
+    """Compute a plan: a function of a body's columns, the doses of the plan, and a batch."""
 
     def __init__(self, body: "Body", plan: Plan) -> None:
         self.body, self.plan = body, plan
@@ -87,7 +87,7 @@ class Step:
         body, plan = self.body, self.plan
         x = map_leaves(channels_last, x)
         if body.by_row and plan.bare and kept == "none" and not body.host.draws:
-            # A loop saves a call a segment; the kernels are the same.
+            # A host that runs in a loop saves one call per segment here; the kernels are the same.
             return body.masked(Pass(body.host(x, slice(*plan.part)), None, (), None), Route(plan, doses))
         running = _Running(self, doses, kept, keys)
         flow = body.layout.chain.run(running.call, _Flow(x, None), running.visit)
@@ -96,14 +96,14 @@ class Step:
 
 
 class _Running:
-    """One run of a plan: `call` and `visit` of its chain, and what they gather."""
+    """The state of one run of a plan, with the `call` and `visit` that its chain takes."""
 
     def __init__(self, step: Step, doses: Doses, kept: Kept, keys: Indices | None) -> None:
         self.step, self.doses, self.kept, self.keys = step, doses, kept, keys
         self.body, self.plan = step.body, step.plan
         self.part = slice(*step.plan.part)
         self.frozen = kept == "all"
-        self.origin: Tensor | None = None  # the network's input of every branch that runs already
+        self.origin: Tensor | None = None  # the network's input for each branch that has left already
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
 
@@ -118,7 +118,7 @@ class _Running:
         return _Flow(base, extra)
 
     def visit(self, slot: int, taps: Taps[_Flow]) -> _Flow:
-        """Let branches leave, keep the streams that were asked for, and add what the seeds of a slot change."""
+        """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot."""
         (h, extra), before, x = taps.here, taps.before.base, taps.input.base
         layout = self.body.layout
         segment, place = layout.slots[slot].after, len(self.step.segment_of) + slot
@@ -145,14 +145,14 @@ class _Running:
         return _Flow(h, extra)
 
     def _inner(self, slot: int, before: Batch) -> Tensor | None:
-        """The inner features of the segment in front of a slot, run again; None where the host does not offer them."""
+        """Return the inner features of the segment in front of a slot, computed again; None if the host does not offer them."""
         spec, z = self.body.slots[slot], map_leaves(Tensor.detach, before)
         for index in range(spec.inner or 0):
             z = self.body.host(z, self.part, part=f"segments.{spec.after}.{index}", frozen=True)
         return z if spec.inner else None
 
     def _grown(self, plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
-        """The stream behind the seeds of one call."""
+        """Return the stream behind the seeds of one call."""
         stream, h = self.body.layout.streams[plan.slot], sources[Tap.HERE]
         u = _read(plan, doses, sources, stream)
         acts_on = select_rows(h, doses.where) if plan.blended or plan.straight else h
@@ -165,7 +165,7 @@ class _Running:
         change = slot_change(stream, acts_on, u, seed, doses.alpha, doses.blend, gated=plan.gated)
         if plan.straight:
             where = doses.where if doses.where is not None else torch.arange(len(h), device=h.device)
-            tiny = torch.finfo(acts_on.dtype).tiny  # a dead stream is all 0
+            tiny = torch.finfo(acts_on.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
             proximal = (energy(change) / energy(acts_on).clamp(min=tiny)).sum()
             self.proximal = proximal if self.proximal is None else self.proximal + proximal
             return Straight.apply(h, change, where)  # type: ignore[no-any-return,no-untyped-call]
@@ -174,7 +174,7 @@ class _Running:
 
 
 def _read(plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], stream: type[Stream]) -> Tensor:
-    """What the rows of a call read, each by its own tap, at the resolution of the stream."""
+    """Return what the rows of a call read, each by its own tap, at the resolution of the stream."""
     first, *others = plan.taps
     h = sources[Tap.HERE]
     u = stream.fitted(select_rows(sources[first], doses.where), h)
@@ -186,11 +186,11 @@ def _read(plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], stream: typ
 def _rows(run: Run, gathered: Indices | None) -> Rows:
     if isinstance(run, tuple):
         return slice(*run)
-    assert gathered is not None, "the doses are of another plan"
-    assert len(gathered) == run, "the doses are of another plan"
+    assert gathered is not None, "the doses must be those of the plan"
+    assert len(gathered) == run, "the doses must be those of the plan"
     return gathered
 
 
 def _of(keys: Indices | None, place: int) -> Indices | None:
-    """The keys of one place of the network, so that no two places draw alike."""
+    """Derive the keys of one place of the network, so that no two places draw the same numbers."""
     return None if keys is None else key(keys, place)

@@ -1,4 +1,4 @@
-"""Forward passes worked out beforehand: a hashable plan of what runs, and doses, the tensors that vary within a plan.
+"""Planned forward passes: a hashable plan of what runs, and doses, the tensors that vary within a plan.
 
 E environments, S slots, B examples, X branches. A pass goes over a *part* of the population, n of its rows.
 """
@@ -15,13 +15,13 @@ from esper.leyline.slots import Tap
 
 Indices = NDArray[np.int64]
 Run = tuple[int, int] | int
-"""Rows of a stack that a call runs: (first, one past the last) where they are contiguous, else how many are gathered."""
+"""Rows of a stack that a call runs: (first, one past the last) if they are contiguous, else the number of rows to gather."""
 
 
 class Branches(NamedTuple):
     """Further evaluations that leave the pass of their environment at a slot and run on from there at doses of their own.
 
-    Sorted by `slot`. What comes before the slot is shared with the environment's own pass.
+    Sorted by `slot`. The computation in front of the slot is shared with the environment's own pass.
 
     Attributes:
         env ((X,) int): the environment of each branch
@@ -35,18 +35,18 @@ class Branches(NamedTuple):
 
     @classmethod
     def at(cls, env: Indices, slot: Indices, dose: NDArray[np.float32]) -> tuple["Branches", Indices]:
-        """Branches from unsorted arrays, and the order that sorts them: row i of the result is row order[i] of the input."""
+        """Make branches from unsorted arrays; row i of the result is row order[i] of the input, and the order is returned too."""
         order = np.lexsort((env, slot))
         return cls(env[order], slot[order], dose[order]), order
 
     def within(self, part: slice) -> tuple["Branches", Indices]:
-        """The branches of a part of the environments, and where among all branches they are."""
+        """Return the branches of a part of the environments, and their indices among all branches."""
         chosen = np.flatnonzero((self.env >= part.start) & (self.env < part.stop))
         return Branches(self.env[chosen], self.slot[chosen], self.dose[chosen]), chosen
 
 
 class CallPlan(NamedTuple):
-    """One form of one slot, run over some rows of a pass.
+    """One form at one slot, run over some rows of a pass.
 
     Attributes:
         slot (int): index of the slot
@@ -54,10 +54,10 @@ class CallPlan(NamedTuple):
         run (Run): rows of the stack
         whole (bool): whether the rows are all of the pass, in order
         taps (Taps): what the rows read, one or more
-        attenuated (bool): whether some row has an alpha below 1
-        blended (bool): whether some row blends by another way than ADD
-        gated (bool): whether some row blends by GATE
-        detached (bool): whether some row's read passes no gradient on
+        attenuated (bool): whether a row has an alpha below 1
+        blended (bool): whether a row has another blend than ADD
+        gated (bool): whether a row has blend GATE
+        detached (bool): whether no gradient flows back through what a row reads
         frozen (bool): whether the parameters of the seeds are constants
         straight (bool): whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
     """
@@ -76,7 +76,7 @@ class CallPlan(NamedTuple):
 
 
 class JoinPlan(NamedTuple):
-    """What a pass does with branches at one segment.
+    """The branches of a pass at one segment.
 
     Attributes:
         run (Run): rows of the host for the branches that run already
@@ -88,10 +88,10 @@ class JoinPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a pass runs. Passes with one plan differ in their doses alone, so whatever is prepared for a plan serves them all.
+    """The structure of a pass. Passes with one plan differ only in their doses, so what is prepared for a plan serves them all.
 
     Attributes:
-        part (pair): the first environment that it goes over, and one past the last
+        part (pair): the first environment of the pass, and one past the last
         base (S tuples): calls of each slot for the environments themselves
         branch (S tuples): calls of each slot for branches; empty without branches
         joins (tuple): one for each segment; empty without branches
@@ -109,16 +109,16 @@ class Plan(NamedTuple):
 
 
 class CallDoses(NamedTuple):
-    """What varies in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream.
+    """The tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream.
 
     Attributes:
-        rows ((n,) int or None): rows of the stack; None where they are contiguous
-        where ((n,) tensor or None): rows of the pass; None where they are all of them, in order
+        rows ((n,) int or None): rows of the stack; None if they are contiguous
+        where ((n,) tensor or None): rows of the pass; None if they are all of them, in order
         places ((n,) int): the same on the host
         tap (mapping): for every tap of the plan but the first, a bool column: the rows that read it
-        alpha (column or None): None where it is 1 in every row
-        blend (column or None): None where every row is ADD
-        attached (column or None): bool, rows whose read passes a gradient on; None where all do
+        alpha (column or None): None if it is 1 in every row
+        blend (column or None): None if every row is ADD
+        attached (column or None): bool, rows through whose input a gradient flows back; None if all are
     """
 
     rows: Indices | None
@@ -131,11 +131,11 @@ class CallDoses(NamedTuple):
 
 
 class JoinDoses(NamedTuple):
-    """What varies in a join.
+    """The tensors that vary in a join.
 
     Attributes:
-        rows ((n,) int or None): rows of the host for the branches that run already; None where they are contiguous
-        env ((m,) tensor or None): rows of the pass that the joining branches leave; None where none joins
+        rows ((n,) int or None): rows of the host for the branches that run already; None if they are contiguous
+        env ((m,) tensor or None): rows of the pass that the joining branches leave; None if none joins
     """
 
     rows: Indices | None
@@ -143,12 +143,12 @@ class JoinDoses(NamedTuple):
 
 
 class Doses(NamedTuple):
-    """What varies within a plan; the tuples are those of `Plan`.
+    """The tensors that vary within a plan; the tuples are those of `Plan`.
 
     Attributes:
-        base (S tuples): of the calls for the environments themselves
-        branch (S tuples): of the calls for branches
-        joins (tuple): of the joins
+        base (S tuples): doses of the calls for the environments themselves
+        branch (S tuples): doses of the calls for branches
+        joins (tuple): doses of the joins
         origin ((X,) tensor or None): the row of the pass that each branch leaves
         owners ((X,) int): the same on the host
     """
@@ -161,14 +161,14 @@ class Doses(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A plan and its doses, worked out once and run for as many batches as the doses hold."""
+    """A plan and its doses, computed once and run for as many batches as the doses hold."""
 
     plan: Plan
     doses: Doses
 
     @property
     def part(self) -> slice:
-        """The environments that it goes over."""
+        """The environments of the pass."""
         return slice(*self.plan.part)
 
     @property
@@ -181,10 +181,10 @@ Prepared = TypeVar("Prepared")
 
 
 class PlanCache(Generic[Prepared]):
-    """What is prepared for plans, for the plans that were used last.
+    """A cache of what is prepared for plans, for the plans that were used last.
 
-    built: plans that something was prepared for. reused: how often that was used again. evicted: plans that were
-    forgotten because more than `bound` were in use.
+    built: number of plans that something was prepared for. reused: number of times that it was found in the cache.
+    evicted: number of plans dropped because more than `bound` were in use.
     """
 
     def __init__(self, bound: int) -> None:
@@ -194,7 +194,7 @@ class PlanCache(Generic[Prepared]):
         self._known: OrderedDict[Plan, Prepared] = OrderedDict()
 
     def get(self, plan: Plan, prepare: Callable[[Plan], Prepared]) -> Prepared:
-        """What was prepared for a plan, or what `prepare` makes of it now."""
+        """Return what was prepared for a plan, or prepare it now with `prepare`."""
         known = self._known.get(plan)
         if known is not None:
             self.reused += 1

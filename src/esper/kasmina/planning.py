@@ -1,4 +1,4 @@
-"""Works out passes over a body: which rows of which stacks run at given doses, and where branches join.
+"""Plan passes over a body: which rows of which stacks run at given doses, and where branches join.
 
 E environments, S slots, X branches.
 """
@@ -36,10 +36,11 @@ OneDose = NDArray[np.float32]
 
 
 class Planner:
-    """Works out the passes over a body.
+    """Plan the passes over a body.
 
-    With `train`, a branch is a shadow: the one seed that it adds at its slot learns, all else is constant. With `straight`,
-    incubating seeds run behind the host in the pass itself. With `frozen` no seed's parameters get gradients.
+    With `train`, a branch is a shadow: only the one seed that it adds at its slot learns, and everything else is
+    constant. With `straight`, incubating seeds run behind the host in the pass itself. With `frozen`, the parameters of
+    seeds get no gradients.
     """
 
     def __init__(self, body: "Body", seeds: Seeds, *, train: bool, straight: bool, frozen: bool) -> None:
@@ -47,7 +48,7 @@ class Planner:
         self.train, self.straight, self.frozen = train, straight, frozen
 
     def route(self, dose: OneDose, branches: Branches | None, part: slice) -> Route:
-        """A pass over a part of the rows at doses (E, S); `branches` are those of the part alone."""
+        """Plan a pass over a part of the rows at doses (E, S); `branches` are those of the part alone."""
         base = _split([self._base(slot, dose, part) for slot in range(len(self.layout.slots))])
         bounds = part.start, part.stop
         if branches is None or not len(branches.env):
@@ -67,9 +68,9 @@ class Planner:
         return calls
 
     def _join(self, segment: int, branches: Branches, part: slice) -> tuple[JoinPlan, JoinDoses]:
-        """What branches do at a segment: which run through it, and which join behind it."""
+        """Plan the branches at a segment: those that run through it, and those that join behind it."""
         slots = self.layout.slots
-        first = sum(slot.after < segment for slot in slots)  # the first slot that is not in front of the segment
+        first = sum(slot.after < segment for slot in slots)  # the first slot behind the segment
         owners = branches.env[: np.searchsorted(branches.slot, first)]
         here = first < len(slots) and slots[first].after == segment
         joining = branches.env[branches.slot == first] - part.start if here else np.zeros(0, np.int64)
@@ -79,7 +80,7 @@ class Planner:
         return JoinPlan(len(owners), len(joining)), JoinDoses(owners, env)
 
     def _branch(self, slot: int, branches: Branches) -> list[Call]:
-        """The calls at a slot for the branches that run through it or join there."""
+        """Plan the calls at a slot for the branches that run through it or join there."""
         there = int(np.searchsorted(branches.slot, slot, side="right"))
         envs, doses = branches.env[:there], branches.dose[:there, slot]
         if not self.train:
@@ -89,7 +90,7 @@ class Planner:
         return self._calls(slot, envs, old, frozen=True) + self._calls(slot, envs, new, frozen=False)
 
     def _calls(self, slot: int, envs: Indices, dose: OneDose, *, frozen: bool, straight: bool = False) -> list[Call]:
-        """The forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
+        """Plan the forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
         body, seeds, column = self.body, self.seeds, self._column(slot)
         calls = []
         for (at, form), owners in body.envs.items():
@@ -141,12 +142,12 @@ class Planner:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.body.device, non_blocking=True)
 
     def _column(self, slot: int) -> Callable[[NDArray[np.generic]], Tensor]:
-        """From numbers (n,) on the host to a column of a slot's stream on the device."""
+        """Move numbers (n,) from the host to a column of a slot's stream on the device."""
         stream = self.layout.streams[slot]
         return lambda values: stream.column(self._send(values))
 
 
 def _split(slots: list[list[Call]]) -> tuple[tuple[tuple[CallPlan, ...], ...], tuple[tuple[CallDoses, ...], ...]]:
-    """The plans and the doses of the calls of each slot."""
+    """Split the calls of each slot into plans and doses."""
     plans = tuple(tuple(plan for plan, _ in calls) for calls in slots)
     return plans, tuple(tuple(doses for _, doses in calls) for calls in slots)

@@ -1,6 +1,6 @@
-"""One run of a module on an example: which submodules ran, what flowed through them, and what a loss depends on.
+"""Record one run of a module on an example: the submodules that ran, their streams, and what a loss depends on.
 
-The module stays as it was: within `on_aliases` it runs on aliases of its parameters and on copies of its buffers, and its
+The module is not changed: `on_aliases` runs it with aliases of its parameters and copies of its buffers, and its
 attributes, its training mode and the random generators are restored afterwards.
 """
 
@@ -32,18 +32,18 @@ _RESHAPE = re.compile(
 
 
 Stream = tuple[tuple[int, ...] | None, GradientEdge | None]
-"""Shape and place in the autograd graph of a stream, at the time when it was met."""
+"""Shape of a stream and its place in the autograd graph, at the time of the call."""
 
 
 class Call(NamedTuple):
     """One call of a submodule. A stream is the first floating-point tensor of the input or of the output.
 
     Attributes:
-        entered (tuple[int, ...] | None): shape of the stream that enters, or None where there is none
-        source (GradientEdge | None): the stream that enters, in the autograd graph; None where it needs no gradient
-        left (tuple[int, ...] | None): shape of the stream that leaves, or None where there is none
-        edge (GradientEdge | None): the stream that leaves, in the autograd graph; None where it needs no gradient
-        bundled (bool): whether the output is a structure that holds the stream, and no tensor
+        entered (tuple[int, ...] | None): shape of the input stream, or None if there is none
+        source (GradientEdge | None): the input stream in the autograd graph; None if it needs no gradient
+        left (tuple[int, ...] | None): shape of the output stream, or None if there is none
+        edge (GradientEdge | None): the output stream in the autograd graph; None if it needs no gradient
+        bundled (bool): whether the output is a structure that holds the stream, and not a tensor
     """
 
     entered: tuple[int, ...] | None
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What one forward pass did.
+    """The record of one forward pass.
 
     Attributes:
         calls (dict[str, list[Call]]): by dotted path, in the order in which the submodules first returned
@@ -66,10 +66,10 @@ class Recording(NamedTuple):
 
 
 def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result]) -> Result:
-    """work(weights), while `weights`, aliases of the parameters that need a gradient, stand in for the parameters by name.
+    """Call work(weights) while `weights`, aliases of the parameters that need a gradient, replace the parameters by name.
 
-    Copies stand in for the buffers. What else running a module changes is restored afterwards (`untouched`). Raises InputError
-    where the module writes into a parameter.
+    Copies replace the buffers. Everything else that running a module changes is restored afterwards (`untouched`). Raises
+    InputError if the module writes into a parameter.
     """
     with torch.inference_mode(False), torch.enable_grad(), untouched(module):
         weights = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
@@ -86,7 +86,7 @@ def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result]) -
 
 
 class _Work(nn.Module):
-    """Work on a module as a module, which is what `functional_call` takes."""
+    """Work on a module, wrapped as a module, which is what `functional_call` takes."""
 
     def __init__(self, module: nn.Module, work: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ class _Work(nn.Module):
 def record(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None) -> Recording:
     """Run the module once on the example and record every call of a submodule.
 
-    Without a loss, the loss is `distance` of the output. Raises InputError where the module cannot run on the example, or where
-    the loss is no number that depends on the module.
+    Without a loss, the loss is `distance` of the output. Raises InputError if the module cannot run on the example, or
+    if the loss is not a number that depends on the module.
     """
     calls: dict[str, list[Call]] = {}
 
@@ -114,16 +114,16 @@ def record(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None
 
 
 def run(module: nn.Module, example: Any) -> Any:
-    """The output on the example: a tensor is the argument, a tuple or list the arguments, a mapping the named arguments.
+    """Run the module on the example: a tensor is the argument, a tuple or list the arguments, a mapping the named arguments.
 
-    InputError where the module cannot run on it.
+    Raises InputError if the module cannot run on it.
     """
     given = mapped(example, lambda x: x.detach().clone())  # the module may change its input in place
     try:
         if isinstance(given, Mapping):
             return module(**given)
         return module(*given) if isinstance(given, list) else module(given)
-    except Exception as error:  # a person's module can raise anything; its first line says why
+    except Exception as error:  # a user's module can raise any error; its first line gives the reason
         if is_out_of_memory(error):
             raise
         shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors(example))
@@ -158,7 +158,7 @@ def submodules(module: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _listening(module: nn.Module, note: Callable[[str, Stream, Any], None]) -> Iterator[None]:
-    """Call note(path, stream that entered, output) after every call of a submodule."""
+    """Call note(path, input stream, output) after every call of a submodule."""
     handles = []
     entered: list[Stream] = []  # a stack, because calls nest
     for path, each in submodules(module).items():
@@ -179,12 +179,12 @@ def _listening(module: nn.Module, note: Callable[[str, Stream, Any], None]) -> I
 
 
 def floats(structure: Any) -> Iterator[Tensor]:
-    """The floating-point tensors of a structure, in order."""
+    """Return the floating-point tensors of a structure, in order."""
     return (x for x in tensors(structure) if x.is_floating_point())
 
 
 def tensors(structure: Any) -> Iterator[Tensor]:
-    """The tensors of a structure of tuples, lists, mappings and dataclasses, in order."""
+    """Return the tensors of a structure of tuples, lists, mappings and dataclasses, in order."""
     if isinstance(structure, Tensor):
         yield structure
     elif isinstance(structure, Mapping):
@@ -199,7 +199,7 @@ def tensors(structure: Any) -> Iterator[Tensor]:
 
 
 def mapped(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The structure with `change` of each tensor in its place, in the order of `tensors`."""
+    """Return the structure with each tensor replaced by `change` of it, in the order of `tensors`."""
     if isinstance(structure, Tensor):
         return change(structure)
     if isinstance(structure, Mapping):
@@ -214,9 +214,9 @@ def mapped(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def distance(output: Any) -> Tensor:
-    """() sum over the floating-point tensors of the output of the mean of (x - cos(k))^2, where k counts the elements.
+    """() the sum over the floating-point tensors of the output of the mean of (x - cos(k))^2, where k counts the elements.
 
-    The mean of x^2 has no gradient behind a normalisation, nor at outputs that are zero; this one has.
+    The mean of x^2 would have no gradient behind a normalisation, nor at outputs that are zero.
     """
     terms = []
     for x in floats(output):
@@ -235,9 +235,9 @@ def _checked_loss(module: nn.Module, output: Any, loss: Callable[[Any], Tensor] 
         value = (loss or distance)(output)
     except InputError:
         raise
-    except Exception as error:  # a person's function can raise anything; its first line says why
+    except Exception as error:  # a user's function can raise any error; its first line gives the reason
         raise InputError(
-            f"the loss cannot take the output of the module: {typed_line(error)}; mend the loss"
+            f"the loss cannot take the output of the module: {typed_line(error)}; correct the loss"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -258,7 +258,7 @@ def _stream(structure: Any) -> Stream:
 
 
 def _contents(value: Any) -> tuple[Any, Any]:
-    """An attribute, and what it holds where it is a dictionary or a list."""
+    """Yield an attribute, and what it holds if it is a dictionary or a list."""
     return value, dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
 
 
@@ -287,7 +287,7 @@ class Graph:
         return set().union(*self._products.values())
 
     def before_products(self, layers: Collection[Node]) -> set[Node]:
-        """The nodes that reach the loss through a multiplication by a parameter or through one of `layers`."""
+        """Return the nodes that reach the loss through a multiplication by a parameter or through one of `layers`."""
         found: set[Node] = set()
         for node in reversed(self._order):
             if node in found or node in layers or self._products.get(node):
@@ -295,7 +295,7 @@ class Graph:
         return found
 
     def ancestors(self, nodes: Collection[Node]) -> dict[Node, set[Node]]:
-        """Which of `nodes` each of them depends on."""
+        """Return, for each of `nodes`, the others that it depends on."""
         place = {node: index for index, node in enumerate(nodes)}
         masks: dict[Node, int] = {}
         reached: dict[Node, set[Node]] = {}
@@ -312,7 +312,7 @@ class Graph:
 
 
 def _inputs_first(root: Node | None) -> list[Node]:
-    """All nodes under the root, each behind those that it depends on."""
+    """Return all nodes under the root, each after those that it depends on."""
     order: list[Node] = []
     seen: set[Node] = set()
     waiting: list[tuple[Node, bool]] = [(root, False)] if root is not None else []
@@ -328,7 +328,7 @@ def _inputs_first(root: Node | None) -> list[Node]:
 
 
 def _factors(node: Node) -> set[int]:
-    """The ids of the leaves that a node takes, as they are or transposed, reshaped or cast."""
+    """Yield the ids of the leaves that a node takes, unchanged or transposed, reshaped or cast."""
     found = set()
     for each, _ in node.next_functions:
         while each is not None and _RESHAPE.match(each.name()) and each.next_functions:

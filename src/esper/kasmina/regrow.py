@@ -1,4 +1,4 @@
-"""A grown network as a host again: its seeds are part of the host, and its slots are free. B examples."""
+"""Turn a grown network into a host again: its seeds become part of the host, and its slots are free. B examples."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -32,25 +32,23 @@ class GraftedSegments(nn.Module):
 class RegrownHost:
     """A factory of hosts that are copies of one grown network.
 
-    The network is loaded once, so that a run does not need the files of an earlier one until its end.
+    The network is loaded once, so that a run does not need the files of an earlier run until its end.
     """
 
     def __init__(self, network: GrownNetwork) -> None:
         self._host = as_host(network)
         self.original = network.original
         self._ungrown = Ungrown(network)
-        self.scaling = _scaling(
-            network.standardize
-        )  # of the features that the host reads, None where it takes them raw
-        self.target_scaling = _scaling(network.restore)  # of the targets that the host returns, likewise
+        self.scaling = _scaling(network.standardize)  # of the features that the host reads; None if it takes them raw
+        self.target_scaling = _scaling(network.restore)  # of the targets that the host returns; None if they are raw
 
     def __call__(self) -> SegmentedHost:
-        """A host with weights of its own, equal to those of the network."""
+        """Make a host with weights of its own, equal to those of the network."""
         return copy.deepcopy(self._host)
 
     @property
     def ungrown(self) -> Callable[[], nn.Module]:
-        """A factory of the host that was grown first, without any seed: the named one, or one of the segments."""
+        """A factory of the host that was grown first, without any seed: the named factory, or one of the segments."""
         return self.original or self._ungrown
 
 
@@ -65,22 +63,22 @@ class Ungrown:
         self._host.stacks, self._host.draws = network.stacks, network.draws
 
     def __call__(self) -> SegmentedHost:
-        """A host with weights of its own, equal to those that the host came to beside its seeds."""
+        """Make a host with weights of its own, equal to the weights that the host had when its growth ended."""
         return copy.deepcopy(self._host)
 
 
 def _flat(segment: nn.Module) -> list[nn.Module]:
-    """The segments of the first host in a segment of a regrown one, in order."""
+    """Return the segments of the first host that are inside a segment of a regrown one, in order."""
     if isinstance(segment, GraftedSegments):
         return [part for inner in segment.segments for part in _flat(inner)]
     return [segment]
 
 
 def as_host(network: GrownNetwork) -> SegmentedHost:
-    """The network as a host with its slots free again, which reads and returns standardized values where the network does.
+    """Return the network as a host with free slots, which reads and returns standardized values if the network does.
 
-    A seed acts in the segment that it was grafted behind. One that reads the input makes one segment of all segments up to
-    there, since it reads what enters them; the slots inside are gone (`lost_slots`).
+    A seed becomes part of the segment that it was grafted behind. A seed that reads the input needs everything that
+    enters the first segment, so all segments up to it become one; the slots between them are gone (`lost_slots`).
     """
     merged = _merged(network)
     segments = []
@@ -108,17 +106,17 @@ def _scaling(module: Standardize | Restore | None) -> Scaling | None:
 
 
 def lost_slots(network: GrownNetwork) -> list[str]:
-    """Names of the slots that `as_host` has no place for."""
+    """Return the names of the slots that `as_host` has no place for."""
     return [slot.name for slot in network.slots if slot.after < _merged(network)]
 
 
 def _merged(network: GrownNetwork) -> int:
-    """Index of the last segment that becomes part of the first one."""
+    """Return the index of the last segment that becomes part of the first one."""
     return max((graft.after for graft in network.grafts if graft.tap == Tap.INPUT), default=0)
 
 
 def _groups(network: GrownNetwork) -> Iterator[tuple[int, int]]:
-    """First and last segment of each segment of the host."""
+    """Yield the first and the last segment of each segment of the host."""
     merged = _merged(network)
     yield 0, merged
     for index in range(merged + 1, len(network.segments)):
@@ -126,7 +124,7 @@ def _groups(network: GrownNetwork) -> Iterator[tuple[int, int]]:
 
 
 def _moved(slot: SlotSpec, network: GrownNetwork, merged: int) -> SlotSpec:
-    """A slot of the network where the host has it; a segment that was grafted offers no inner features."""
+    """Return a slot of the network at its place in the host; a segment with grafted seeds offers no inner features."""
     grafted = merged > 0 and slot.after == merged
     grafted = grafted or any(graft.after == slot.after for graft in network.grafts)
     return replace(slot, after=slot.after - merged, inner=None if grafted else slot.inner)

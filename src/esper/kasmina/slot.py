@@ -1,4 +1,4 @@
-"""What a slot computes, for one network and for populations alike."""
+"""The computation of a slot, for one network and for populations alike."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from esper.leyline.streams import Stream
 
 
 class Seed(nn.Module):
-    """What a slot holds: the change of a blueprint, and the map of the GATE blend, which starts at g = 1/2."""
+    """The content of a slot: the change of a blueprint, and the map of the GATE blend, which starts at g = 1/2."""
 
     def __init__(self, delta: nn.Module, reads: int) -> None:
         super().__init__()
@@ -21,14 +21,14 @@ class Seed(nn.Module):
 
 
 class Seedlike(Protocol):
-    """What computes as a `Seed` does: a module, or rows of a stack of modules."""
+    """An object that computes as a `Seed` does: a module, or rows of a stack of modules."""
 
     def delta(self, u: Tensor) -> Tensor:
-        """The change of what is read, of the shape of the stream."""
+        """Return the change, computed from what the seed reads, in the shape of the stream."""
         ...
 
     def gate(self, u: Tensor) -> Tensor:
-        """One number for each feature vector: (..., C) -> (..., 1)."""
+        """Return one number for each feature vector: (..., C) -> (..., 1)."""
         ...
 
 
@@ -42,11 +42,11 @@ def slot_change(
     *,
     gated: bool,
 ) -> Tensor:
-    """The change c of a slot, as `blend_change` defines it.
+    """Compute the change c of a slot, as `blend_change` defines it.
 
-    h: the stream at the slot, (B, ...) of one network or (n, B, ...) of rows of a population; u: what the seed reads, of the
-    same kind and resolution. alpha, blend: numbers, or tensors (n, 1, ...); None for alpha 1 and for ADD. `gated` says
-    whether some row blends by GATE, for which the seed's gate then runs.
+    h: the stream at the slot, (B, ...) of one network or (n, B, ...) of rows of a population; u: what the seed reads,
+    of the same kind and resolution. alpha, blend: numbers, or tensors (n, 1, ...); None for alpha 1 and for ADD.
+    `gated` says whether a row has blend GATE, for which the gate of the seed is run.
     """
     delta = seed.delta(u)
     gate = stream.spread(seed.gate(stream.gated(u))) if gated else None
@@ -56,9 +56,9 @@ def slot_change(
 def slot_output(
     stream: type[Stream], h: Tensor, u: Tensor, seed: Seedlike, alpha: Tensor | float, blend: Blend
 ) -> Tensor:
-    """y = h + c, with the change c of `slot_change`, for one network: h and u (B, ...); u is fitted to the resolution of h.
+    """Compute y = h + c, with the change c of `slot_change`, for one network: h and u (B, ...).
 
-    alpha: a number, or a tensor ().
+    u is fitted to the resolution of h. alpha: a number, or a tensor ().
     """
     u = stream.fitted(u, h)
     return h + slot_change(stream, h, u, seed, alpha, blend, gated=blend == Blend.GATE)

@@ -1,7 +1,7 @@
-"""A healthy moment of every row, to put it back to. E rows, S slots.
+"""Snapshots of healthy networks, to which the governor restores rows. E rows, S slots.
 
-Kept are the host and the seeds that are part of it for good, with everything an optimizer or a buffer remembers of them: what
-else a slot held is not put back (semantics, governor).
+A snapshot holds the host and the fossilized seeds, with their optimizer moments and buffers. Other seeds are not restored
+(semantics, governor).
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from esper.leyline.view import Bools, Seeds, choose
 
 
 class Rows:
-    """The columns of a stack by environment instead of by its own order, without gradients, which are 0 between steps."""
+    """The columns of a stack in the order of the environments, without gradients, which are 0 between steps."""
 
     def __init__(self, stack: Stack, envs: int) -> None:
         self.columns = _room(stack, envs)
@@ -41,7 +41,7 @@ class Rows:
 
     @torch.no_grad()
     def load(self, stack: Stack, rows: Indices, envs: Indices) -> None:
-        """Copy what was saved of environments (n,) into rows (n,) of a stack."""
+        """Copy the saved columns of environments (n,) into rows (n,) of a stack."""
         self.follow(stack)
         source, target = (torch.from_numpy(index).to(stack.device, non_blocking=True) for index in (envs, rows))
         for name, column in self.columns.items():
@@ -50,24 +50,24 @@ class Rows:
         stack.steps[rows] = self.steps[envs]
 
     def follow(self, stack: Stack) -> None:
-        """Room for a column that the stack has got since."""
+        """Make room for a column that the stack has added since."""
         for name, column in _room(stack, len(self.steps)).items() if len(self.columns) < len(stack.columns) - 1 else ():
             self.columns.setdefault(name, column)
 
 
 class Snapshot:
-    """Of all rows, each at its own last healthy step."""
+    """Snapshots of all rows, each taken at the last healthy step of its row."""
 
     def __init__(self, body: Body, seeds: Seeds) -> None:
-        """Nothing is taken yet."""
+        """Make room for snapshots; none is taken yet."""
         self._body = body
         self.seeds = seeds
-        self.step = np.full(len(seeds.stage), -1, np.int64)  # (E,) steps that had been taken in the episode
+        self.step = np.full(len(seeds.stage), -1, np.int64)  # (E,) steps taken when the row was saved
         self._host = Rows(body.host, len(self.step))
         self._fossils: dict[tuple[int, int], Rows] = {}
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
-        """Keep some rows, (E,) bool, as they are after `step` steps."""
+        """Save some rows, (E,) bool, as they are after `step` steps."""
         body, envs = self._body, np.flatnonzero(rows)
         if not len(envs):
             return
@@ -80,9 +80,10 @@ class Snapshot:
         self.step[rows] = step
 
     def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
-        """Make some rows, (E,) bool, what they were, bit for bit; returns the state of all, of those rows that of `kept`.
+        """Restore some rows, (E,) bool, to their snapshots, bit for bit; return the state of all, with that of `kept`
+        for these rows.
 
-        `kept` (E, S) is `self.seeds` without the seeds that are not to come back.
+        `kept` (E, S) is `self.seeds` without the seeds that are not to be restored.
         """
         body = self._body
         empty = seeds._replace(stage=np.where(rows[:, None], np.int8(Stage.DORMANT), seeds.stage))
@@ -96,7 +97,10 @@ class Snapshot:
         return after
 
     def state(self, now: int) -> dict[str, Any]:
-        """As a tree of arrays; rows that were taken at step `now` are what the body holds anyway and are left out."""
+        """Return the snapshots as a tree of arrays.
+
+        Rows that were saved at step `now` are left out, because they equal what the body holds.
+        """
         stale = np.flatnonzero(self.step != now)
         index = torch.from_numpy(stale)
         return {
@@ -111,7 +115,7 @@ class Snapshot:
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Go on from what `state` gave, with a body that is as it was then. ValueError where it was another."""
+        """Restore what `state` returned, with a body that is restored already. Raises ValueError if it came from another body."""
         body, stale = self._body, state["stale"]
         self.step, self.seeds = state["step"], Seeds(**state["seeds"])
         self._fossils = {}
@@ -136,7 +140,7 @@ def _room(stack: Stack, envs: int) -> dict[str, Tensor]:
 
 
 def _fossils(body: Body, seeds: Seeds, rows: Bools) -> list[tuple[tuple[int, int], Indices, Indices]]:
-    """By stack, the rows (n,) that hold fossils of the chosen environments, and those environments (n,)."""
+    """Yield for each stack the rows (n,) that hold fossils of the chosen environments, and those environments (n,)."""
     found = []
     for (slot, form), envs in body.envs.items():
         here = np.flatnonzero(rows[envs] & (seeds.stage[envs, slot] == Stage.FOSSILIZED))
@@ -164,9 +168,9 @@ def _paste(rows: Rows, stack: Stack, cut: dict[str, Any], envs: Indices) -> None
 
 
 def _unborn(env: int, slot: int) -> int:
-    raise AssertionError(f"nothing is born where rows are emptied, but a seed was at slot {slot} of row {env}")
+    raise AssertionError(f"no seed is planted while rows are emptied, but a seed was at slot {slot} of row {env}")
 
 
 def _key_of_nothing(env: int, slot: int) -> int:
-    """What is drawn is written over at once."""
+    """Return any key: the values that are drawn with it are overwritten at once."""
     return 0

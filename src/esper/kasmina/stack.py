@@ -1,4 +1,4 @@
-"""N copies of one module as one object. N rows, B examples; P parameters of one copy."""
+"""Many copies of one module as one object. N rows, B examples; P parameters of one copy."""
 
 import copy
 import warnings
@@ -24,28 +24,28 @@ warnings.filterwarnings("ignore", message="grad and param do not obey the gradie
 Mapping = Literal["auto", "vmap", "loop"]
 Way = Literal["direct", "vmap", "loop"]
 Rows = slice | NDArray[np.int64]
-"""Which rows of a stack a call runs: a contiguous slice costs nothing, an index array gathers."""
+"""Rows of a stack that a call runs: a slice is a view, an index array gathers."""
 
 
 class _Part(NamedTuple):
-    """A submodule that a call runs, what it holds, and how it is run."""
+    """A submodule that a call runs, its tensors, and the way to run it."""
 
     prefix: str
     module: nn.Module
     places: tuple[Place, ...]
-    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]  # of each place, those inside the part
-    names: tuple[tuple[str, ...], ...]  # of each place, its names inside the part; more than one where it is shared
+    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]  # for each place, the owners inside the part
+    names: tuple[tuple[str, ...], ...]  # for each place, its names inside the part; several if the parameter is shared
     buffers: tuple[str, ...]  # names of columns
     way: Way
 
 
 class Stack(Columns):
-    """Copies of a module that run as one, a row of `Columns` a copy.
+    """Copies of a module that run as one; each copy is a row of `Columns`.
 
-    A call runs the module over rows in the fastest way that the module allows; the stored numbers are the same for all:
-    'direct' calls the module once with stacked parameters, when every operation of it acts on trailing axes, each example
-    by itself (`module.stacks`); 'vmap' maps any module in one call; 'loop' runs replicas whose parameters are views of the rows,
-    which also allows dropout, and is faster for convolutions on a CPU.
+    A call runs the module over rows in the fastest way that the module allows; the results are the same for all ways.
+    'direct' calls the module once with stacked parameters; every operation of the module must act on trailing axes,
+    each example by itself (`module.stacks`). 'vmap' maps any module in one call. 'loop' runs replicas whose parameters
+    are views of the rows; it also allows dropout, and is faster for convolutions on a CPU.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Stack(Columns):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`.
+        """Make room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`.
 
-        Raises InputError where `mapping` is 'vmap' and the module has dropout.
+        Raises InputError if `mapping` is 'vmap' and the module has dropout.
         """
         self.template = copy.deepcopy(module).to(device=device, dtype=dtype)
-        self.module = copy.deepcopy(self.template)  # the copy that calls rebind to the rows
+        self.module = copy.deepcopy(self.template)  # calls bind the parameters of this copy to rows
         self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in self.module.modules())
         self.convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in self.module.modules())
         self.draws = self.random or bool(getattr(module, "draws", True))
@@ -76,13 +76,13 @@ class Stack(Columns):
         self._parts: dict[str, _Part] = {}
 
     def part(self, path: str) -> _Part:
-        """A submodule by its dotted path ('' is the whole module), looked up once."""
+        """Return a submodule by its dotted path ('' is the whole module), looked up once."""
         found = self._parts.get(path)
         if found is None:
             prefix = f"{path}." if path else ""
             module = self.module.get_submodule(path)
             inside = {part: f"{name}." if name else "" for name, part in module.named_modules()}
-            # By owner and not by name: a parameter that several segments share has the name of the first alone.
+            # Parameters are found by owner, because one that several segments share has only the name in the first.
             owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
             owned = [(place, owners) for place, owners in owned if owners]
             found = self._parts[path] = _Part(
@@ -109,9 +109,9 @@ class Stack(Columns):
         """Run the module, or the submodule named `part`, over rows: leaves x (n, B, ...) -> (n, B, ...).
 
         With `frozen`, parameters are constants of the graph while gradients still flow through x, and the module is in
-        evaluation mode, so that no buffer changes. `keys` (n,) seeds what each row draws in training mode. A single row is
-        run beside a ghost of itself, because a product of one row
-        takes another kernel than one of several, and a row's numbers must not depend on its neighbours.
+        evaluation mode, so that no buffer changes. `keys` (n,) seeds what each row draws in training mode. A single row
+        is run beside a ghost of itself, because a product of one row takes another kernel than one of several, and the
+        numbers of a row must not depend on the other rows.
         """
         what = self.part(part)
         if what.way == "loop":
@@ -126,15 +126,15 @@ class Stack(Columns):
         at = rows if isinstance(rows, slice) else self._index(rows)
         kept = {name: self.columns[name][at] for name in what.buffers}
         buffers, single = kept, len(first(x)) == 1
-        # x becomes a node of its own in either case: the module's gradients for it are then summed before they meet those of
-        # its other users, and the order of a sum, which decides its last bit, does not depend on the number of rows.
+        # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
+        # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
         x = map_leaves(_twice if single else _node, x)
         if single:
             tensors = [torch.cat([t, t]) for t in tensors]
             buffers = {name: torch.cat([b, b]) for name, b in kept.items()}
         if what.way == "direct":
-            # Products of a row depend in their last bit on whether its first element lies on a multiple of 16 bytes, so on
-            # where the row stands; repeats of an example behind the last one put every row of any width on such a multiple.
+            # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the
+            # index of the row. Repeats of an example behind the last one align every row of any width.
             examples = first(x).shape[1]
             if examples % 4:
                 x = map_leaves(_with_repeats, x)
@@ -149,7 +149,7 @@ class Stack(Columns):
             except RuntimeError as error:
                 if self.mapping == "vmap" or is_out_of_memory(error):
                     raise
-                # What vmap cannot map (recurrences, draws, branches on data), a loop runs, or says what is wrong with it.
+                # A loop runs what vmap cannot map (recurrences, draws, branches on data), or raises the error of the module.
                 self._parts[part] = what._replace(way="loop")
                 return self._loop(picked(x, slice(0, 1)) if single else x, rows, part, frozen, keys)
         if single:
@@ -159,7 +159,7 @@ class Stack(Columns):
         return y
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation mode of the module, as nn.Module.train; frozen calls are in evaluation mode always."""
+        """Set the module to training or evaluation mode, as nn.Module.train; frozen calls always run in evaluation mode."""
         self.module.train(mode)
         for replica in self._replicas.get(False, []):
             replica.train(mode)
@@ -172,16 +172,16 @@ class Stack(Columns):
             self._replicas.clear()
 
     def state(self) -> dict[str, Any]:
-        """`Columns.state`, and how each part is run."""
+        """Return `Columns.state`, and the way in which each part is run."""
         return {**super().state(), "ways": {path: part.way for path, part in self._parts.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave, of a stack of the same module and capacity. ValueError where it was another."""
+        """Restore what `state` returned. Raises ValueError if it came from a stack of another module or capacity."""
         super().load_state(state)
-        for path, way in state["ways"].items():  # what vmap failed on is not tried again
+        for path, way in state["ways"].items():  # a part that vmap failed on is not tried again
             self._parts[path] = self.part(path)._replace(way=way)
 
-    # How the ways of running get at the rows.
+    # Access of each way of running to the rows.
 
     def _parameters(self, what: _Part, rows: Rows, frozen: bool) -> list[Tensor]:
         if isinstance(rows, slice):
@@ -191,7 +191,7 @@ class Stack(Columns):
         return [leaf.index_select(0, index) for leaf in self._views(what, 0, self.capacity, frozen)]
 
     def _views(self, what: _Part, start: int, stop: int, frozen: bool) -> list[Tensor]:
-        """The parameters of a run of rows as leaves whose .grad are views of the gradient column, made once."""
+        """Return the parameters of a run of rows as leaves whose .grad are views of the gradient column; made once."""
         key = (what.prefix, start, stop, frozen)
         found = self._leaves.get(key)
         if found is None:
@@ -207,7 +207,7 @@ class Stack(Columns):
         return found
 
     def _bind(self, what: _Part, tensors: list[Tensor], buffers: dict[str, Tensor]) -> None:
-        """Give the module stacked parameters; cheaper than functional_call, and nobody else holds this copy."""
+        """Bind stacked parameters to the module. This is cheaper than functional_call, and nothing else uses this copy."""
         for owners, tensor in zip(what.owners, tensors, strict=True):
             for owner, name in owners:
                 owner._parameters[name] = tensor  # type: ignore[assignment]
@@ -225,28 +225,28 @@ class Stack(Columns):
         values = unstacked(x)
         if frozen or not self.module.training:
             return stack_rows([run(module, v) for module, v in zip(parts, values, strict=True)])
-        assert keys is not None or not self.random, "dropout in training mode is drawn by key"
+        assert keys is not None or not self.random, "dropout in training mode needs keys"
         if keys is None or not self.draws:
             return stack_rows([run(module, v) for module, v in zip(parts, values, strict=True)])
         outputs, generator = [], self._generator()
         state = generator.get_state()
         try:
             for module, v, key in zip(parts, values, (keys & ((1 << 63) - 1)).tolist(), strict=True):
-                generator.manual_seed(key)  # of the one device that draws; torch.manual_seed costs twenty times as much
+                generator.manual_seed(key)  # seeds only the device in use; torch.manual_seed takes twenty times as long
                 outputs.append(run(module, v))
         finally:
             generator.set_state(state)
         return stack_rows(outputs)
 
     def _generator(self) -> torch.Generator:
-        """The generator that modules on the stack's device draw from."""
+        """Return the generator that modules on the stack's device draw from."""
         if self.device.type != "cuda":
             return torch.default_generator
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
 
     def _replica_rows(self, frozen: bool) -> list[nn.Module]:
-        """One module a row whose parameters and buffers are views of the row, made once."""
+        """Return one module for each row, whose parameters and buffers are views of the row; made once."""
         if frozen not in self._replicas:
             replicas = []
             value, gradient = self.columns["value"], self.columns["gradient"]
@@ -268,7 +268,7 @@ class Stack(Columns):
         return self._replicas[frozen]
 
     def _sites(self, replica: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-        """The owners of every place, in a copy of the module."""
+        """Return the owners of every place, in a copy of the module."""
         path = {module: name for name, module in self.module.named_modules()}
         return [[(replica.get_submodule(path[owner]), name) for owner, name in place.owners] for place in self.places]
 
@@ -282,5 +282,5 @@ def _node(x: Tensor) -> Tensor:
 
 
 def _with_repeats(x: Tensor) -> Tensor:
-    """(n, B, ...) with the first example behind the last one, as often as makes B a multiple of 4."""
+    """Return (n, B', ...): x (n, B, ...) with its first example repeated at the end until B' is a multiple of 4."""
     return torch.cat([x, x[:, :1].detach().expand(-1, -x.shape[1] % 4, *x.shape[2:])], 1)

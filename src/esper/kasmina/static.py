@@ -20,7 +20,7 @@ from esper.leyline.slots import SlotSpec
 Factory = Callable[[], nn.Module]
 
 WIDEST = 2**20
-"""Of a layer of a widened network; a network that needs more is not built."""
+"""Largest width of a layer of a widened network; a network that needs a larger one is not built."""
 
 
 @runtime_checkable
@@ -28,18 +28,18 @@ class Scales(Protocol):
     """A factory that knows the plain network of its kind."""
 
     def plain(self, parameters: int) -> Factory:
-        """The factory of its plain network: no bottleneck, and the smallest width with at least so many parameters."""
+        """Return the factory of its plain network: no bottleneck, and the smallest width for at least `parameters` parameters."""
         ...
 
 
 class Absent(NamedTuple):
-    """A static network that a host does not have."""
+    """The reason why a static network cannot be derived from a host."""
 
     reason: str  # one sentence
 
 
 class Skip(nn.Module):
-    """y = x + f(x), of a segment f that keeps the shape of what it reads."""
+    """y = x + f(x), for a segment f whose output has the shape of its input."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Skip(nn.Module):
 
 @dataclass(frozen=True)
 class Skipped:
-    """The factory of the hosts of another factory, of the same draws, with a skip around some segments."""
+    """The hosts of another factory, with the same initial weights and a skip around some segments."""
 
     host: Factory
     places: tuple[int, ...]  # indices of the segments
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
+        """Return a newly initialised host."""
         host = self.host()
         assert isinstance(host, SegmentedHost)
         segments = [Skip(part) if k in self.places else part for k, part in enumerate(host.segments)]
@@ -68,9 +68,9 @@ class Skipped:
 
 
 def skip_places(factory: Factory, x: Batch) -> tuple[int, ...] | Absent:
-    """The segments around which an identity skip fits; x (B, ...) with B >= 2 are examples that the host can run.
+    """Return the segments around which an identity skip fits; x (B, ...) with B >= 2 are examples that the host can run.
 
-    Such a segment has parameters, returns the shape that it reads, and has no path around its parameters already: with all of
+    Such a segment has parameters, returns the shape that it reads, and has no path around its parameters yet: with all of
     them at 0, except those of normalisation layers, it returns the same for every example.
     """
     with drawn_with(0), torch.no_grad():
@@ -105,11 +105,12 @@ def _goes_around(segment: nn.Module, x: Tensor) -> bool:
 
 
 def widened(factory: Factory, x: Batch, parameters: int) -> "Widened | Absent":
-    """The factory of a host's plain network: every inner width raised out of its bottleneck, then all of them scaled.
+    """Return the factory of a host's plain network: every narrow inner width is raised, then all inner widths are scaled.
 
-    A width is raised to the smaller of the widest layer in front of it and the widest behind it, where it is narrower than
-    both. The network is the smallest with at least `parameters` parameters; x (B, ...) are examples that the host can run.
-    Absent where a layer with parameters is no nn.Linear, nn.Conv2d or normalisation in a chain of nn.Sequential.
+    A width is raised to the smaller of the widest layer in front of it and the widest behind it, if it is narrower than
+    both. The network is the smallest with at least `parameters` parameters; x (B, ...) are examples that the host can
+    run. Returns Absent if a layer with parameters is not an nn.Linear, nn.Conv2d or normalisation in a chain of
+    nn.Sequential.
     """
     with drawn_with(0):
         host = factory()
@@ -130,7 +131,7 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "Widened | Absent":
         high *= 2
         if high > WIDEST:
             return Absent(f"no width up to {WIDEST:,} gives the host {parameters:,} parameters")
-    low = high // 2  # too narrow, or 0
+    low = high // 2  # inner widths that are too narrow, or 0
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _size(chain, scaled(middle)) >= parameters else (middle, high)
@@ -139,26 +140,26 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "Widened | Absent":
         with drawn_with(0), torch.no_grad():
             wide = made().eval()
             run(wide, cast(x, dtype_of(wide)))
-    except Exception as error:  # whatever a person's module raises on another width, its first line says why
+    except Exception as error:  # a user's module can raise any error on another width; its first line gives the reason
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return Absent(f"the host cannot run at other widths: {reason}")
     return made
 
 
 def without_bottlenecks(widths: Sequence[int]) -> tuple[int, ...]:
-    """Widths of layers in order, each at least the smaller of the widest in front of it and the widest behind it."""
+    """Return widths of layers in order, each at least the smaller of the widest in front of it and the widest behind it."""
     return tuple(min(max(widths[: k + 1]), max(widths[k:])) for k in range(len(widths)))
 
 
 @dataclass(frozen=True)
 class Widened:
-    """The factory of a host's networks at other widths, drawn as torch draws layers."""
+    """The networks of a host at other widths, initialised as torch initialises layers."""
 
     host: Factory
     widths: tuple[int, ...]  # outputs of every layer with weights, in order
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
+        """Return a newly initialised host."""
         host = self.host()
         assert isinstance(host, SegmentedHost)
         chain = _chain(host)
@@ -179,7 +180,7 @@ class _Layer(NamedTuple):
     module: nn.Module
     ins: int
     outs: int
-    positions: int  # of the map that is flattened in front of it; 1 elsewhere
+    positions: int  # positions of the map that is flattened in front of it; 1 elsewhere
 
     @property
     def weighs(self) -> bool:
@@ -192,7 +193,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 
 def _chain(host: SegmentedHost) -> list[_Layer] | Absent:
-    """The layers with parameters, in the order in which the host runs them."""
+    """Return the layers with parameters, in the order in which the host runs them."""
     leaves: list[nn.Module] = []
     for index, segment in enumerate(host.segments):
         for path, module in segment.named_modules():
@@ -244,7 +245,7 @@ def _outs(module: nn.Module) -> int:
 
 
 def _layers(chain: Sequence[_Layer], widths: Sequence[int]) -> list[nn.Module]:
-    """The layers of a chain at other widths (outputs of those with weights), freshly drawn."""
+    """Return the layers of a chain at other widths (outputs of those with weights), newly initialised."""
     made: list[nn.Module] = []
     places = iter(widths)
     width = 0
@@ -278,7 +279,7 @@ def _layers(chain: Sequence[_Layer], widths: Sequence[int]) -> list[nn.Module]:
 
 
 def _size(chain: Sequence[_Layer], widths: Sequence[int]) -> int:
-    """Parameters of a chain at other widths."""
+    """Return the number of parameters of a chain at other widths."""
     total, width = 0, 0
     places = iter(widths)
     for layer in chain:

@@ -9,19 +9,20 @@ from esper.leyline.errors import InputError
 from esper.store.reading import open_regular, read_kept
 
 SUMS = "SHA256SUMS"
-_LARGEST = 2**16  # bytes of it that are read
+_LARGEST = 2**16  # largest SHA256SUMS that is read, in bytes
 _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
 
 def sums_of(files: Mapping[str, bytes]) -> bytes:
-    """The content of SHA256SUMS for files by name."""
+    """Return the content of SHA256SUMS for files by name."""
     return "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items()).encode()
 
 
 def check_sum(path: Path) -> None:
-    """InputError where a file is not the one that SHA256SUMS beside it names. A folder without SHA256SUMS is not checked.
+    """Raise InputError if the sha256 of a file differs from that in SHA256SUMS beside it. A folder without SHA256SUMS
+    is not checked.
 
-    This finds damage. Whoever can alter the file can alter SHA256SUMS too.
+    The check finds damage, not attacks: whoever can alter the file can alter SHA256SUMS too.
     """
     listed = path.parent / SUMS
     if not listed.exists() and not listed.is_symlink():

@@ -1,4 +1,4 @@
-"""What flows at the sites of a grafted network: one forward pass in evaluation mode tells. B examples."""
+"""Measure what flows at the sites of a grafted network, by one forward pass in evaluation mode. B examples."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ from esper.leyline.streams import STREAMS, Stream
 
 
 class Reading(NamedTuple):
-    """What one site saw of a pass.
+    """The measurements of one site in a pass.
 
     Attributes:
-        calls (int): how often the submodule was called
-        widths (dict): the width that a seed reads at each `Tap`, 0 where it cannot read it
+        calls (int): number of calls of the submodule
+        widths (dict): the width that a seed reads at each `Tap`, 0 if it cannot read it
     """
 
     calls: int
@@ -27,7 +27,7 @@ class Reading(NamedTuple):
 
 
 def call(network: nn.Module, given: Any) -> Any:
-    """The output of a network for an input: a tuple or list is its arguments, a mapping its arguments by name."""
+    """Return the output of a network for an input: a tuple or list holds its arguments, a mapping its named arguments."""
     if isinstance(given, Mapping):
         return network(**given)
     return network(*given) if isinstance(given, tuple | list) else network(given)
@@ -35,9 +35,9 @@ def call(network: nn.Module, given: Any) -> Any:
 
 @contextmanager
 def undisturbed(*networks: nn.Module) -> Iterator[None]:
-    """Networks in evaluation mode, run without compilation, whose modes, buffers and random draws are restored afterwards.
+    """Set networks to evaluation mode without compilation; modes, buffers and random states are restored on exit.
 
-    The fused attention of torch, which skips the submodules of a layer, is off.
+    torch's fused attention, which skips the submodules of a layer, is off.
     """
     modes = [(part, part.training) for network in networks for part in network.modules()]
     buffers = [(buffer, buffer._version, buffer.clone()) for network in networks for buffer in network.buffers()]
@@ -61,15 +61,15 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def survey(module: nn.Module, run: Callable[[], Any]) -> dict[str, Reading]:
-    """What every site of a grafted network without seeds sees of the pass that `run` makes, by name.
+    """Return the `Reading` of every site of a grafted network without seeds, by name, for the pass that `run` makes.
 
-    The network is left as it was. InputError where a site is called in no forward pass, has another stream than it says, or
-    runs whatever children it has.
+    The network is not changed. Raises InputError if no forward pass calls a site, if its stream differs from the
+    declared one, or if its submodule runs whatever children it has.
     """
     tapes: dict[nn.Module, _Calls] = {part: _Calls() for part in module.modules() if POINT in part.__dict__}
     for part, tape in tapes.items():
         point: Point = part.__dict__[POINT]
-        assert not point.planted, "the network is surveyed before anything is planted"
+        assert not point.planted, "a network must be surveyed before anything is planted"
         point.tape = tape
         if point.site is not None:
             setattr(part, CHILD, _Tripwire(point.site))
@@ -85,7 +85,7 @@ def survey(module: nn.Module, run: Callable[[], Any]) -> dict[str, Reading]:
 
 
 class _Calls:
-    """What a submodule was given first and what it returned, of every call."""
+    """The first input and the output of a submodule, for every call."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
@@ -98,13 +98,13 @@ class _Calls:
         self.outputs.append(output)
 
     def first(self) -> Tensor | None:
-        """What the submodule was given in its first call; None where that is no floating tensor, or was changed in place."""
+        """The input of the submodule in its first call; None if that is not a floating tensor, or was changed in place."""
         given = self._given[0] if self._given else None
         return given[0] if given is not None and given[0]._version == given[1] else None
 
 
 class _Tripwire(nn.Module):
-    """Stands where a seed will: a submodule whose forward runs all of its children would run that as well."""
+    """A probe in the place of a seed, to find submodules whose forward runs all of their children and would run a seed too."""
 
     def __init__(self, site: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Tripwire(nn.Module):
 
 
 def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -> Reading:
-    """What a site saw. InputError where it cannot be a site."""
+    """Return the reading of a site. Raises InputError if it cannot be a site."""
     tape = tapes[module.get_submodule(site.after)]
     if not tape.outputs:
         raise InputError(
@@ -137,7 +137,7 @@ def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -
 
 
 def _width(site: Site, here: Tensor, given: Any) -> int:
-    """The width at which a seed reads a tensor, 0 where it cannot: at a causal site the positions must be the same."""
+    """Return the width at which a seed reads a tensor, 0 if it cannot: at a causal site the positions must be the same."""
     stream = type(site.stream)
     width = stream.width_of(given)
     if width and (given.shape[0] != here.shape[0] or (site.causal and given.shape[1] != here.shape[1])):

@@ -24,7 +24,7 @@ def growth_config(task: AnyTask, *asked: Mapping[str, Any]) -> Config:
 
 
 def load_config_file(path: str) -> dict[str, Any]:
-    """Read a YAML file as a nested mapping. InputError where it cannot be read or is not a mapping."""
+    """Read a YAML file as a nested mapping. Raises InputError if it cannot be read or is not a mapping."""
     data = read_named(Path(path), LARGEST_YAML, "give a readable YAML file with --config")
     content = parse_yaml(data, f"--config {path}", "`esper config --yaml` prints one to start from")
     if content is None:

@@ -106,7 +106,7 @@ def contender_config(
     first: int,
     envs: int,
 ) -> Config:
-    """The config of a contender's run on `envs` instances. InputError where it sets a key that all contenders must share."""
+    """The config of a contender's run on `envs` instances. Raises InputError if it sets a key that all contenders must share."""
     ours = {
         "task": task.name,
         "seed": seed,

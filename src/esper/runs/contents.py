@@ -64,7 +64,7 @@ def list_contents(folder: Path) -> Contents:
 
 
 def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """Check, without changing anything, that a run can be written to `folder`. InputError where it cannot."""
+    """Check, without changing anything, that a run can be written to `folder`. Raises InputError if it cannot."""
     try:
         content = [path.name for path in folder.iterdir() if not _unborn(path)]
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder where it does not exist. InputError where that fails."""
+    """Create the folder where it does not exist. Raises InputError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

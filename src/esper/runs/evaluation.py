@@ -290,7 +290,7 @@ def _check(
     first: int,
     settings: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Check that a contender can decide on a task, by one decision in one environment. InputError where it cannot."""
+    """Check that a contender can decide on a task, by one decision in one environment. Raises InputError if it cannot."""
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
     for name, count in (("instances", instances), ("seeds", seeds)):
@@ -308,7 +308,10 @@ def _check(
 def _contenders(
     controllers: Sequence[Contender], tasks: Sequence[AnyTask], baselines: Sequence[str]
 ) -> tuple[list[Contender], list[Contender]]:
-    """The rules that every evaluation has, and the controllers that are none of them. InputError where names are taken twice."""
+    """Return the rules that every evaluation has, and the controllers that are none of them.
+
+    Raises InputError if a name is taken twice.
+    """
     rules = [named(name) for name in RULES]
     again = [(rule.name, rule.settings) for rule in rules]
     ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
@@ -317,7 +320,7 @@ def _contenders(
 
 
 def _check_names(contenders: Sequence[str], tasks: Sequence[AnyTask], baselines: Sequence[str]) -> None:
-    """Raise InputError where a contender or a task is named twice, or a name is reserved or unknown."""
+    """Raise InputError if a contender or a task is named twice, or a name is reserved or unknown."""
     if len(set(contenders)) < len(contenders) or {BEST, *BASELINES} & set(contenders):
         reserved = ", ".join(map(repr, (BEST, *BASELINES)))
         raise InputError(

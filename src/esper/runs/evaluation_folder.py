@@ -28,7 +28,7 @@ class EvaluationFolder:
         self.lock = Lock(path, note)
 
     def __enter__(self) -> Self:
-        """Create and lock the folder. InputError where another process holds the lock, or a record would be replaced."""
+        """Create and lock the folder. Raises InputError if another process holds the lock, or a record would be replaced."""
         self.made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -23,14 +23,14 @@ ENDLESS = 10**6
 
 
 def whole(name: str, value: Any) -> int:
-    """A number of optimizer steps. InputError where it is none."""
+    """A number of optimizer steps. Raises InputError if it is none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name} is {value!r}; give a whole number of optimizer steps from 1 on")
     return value
 
 
 def share_of(budget: Any) -> float:
-    """Most parameters of all seeds / parameters of the model. InputError where it is no such share."""
+    """Most parameters of all seeds / parameters of the model. Raises InputError if it is no such share."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
         raise InputError(
             f"budget is {budget!r}; give a number above 0: the most parameters of all seeds / those of the model, as 0.1"
@@ -83,7 +83,7 @@ def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
 
 
 def check_budget(population: LivePopulation, budget: float) -> None:
-    """InputError where nothing fits."""
+    """Raise InputError if nothing fits."""
     space, host = population.space, int(population.host_params[0])
     if not space.fits.any():
         raise InputError(

@@ -26,7 +26,7 @@ _MEND = "put back what was there, or start a new run"
 
 
 def read_config(folder: Path) -> Config:
-    """The config of a run folder. InputError where it is not a run folder, or its config.yaml cannot be read."""
+    """The config of a run folder. Raises InputError if it is not a run folder, or its config.yaml cannot be read."""
     if not is_run(folder):
         raise InputError(f"{folder} is no run folder, as it holds no {CONFIG}; name one that esper grow or train wrote")
     check_links(folder)
@@ -54,7 +54,7 @@ def with_cohorts(configs: Sequence[Config], controller: str) -> Config:
 
 
 def is_training(config: Config) -> bool:
-    """Whether the run of a config trains a controller. InputError where its reward was an object from Python."""
+    """Whether the run of a config trains a controller. Raises InputError if its reward was an object from Python."""
     if not config.tasks or config.controller.split(",")[0] != PAID:
         return False
     if config.controller != PAID:
@@ -100,7 +100,7 @@ NEW = Opening()
 def changed(config: Config, settings: Sequence[str]) -> Config:
     """The config of a run folder with settings, KEY=VALUE, applied to it and to every cohort of a training.
 
-    InputError where a key of FIXED would change.
+    Raises InputError if a key of FIXED would change.
     """
     layers, trains = [parse_setting(setting) for setting in settings], is_training(config)
     before = cohort_configs(config) if trains else [config]
@@ -144,7 +144,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
 def take_up(
     folder: Path, config: Config, change: Change | None, note: Callable[[str], None], retry: Retry
 ) -> tuple[Checkpoints, Checkpoint | None]:
-    """The checkpoints of a run and the one to go on from, None where there is none. InputError where it is another run."""
+    """The checkpoints of a run and the one to go on from, None where there is none. Raises InputError if it is another run."""
     if read_config(folder) != (config if change is None else change.before):
         raise InputError(f"{folder / CONFIG} is not the config of this run; resume it with what it says")
     store = Checkpoints(folder, config.checkpoint, retry)
@@ -157,7 +157,7 @@ def take_up(
 
 @contextmanager
 def fitting(found: Checkpoint) -> Iterator[None]:
-    """Raise InputError where the body fails because the checkpoint does not fit the task or the controller."""
+    """Raise InputError if the body fails because the checkpoint does not fit the task or the controller."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:

@@ -239,7 +239,7 @@ class School:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`. ValueError where it belongs to other cohorts or another config."""
+        """Restore a `state`. Raises ValueError if it belongs to other cohorts or another config."""
         self.number, self.steps = state["number"], state["steps"]
         self.played = [Played(**played) for played in state["played"]]
         self.episode = None if state["episode"] is None else Episode(**state["episode"])
@@ -330,7 +330,7 @@ def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int6
 
 
 def cohort_of(task: AnyTask, config: Config) -> Cohort:
-    """The populations of a task. InputError where a controller cannot learn from the task and the config."""
+    """The populations of a task. Raises InputError if a controller cannot learn from the task and the config."""
     reward = config.reward
     for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
         if count % reward.group_size:  # whatever the baseline: instances are drawn by the group

@@ -69,7 +69,7 @@ def stack_splits(
     Floating-point features and targets are brought to `dtype`, that of the hosts; None takes torch's default dtype.
     With `length` every row has as many examples, real or not, and `real` is there even where all are, so that a row's
     numbers do not depend on the other splits. Without it rows are as long as the longest split. Features are scaled once, here.
-    InputError where a split is longer than `length`.
+    Raises InputError if a split is longer than `length`.
     """
     splits, row = _distinct(splits, row)
     sizes = np.array([len(split.y) for split in splits])
@@ -119,7 +119,7 @@ class SharedBatchIterator:
     ) -> None:
         """row (E,) names each row's split, instance (E,) the key of its order; floating point comes in `dtype`, or torch's
         default one. With a `source`, of which the one split holds the first examples, each batch is read from there.
-        InputError where a split is under a batch.
+        Raises InputError if a split is under a batch.
         """
         splits, row = _distinct(splits, row)
         self.sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]

@@ -79,7 +79,7 @@ class EarlyStopping:
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Restore a `state`. Population and seeds must have been restored already. ValueError where they do not fit.
+        """Restore a `state`. Population and seeds must have been restored already. Raises ValueError if they do not fit.
 
         A row that had stopped continues where the patience is larger now.
         """

@@ -134,7 +134,7 @@ class Engine(Generic[P]):
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
-        """Go on from a snapshot of an engine of the same task and config. ValueError where it was another's.
+        """Go on from a snapshot of an engine of the same task and config. Raises ValueError if it was another's.
 
         Masks follow from the rest.
         """
@@ -185,7 +185,7 @@ class Engine(Generic[P]):
         """apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
 
         `reasons` (E,) say why a decision was made, for the events and the lists of the summary. Returns what the
-        next decision may be based on, and the outcome of this one, measured after it acted. InputError where a field of the
+        next decision may be based on, and the outcome of this one, measured after it acted. Raises InputError if a field of the
         decision is no array of E whole numbers.
         """
         self.apply(actions, reasons)
@@ -400,7 +400,7 @@ class VectorizedEngine(Engine[StackedPopulation]):
     def __init__(self, task: AnyTask, config: Config, *, instance: NDArray[np.int64] | None = None) -> None:
         """instance (E,) names the instances of the environments; without it the config does.
 
-        Raises InputError where the task, the config and the device do not fit together.
+        Raises InputError if the task, the config and the device do not fit together.
         """
         task, config = task.sealed(), with_steps(config, task)
         check_memory(task, config, available_memory(resolve_device(config.device)))  # before anything has a row
@@ -414,7 +414,7 @@ class VectorizedEngine(Engine[StackedPopulation]):
     def evaluate(self, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
         """Metric and loss on a split of the networks that would be exported now, each (rows,): environments, then twins.
 
-        One split that all environments share, or one for each environment. InputError where one is longer than a mixture's
+        One split that all environments share, or one for each environment. Raises InputError if one is longer than a mixture's
         rows have room for.
         """
         metric, loss = self.population.evaluate(self.state.seeds, split)

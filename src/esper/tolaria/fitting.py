@@ -18,7 +18,7 @@ from esper.tolaria.optimizer import StackedOptimizer
 
 
 def check_memory(task: AnyTask, config: Config, available: int) -> None:
-    """InputError where a population alone would take more memory than there is.
+    """Raise InputError if a population alone would take more memory than there is.
 
     Counted is what is sure: value, gradient and moments of every host's parameters, those of each snapshot, of the
     governor and of early stopping, and one batch of inputs.

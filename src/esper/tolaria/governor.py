@@ -150,7 +150,7 @@ class Governor:
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Restore a `state`. Population and seeds must have been restored already. ValueError where they do not fit."""
+        """Restore a `state`. Population and seeds must have been restored already. Raises ValueError if they do not fit."""
         self.record = Record(**state["record"])
         self.history = None if state["history"] is None else History(**state["history"])
         if state["snapshot"] is not None:

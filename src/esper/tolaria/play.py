@@ -66,7 +66,7 @@ def planted(outcome: Outcome) -> int:
 
 
 def decide(client: PolicyClient, view: View) -> Decision:
-    """Ask a controller. InputError where its answer is not one whole number per environment and head."""
+    """Ask a controller. Raises InputError if its answer is not one whole number per environment and head."""
     actions = checked_actions(client.act(view), len(view.host_params))
     return Decision(
         actions,

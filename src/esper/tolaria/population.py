@@ -78,7 +78,7 @@ class Keeper(Protocol):
         """As a tree of arrays, after `now` steps of the episode."""
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Go on from what `state` gave, with a population that is as it was then. ValueError where it was another."""
+        """Go on from what `state` gave, with a population that is as it was then. Raises ValueError if it was another."""
 
 
 class Population(Protocol):
@@ -127,7 +127,7 @@ class Population(Protocol):
         """All that the next step depends on, as entries of a tree of arrays; tensors share memory."""
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        """Go on from what `snapshot` gave. ValueError where it was another population's."""
+        """Go on from what `snapshot` gave. Raises ValueError if it was another population's."""
 
 
 def row_environments(config: Config) -> Indices:

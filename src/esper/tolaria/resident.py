@@ -28,7 +28,7 @@ class ResidentData:
     def __init__(
         self, task: AnyTask, config: Config, instance: Indices, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """InputError where a split is not finite, or a host does not run on it."""
+        """Raise InputError if a split is not finite, or a host does not run on it."""
         self.task, self.config, self.device, self.dtype = task, config, device, dtype
         self.instance = instance
         keys, which = np.unique(instance, return_inverse=True)
@@ -109,7 +109,7 @@ class ResidentData:
         return [self.problems[self.problem_of[index]].validation for index in which[: self.config.envs]]
 
     def _checked(self, name: int, problem: Instance) -> Instance:
-        """A problem whose splits are finite and whose host runs on them. InputError where it cannot be had."""
+        """A problem whose splits are finite and whose host runs on them. Raises InputError if it cannot be had."""
         of = f"instance {name} of {self.task.name}" if isinstance(self.task, Mixture) else f"task {self.task.name}"
         train, probe, validation = (
             finite(getattr(problem, part), f"the {part} split of {of}", self.config.data.nonfinite)

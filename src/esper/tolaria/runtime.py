@@ -17,7 +17,7 @@ from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, rais
 
 
 def resolve_device(text: str) -> torch.device:
-    """'auto', 'cpu', 'cuda' or 'cuda:i' as a device. InputError where that GPU is not there."""
+    """'auto', 'cpu', 'cuda' or 'cuda:i' as a device. Raises InputError if that GPU is not there."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,5}))?", text):
@@ -40,7 +40,7 @@ WORKSPACE, FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 def use_deterministic_kernels(device: torch.device) -> None:
     """Have torch take kernels that give the same bits in every run, in this process from now on, and raise where it has none.
 
-    InputError where a CUDA that has begun already did so without a fixed workspace, which cuBLAS reads once.
+    Raises InputError if a CUDA that has begun already did so without a fixed workspace, which cuBLAS reads once.
     https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     if device.type == "cuda" and os.environ.get(WORKSPACE) not in FIXED:

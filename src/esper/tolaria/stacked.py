@@ -48,7 +48,10 @@ class StackedPopulation:
     """
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
-        """`instance` (R,) names the rows' instances. InputError where the task, the config and the device do not fit together."""
+        """`instance` (R,) names the instance of each row.
+
+        Raises InputError if the task, the config and the device do not fit together.
+        """
         self.task, self.config = task, config
         self.device = resolve_device(config.device)
         if config.deterministic:
@@ -192,7 +195,7 @@ class StackedPopulation:
         return {"body": self.body.state(), "batch": self.feed.batch}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        """Go on from what `snapshot` gave. ValueError where it was another population's.
+        """Go on from what `snapshot` gave. Raises ValueError if it was another population's.
 
         Modules are built first and then filled; the orders of the data follow from what they are hashes of.
         """
@@ -209,7 +212,7 @@ class StackedPopulation:
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
         """Metric and loss on a split of the networks that would be exported now, each (R,).
 
-        One split that all environments share, or one for each environment. InputError where one is longer than a mixture's
+        One split that all environments share, or one for each environment. Raises InputError if one is longer than a mixture's
         rows have room for.
         """
         splits, row = (

@@ -1,4 +1,4 @@
-"""Blueprints: what a seed can be."""
+"""Blueprints: the kinds of seeds."""
 
 from esper.kasmina.blueprints.catalog import BLUEPRINTS, Blueprint, blueprint, check, count, drawn_with, get_blueprint
 

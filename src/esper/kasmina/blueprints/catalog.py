@@ -1,4 +1,4 @@
-"""What can be planted: a table of blueprints, a decorator for users' own, and the checks of a birth."""
+"""The table of blueprints, a decorator that adds a user's own, and the checks that every blueprint must pass."""
 
 import copy
 import difflib
@@ -44,12 +44,12 @@ class Blueprint:
     causal: bool = True
 
     def fits(self, kind: Kind, *, causal: bool) -> bool:
-        """Whether a stream can have it: it is of the stream's kind, and does not look ahead where the stream is causal."""
+        """Whether a stream can have it: it is of the stream's kind, and does not look ahead if the stream is causal."""
         return self.kind == kind and (self.causal or not causal)
 
 
 BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}
-"""By kind of stream and name: blueprints of two kinds may share a name, and a menu's name means that of the slot's kind."""
+"""Blueprints by kind of stream and name. Two kinds may share a name; a name in a menu means the one of the slot's kind."""
 
 
 def blueprint(
@@ -69,12 +69,11 @@ def blueprint(
     parameters: number of parameters of a module that reads width r and writes width w.
     tap: what the module reads: 'here', 'before' or 'input'.
     kind: kind of the stream, whose tensors are (B, C) for 'vector', (B, C, H, W) for 'map' and (B, L, C) for 'sequence'.
-    summary: one line for `esper blueprints`; the first line of the builder's docstring where it is empty.
-    causal: for a sequence, whether the change at a position depends on this and earlier positions alone, which is checked.
-    False registers a blueprint that looks ahead, and no causal slot takes it. Other kinds of stream do not read it.
+    summary: one line for `esper blueprints`; if empty, the first line of the builder's docstring.
+    causal: for a sequence, whether the change at a position depends only on this and earlier positions, which is checked.
+    False registers a blueprint that looks ahead, and no causal slot takes it. It is ignored for other kinds of stream.
 
-    Raises InputError where the name is taken, the tap or kind is unknown, or the module fails a check of its birth
-    (`check`).
+    Raises InputError if the name is taken, the tap or kind is unknown, or the module fails a check (`check`).
     """
 
     def register(build: Build) -> Build:
@@ -95,9 +94,9 @@ def blueprint(
 
 
 def get_blueprint(name: str, kind: Kind | None = None) -> Blueprint:
-    """A registered blueprint of a kind; None takes the first kind that has the name.
+    """Return a registered blueprint of a kind; for None, that of the first kind that has the name.
 
-    InputError, with the nearest name, where there is none.
+    Raises InputError, with the nearest name, if there is none.
     """
     for found, entry in BLUEPRINTS.items():
         if found[1] == name and kind in (None, found[0]):
@@ -116,25 +115,26 @@ def _names(kind: Kind | None) -> str:
 
 
 def count(module: nn.Module) -> int:
-    """Number of parameters of a module."""
+    """Return the number of parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 @contextmanager
 def drawn_with(key: int) -> Iterator[None]:
-    """Initialise modules from a key: torch's global generator is seeded inside and restored after."""
+    """Seed torch's global generator with a key inside the block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key)
         yield
 
 
 def check(entry: Blueprint) -> None:
-    """Hold a blueprint against the rules of a birth at two sizes, a map's at two resolutions and a sequence's at two lengths.
+    """Check a blueprint at two sizes: two widths, and for maps two resolutions, for sequences two lengths.
 
-    The shape is kept; the change is exactly 0 at birth; some gradient is not 0; twice the first step makes twice the change;
-    every parameter moves within five optimizer steps; the declared number of parameters is true; a module that says `pads`
-    keeps padded units at exactly 0; a change at a position of a sequence does not depend on later positions, unless the
-    blueprint says that it looks ahead. Raises InputError, in one sentence, on the first that fails.
+    The change must have the shape of the stream and be exactly 0 at initialisation. Some gradient must differ from 0.
+    Twice the first step must make twice the change. Every parameter must move within five optimizer steps. The declared
+    number of parameters must be right. A module that says `pads` must keep padded units at exactly 0. A change at a
+    position of a sequence must not depend on later positions, unless the blueprint says that it looks ahead. Raises
+    InputError, in one sentence, on the first check that fails.
     """
     # A bypass of maps or sequences can cross a segment that changes the number of features; one of vectors does not.
     differ = entry.tap == Tap.INPUT or (entry.kind != Kind.VECTOR and entry.tap == Tap.BEFORE)
@@ -143,7 +143,7 @@ def check(entry: Blueprint) -> None:
         with drawn_with(reads):
             try:
                 module = entry.build(reads, writes)
-            except Exception as error:  # whatever a person's builder raises, its first line says why
+            except Exception as error:  # a user's builder can raise any error; its first line gives the reason
                 raise InputError(
                     f"blueprint {entry.name!r} cannot be built for widths ({reads}, {writes}): {_reason(error)}; "
                     "take the width read and the width written"
@@ -156,7 +156,7 @@ def check(entry: Blueprint) -> None:
 
 
 _POSITIONS = {Kind.VECTOR: ((), ()), Kind.MAP: ((4, 4), (7, 6)), Kind.SEQUENCE: ((6,), (9,))}
-"""Positions of an example at each of the two sizes of a check."""
+"""Shape of the positions of an example at each of the two sizes of a check."""
 
 
 def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) -> None:
@@ -175,7 +175,7 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
     given = u.clone()
     try:
         delta = module(u)
-    except Exception as error:  # likewise
+    except Exception as error:  # a user's module can raise any error, too
         raise refuse(
             f"cannot run on {tuple(u.shape)}: {_reason(error)}", "build it for the widths it is given"
         ) from None
@@ -220,8 +220,11 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
 
 @torch.no_grad()
 def _check_causal(entry: Blueprint, module: nn.Module, u: Tensor) -> None:
-    """InputError where other values at later positions of u (B, L, C) change what a trained module returns at earlier ones."""
-    for parameter in module.parameters():  # away from its birth, at which every change is 0
+    """Raise InputError if a trained module looks ahead.
+
+    It looks ahead if other values at later positions of u (B, L, C) change what it returns at earlier ones.
+    """
+    for parameter in module.parameters():  # away from its initial weights, at which every change is 0
         parameter.add_(torch.randn(parameter.shape).to(parameter.dtype), alpha=0.3)
     delta = module(u)
     for first in range(1, u.shape[1]):
@@ -236,7 +239,7 @@ def _check_causal(entry: Blueprint, module: nn.Module, u: Tensor) -> None:
 
 
 def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Tensor:
-    """What a newborn changes after one step of gradient descent."""
+    """Return the change of a newly built seed after one step of gradient descent."""
     grown = copy.deepcopy(module)
     ((grown(u) - pull) ** 2).mean().backward()
     torch.optim.SGD(grown.parameters(), lr=rate).step()
@@ -250,7 +253,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: Tensor) -> None:
-    """A module in the leading corner of a larger one keeps the rest at exactly 0."""
+    """Raise InputError if a module in the leading corner of a larger one does not keep the rest at exactly 0."""
     small = entry.build(reads, writes)
     hidden = max((p.shape[0] for n, p in small.named_parameters() if n.startswith("inner")), default=0)
     try:
@@ -276,7 +279,7 @@ def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: T
 
 @torch.no_grad()
 def write_corner(target: nn.Module, source: nn.Module) -> None:
-    """Put the parameters of a smaller module into the leading corner of a larger one, and 0 elsewhere."""
+    """Write the parameters of a smaller module into the leading corner of a larger one, and 0 elsewhere."""
     parts = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
         parameter.zero_()

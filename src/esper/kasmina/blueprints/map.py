@@ -1,8 +1,9 @@
 """Seeds for maps (B, C, H, W). Each returns the change, and ends in a zero-initialised linear map.
 
-What a seed reads has the resolution of its slot (`streams.fitted`). Nothing but a product with u follows the last map: a
-ReLU behind it would leave no gradient at birth, a normalisation there would blow its first step up by 1 / sqrt(eps). In the
-counts, r and w are the channels read and written. None of these modules draws at random.
+The input of a seed has the resolution of its slot (`streams.fitted`). Nothing but a product with u follows the last
+map: a ReLU behind it would leave no gradient at initialisation, and a normalisation there would multiply its first step
+by 1 / sqrt(eps). In the counts, r and w are the channels read and written. No module here draws random numbers in
+forward.
 """
 
 import math
@@ -14,7 +15,9 @@ from esper.kasmina.blueprints.vector import zero_linear
 
 
 def conv(reads: int, writes: int, size: int, *, groups: int = 1) -> nn.Conv2d:
-    """A convolution that keeps the resolution, drawn for a ReLU behind it: normal with variance 2 / fan in, biases 0."""
+    """Make a convolution that keeps the resolution, initialised for a ReLU behind it: normal with variance 2 / fan in,
+    biases 0.
+    """
     layer = nn.Conv2d(reads, writes, size, padding=size // 2, groups=groups)
     nn.init.normal_(layer.weight, std=math.sqrt(2 / (reads // groups * size**2)))
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
@@ -22,7 +25,7 @@ def conv(reads: int, writes: int, size: int, *, groups: int = 1) -> nn.Conv2d:
 
 
 def zero_conv(reads: int, writes: int, size: int) -> nn.Conv2d:
-    """A convolution that starts at exactly 0."""
+    """Make a convolution that starts at exactly 0."""
     layer = nn.Conv2d(reads, writes, size, padding=size // 2)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
@@ -30,10 +33,10 @@ def zero_conv(reads: int, writes: int, size: int) -> nn.Conv2d:
 
 
 class Norm(nn.Module):
-    """delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at birth; 2 w parameters.
+    """delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at initialisation; 2 w parameters.
 
-    Mean and variance are those of one example over all its channels and positions (Wu and He, "Group Normalization", 2018,
-    with one group), so that no example depends on its batch.
+    Mean and variance are those of one example over all its channels and positions (Wu and He, "Group Normalization",
+    2018, with one group), so that no example depends on its batch.
     """
 
     draws = False
@@ -52,10 +55,10 @@ class Norm(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """delta = u * (W relu(V mean(u) + c) + b), W and b zero at birth; k (r + 1) + w (k + 1) parameters.
+    """delta = u * (W relu(V mean(u) + c) + b), W and b zero at initialisation; k (r + 1) + w (k + 1) parameters.
 
-    A factor for every channel from the means of all (Hu et al., "Squeeze-and-Excitation Networks", 2018, equations 2 to 4),
-    here without the sigmoid, as it is added and not multiplied.
+    Computes a factor for every channel from the means of all (Hu et al., "Squeeze-and-Excitation Networks", 2018,
+    equations 2 to 4), here without the sigmoid, because the result is added and not multiplied.
     """
 
     draws = False
@@ -75,7 +78,7 @@ class SqueezeExcite(nn.Module):
 
 
 class Convolutions(nn.Sequential):
-    """Convolutions with a ReLU after each but the last, which is zero at birth."""
+    """Convolutions with a ReLU after each but the last, which is zero at initialisation."""
 
     draws = False
 

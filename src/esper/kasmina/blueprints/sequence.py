@@ -1,8 +1,8 @@
 """Seeds for sequences (B, L, C). Each returns the change, and ends in a zero-initialised linear map.
 
-Position-wise seeds are those of vectors, whose modules act on the last axis. In the counts, r and w are the widths read and
-written. Every module here is causal: the change at a position does not depend on what later positions hold. None of them
-draws at random.
+Position-wise seeds are those of vectors, whose modules act on the last axis. In the counts, r and w are the widths read
+and written. Every module here is causal: the change at a position does not depend on later positions. No module here
+draws random numbers in forward.
 """
 
 import math
@@ -16,7 +16,7 @@ from esper.kasmina.layers import Linear, causal_attention
 
 
 class Norm(nn.Module):
-    """delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at birth; 2 w parameters.
+    """delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at initialisation; 2 w parameters.
 
     Mean and variance are those of the features of one position (Ba et al., "Layer Normalization", 2016, equation 4).
     """
@@ -36,9 +36,9 @@ class Norm(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """delta_t = sum_j a_j * u_(t-j) + b over the last k positions, feature by feature, zero at birth; k w + w parameters.
+    """delta_t = sum_j a_j * u_(t-j) + b over the last k positions, for each feature; k w + w parameters.
 
-    A depthwise convolution that sees no later position; positions in front of the first count as 0.
+    A causal depthwise convolution, zero at initialisation; positions in front of the first count as 0.
     """
 
     stacks = True
@@ -60,10 +60,11 @@ class CausalConv(nn.Module):
 
 
 class Attention(nn.Module):
-    """delta = W softmax(q k^T / sqrt(d)) v + b with one head of d features, W and b zero at birth; 3 d r + w (d + 1) parameters.
+    """delta = W softmax(q k^T / sqrt(d)) v + b with one head of d features; 3 d r + w (d + 1) parameters.
 
-    q, k and v are linear maps of u without biases; a position attends to itself and to earlier ones (Vaswani et al.,
-    "Attention Is All You Need", 2017, equation 1). A bias of k has no effect on the softmax, and one of v none that b lacks.
+    W and b are zero at initialisation. q, k and v are linear maps of u without biases; a position attends to itself and
+    to earlier ones (Vaswani et al., "Attention Is All You Need", 2017, equation 1). A bias of k would have no effect on
+    the softmax, and a bias of v would act as b does.
     """
 
     stacks = True

@@ -13,7 +13,7 @@ from esper.kasmina.layers import Linear
 
 
 def zero_linear(reads: int, writes: int) -> Linear:
-    """A linear map that starts at exactly 0."""
+    """Make a linear map that starts at exactly 0."""
     layer = Linear(reads, writes)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -21,7 +21,7 @@ def zero_linear(reads: int, writes: int) -> Linear:
 
 
 class Affine(nn.Module):
-    """delta = u * a + b, a and b zero at birth; 2 w parameters."""
+    """delta = u * a + b, a and b zero at initialisation; 2 w parameters."""
 
     stacks = True
 
@@ -37,7 +37,7 @@ class Affine(nn.Module):
 
 
 class LinearMap(nn.Module):
-    """delta = W u + b, zero at birth; r w + w parameters."""
+    """delta = W u + b, zero at initialisation; r w + w parameters."""
 
     stacks = True
 
@@ -72,7 +72,7 @@ class LowRank(nn.Module):
 class Factored(nn.Module):
     """delta = W (V u) of rank k, without a bias; k (r + w) parameters (LoRA: Hu et al., 2021, equation 3).
 
-    Ranks share one stack: a unit whose weights are all 0 stays 0, because its output and its gradients are 0.
+    Seeds of different ranks share one stack: a unit whose weights are all 0 stays 0, because its output and gradients are 0.
     """
 
     stacks = True
@@ -94,7 +94,8 @@ class Factored(nn.Module):
 class MLP(nn.Module):
     """delta = W relu(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters.
 
-    Hidden widths share one stack: a unit whose weights are all 0 stays 0, because relu(0) and its gradient there are 0.
+    Seeds of different hidden widths share one stack: a unit whose weights are all 0 stays 0, because relu(0) and its
+    gradient there are 0.
     """
 
     stacks = True
@@ -114,7 +115,7 @@ class MLP(nn.Module):
 
 
 class Gated(nn.Module):
-    """delta = (W u + b) * sigmoid(V u + c), W and b zero at birth; 2 (r w + w) parameters."""
+    """delta = (W u + b) * sigmoid(V u + c), W and b zero at initialisation; 2 (r w + w) parameters."""
 
     stacks = True
 
