@@ -1,5 +1,5 @@
 # `make demo` grows eight small networks that were trained before; `make test` runs the tests; `make test-third-party` runs those
-# on networks of other packages; `make docs` builds the documentation into site/. Each makes a virtual environment first.
+# with other packages; `make docs` builds the documentation into site/. Each makes a virtual environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -42,7 +42,7 @@ $(VENV)/installed-dev: pyproject.toml
 
 $(VENV)/installed-third-party: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,hf]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,hf,lightning]'
 	touch $@ $(VENV)/installed
 
 $(VENV)/installed-docs: pyproject.toml

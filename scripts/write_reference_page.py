@@ -10,9 +10,10 @@ from esper.leyline.public_names import GROUPS
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 HEAD = """# Python reference
 
-Every name that `import esper` offers, in one line each and then in full. These names, those of `esper.gym`, the files of a run
-folder and the command `esper` are public. Every other name and module is private and may change in any version. Shapes are
-written as (E, S): E is the number of environments, S the number of slots. The [glossary](glossary.md) explains the words.
+Every name that `import esper` offers, in one line each and then in full. These names, those of `esper.gym` and
+`esper.callbacks`, the files of a run folder and the command `esper` are public. Every other name and module is private and may
+change in any version. Shapes are written as (E, S): E is the number of environments, S the number of slots. The
+[glossary](glossary.md) explains the words.
 """
 
 

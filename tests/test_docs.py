@@ -32,7 +32,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-RUN_ELSEWHERE = ["README.md", "gym.md", "sites.md"]
+RUN_ELSEWHERE = ["README.md", "gym.md", "sites.md", "trainers.md"]
 """Pages whose own test runs their python: it compares what they print, or needs an extra."""
 
 

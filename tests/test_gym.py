@@ -327,6 +327,8 @@ def test_bad_input_gets_one_sentence(make, sentence):
     ("missing", "module", "mend"),
     [
         ("gymnasium", "esper.gym", "pip install 'esper-grow[gym]'"),
+        ("lightning", "esper.callbacks; esper.callbacks.LightningGrowth", "pip install 'esper-grow[lightning]'"),
+        ("transformers", "esper.callbacks; esper.callbacks.HuggingFaceGrowth", "pip install 'esper-grow[hf]'"),
         ("stable_baselines3", "esper.gym.stable_baselines", "pip install stable-baselines3 sb3-contrib"),
     ],
 )

@@ -23,7 +23,7 @@ def distributions(requirements: list[str]) -> set[str]:
 
 def test_doctor_knows_every_extra_and_what_it_brings():
     extras = {name: distributions(needs) for name, needs in PROJECT["project"]["optional-dependencies"].items()}
-    del extras["dev"], extras["docs"], extras["hf"]  # for those who work on Esper itself
+    del extras["dev"], extras["docs"]  # for those who work on Esper itself
     assert {name: {DISTRIBUTIONS.get(m, m) for m in modules} for name, modules in EXTRAS.items()} == extras
 
 

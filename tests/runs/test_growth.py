@@ -508,6 +508,8 @@ def test_the_ways_to_the_loss_of_an_example_agree():
     assert found[0][1].se[0, 0] == pytest.approx(found[1][1].se[0, 0], rel=1e-5)
     whole = loop(loss=lambda output, y: (output.mean(0) - F.one_hot(y, 3).float().mean(0)).square().sum())
     assert whole.growth.population.probe_batches.way == "whole"
+    own = loop(loss=lambda output, y: whole.growth.model[0].weight.square().mean())  # as one that a model returns
+    assert own.growth.population.probe_batches.way == "whole"
 
 
 def test_inputs_and_outputs_may_have_any_structure():

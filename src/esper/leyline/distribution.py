@@ -10,7 +10,13 @@ DISTRIBUTION = "esper-grow"
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-EXTRAS = {"gym": ("gymnasium",), "vision": ("pyarrow", "PIL"), "frames": ("pandas", "pyarrow")}
+EXTRAS = {
+    "gym": ("gymnasium",),
+    "vision": ("pyarrow", "PIL"),
+    "frames": ("pandas", "pyarrow"),
+    "lightning": ("lightning",),
+    "hf": ("transformers",),
+}
 """The modules that each extra of pyproject.toml installs."""
 
 

@@ -72,6 +72,8 @@ class Growth:
         scaler: the torch.amp.GradScaler that scales the loss, if there is one.
         seed: seed of every random number that is drawn here. torch's own generators are not used.
         settings: a config whose keys override the defaults, such as {"blueprints": ["bypass-mlp"]} (docs/config.md).
+        shared: whether the processes of torch.distributed train copies of this network, where `model` does not show it: it is a
+            submodule of what DistributedDataParallel wraps, or the loop averages gradients by other means.
 
     Raises:
         InputError: in one sentence, where one of these cannot be
@@ -94,8 +96,9 @@ class Growth:
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
         settings: Mapping[str, Any] | None = None,
+        shared: bool = False,
     ) -> None:
-        network, shared = _network(model)
+        network, wrapped = _network(model)
         self.every, self.calls, self.finished = whole("every", every), 0, False
         self.model = network
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
@@ -106,7 +109,7 @@ class Growth:
         sites = sites_of(network)
         config = growth_config(sites, share, self.every, steps, seed, settings or {})
         copies = [] if ema is None else [_average(ema, sites)]
-        ranks = Ranks(shared)
+        ranks = Ranks(shared or wrapped)
         population = LivePopulation(network, copies, groups, measured, growth_menu(sites, config), config, ranks)
         check_budget(population, budget)
         population.incubation.scale = _scale(scaler)

@@ -54,6 +54,7 @@ class Groups:
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
         """scheduler: one, several in a list, or None. InputError where one of them cannot be kept in step."""
+        optimizer = unwrapped(optimizer)
         _check_optimizer(optimizer, model)
         self.optimizer = optimizer
         self.schedulers = tuple(_flat(scheduler))
@@ -182,9 +183,43 @@ class Groups:
         return list(found.values())
 
 
+def without_seeds(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State dicts of an optimizer and its scheduler as they are without the groups of seeds."""
+    groups = optimizer["param_groups"]
+    own = [OWNER not in group for group in groups]
+    held = {index for group, mine in zip(groups, own, strict=True) if mine for index in group["params"]}
+    # A state dict numbers parameters in the order of the groups, and the host's groups need not all be first.
+    number = {index: place for place, index in enumerate(sorted(held))}
+    kept = [
+        {**group, "params": [number[index] for index in group["params"]]}
+        for group, mine in zip(groups, own, strict=True)
+        if mine
+    ]
+    moments = {number[index]: state for index, state in optimizer["state"].items() if index in held}
+    return {"state": moments, "param_groups": kept}, _entries(scheduler, own)
+
+
+def _entries(scheduler: Mapping[str, Any], own: Sequence[bool]) -> dict[str, Any]:
+    """The state dict of a scheduler with the entries of some groups alone."""
+    kept = dict(scheduler)
+    for name in _BY_GROUP:
+        entries = kept.get(name)
+        if isinstance(entries, list) and len(entries) == len(own):
+            kept[name] = [entry for entry, mine in zip(entries, own, strict=True) if mine]
+    if "_schedulers" in kept:
+        kept["_schedulers"] = [_entries(each, own) for each in kept["_schedulers"]]
+    return kept
+
+
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
     """A copy of a saved moment, on the device of its parameter where it is of that shape."""
     return value.detach().clone().to(parameter.device) if value.dim() else value.detach().clone()
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of one that another library has wrapped, such as the AcceleratedOptimizer of Hugging Face."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _flat(scheduler: Any) -> Iterator[Any]:
@@ -224,7 +259,7 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             raise InputError(
                 f"{name} is no scheduler whose rates for a new group of parameters are known; use one of {known}"
             )
-        if getattr(each, "optimizer", optimizer) is not optimizer:
+        if unwrapped(getattr(each, "optimizer", optimizer)) is not optimizer:
             raise InputError(
                 f"{name} schedules another optimizer; give the scheduler of the optimizer that Growth is given"
             )

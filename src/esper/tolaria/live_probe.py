@@ -136,6 +136,8 @@ class Probe:
             return "whole"
         try:
             mapped = _mapped(self.loss, output, target, examples)
+            if _ignores_examples(self.loss, output, target, examples):
+                return "whole"
         except (
             Exception
         ):  # whatever a person's loss or torch.vmap raises on one example; the batch has a loss in any case
@@ -155,7 +157,18 @@ class Probe:
         return value.double().reshape(len(value), -1).mean(1) if value.dim() else value.double().reshape(1)
 
 
-def _mapped(loss: Loss, output: Any, target: Any, examples: int) -> Tensor:
+def _ignores_examples(loss: Loss, output: Any, target: Any, examples: int) -> bool:
+    """Whether the loss of one example is that of the batch, as where the network computes it and returns it with its output."""
+    try:
+        _mapped(
+            loss, output, target, examples, out_dims=None
+        )  # torch.vmap raises where the result depends on the example
+    except ValueError:
+        return False
+    return True
+
+
+def _mapped(loss: Loss, output: Any, target: Any, examples: int, out_dims: int | None = 0) -> Tensor:
     """(B,) the loss of each example as that of a batch of one."""
     leaves, spec = pytree.tree_flatten((output, target))
     dims = [0 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == examples else None for leaf in leaves]
@@ -164,7 +177,7 @@ def _mapped(loss: Loss, output: Any, target: Any, examples: int) -> Tensor:
         batch = [part if dim is None else part.unsqueeze(0) for part, dim in zip(parts, dims, strict=True)]
         return loss(*pytree.tree_unflatten(batch, spec))
 
-    mapped: Tensor = torch.vmap(one, in_dims=tuple(dims))(*leaves)
+    mapped: Tensor = torch.vmap(one, in_dims=tuple(dims), out_dims=out_dims)(*leaves)
     return mapped
 
 

@@ -1,0 +1,200 @@
+"""Growth of a model while `transformers.Trainer` trains it."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.callbacks.options import check_options
+from esper.leyline.distribution import pip_install
+from esper.leyline.errors import InputError
+from esper.runs.growth import Growth
+from esper.store.disk import write_atomic
+from esper.tolaria.groups import without_seeds
+from esper.tolaria.live_probe import Loss
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError:
+    raise InputError(
+        f"esper.callbacks.HuggingFaceGrowth needs transformers, which is not installed; run {pip_install('hf')}"
+    ) from None
+
+FILE = "growth.pt"
+"""File of a checkpoint folder that holds the growth."""
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+Inputs = Sequence[Mapping[str, Any]]
+
+
+def loss_of_model(output: Any, labels: Any) -> Tensor:
+    """() the loss that a model returns where its inputs have labels. InputError where it returns none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if loss is None:
+        raise InputError("the model returns no loss for the probe; put 'labels' into its batches, or give a loss")
+    found: Tensor = loss
+    return found
+
+
+class HuggingFaceGrowth(TrainerCallback):
+    """Grows the model of a `transformers.Trainer`: takes a step of `esper.Growth` after each step of the optimizer.
+
+        growing = esper.callbacks.HuggingFaceGrowth(probe=batches, budget=0.1)
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[growing])
+        trainer.train()
+        model = growing.growth.finish()
+
+    The optimizer, the learning rate scheduler, the gradient scaler and the number of steps are those of the trainer. Each
+    checkpoint gets a file growth.pt, and `trainer.train(resume_from_checkpoint=...)` resumes it.
+
+    Args:
+        probe: a list of batches that are not trained on, each a mapping of the model's arguments as a data collator gives it,
+            with labels; or a function that returns one.
+        loss: loss(output, labels) of a batch: one number, or one for each example. The default is the loss of the model.
+        checkpoint: folder of the checkpoint that is resumed; None where it is checkpoint-<step> of the output folder.
+        options: further arguments of `esper.Growth`: controller, budget, freeze, every, steps, seed, settings.
+
+    growth: the `esper.Growth` of the training, once it has begun; None before.
+
+    Raises:
+        InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
+    """
+
+    def __init__(
+        self,
+        *,
+        probe: Inputs | Callable[[], Inputs],
+        loss: Loss = loss_of_model,
+        checkpoint: Path | str | None = None,
+        **options: Any,
+    ) -> None:
+        check_options(type(self).__name__, options)
+        self.growth: Growth | None = None
+        self._probe, self._loss, self._checkpoint, self._options = probe, loss, checkpoint, options
+
+    @property
+    def network(self) -> nn.Module:
+        """The model that grows. InputError before the training has begun."""
+        if self.growth is None:
+            raise InputError("nothing has grown yet; call trainer.train first")
+        return self.growth.model
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Begin, or go on from a checkpoint, whose host the trainer has restored."""
+        _check_arguments(args)
+        if self.growth is not None:
+            raise InputError(
+                "this callback has grown a network already; call its growth.finish() and give the trainer another callback"
+            )
+        saved = self._resumed(args, state, model) if state.global_step else None
+        self.growth = Growth(
+            model,
+            optimizer,
+            lr_scheduler,
+            probe=self._pairs,
+            loss=self._loss,
+            scaler=getattr(optimizer, "scaler", None),
+            shared=args.world_size > 1,
+            **{"steps": state.max_steps, **self._options},
+        )
+        if saved is not None:
+            self.growth.load_state_dict(saved)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take a step; the trainer has stepped its optimizer and its scheduler."""
+        assert self.growth is not None, "the training has begun"
+        self.growth.step()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the growth into the checkpoint, and leave there of the optimizer and its scheduler what a new one has too.
+
+        The trainer loads them into an optimizer that it has just made of the host's parameters. The growth has all of it.
+        """
+        if not state.is_world_process_zero or self.growth is None:
+            return
+        folder = _folder(args, state.global_step)
+        _write(folder / FILE, self.growth.state_dict())
+        paths = folder / OPTIMIZER, folder / SCHEDULER
+        if all(path.is_file() for path in paths):
+            optimizer, scheduler = (torch.load(path, map_location="cpu") for path in paths)
+            for path, tree in zip(paths, without_seeds(optimizer, scheduler), strict=True):
+                _write(path, tree)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore the seeds of the best checkpoint where the trainer has restored its host."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None and self.growth is not None:
+            self.growth.load_state_dict(_read(Path(state.best_model_checkpoint)))
+
+    def _pairs(self) -> list[tuple[dict[str, Any], Any]]:
+        """The probe as pairs of inputs and labels."""
+        batches = self._probe() if callable(self._probe) else self._probe
+        for batch in batches:
+            if not isinstance(batch, Mapping):
+                raise InputError(
+                    f"a batch of probe is a {type(batch).__name__}; give mappings of the model's arguments"
+                )
+        return [(dict(batch), batch.get("labels")) for batch in batches]
+
+    def _resumed(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:
+        """What the checkpoint that is resumed holds. InputError where its host is not the one that the trainer has loaded."""
+        given = self._checkpoint or args.resume_from_checkpoint
+        folder = Path(given) if isinstance(given, str | Path) else _folder(args, state.global_step)
+        saved, own = _read(folder), model.state_dict()
+        same = all(
+            name not in own or torch.equal(own[name].cpu(), value.cpu()) for name, value in saved["tensors"].items()
+        )
+        if not same:
+            raise InputError(
+                f"{folder} is not the checkpoint that the trainer has resumed: its weights are others; give its folder, as "
+                "HuggingFaceGrowth(checkpoint=...)"
+            )
+        return saved
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """InputError where a trainer keeps parameters in a way that growth cannot follow."""
+    if args.n_gpu > 1:
+        raise InputError(
+            "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
+        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise InputError(
+                f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it"
+            )
+
+
+def _folder(args: TrainingArguments, step: int) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{step}"
+
+
+def _write(path: Path, tree: Mapping[str, Any]) -> None:
+    content = io.BytesIO()
+    torch.save(tree, content)
+    write_atomic(path, content.getvalue())
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The growth of a checkpoint. InputError where it has none."""
+    if not (folder / FILE).is_file():
+        raise InputError(
+            f"{folder} has no {FILE}, so its growth cannot be resumed; give the folder of a checkpoint that was written "
+            "with this callback, as HuggingFaceGrowth(checkpoint=...)"
+        )
+    found: dict[str, Any] = torch.load(folder / FILE, map_location="cpu")
+    return found

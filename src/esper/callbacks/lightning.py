@@ -1,0 +1,192 @@
+"""Growth of a LightningModule while `lightning.Trainer` trains it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.callbacks.options import check_options
+from esper.kasmina.grown import CHILD
+from esper.leyline.distribution import pip_install
+from esper.leyline.errors import InputError
+from esper.runs.growth import Growth
+from esper.tolaria.live_probe import Batches, Loss
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+except ModuleNotFoundError:
+    raise InputError(
+        f"esper.callbacks.LightningGrowth needs lightning, which is not installed; run {pip_install('lightning')}"
+    ) from None
+
+
+class LightningGrowth(Callback):
+    """Grows a LightningModule: takes a step of `esper.Growth` after each step of the optimizer.
+
+        growing = esper.callbacks.LightningGrowth(probe=probe, loss=loss, budget=0.1)
+        trainer = lightning.Trainer(callbacks=[growing])
+        trainer.fit(module, loader)
+        module = growing.growth.finish()
+
+    The optimizer, the learning rate schedulers, the gradient scaler, the precision and the number of steps are those of the
+    trainer. A checkpoint of the trainer holds the growth too, and `trainer.fit(module, loader, ckpt_path=...)` resumes it.
+
+    Args:
+        probe: a list of (input, target) pairs that are not trained on, or a function that returns one (`esper.Growth`).
+        loss: loss(output, target) of a batch, where output is what the network returns for an input.
+        network: dotted name of the submodule that grows; '' is the LightningModule itself, through its `forward`.
+        options: further arguments of `esper.Growth`: controller, budget, freeze, every, steps, seed, settings.
+
+    growth: the `esper.Growth` of the training, once it has begun; None before.
+
+    Raises:
+        InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
+    """
+
+    def __init__(self, *, probe: Batches, loss: Loss, network: str = "", **options: Any) -> None:
+        check_options(type(self).__name__, options)
+        self.growth: Growth | None = None
+        self._probe, self._loss, self._name, self._options = probe, loss, network, options
+        self._saved: dict[str, Any] | None = None
+        self._steps = 0  # of the optimizer, that growth has been told of
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def network(self) -> nn.Module:
+        """The network that grows. InputError before the training has begun."""
+        if self.growth is None:
+            raise InputError("nothing has grown yet; call trainer.fit first")
+        return self.growth.model
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let a checkpoint be loaded whose seeds are not there yet."""
+        self.teardown(trainer, pl_module, stage)  # an earlier stage that failed was not torn down
+        self._hook = pl_module.register_load_state_dict_pre_hook(self._without_seeds)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing on the module."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the seeds of a checkpoint: the trainer restores the optimizer next, which needs their groups."""
+        _check_trainer(trainer, pl_module)
+        if self.growth is not None:
+            raise InputError(
+                "this callback has grown a network already; call its growth.finish() and give the trainer another callback"
+            )
+        if self._saved is not None:
+            self._begin(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin where there was nothing to restore: a checkpoint without seeds fits the optimizer as it was made."""
+        if self.growth is None:
+            self._begin(trainer, pl_module)
+        self._saved, self._steps = None, trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take a step where the optimizer has taken one: not while gradients accumulate."""
+        if trainer.global_step != self._steps and self.growth is not None:
+            self._steps = trainer.global_step
+            with trainer.precision_plugin.train_step_context():
+                self.growth.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the growth."""
+        return {} if self.growth is None or self.growth.finished else self.growth.state_dict()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Let the growth's entry hold the tensors that the checkpoint has in any case, so that the file has each once."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if not state:
+            return
+        first = f"{self._name}." if self._name else ""
+        for name in state["tensors"]:
+            if first + name in checkpoint["state_dict"]:
+                state["tensors"][name] = checkpoint["state_dict"][first + name]
+        (optimizer,) = checkpoint["optimizer_states"]
+        for group, named in zip(optimizer["param_groups"], state["groups"]["groups"], strict=True):
+            for index, name in zip(group["params"], named["names"], strict=True):
+                if index in optimizer["state"]:
+                    state["groups"]["moments"][name] = optimizer["state"][index]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what a checkpoint held until the optimizer is there, which it is where the training is over."""
+        if self.growth is None:
+            self._saved = state_dict or None
+        elif state_dict:
+            self.growth.load_state_dict(state_dict)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """InputError where a checkpoint's seeds are not there."""
+        self._check_evaluation()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """InputError where a checkpoint's seeds are not there."""
+        self._check_evaluation()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """InputError where a checkpoint's seeds are not there."""
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        if self._saved is not None and self.growth is None:
+            raise InputError(
+                "the checkpoint holds seeds, which are restored together with an optimizer; resume it with "
+                "trainer.fit(module, loader, ckpt_path=...), and save what growth.finish() returns for evaluation"
+            )
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the growth, from the state of a checkpoint where there is one."""
+        network = pl_module.get_submodule(self._name)
+        convert = trainer.precision_plugin.convert_input
+        given = self._probe
+        probe = (lambda: [convert(pair) for pair in given()]) if callable(given) else [convert(pair) for pair in given]
+        usual: dict[str, Any] = {}
+        if trainer.estimated_stepping_batches != float("inf"):
+            usual["steps"] = int(trainer.estimated_stepping_batches)
+        with trainer.precision_plugin.train_step_context():
+            self.growth = Growth(
+                network,
+                trainer.optimizers[0],
+                [each.scheduler for each in trainer.lr_scheduler_configs],
+                probe=probe,
+                loss=self._loss,
+                scaler=getattr(trainer.precision_plugin, "scaler", None),
+                shared=isinstance(trainer.strategy, DDPStrategy),
+                **{**usual, **self._options},
+            )
+        if self._saved is not None:
+            self.growth.load_state_dict(self._saved)
+
+    def _without_seeds(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: Any) -> None:
+        """Let the seeds of a checkpoint pass for those that the module has: `load_state_dict` of the growth comes after."""
+        if self.growth is not None and self.growth.finished:
+            raise InputError(
+                "the network is finished, and a checkpoint from before does not fit it; load checkpoints before growth.finish()"
+            )
+        for name in [name for name in state if CHILD in name.split(".")[:-1]]:
+            del state[name]
+        own: Mapping[str, torch.Tensor] = module.state_dict()
+        state.update({prefix + name: value for name, value in own.items() if CHILD in name.split(".")[:-1]})
+
+
+def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
+    """InputError where a trainer's steps cannot be followed."""
+    if not module.automatic_optimization:
+        raise InputError(
+            "the LightningModule optimizes by hand; make an esper.Growth in it and call its step after optimizer.step()"
+        )
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise InputError(
+            f"the trainer's strategy is {type(trainer.strategy).__name__}, under which a network cannot grow; use one device or "
+            "strategy='ddp'"
+        )
+    if len(trainer.optimizers) != 1:
+        raise InputError(f"the trainer has {len(trainer.optimizers)} optimizers; return one from configure_optimizers")

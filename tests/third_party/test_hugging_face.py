@@ -1,0 +1,148 @@
+"""A model of transformers that grows under its Trainer, and goes on from its checkpoints."""
+
+import shutil
+
+import pytest
+import torch
+
+from esper.kasmina.blueprints import drawn_with
+from esper.leyline.errors import InputError
+from esper.tolaria.groups import OWNER
+from loops import LIFE, SETTINGS, STAGES, equal, stages
+from populations import Script
+
+tf = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+from esper.callbacks import HuggingFaceGrowth  # noqa: E402  # needs transformers
+
+pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
+
+STEPS, EVERY = 30, 2
+
+
+def gpt2():
+    """With dropout, so that torch's random state is part of what is resumed."""
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 24}
+    with drawn_with(0):
+        return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
+def sentences(key, count):
+    with drawn_with(key):
+        start = torch.randint(0, 24, (count, 1))
+    ids = (start + 5 * torch.arange(12)) % 24
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def batch(key, count=6):
+    rows = sentences(key, count)
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class Watch(tf.TrainerCallback):
+    """The stages behind each step."""
+
+    def __init__(self, growing):
+        self.growing, self.seen = growing, {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen[state.global_step] = stages(self.growing.growth)
+
+
+def training(folder, *, arguments=None, watched=False, **options):
+    """A trainer and a callback, as a program would make them anew."""
+    usual = {"controller": Script(LIFE), "every": EVERY, "budget": 9.0, "settings": SETTINGS}
+    growing = HuggingFaceGrowth(**{**usual, "probe": [batch(1), batch(2)], **options})
+    given = tf.TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "max_steps": STEPS,
+            "save_steps": 1,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 5e-3,
+            "warmup_steps": 5,
+            "use_cpu": True,
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_strategy": "no",
+            **(arguments or {}),
+        }
+    )
+    callbacks = [growing, Watch(growing)] if watched else [growing]
+    trainer = tf.Trainer(
+        gpt2(), given, train_dataset=sentences(3, 40), eval_dataset=sentences(4, 4), callbacks=callbacks
+    )
+    return (trainer, growing, callbacks[-1]) if watched else (trainer, growing)
+
+
+def test_a_training_resumed_by_the_trainer_in_any_stage_is_the_one_that_was_never_stopped(tmp_path):
+    trainer, growing, watch = training(tmp_path / "straight", watched=True)
+    trainer.train()
+    state, summary = growing.growth.state_dict(), growing.growth.summary()
+    assert growing.growth.calls == STEPS
+    sites = list(growing.growth.population.network.sites)
+    assert [entry["site"] for entry in summary["keeps"]] == [sites[0]]
+    assert [entry["site"] for entry in summary["prunes"]] == [sites[1]]
+    for stage in STAGES:
+        step = next(step for step, found in watch.seen.items() if stage in found)
+        shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / stage / f"checkpoint-{step}")
+        again, resumed = training(tmp_path / stage, arguments={"save_strategy": "no"})
+        again.train(resume_from_checkpoint=str(tmp_path / stage / f"checkpoint-{step}"))
+        assert equal(again.model.state_dict(), trainer.model.state_dict()), stage
+        assert equal(resumed.growth.state_dict(), state), stage
+        assert resumed.growth.summary() == summary
+        assert equal(again.optimizer.state_dict(), trainer.optimizer.state_dict()), stage
+
+
+def test_the_optimizer_holds_what_was_grown_with_the_rate_of_the_schedule(tmp_path):
+    trainer, growing = training(tmp_path, arguments={"save_strategy": "no"})
+    trainer.train()
+    model = growing.network
+    assert model is trainer.model
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert all(id(parameter) in held for parameter in model.parameters())
+    (seed,) = [group for group in trainer.optimizer.param_groups if OWNER in group]
+    assert seed["lr"] == trainer.optimizer.param_groups[0]["lr"] == 0.0
+    assert seed["initial_lr"] == 5e-3
+    before = model.eval()(**batch(7)).loss
+    grown = growing.growth.finish()
+    assert grown is model
+    assert any(".esper." in name for name in model.state_dict())
+    assert torch.allclose(grown(**batch(7)).loss, before, atol=1e-6)
+
+
+def test_the_best_checkpoint_is_loaded_with_the_seeds_that_it_had(tmp_path):
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "seven"}
+    trainer, growing = training(tmp_path, arguments={**best, "greater_is_better": True, "max_steps": 14})
+    trainer.compute_metrics = lambda seen: {"seven": float(trainer.state.global_step == 7)}
+    trainer.train()
+    assert trainer.state.best_global_step == 7
+    saved = torch.load(tmp_path / "checkpoint-7" / "growth.pt")
+    assert growing.growth.calls == 7
+    assert equal(growing.growth.state_dict(), saved)
+
+
+def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(InputError, match="no argument 'step'; did you mean"):
+        training(tmp_path, step=4)
+    trainer, _ = training(tmp_path / "a", arguments={"max_steps": 3})
+    trainer.train()
+    with pytest.raises(InputError, match="has grown a network already"):
+        trainer.train()
+    shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "a")
+    again, _ = training(tmp_path / "a")
+    with pytest.raises(InputError, match=r"checkpoint-3 has no growth.pt"):
+        again.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    other, growing = training(tmp_path / "a", checkpoint=tmp_path / "elsewhere", arguments={"save_strategy": "no"})
+    other.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    assert growing.growth.calls == STEPS
+    saved = torch.load(tmp_path / "elsewhere" / "growth.pt")
+    saved["tensors"]["transformer.wte.weight"][0, 0] += 1
+    torch.save(saved, tmp_path / "elsewhere" / "growth.pt")
+    last, _ = training(tmp_path / "a", checkpoint=tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="is not the checkpoint that the trainer has resumed"):
+        last.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    lossless, _ = training(tmp_path / "b", probe=[{"input_ids": batch(1)["input_ids"]}])
+    with pytest.raises(InputError, match="returns no loss for the probe"):
+        lossless.train()

@@ -1,0 +1,246 @@
+"""A LightningModule that grows under Lightning's Trainer, and goes on from its checkpoints."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.grafted import graft
+from esper.leyline.errors import InputError
+from esper.leyline.sites import Site
+from esper.leyline.streams import Vector
+from esper.runs.growth import Growth
+from loops import LIFE, SETTINGS, STAGES, equal, stages
+from populations import Script
+
+lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install -e '.[lightning]'")
+from esper.callbacks import LightningGrowth  # noqa: E402  # needs lightning
+
+pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
+
+EVERY, BATCHES, EPOCHS = 2, 2, 15  # one decision an epoch
+
+
+def examples(key, count):
+    with drawn_with(key):
+        x = torch.randn(count, 4)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 0.5).long()
+
+
+class Network(nn.Sequential):
+    """With batch normalisation, so that buffers are part of what is resumed."""
+
+    def __init__(self):
+        with drawn_with(0):
+            super().__init__(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+class Classifier(lightning.pytorch.LightningModule):
+    def __init__(self, schedule="onecycle"):
+        super().__init__()
+        self.net, self.schedule = Network(), schedule
+        self.losses = []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        self.log("loss", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        total = EPOCHS * BATCHES
+        made = {
+            "onecycle": lambda: lr_scheduler.OneCycleLR(optimizer, 0.05, total),
+            "sequential": lambda: lr_scheduler.SequentialLR(
+                optimizer,
+                [lr_scheduler.LinearLR(optimizer, 0.1, 1, 4), lr_scheduler.CosineAnnealingLR(optimizer, total)],
+                [4],
+            ),
+        }[self.schedule]()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
+
+
+def training(
+    folder, *, network="", schedule="onecycle", accumulate=1, callbacks=(), precision=None, clip=0.5, **options
+):
+    """A trainer, a module and a callback, as a program would make them anew."""
+    module = Classifier(schedule)
+    sites = {name: Site(name, name, name, Vector(6)) for name in ("0", "2")}
+    first = "" if network else "net."
+    graft(
+        module.get_submodule(network),
+        {name: Site(name, first + name, first + name, each.stream) for name, each in sites.items()},
+    )
+    probe = [examples(1, 12), examples(2, 12)]
+    usual = {"controller": Script(LIFE), "every": EVERY, "budget": 9.0, "settings": SETTINGS}
+    growing = LightningGrowth(probe=probe, loss=F.cross_entropy, network=network, **{**usual, **options})
+    trainer = lightning.pytorch.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        precision=precision,
+        callbacks=[growing, *callbacks],
+    )
+    x, y = examples(3, 12 * BATCHES * accumulate)
+    return trainer, module, growing, DataLoader(TensorDataset(x, y), 12)
+
+
+def saving(folder):
+    return lightning.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+
+
+class Watch(lightning.pytorch.Callback):
+    """The stages behind each epoch."""
+
+    def __init__(self, growing):
+        self.growing, self.seen = growing, []
+
+    def on_train_epoch_end(self, trainer, module):
+        self.seen.append(stages(self.growing.growth))
+
+
+def test_a_training_resumed_by_the_trainer_in_any_stage_is_the_one_that_was_never_stopped(tmp_path):
+    trainer, module, growing, loader = training(tmp_path, accumulate=2, callbacks=[saving(tmp_path)])
+    watch = Watch(growing)
+    trainer.callbacks.insert(1, watch)
+    trainer.fit(module, loader)
+    state, summary = growing.growth.state_dict(), growing.growth.summary()
+    assert trainer.global_step == EPOCHS * BATCHES == growing.growth.calls
+    assert [entry["site"] for entry in summary["keeps"]] == ["0"]
+    assert [entry["site"] for entry in summary["prunes"]] == ["2"]
+    for stage in STAGES:
+        epoch = next(index for index, found in enumerate(watch.seen) if stage in found)
+        again, other, resumed, loader = training(tmp_path, accumulate=2)
+        again.fit(other, loader, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        assert other.losses == module.losses[(epoch + 1) * BATCHES * 2 :], stage
+        assert equal(other.state_dict(), module.state_dict()), stage
+        assert equal(resumed.growth.state_dict(), state), stage
+        assert resumed.growth.summary() == summary
+        mine, theirs = (each.optimizers[0].state_dict() for each in (again, trainer))
+        assert equal(mine, theirs), stage
+        frozen = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        assert {name: parameter.requires_grad for name, parameter in other.named_parameters()} == frozen
+
+
+def test_the_trainer_grows_as_a_loop_of_ones_own_does(tmp_path):
+    trainer, module, growing, loader = training(tmp_path, schedule="sequential")
+    trainer.fit(module, loader)
+    _, plain, _, _ = training(tmp_path, schedule="sequential")
+    made = plain.configure_optimizers()
+    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    growth = Growth(
+        plain,
+        optimizer,
+        scheduler,
+        probe=[examples(1, 12), examples(2, 12)],
+        loss=F.cross_entropy,
+        controller=Script(LIFE),
+        every=EVERY,
+        budget=9.0,
+        steps=EPOCHS * BATCHES,
+        settings=SETTINGS,
+    )
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(plain(x), y).backward()
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.5)
+            optimizer.step()
+            scheduler.step()
+            growth.step()
+    assert equal(plain.state_dict(), module.state_dict())
+    assert growth.summary() == growing.growth.summary()
+    finished = growing.growth.finish()
+    assert finished is module is growing.network
+    assert any(".esper." in name for name in finished.state_dict())
+
+
+def test_a_submodule_grows_under_autocast_and_the_checkpoint_has_each_tensor_once(tmp_path):
+    trainer, module, growing, loader = training(
+        tmp_path, network="net", precision="bf16-mixed", callbacks=[saving(tmp_path)]
+    )
+    trainer.fit(module, loader)
+    assert growing.network is module.net
+    assert [entry["site"] for entry in growing.growth.summary()["keeps"]] == ["0"]
+    checkpoint = torch.load(tmp_path / f"epoch={EPOCHS - 1}.ckpt")
+    growth = checkpoint["callbacks"]["LightningGrowth"]
+    shared = {tensor.data_ptr() for tensor in checkpoint["state_dict"].values()}
+    assert all(tensor.data_ptr() in shared for name, tensor in growth["tensors"].items() if ".esper." not in name)
+    again, other, resumed, loader = training(tmp_path, network="net", precision="bf16-mixed")
+    again.fit(other, loader, ckpt_path=tmp_path / "epoch=6.ckpt")
+    assert equal(other.state_dict(), module.state_dict())
+    assert equal(resumed.growth.state_dict(), growing.growth.state_dict())
+
+
+def test_a_checkpoint_of_the_same_process_is_restored_for_evaluation_with_its_seeds(tmp_path):
+    trainer, module, growing, loader = training(tmp_path, callbacks=[saving(tmp_path)])
+    trainer.fit(module, loader)
+    (after,) = trainer.validate(module, loader, verbose=False)
+    (then,) = trainer.validate(module, loader, ckpt_path=tmp_path / "epoch=2.ckpt", verbose=False)
+    assert list(growing.growth.population.planted()) == ["0"]
+    assert stages(growing.growth)[0] == "HOLDING"
+    assert (*trainer.validate(module, loader, ckpt_path=tmp_path / f"epoch={EPOCHS - 1}.ckpt", verbose=False),) == (
+        after,
+    )
+    assert then != after
+    growing.growth.finish()
+    with pytest.raises(InputError, match="load checkpoints before growth"):
+        trainer.validate(module, loader, ckpt_path=tmp_path / "epoch=2.ckpt", verbose=False)
+    again, other, _, loader = training(tmp_path)
+    again.callbacks[0] = growing
+    with pytest.raises(InputError, match="has grown a network already"):
+        again.fit(other, loader)
+    again, other, _, loader = training(tmp_path)
+    with pytest.raises(InputError, match="seeds, which are restored together with an optimizer"):
+        again.validate(other, loader, ckpt_path=tmp_path / "epoch=2.ckpt", verbose=False)
+
+
+def test_a_checkpoint_from_before_growth_fits_and_grows_from_there(tmp_path):
+    trainer, module, growing, loader = training(tmp_path, callbacks=[saving(tmp_path)])
+    trainer.callbacks.remove(growing)
+    trainer.fit(module, loader)
+    again, other, resumed, loader = training(tmp_path)
+    again.fit(other, loader, ckpt_path=tmp_path / "epoch=2.ckpt")
+    assert resumed.growth.calls == (EPOCHS - 3) * BATCHES
+    assert [entry["site"] for entry in resumed.growth.summary()["keeps"]] == ["0"]
+
+
+class ByHand(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"module": ByHand, "clip": None}, "optimizes by hand"),
+        ({"budgets": 1}, "no argument 'budgets'; did you mean budget"),
+        ({"optimizer": None}, "takes optimizer from the trainer"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path, change, sentence):
+    made = change.pop("module", Classifier)
+
+    def fit():
+        trainer, _, _, loader = training(tmp_path, **change)
+        trainer.fit(made(), loader)
+
+    with pytest.raises(InputError, match=sentence):
+        fit()

@@ -1,0 +1,29 @@
+"""What docs/trainers.md shows runs, and prints what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
+pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
+
+
+def parts():
+    return re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("heading", ["Lightning", "Hugging Face"])
+def test_the_python_of_a_part_runs_from_top_to_bottom(heading, tmp_path, monkeypatch):
+    pytest.importorskip(
+        heading.replace(" ", "").lower() if heading == "Lightning" else "transformers",
+        reason="the package is not installed: pip install -e '.[lightning,hf]'",
+    )
+    monkeypatch.chdir(tmp_path)
+    (part,) = [part for part in parts() if part.startswith(f"{heading}\n")]
+    namespace = {}
+    for index, block in enumerate(re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE)):
+        exec(compile(block, f"{heading}, block {index}", "exec"), namespace)
+    summary = namespace["growing"].growth.summary()
+    assert summary["status"] == "finished"
+    assert len(summary["keeps"]) >= 1
