@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.karn.report.page import write_report as report
     from esper.kasmina.adapter import attach
     from esper.kasmina.blueprints import blueprint
+    from esper.kasmina.drawing import draw
     from esper.kasmina.find_sites import FoundSites, find_sites
     from esper.kasmina.grafted import graft, ungraft
     from esper.kasmina.host import SegmentedHost
@@ -117,6 +118,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "check_rows",
     "cnn",
     "compare",
+    "draw",
     "evaluate",
     "find_sites",
     "get_controller",

@@ -118,6 +118,16 @@ def test_a_training_has_a_page_with_its_learning_curves(tmp_path):
     assert all(name.replace("_", " ") in parsed.said for name in drawn)
 
 
+def test_a_notebook_shows_the_head_of_the_report(run):
+    shown = Page(esper.open_run(run)._repr_html_())
+    whole = Page((run / "report.html").read_text()).said
+    assert shown.said.startswith("iris")
+    assert "seeds: " in shown.said
+    assert "Grown networks beside static ones" not in shown.said
+    assert all(text.strip() in whole for text in shown.texts)
+    assert {"script", "style", "a"} & set(shown.tags) == set()
+
+
 def test_names_that_a_user_gave_can_neither_run_nor_turn_the_text(tmp_path):
     def host():
         return esper.SegmentedHost([nn.Linear(4, 6), nn.Linear(6, 3)], [esper.SlotSpec(EVIL, after=0, width=6)])
@@ -126,6 +136,8 @@ def test_names_that_a_user_gave_can_neither_run_nor_turn_the_text(tmp_path):
     task = esper.task("mine", x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), host=host)
     settings = {"envs": 2, "steps": 4, "models": "none", "baselines": []}
     esper.grow(task, settings, controller="random-valid", run=tmp_path / "r", progress=False)
+    shown = Page(esper.open_run(tmp_path / "r")._repr_html_())
+    assert "script" not in shown.tags
     text = (tmp_path / "r" / "report.html").read_text()
     parsed = Page(text)
     assert parsed.tags.count("script") == 2  # the data and the script of the page itself

@@ -190,6 +190,13 @@ class OpenRun:
     def __repr__(self) -> str:
         return f"<run {str(self.folder)!r}, {self.status}>"
 
+    def _repr_html_(self) -> str:
+        """The head of the run's report, which a notebook shows."""
+        from esper.karn.report.model import read_model  # these import this module
+        from esper.karn.report.page import head_of
+
+        return head_of(read_model(self), self.folder.resolve().name)
+
     def _json(self, name: str) -> Any:
         path = self.folder / name
         return parse_json(read_kept(path, _LARGEST_JSON, _MEND), path, _MEND) if path.exists() else None

@@ -117,7 +117,7 @@ def grown_network(
         reads, writes = body.table.widths_of(env, s, blueprint)
         seed = body.seed_module(seeds, env, s)
         modules.append(_trim(seed, blend))
-        grafts.append(Graft(slot.after, entry.tap, blend, alpha, slot.kind))
+        grafts.append(Graft(slot.after, entry.tap, blend, alpha, slot.kind, entry.name))
         grown.append(
             {
                 "slot": slot.name,
@@ -340,7 +340,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         parameters += entry.parameters(seed["reads"], seed["writes"]) + gate
         check_size(folder, parameters)
         modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
-        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"], kinds[seed["after"]]))
+        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"], kinds[seed["after"]], entry.name))
     network = GrownNetwork(base, modules, grafts, _interface(folder, topology), original)
     network = network.to(getattr(torch, topology["dtype"]))
     try:

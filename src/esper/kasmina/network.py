@@ -33,6 +33,7 @@ class Graft(NamedTuple):
         blend (Blend): how its change enters the stream
         alpha (float): the dose that it has for good
         kind (Kind): the kind of the stream
+        blueprint (str): name of its blueprint; empty if it is not known
     """
 
     after: int
@@ -40,6 +41,7 @@ class Graft(NamedTuple):
     blend: Blend
     alpha: float
     kind: Kind
+    blueprint: str = ""
 
 
 class _Scaled(nn.Module):
@@ -119,6 +121,12 @@ class GrownNetwork(nn.Module):
             batch = self.standardize(batch)
         y = run_segments(batch, self.segments, self.seeds, self.grafts)
         return y if self.restore is None else self.restore(y)
+
+    def describe(self) -> str:
+        """The segments and the seeds as text, one line each, in the order in which they run, with layers and parameters."""
+        from esper.kasmina.drawing import describe  # which imports this module
+
+        return describe(self)
 
     def predict(self, x: Any) -> NDArray[Any]:
         """Predict the label (B,) of each example, or its labels (B, ...), as the task's y had them; for a regression,

@@ -22,6 +22,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Grown networks": {
         "load": "api",
         "GrownNetwork": "kasmina.network",
+        "draw": "kasmina.drawing",
         "Interface": "leyline.task",
     },
     "Tasks and data": {

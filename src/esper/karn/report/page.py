@@ -75,6 +75,20 @@ def page(model: RunModel, name: str) -> str:
     return render(name, _heading(model), sections, data=_data(model), last_step=last_step)
 
 
+def head_of(model: RunModel, name: str) -> str:
+    """The beginning of the page as a piece of HTML: the heading, the sentences on what came out, and the table of figures."""
+    result = _result(model)
+    lines = Markup("").join(Markup("<p>{}</p>").format(line) for line in (_heading(model), *result.lines))
+    tables = Markup("")
+    for table in result.tables:
+        rows = ((Markup("th"), table.columns), *((Markup("td"), row) for row in table.rows))
+        cells = (Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, cell) for cell in row) for tag, row in rows)
+        tables += Markup("<table>{}</table>").format(
+            Markup("").join(Markup("<tr>{}</tr>").format(row) for row in cells)
+        )
+    return str(Markup("<div><h3>{}</h3>{}{}</div>").format(printable(name), lines, tables))
+
+
 def _heading(model: RunModel) -> str:
     head = model.head
     if model.summary is not None and "grown_params" in model.summary:
