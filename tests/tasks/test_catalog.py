@@ -6,13 +6,15 @@ from esper.leyline.errors import InputError
 from esper.tasks.catalog import TASKS, get_task, task_names
 from esper.tasks.hosts import CNN, MLP, Host, ResidualCNN, ResidualMLP
 from pictures import write_cifar
+from stories import write_text
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _data(tmp_path_factory):
-    """A small CIFAR-10, whose files a person brings."""
+    """A small CIFAR-10 and TinyStories, whose files a person brings."""
     folder = tmp_path_factory.mktemp("data")
     write_cifar(folder)
+    write_text(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ESPER_DATA", str(folder))
         yield

@@ -14,7 +14,7 @@ def tasks(
         typer.Argument(metavar="[TASK]...", help=f"Tasks to list, or {PLACE}; all of Esper's own.", show_default=False),
     ] = None,
 ) -> None:
-    """List tasks with their slots and menus."""
+    """List tasks with their slots and menus. cifar10 and tinystories read files of yours, and the list says what is missing."""
     from esper.tasks.catalog import TASKS, get_task, task_names
 
     for name in names or TASKS:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
-from esper.tasks import digits, heal, images, repair, small, spirals, text, trained
+from esper.tasks import digits, heal, images, repair, small, spirals, text, tinystories, trained
 from esper.tasks.reference import load_task, unnamed_function
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
@@ -34,6 +34,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "digits-image-narrow": (images.digits_image_narrow, images.DIGITS_NARROW),
     "cifar10": (images.cifar10, images.CIFAR10),
     "stdlib-text": (text.stdlib_text, text.SUMMARY),
+    "tinystories": (tinystories.tinystories, tinystories.SUMMARY),
 }
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType({name: build for name, (build, _) in _BUILT_IN.items()})

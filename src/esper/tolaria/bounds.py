@@ -9,8 +9,6 @@ from esper.leyline.task import Objective, Scaling, Split
 
 CERTAIN = 30.0
 """Logit of the predicted class; the logits of the others are 0. The probability is 1 in float32."""
-CHUNK = 1024
-"""Number of examples that are counted at a time."""
 
 
 class Bounds(NamedTuple):
@@ -60,9 +58,9 @@ def _shares(labels: Tensor, classes: int) -> Tensor:
 
     Of all constant predictions they have the least log loss, and the most frequent class has the largest logit.
     """
-    counts = torch.zeros(*labels.shape[1:], classes, dtype=torch.int64)
-    for some in labels.split(CHUNK):
-        counts += torch.nn.functional.one_hot(some, classes).sum(0)
+    flat = labels.flatten(1) if labels.dim() > 1 else labels[:, None]
+    places = flat + classes * torch.arange(flat.shape[1])
+    counts = torch.bincount(places.flatten(), minlength=flat.shape[1] * classes).view(*labels.shape[1:], classes)
     return (counts / len(labels)).log().clamp(min=-CERTAIN)
 
 
