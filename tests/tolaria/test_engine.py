@@ -343,7 +343,7 @@ def test_slots_that_were_not_selected_are_never_legal():
         ({"data": {"batch_size": 500}}, "fewer than data.batch_size"),
         ({"device": "cuda:99"}, "CUDA"),
         ({"device": "cuda:256"}, "CUDA"),  # torch itself reads it as cuda:0
-        ({"device": "cuda:01"}, "'cuda:01' is no device"),
+        ({"device": "cuda:01"}, "'cuda:01' is not a device"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_in_one_sentence(top, sentence):

@@ -12,7 +12,7 @@ from esper.leyline.actions import Blend
 from esper.leyline.slots import Tap
 
 LINEAR = (Affine, Factored, LinearMap, LowRank)
-"""Modules whose change is W u + b, position by position."""
+"""Modules whose change is W u + b at every position."""
 
 
 @torch.no_grad()

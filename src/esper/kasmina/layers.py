@@ -29,7 +29,10 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Module):
-    """A vector for each token: (B, L) int64 -> (B, L, C). With a `length` a vector of the position is added, for L up to it."""
+    """A vector for each token: (B, L) int64 -> (B, L, C).
+
+    With a `length`, a vector for the position is added, and L must not exceed it.
+    """
 
     stacks = True
 

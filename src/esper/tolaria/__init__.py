@@ -1,1 +1,1 @@
-"""Tolaria: the engine. Data feed, train and probe passes; it knows no learner and no reward."""
+"""Tolaria: the engine. Data feed, training and probe passes. It imports no learner and no reward."""

@@ -24,11 +24,11 @@ class Bounds(NamedTuple):
 
 
 def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -> Bounds:
-    """The metric of an objective on a split for the best constant prediction and for the perfect prediction.
+    """Return the metric of an objective on a split for the best constant prediction and for the perfect prediction.
 
     For accuracy these are the share of the most frequent class and 1; for R2 they are 0 and 1.
 
-    scaling: scaling of the targets where hosts return them standardized.
+    scaling: scaling of the targets if hosts return them standardized.
     """
     y = split.y.cpu()
     if y.is_floating_point():
@@ -40,7 +40,7 @@ def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -
         labels = y.long()
         if (
             labels.min() < 0 or labels.max() >= objective.outputs
-        ):  # they are no classes, but what an objective makes of them
+        ):  # targets that an objective interprets, and not classes
             return Bounds(float("nan"), float("nan"))
         right = _logits(labels, objective.outputs)
         constant = _shares(labels, objective.outputs).expand_as(right)
@@ -48,7 +48,7 @@ def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -
 
 
 def _logits(labels: Tensor, classes: int) -> Tensor:
-    """Logits (..., C) that are sure of the labels (...)."""
+    """Return logits (..., C) with all weight on the labels (...)."""
     shape = (*labels.shape, classes)
     return torch.zeros(shape).scatter_(-1, labels[..., None], CERTAIN)
 
@@ -65,9 +65,9 @@ def _shares(labels: Tensor, classes: int) -> Tensor:
 
 
 def _metric(objective: Objective, output: Tensor, y: Tensor) -> float:
-    """The metric of predictions (N, ..., C) on labels (N, ...), or on targets."""
+    """Return the metric of predictions (N, ..., C) on labels (N, ...), or on targets."""
     try:
         value = float(objective.score(output[None], y[None]).mean())
-    except (RuntimeError, ValueError, IndexError, AssertionError):  # of outputs that are not like the targets
+    except (RuntimeError, ValueError, IndexError, AssertionError):  # the objective does not take these predictions
         return float("nan")
     return value if abs(value) < float("inf") else float("nan")

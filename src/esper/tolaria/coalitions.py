@@ -1,7 +1,7 @@
-"""Which coalitions of live seeds a probe evaluates, each once. E rows, S slots, X branches.
+"""The coalitions of live seeds that a probe evaluates. E rows, S slots, X branches.
 
-A coalition is a bit mask over slots: the live seeds that keep their dose, while the other live seeds are at dose 0. Fossils
-keep their dose in all of them.
+A coalition is a bit mask over slots: the live seeds that keep their dose, while the other live seeds are at dose 0.
+Fossils keep their dose in all of them. Each coalition is evaluated once.
 """
 
 from typing import NamedTuple
@@ -21,45 +21,47 @@ COMPLETE = 4
 
 
 class Sampling(NamedTuple):
-    """How attribution above COMPLETE live seeds is sampled."""
+    """The sampling of attribution above COMPLETE live seeds."""
 
-    pairs: int  # antithetic pairs of permutations
-    draw: int  # their key
+    pairs: int  # number of antithetic pairs of permutations
+    draw: int  # the key that they are drawn with
 
 
 class Coalitions(NamedTuple):
-    """What is evaluated beside the real doses, and where in the branches it is."""
+    """The evaluations beside the real doses, and their places among the branches."""
 
     branches: Branches
-    live: NDArray[np.bool_]  # (E, S) the seeds that coalitions range over
-    env: Indices  # (C,) of each coalition, in order
-    mask: Indices  # (C,) in order for one environment; the full coalition is the environment's own pass, and not here
+    live: NDArray[np.bool_]  # (E, S) the live seeds, of which coalitions are subsets
+    env: Indices  # (C,) the environment of each coalition, ascending
+    mask: Indices  # (C,) ascending within an environment; never the full coalition
     branch: Indices  # (C,) the branch that evaluates it
-    alone: tuple[Indices, Indices, Indices]  # (branch, env, slot) of each incubating seed, at dose 1
+    alone: tuple[Indices, Indices, Indices]  # (branch, env, slot) of each incubating seed
 
     def find(self, env: Indices, mask: Indices) -> Indices:
-        """The branches of some coalitions, all of which were asked for."""
+        """Return the branches of some coalitions, all of which were asked for."""
         bits = self.live.shape[1]
         place = np.searchsorted(self.env << bits | self.mask, env << bits | mask)
         found: Indices = self.branch[place]
         return found
 
     def without(self) -> tuple[Indices, Indices, Indices]:
-        """(branch, env, slot) of each live seed: everything but it."""
+        """(branch, env, slot) of each live seed; the branch has every live seed except this one."""
         env, slot = np.nonzero(self.live)
         return self.find(env, masks(self.live)[env] ^ (1 << slot)), env, slot
 
     def exported(self) -> tuple[Indices, Indices]:
-        """(branch, env) of networks with live seeds, all of which are at dose 0, as an export leaves them out."""
+        """(branch, env) of the networks with live seeds; in the branch all of them are at dose 0, because an export
+        leaves them out.
+        """
         env = np.flatnonzero(self.live.any(1))
         return self.find(env, np.zeros_like(env)), env
 
 
 def coalitions(seeds: Seeds, sampling: Sampling | None, *, terminal: bool) -> Coalitions:
-    """The coalitions of a step: leave-one-out of every live seed, always; incubating seeds alone at dose 1.
+    """Return the coalitions of a step: leave-one-out of every live seed, and each incubating seed alone at dose 1.
 
-    With a sampling also what attribution needs: every subset of up to COMPLETE live seeds, and above that the coalitions of
-    sampled permutations. At the end of an episode also the coalition of none.
+    With `sampling`, the coalitions of attribution are added: every subset of up to COMPLETE live seeds, and above that
+    the coalitions of sampled permutations. At the end of an episode, the empty coalition is added.
     """
     real = doses(seeds)
     live = among(seeds.stage, LIVE) & (real > 0)
@@ -94,17 +96,18 @@ class Sampled(NamedTuple):
     """Permutations, each of which also stands for its reverse, and the coalitions that they need."""
 
     orders: Indices  # (P, n) players in the order in which they join
-    masks: Indices  # (M,) rising, so each once
+    masks: Indices  # (M,) ascending, without repeats
 
 
 def sampled_coalitions(n: int, pairs: int, draw: int) -> Sampled:
-    """Draw antithetic pairs of permutations of n players by the key `draw`: a permutation and its reverse.
+    """Draw antithetic pairs of permutations of n players with the key `draw`: each permutation and its reverse.
 
-    The coalitions are those that form as the players join in these orders, none and all among them, and all but each one.
-    A pair measures a player early and late at once, so that in most games its mean varies less than that of two
-    independent orders (Mitchell et al., "Sampling Permutations for Shapley Value Estimation", JMLR 23, 2022).
+    The coalitions are those that form as the players join in these orders, including the empty and the full coalition,
+    and all coalitions that lack one player. A pair measures a player early and late, so that in most games its mean
+    varies less than that of two independent orders (Mitchell et al., "Sampling Permutations for Shapley Value
+    Estimation", JMLR 23, 2022).
     """
-    assert pairs > 1, "a standard error takes two pairs"
+    assert pairs > 1, "a standard error needs two pairs"
     orders = permutations(key(draw, np.arange(pairs)), np.full(pairs, n), torch.device("cpu")).numpy()
     joined, everyone = joined_in(orders), (1 << n) - 1
     all_but_one = everyone ^ (1 << np.arange(n))
@@ -127,10 +130,10 @@ def _leave_one_out(live: NDArray[np.bool_]) -> list[tuple[Indices, Indices]]:
 
 
 def _subsets(live: NDArray[np.bool_]) -> tuple[Indices, Indices]:
-    """Every subset of the live seeds of environments that have no more than COMPLETE of them."""
+    """Return every subset of the live seeds of environments that have at most COMPLETE of them."""
     count = live.sum(1)
     env = np.flatnonzero((count > 0) & (count <= COMPLETE))
-    slots = np.argsort(~live[env], axis=1, kind="stable")[:, :COMPLETE]  # the live ones, in order, then others
+    slots = np.argsort(~live[env], axis=1, kind="stable")[:, :COMPLETE]  # the live ones in order, then the others
     subset = np.arange(1 << slots.shape[1])
     chosen = (subset[:, None] >> np.arange(slots.shape[1]) & 1)[None] << slots[:, None]
     valid = subset < (1 << count[env])[:, None]
@@ -139,7 +142,7 @@ def _subsets(live: NDArray[np.bool_]) -> tuple[Indices, Indices]:
 
 
 def _prefixes(live: NDArray[np.bool_], pairs: int, draw: int) -> list[tuple[Indices, Indices]]:
-    """The coalitions of sampled permutations, where there are more than COMPLETE live seeds."""
+    """Return the coalitions of sampled permutations for environments with more than COMPLETE live seeds."""
     count, found = live.sum(1), []
     for n in np.unique(count[count > COMPLETE]).tolist():
         env = np.flatnonzero(count == n)

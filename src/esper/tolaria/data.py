@@ -1,7 +1,7 @@
 """The data of a population: examples resident on the device, and the order in which each row sees them.
 
-E rows, n of them in a part, I data sets, N examples of the largest, B batch. Images (C, H, W) are kept with their channels
-last in memory, and as bytes where they came as bytes.
+E rows, n of them in a part, I data sets, N examples of the largest, B batch. Images (C, H, W) are stored with their
+channels last in memory, and as bytes if they were given as bytes.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Indices = NDArray[np.int64]
 
 
 class Targets(NamedTuple):
-    """What outputs on a split are held against, as in `Examples`."""
+    """The targets that outputs on a split are compared with, as in `Examples`."""
 
     y: Tensor
     size: Tensor
@@ -36,17 +36,19 @@ class Examples(NamedTuple):
 
     x: Batch  # leaves (E, N, ...)
     y: Tensor  # (E, N, ...)
-    size: Tensor  # (E, 1) how many examples are real, floating point
-    real: Tensor | None  # (E, N) bool; None when all are
+    size: Tensor  # (E, 1) number of real examples, floating point
+    real: Tensor | None  # (E, N) bool; None if all examples are real
     pixels: Pixels | None = None
 
     def targets(self, rows: Tensor) -> Targets:
-        """Of some rows, by index (n,)."""
+        """Return the targets of some rows, by index (n,)."""
         real = self.real.index_select(0, rows) if self.real is not None else None
         return Targets(self.y.index_select(0, rows), self.size.index_select(0, rows), real)
 
     def read(self, piece: slice) -> Batch:
-        """Some examples of every row as hosts read them: leaves (E, piece, ...); worked out once where all rows share them."""
+        """Return some examples of every row as hosts read them: leaves (E, piece, ...); computed once if all rows share
+        them.
+        """
         if not isinstance(self.x, Tensor):
             return picked(self.x, (slice(None), piece))
         shared = self.x.stride(0) == 0
@@ -64,12 +66,13 @@ def stack_splits(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> Examples:
-    """The splits of data sets as the examples of rows; row (E,) names each row's split, inputs the widest input's shape.
+    """Stack the splits of data sets as the examples of rows.
 
-    Floating-point features and targets are brought to `dtype`, that of the hosts; None takes torch's default dtype.
-    With `length` every row has as many examples, real or not, and `real` is there even where all are, so that a row's
-    numbers do not depend on the other splits. Without it rows are as long as the longest split. Features are scaled once, here.
-    Raises InputError if a split is longer than `length`.
+    row (E,) names the split of each row; inputs is the shape of the widest input. Floating-point features and targets
+    are cast to `dtype`, that of the hosts; None means torch's default dtype. With `length`, every row is padded to that
+    many examples and `real` is always given, so that the numbers of a row do not depend on the other splits. Without
+    it, rows are as long as the longest split. Features are scaled once, here. Raises InputError if a split is longer
+    than `length`.
     """
     splits, row = _distinct(splits, row)
     sizes = np.array([len(split.y) for split in splits])
@@ -97,9 +100,9 @@ def stack_splits(
 class SharedBatchIterator:
     """Batches for all rows at once, from train splits that are resident on the device, or from a source that is read by batch.
 
-    A row's order is a permutation keyed by (seed, instance, episode, epoch), so rows of one instance share it, and no row
-    depends on how many others there are. Each epoch gives a row the same number of full batches; the examples that are left
-    over differ from epoch to epoch. The position is one counter, `batch`: setting it is all a resume needs.
+    The order of a row is a permutation keyed by (seed, instance, episode, epoch). Rows of one instance therefore share
+    it, and it does not depend on the number of rows. Each epoch gives a row the same number of full batches; the examples
+    that are left over differ from epoch to epoch. The position is one counter, `batch`; a resume only sets this counter.
     """
 
     def __init__(
@@ -117,9 +120,10 @@ class SharedBatchIterator:
         dtype: torch.dtype | None = None,
         source: Source | None = None,
     ) -> None:
-        """row (E,) names each row's split, instance (E,) the key of its order; floating point comes in `dtype`, or torch's
-        default one. With a `source`, of which the one split holds the first examples, each batch is read from there.
-        Raises InputError if a split is under a batch.
+        """row (E,) names the split of each row, instance (E,) the key of its order.
+
+        Floating-point tensors have `dtype`, or torch's default dtype. With a `source`, each batch is read from it, and
+        the one split holds only its first examples. Raises InputError if a split has fewer examples than a batch.
         """
         splits, row = _distinct(splits, row)
         self.sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]
@@ -145,7 +149,7 @@ class SharedBatchIterator:
             self._weights = padded.to(device, self._dtype)
         self.pixels = pixels
         if pixels is not None:
-            self._canvas = torch.tensor(pixels.mean).round().to(torch.uint8).to(device)  # (C,) around a shifted image
+            self._canvas = torch.tensor(pixels.mean).round().to(torch.uint8).to(device)  # (C,) the border
         self.batch_size = batch_size
         self.batches_per_epoch = self.sizes // batch_size  # (E,)
         self.batch = 0
@@ -165,12 +169,12 @@ class SharedBatchIterator:
         self._epoch[:] = -1
 
     def __next__(self) -> tuple[Batch, Tensor]:
-        """The next batch of every row: leaves x (E, B, ...), y (E, B, ...)."""
+        """Return the next batch of every row: leaves x (E, B, ...), y (E, B, ...)."""
         self.advance()
         return self.of(slice(0, len(self._order)))
 
     def advance(self) -> None:
-        """Go on to the next batch, which `of` then gives."""
+        """Go on to the next batch, which `of` then returns."""
         epoch, position = np.divmod(self.batch, self.batches_per_epoch)
         stale = np.flatnonzero(epoch != self._epoch)
         if len(stale):
@@ -192,19 +196,19 @@ class SharedBatchIterator:
         self.batch += 1
 
     def _hold(self, splits: Sequence[Split], length: int) -> None:
-        """Put data sets on the device, each padded to a length."""
+        """Move data sets to the device, each padded to a length."""
         pooled = _pool(splits, self._inputs, self._device, length, self._scaling, self._dtype)
         self.x: Batch = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
         self.y = pooled.y.flatten(0, 1)
 
     def _read(self, source: Source) -> None:
-        """Replace what is held by the examples of the present batch, each read once, however many rows it is for."""
+        """Replace the examples in memory by those of the present batch; an example that several rows need is read once."""
         places, index = np.unique(self._index.numpy(), return_inverse=True)
         self._hold([source.read(places)], len(places))
         self._index = torch.from_numpy(index.reshape(self._index.shape)).to(self._device, non_blocking=True)
 
     def of(self, part: slice) -> tuple[Batch, Tensor]:
-        """The present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
+        """Return the present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
         index = self._index[part]
         flat = index.reshape(-1)
         y = self.y.index_select(0, flat).view(*index.shape, *self.y.shape[1:])
@@ -212,21 +216,21 @@ class SharedBatchIterator:
             return map_leaves(lambda leaf: _taken(leaf, flat).unflatten(0, index.shape), self.x), y
         if self.x.dim() != 4:
             return self.x.index_select(0, flat).view(*index.shape, *self.x.shape[1:]), y
-        images = self.x.movedim(1, -1).index_select(0, flat)  # (n B, H, W, C), as they lie in memory
+        images = self.x.movedim(1, -1).index_select(0, flat)  # (n B, H, W, C), the order in memory
         if self.pixels is not None and self.pixels.varies:
             images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
         x = images.unflatten(0, index.shape).movedim(-1, 2)
         return x if self.pixels is None else self.pixels.read(x, self._dtype), y
 
     def weights_of(self, part: slice) -> Tensor | None:
-        """(n, B) weights of the examples of the present batch of some rows; None where all count alike."""
+        """Return (n, B) weights of the examples of the present batch of some rows; None if all have the same weight."""
         if self._weights is None:
             return None
         index = self._index[part]
         return self._weights.index_select(0, index.reshape(-1)).view(index.shape)
 
     def finite(self) -> Tensor:
-        """(E,) bool, on the device: whether all that is resident for each row is finite."""
+        """Return (E,) bool, on the device: whether all resident data of each row are finite."""
         sound = torch.ones(self._sets, dtype=torch.bool, device=self._order.device)
         for resident in (*leaves(self.x), self.y):
             if resident.is_floating_point():
@@ -234,10 +238,10 @@ class SharedBatchIterator:
         return sound.index_select(0, torch.from_numpy(self._set).to(sound.device, non_blocking=True))
 
     def nonfinite(self, rows: Indices, batches: int) -> list[tuple[int, Indices]]:
-        """The rows (n,) whose last `batches` batches held examples that are not finite, and these by their place in the split.
+        """Return the rows (n,) whose last `batches` batches held examples that are not finite, and the indices of these examples.
 
-        What is resident was finite when it was loaded, so this is for rows that have gone wrong: it reads the device. What is
-        read by batch was found finite then.
+        Resident data were finite when they were loaded, and a source is checked batch by batch. This method reads the
+        device, and is called only for rows that failed.
         """
         if self._source is not None:
             return []
@@ -270,14 +274,14 @@ class SharedBatchIterator:
 
 
 def draws(keys: Indices, count: int, device: torch.device) -> Tensor:
-    """(n,) keys -> (n, count) int64 draws on the device: hashes of (key, index), none of which reaches the host."""
+    """(n,) keys -> (n, count) int64 draws: hashes of (key, index), computed on the device without copies to the host."""
     return mix(torch.from_numpy(keys).to(device, non_blocking=True)[:, None] ^ mix(torch.arange(count, device=device)))
 
 
 def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Tensor:
-    """Images (B, H, W, C) uint8, each cut out of itself with `around` (C,) about it, and mirrored, as its draw (B,) says.
+    """Shift and mirror images (B, H, W, C) uint8, each as its draw (B,) says, with `around` (C,) as the border.
 
-    A draw's bits from the 33rd, the 44th and the 55th on give the shift down, the shift right and the mirror.
+    The bits of a draw from the 33rd, the 44th and the 55th on give the shift down, the shift right and the mirroring.
     """
     count, height, width, channels = images.shape
     pad, places = pixels.pad, 2 * pixels.pad + 1
@@ -295,7 +299,7 @@ def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Ten
 
 
 def _distinct(splits: Sequence[Split], row: Indices) -> tuple[list[Split], Indices]:
-    """Splits without repeats of the same tensors, and row (E,), which names each row's, accordingly."""
+    """Return the splits without repeats of the same tensors, and row (E,), changed accordingly."""
     distinct = {(id(split.x), id(split.y)): split for split in splits}
     place = {name: index for index, name in enumerate(distinct)}
     return list(distinct.values()), np.array([place[id(split.x), id(split.y)] for split in splits])[row]
@@ -309,7 +313,7 @@ def _pool(
     scaling: Scaling | None,
     dtype: torch.dtype,
 ) -> Split:
-    """All data sets as one: leaves x (I, N, *shape), scaled, and y (I, N, ...) for a length N, padded with 0."""
+    """Stack all data sets: leaves x (I, N, *shape), scaled, and y (I, N, ...) for a length N, padded with 0."""
     xs, ys = [], []
     for split in splits:
         read = split.x if scaling is None else scaling.read(one_tensor(split.x, "scaling"))
@@ -323,17 +327,17 @@ def _pool(
 
 
 def _laid_out(x: Tensor, shape: Shape, rows: int) -> Tensor:
-    """One leaf of a data set (N, ...) padded to a shape and by so many examples, the channels of images last."""
+    """Pad one leaf of a data set (N, ...) to a shape and by `rows` examples, with the channels of images last."""
     missing = [wide - own for wide, own in zip(shape, x.shape[1:], strict=True)]
     x = F.pad(x, [*(pad for extra in reversed(missing) for pad in (0, extra)), 0, rows])
     return x.movedim(1, -1).contiguous() if x.dim() == 4 else x
 
 
 def _channels_first(x: Tensor) -> Tensor:
-    """One leaf of all data sets, (I, N, ...), as its shape says it; in memory the channels of images stay last."""
+    """Return one leaf of all data sets with the axes of its shape, (I, N, ...); in memory the channels of images stay last."""
     return x.movedim(-1, 2) if x.dim() == 5 else x
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:
-    """Some examples of a resident leaf (I N, ...), those of images as they lie in memory."""
+    """Select examples of a resident leaf (I N, ...) without changing the order of images in memory."""
     return x.movedim(1, -1).index_select(0, index).movedim(-1, 1) if x.dim() == 4 else x.index_select(0, index)

@@ -1,4 +1,4 @@
-"""The rows that say what a step was decided on and what it measured. E environments, S slots."""
+"""Detailed rows of the events: the basis of the decisions of a step, and its measurements. E environments, S slots."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ DIGITS = 6
 def decision_rows(
     view: View, decision: Decision, outcome: Outcome, gates: GatesConfig, population: Population
 ) -> Iterator[DecisionRow]:
-    """One row for each environment that chose another operation than WAIT. `view` is what the decision was based on."""
+    """Yield a row for each environment that chose another operation than WAIT. `view` is what the decision was based on."""
     actions = outcome.actions
     acting = np.flatnonzero(actions.op != Op.WAIT)
     if not len(acting):
@@ -54,7 +54,7 @@ def decision_rows(
 
 
 def measurement_row(view: View, outcome: Outcome, pairs: int) -> MeasurementRow:
-    """The measurements of the step that led to `view`. pairs: `probe.shapley_samples`."""
+    """Return the measurements of the step that led to `view`. pairs: `probe.shapley_samples`."""
     measured, values, envs = view.measurements, view.coalitions, len(view.host_params)
     row = MeasurementRow(
         episode=outcome.episode,
@@ -74,7 +74,7 @@ def measurement_row(view: View, outcome: Outcome, pairs: int) -> MeasurementRow:
 
 
 def sensors_row(view: View, outcome: Outcome) -> SensorsRow | None:
-    """The growth sensors, where the step that led to `view` measured them; None where it did not."""
+    """Return the growth sensors if the step that led to `view` measured them, else None."""
     measured = view.measurements
     if measured.sensor_age or not np.isfinite(measured.sensors).any():
         return None
@@ -87,7 +87,7 @@ def sensors_row(view: View, outcome: Outcome) -> SensorsRow | None:
 
 
 def gradients_row(view: View, outcome: Outcome) -> GradientsRow:
-    """The gradient norms of the step that led to `view`."""
+    """Return the gradient norms of the step that led to `view`."""
     return GradientsRow(
         episode=outcome.episode,
         step=outcome.step,
@@ -97,7 +97,7 @@ def gradients_row(view: View, outcome: Outcome) -> GradientsRow:
 
 
 def rounded(values: NDArray[np.floating[Any]]) -> Floats:
-    """The values to `DIGITS` significant digits; what is not finite, and 0, stays as it is."""
+    """Round values to `DIGITS` significant digits; 0 and values that are not finite are returned unchanged."""
     values = np.asarray(values, np.float64)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.abs(values))))
@@ -114,7 +114,7 @@ _NO_BASIS: dict[str, Any] = {
 
 
 def _counts(view: View, outcome: Outcome) -> NDArray[np.int64]:
-    """(E, 6) how many choices the mask left of each head; 0 where the operation does not read it or is unknown."""
+    """Return (E, 6) the number of valid choices for each head; 0 if the operation does not read the head or is unknown."""
     actions, space = outcome.actions, view.space
     known = (actions.op >= 0) & (actions.op < len(Op)) & (actions.slot >= 0) & (actions.slot < len(space.slots))
     safe = actions._replace(op=np.where(known, actions.op, 0), slot=np.where(known, actions.slot, 0))
@@ -125,7 +125,7 @@ def _counts(view: View, outcome: Outcome) -> NDArray[np.int64]:
 
 
 def _ramp(view: View, outcome: Outcome, env: int, known: bool) -> dict[str, Any]:
-    """Length and target of the ramp that a decision asks for."""
+    """Return the length and the target of the ramp that a decision asks for."""
     asked: dict[str, Any] = {}
     for head, menu in ((Head.TEMPO, view.space.tempos), (Head.TARGET, view.space.targets)):
         choice = int(outcome.actions[head][env])
@@ -135,7 +135,7 @@ def _ramp(view: View, outcome: Outcome, env: int, known: bool) -> dict[str, Any]
 
 
 def _seed(view: View, outcome: Outcome, env: int, slot: int, population: Population) -> dict[str, Any]:
-    """The seed that a decision is about, with its price."""
+    """Return the seed that a decision is about, with its price."""
     seeds, menu = view.seeds, view.space.blueprints
     plants = outcome.actions.op[env] == Op.GERMINATE
     chosen = outcome.actions if plants else seeds
@@ -149,7 +149,7 @@ def _seed(view: View, outcome: Outcome, env: int, slot: int, population: Populat
 
 
 def _basis(view: View, judged: Gates, env: int, slot: int) -> dict[str, Any]:
-    """The gate that a seed must pass next, and its figures."""
+    """Return the gate that a seed must pass next, and its figures."""
     measured, stage = view.measurements, Stage(int(view.seeds.stage[env, slot]))
     basis = {
         **_NO_BASIS,
@@ -166,7 +166,7 @@ def _basis(view: View, judged: Gates, env: int, slot: int) -> dict[str, Any]:
 
 
 def _judgement(decision: Decision, env: int) -> dict[str, Any]:
-    """What a policy thought of its decision; nothing of other controllers."""
+    """Return the policy's own figures for its decision; nothing for other controllers."""
     found = decision.judgement
     if found is None:
         return {}

@@ -1,7 +1,7 @@
 """Early stopping: the best state of every row on its validation split, and the rows that have stopped. E rows, S slots.
 
-The candidates of a row are its networks as exported, at reset and after each step: the host with the fossilized seeds, without
-live and incubating seeds. Every row stops and is restored independently of the others.
+The candidates of a row are its networks as exported, at reset and after each step: the host with the fossilized seeds,
+without live and incubating seeds. Every row stops and is restored independently of the others.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class EarlyStopping:
     Attributes:
         score ((E,) array): best validation score so far; -inf where none was finite
         latest ((E,) int64 array): last step at which the score improved or a seed was fossilized
-        stopped ((E,) int64 array): number of steps after which the row stopped; -1 where it has not stopped
+        stopped ((E,) int64 array): number of steps after which the row stopped; -1 if it has not stopped
     """
 
     def __init__(self, keeper: Keeper, real: int, config: Config) -> None:

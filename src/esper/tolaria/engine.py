@@ -53,7 +53,7 @@ P = TypeVar("P", bound=Population)
 class Engine(Generic[P]):
     """Plays episodes of E environments over any population.
 
-    A step reads the device once, whatever E, S and the telemetry are, and a second time where a row is rolled back.
+    A step reads the device once, for any E, S and telemetry settings, and a second time if a row is rolled back.
     """
 
     def __init__(self, population: P, config: Config) -> None:
@@ -88,11 +88,12 @@ class Engine(Generic[P]):
         episode: int | None = None,
         planted: Seeds | None = None,
     ) -> View:
-        """Begin an episode: fresh hosts, empty slots, and a first probe. The next episode has other hosts and orders.
+        """Begin an episode with newly initialised hosts, empty slots and a first probe.
 
-        instance (E,) names the instances of a mixture from now on; without it they stay what they are. `episode` is for
-        playing one again: the same number brings the same hosts and orders; without it the next one begins. `planted` (E, S)
-        are seeds that stand in the slots from the start, their modules freshly drawn; without it the slots are empty.
+        instance (E,) names the instances of a mixture from now on; without it they do not change. `episode` repeats an
+        episode: the same number gives the same hosts and data orders; without it the next episode begins, with other
+        hosts and orders. `planted` (E, S) are seeds that are in the slots from the start, newly initialised; without it
+        the slots are empty.
         """
         state, population = self.state, self.population
         if instance is not None:
@@ -116,7 +117,7 @@ class Engine(Generic[P]):
         return self.view()
 
     def snapshot(self) -> dict[str, Any]:
-        """All that the next step depends on, as a tree of arrays (store/checkpoint.py); tensors share memory."""
+        """Return everything that the next step depends on, as a tree of arrays (store/checkpoint.py) that share memory."""
         state = self.state
         return {
             "episode": state.episode,
@@ -134,9 +135,9 @@ class Engine(Generic[P]):
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
-        """Go on from a snapshot of an engine of the same task and config. Raises ValueError if it was another's.
+        """Restore a snapshot of an engine of the same task and config. Raises ValueError if it came from another one.
 
-        Masks follow from the rest.
+        The masks are computed from the rest.
         """
         state = self.state
         seeds = from_tree(state.seeds, tree["seeds"], "seeds")
@@ -162,13 +163,14 @@ class Engine(Generic[P]):
         return self.view()
 
     def decide(self, actions: Actions) -> Verdicts:
-        """Carry out one decision per environment and let no time pass; returns which were refused, (E,) a `Refusal`.
+        """Carry out one decision per environment without a training step; return which were refused, (E,) a `Refusal`.
 
-        `step` begins with it. On its own it lets a study make several decisions in one step; masks are those of the new state.
+        `step` begins with this. A study can call it by itself to make several decisions in one step; the masks are then
+        those of the new state.
         """
         state, config = self.state, self.config
         with self.timer.phase("apply"):
-            rest = np.zeros(len(self._env) - config.envs, np.int64)  # every other row waits
+            rest = np.zeros(len(self._env) - config.envs, np.int64)  # the other rows get WAIT
             every = Actions(*(np.concatenate([head, rest]) for head in checked_actions(actions, config.envs)))
             refused = preflight(
                 self.population, state.seeds, every, state.masks, config.lifecycle.max_seeds, config.governor
@@ -184,9 +186,9 @@ class Engine(Generic[P]):
     def step(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> tuple[View, Outcome]:
         """apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
 
-        `reasons` (E,) say why a decision was made, for the events and the lists of the summary. Returns what the
-        next decision may be based on, and the outcome of this one, measured after it acted. Raises InputError if a field of the
-        decision is no array of E whole numbers.
+        `reasons` (E,) say why a decision was made, for the events and the lists of the summary. Returns the view for
+        the next decision, and the outcome of this one, measured after it acted. Raises InputError if a field of the
+        decision is not an array of E whole numbers.
         """
         self.apply(actions, reasons)
         with self.timer.phase("train"):
@@ -194,14 +196,14 @@ class Engine(Generic[P]):
         return self.close()
 
     def apply(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> Verdicts:
-        """The first half of a step, for a population that is trained from outside before `close`: carry the decisions out.
+        """Carry out the decisions: the first half of a step, for a population that is trained from outside before `close`.
 
-        Returns (E,) int8: a `Refusal`; NONE where the decision was carried out.
+        Returns (E,) int8: a `Refusal` for each environment, NONE where the decision was carried out.
         """
         config, state = self.config, self.state
-        assert state.episode >= 0, "reset() begins an episode"
-        assert state.step < config.steps, "the episode is over; reset() begins the next"
-        assert state.opened is None, "close() ends the step that is under way"
+        assert state.episode >= 0, "call reset() to begin an episode"
+        assert state.step < config.steps, "the episode is over; call reset() to begin the next"
+        assert state.opened is None, "call close() to end the step that apply() began"
         actions = checked_actions(actions, config.envs)
         before, decided = state.scores, state.seeds
         refused = self.decide(actions)
@@ -211,9 +213,9 @@ class Engine(Generic[P]):
         return refused
 
     def close(self) -> tuple[View, Outcome]:
-        """The second half of a step, once the population is trained: tick -> probe -> govern -> close. Returns as `step` does."""
+        """Measure and govern, once the population is trained: tick -> probe -> govern -> close. Returns the same as `step`."""
         config, state = self.config, self.state
-        assert state.opened is not None, "apply() begins a step"
+        assert state.opened is not None, "call apply() to begin a step"
         actions, refused, before, decided = state.opened
         applied, state.opened = state.seeds, None
         with self.timer.phase("tick"):
@@ -250,7 +252,7 @@ class Engine(Generic[P]):
         return view, outcome
 
     def view(self) -> View:
-        """What the next decision may be based on."""
+        """Return what the next decision may be based on."""
         state, envs = self.state, slice(0, self.config.envs)
         view: View = read_only(
             View(
@@ -270,15 +272,15 @@ class Engine(Generic[P]):
 
     @property
     def over(self) -> bool:
-        """Whether the episode is: its last step is taken, or every row has stopped by its validation split."""
+        """Whether the episode has ended: its last step is done, or every row was stopped by its validation split."""
         stopped = self.stopping is not None and self.stopping.over
         return stopped or self.state.step >= self.config.steps
 
     def finish(self) -> Scores | None:
-        """With early stopping, make every row what it was at its best on its validation split; the episode is then over.
+        """With early stopping, restore every row to its best state on its validation split and end the episode.
 
-        Returns the scores (rows,) on the probe split of the networks that would be exported, read from the device; None where
-        `early_stopping.enabled` is false, which leaves every row as it is.
+        Returns the scores (rows,) on the probe split of the networks that would be exported, read from the device.
+        Returns None, and changes nothing, if `early_stopping.enabled` is false.
         """
         if self.stopping is None:
             return None
@@ -290,7 +292,7 @@ class Engine(Generic[P]):
         return scores
 
     def run(self, client: PolicyClient, *observers: Observer, rounds: int = 1) -> None:
-        """Play whole episodes, one a round, which observers follow, and let the client learn after each."""
+        """Play whole episodes, one a round, with observers, and let the client learn after each."""
         for _ in range(rounds):
             self.reset()
             play(self, client, *observers)
@@ -299,7 +301,7 @@ class Engine(Generic[P]):
     # The parts of a step.
 
     def _plant(self, planted: Seeds) -> None:
-        """Put freshly drawn seeds (E, S) into the empty slots of the environments; every other row stays empty."""
+        """Plant newly initialised seeds (E, S) in the empty slots of the environments; the slots of other rows stay empty."""
         state, after = self.state, copied(self.state.seeds)
         for name in Seeds._fields:
             getattr(after, name)[: self.config.envs] = getattr(planted, name)
@@ -307,7 +309,7 @@ class Engine(Generic[P]):
         state.seeds = after
 
     def _measure(self, *, trained: bool = False, terminal: bool = False) -> Measured:
-        """Measure every row of the population as it is now: the one read of a step."""
+        """Measure every row of the population as it is now. This is the one device read of a step."""
         probe, state = self.config.probe, self.state
         sampling = None
         if terminal or state.step % probe.coalitions_every == 0:
@@ -327,9 +329,10 @@ class Engine(Generic[P]):
         )
 
     def _govern(self, before: Seeds, measured: Measured) -> tuple[Measured, Verdicts]:
-        """Roll back the rows that the step left broken, and keep the others as they are.
+        """Roll back the rows that failed in this step, and save snapshots of the others.
 
-        Returns what was measured, of rolled back rows once more, and what was found of every row, (rows,) a `Vital`.
+        Returns the measurements, repeated for rows that were rolled back, and the verdict on every row, (rows,) a
+        `Vital`.
         """
         state, governor = self.state, self.governor
         found = governor.inspect(before, state.seeds, measured.signs)
@@ -339,7 +342,7 @@ class Engine(Generic[P]):
             sensors = bool(self.config.probe.sensors_every)
             again = measure(self.population, state.seeds, state.measurements, state.step, sensors=sensors, finite=True)
             measured = measured.replaced(again, rows)
-            assert again.data is not None, "it was asked for"
+            assert again.data is not None, "finiteness was asked for"
             if not again.data[rows].all():
                 found = found.copy()
                 broken = np.flatnonzero(rows & ~again.data)
@@ -354,12 +357,12 @@ class Engine(Generic[P]):
         return measured, found
 
     def _validation_score(self, measured: Measured) -> Floats:
-        """(rows,) what early stopping compares, on the validation split: the metric, or J, of what would be exported."""
-        assert measured.validation is not None, "it is asked for wherever early stopping is on"
+        """Return (rows,) the validation scores that early stopping compares: the metric, or J, of the networks as exported."""
+        assert measured.validation is not None, "early stopping asks for validation scores"
         return selection_score(measured.validation, self.population.host_params, self.config)
 
     def _accept(self, measured: Measured) -> None:
-        """Go on from what was measured."""
+        """Make measurements part of the state."""
         state = self.state
         state.measurements, state.scores = measured.measurements, measured.scores
         if measured.coalitions is not None:
@@ -367,7 +370,7 @@ class Engine(Generic[P]):
         state.masks = self._legal(state.seeds, state.measurements)
 
     def _visible(self) -> Space:
-        """The space of the environments alone."""
+        """Return the space of the environments alone."""
         envs, space = slice(0, self.config.envs), self.population.space
         of_envs = ("cost", "width", "number", "instance", "floor", "ceiling")
         return space._replace(**{name: getattr(space, name)[envs] for name in of_envs})
@@ -376,7 +379,7 @@ class Engine(Generic[P]):
         return legal(seeds, judge(seeds, measurements, self.config.gates), self.population.space, self.config.lifecycle)
 
     def _traced(self, path: Sequence[Seeds], measured: Measured, found: Verdicts) -> Trace:
-        """What happened in the last step; `path` has the seeds before it, after the decisions and after the tick."""
+        """Return what happened in the last step; `path` has the seeds before it, after the decisions and after the tick."""
         envs, step, governed = slice(0, self.config.envs), self.state.step - 1, self.state.seeds
         changes = []
         for before, after in itertools.pairwise(path):
@@ -394,16 +397,16 @@ class VectorizedEngine(Engine[StackedPopulation]):
         engine = VectorizedEngine(task, config)
         engine.run(client)                       # or view = engine.reset(); view, outcome = engine.step(actions)
 
-    The test split of the task is dropped at once.
+    The engine drops the test split of the task when it is made.
     """
 
     def __init__(self, task: AnyTask, config: Config, *, instance: NDArray[np.int64] | None = None) -> None:
-        """instance (E,) names the instances of the environments; without it the config does.
+        """instance (E,) names the instances of the environments; by default the config names them.
 
         Raises InputError if the task, the config and the device do not fit together.
         """
         task, config = task.sealed(), with_steps(config, task)
-        check_memory(task, config, available_memory(resolve_device(config.device)))  # before anything has a row
+        check_memory(task, config, available_memory(resolve_device(config.device)))  # before any row is allocated
         keys = instance_keys(task, config) if instance is None else np.asarray(instance, np.int64)
         super().__init__(StackedPopulation(task, config, keys[row_environments(config)]), config)
 
@@ -412,21 +415,23 @@ class VectorizedEngine(Engine[StackedPopulation]):
         return f"VectorizedEngine(task={name!r}, envs={config.envs}, steps={config.steps}, device='{self.device}')"
 
     def evaluate(self, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        """Metric and loss on a split of the networks that would be exported now, each (rows,): environments, then twins.
+        """Return metric and loss on a split of the networks as exported now, each (rows,): environments, then twins.
 
-        One split that all environments share, or one for each environment. Raises InputError if one is longer than a mixture's
-        rows have room for.
+        split: one split that all environments share, or one for each environment. Raises InputError if a split is
+        longer than the rows of a mixture can hold.
         """
         metric, loss = self.population.evaluate(self.state.seeds, split)
         return metric[: self.rows], loss[: self.rows]
 
     def exported_params(self) -> Indices:
-        """(rows,) parameters of the networks that would be exported now."""
+        """Return (rows,) the parameters of the networks as exported now."""
         added = self.population.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
         exported: Indices = (self.population.host_params + added)[: self.rows]
         return exported
 
     def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:
-        """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
+        """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are
+        left out.
+        """
         assert 0 <= env < self.config.envs
         return self.population.export(self.state.seeds, env)

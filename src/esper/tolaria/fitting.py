@@ -1,4 +1,4 @@
-"""What a task and a config come to together: instances, menu, usable slots, and whether memory holds them. S slots."""
+"""Check a task against a config, and derive the instances, the menu and the usable slots. S slots."""
 
 import math
 
@@ -18,10 +18,10 @@ from esper.tolaria.optimizer import StackedOptimizer
 
 
 def check_memory(task: AnyTask, config: Config, available: int) -> None:
-    """Raise InputError if a population alone would take more memory than there is.
+    """Raise InputError if a population alone would take more memory than is available.
 
-    Counted is what is sure: value, gradient and moments of every host's parameters, those of each snapshot, of the
-    governor and of early stopping, and one batch of inputs.
+    The estimate is a lower bound: value, gradient and moments of every host's parameters, the snapshots of the governor
+    and of early stopping, and one batch of inputs.
     """
     rows, moments = max(config.envs * (1 + config.twin), 2), len(StackedOptimizer(config.optimizer).rule.moments)
     with drawn_with(0):
@@ -39,7 +39,7 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
 
 
 def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:
-    """(E,) the instances that the config names."""
+    """Return (E,) the instances that the config names."""
     keys = task.keys(config.instances)
     first, last = config.first_instance, config.first_instance + config.envs - 1
     if last >= len(keys):
@@ -51,7 +51,7 @@ def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:
 
 
 def menu_of(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
-    """The blueprints that the menu names, each of the kinds that the host's slots have."""
+    """Return the blueprints that the menu names, each of the kinds that the host's slots have."""
     names = config.blueprints if config.blueprints is not None else task.menu
     if not names:
         raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
@@ -68,7 +68,7 @@ def menu_of(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
 
 
 def selected(body: Body, config: Config) -> NDArray[np.bool_]:
-    """(S,) the slots that may be used."""
+    """Return (S,) bool: the slots that may be used."""
     names = [slot.name for slot in body.slots]
     if config.slots is None:
         return np.ones(len(names), bool)

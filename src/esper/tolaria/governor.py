@@ -32,7 +32,7 @@ def preflight(
 ) -> Verdicts:
     """Check decisions before they are applied. Returns a `Refusal` for every row, (E,).
 
-    The memory check covers all seeds of the step together. Where they do not fit, all of them are refused.
+    The memory check covers all seeds of the step together. If they do not fit, all of them are refused.
     """
     refused = np.full(len(seeds.stage), Refusal.NONE, np.int8)
     plants, legal = actions.op == Op.GERMINATE, allowed(masks, actions)
@@ -99,7 +99,7 @@ class Governor:
         self._real = np.arange(len(keeper.step)) < real
 
     def begin(self, seeds: Seeds, signs: Signs) -> None:
-        """Begin an episode. `signs` are those of the fresh hosts."""
+        """Begin an episode. `signs` are those of the newly initialised hosts."""
         self.record.rollbacks[:] = 0
         if self.config.enabled:
             self.history = History.begin(signs, self.config)
@@ -109,21 +109,21 @@ class Governor:
         """Examine every row after a step that changed the seeds from `before` to `after`. Returns (E,) a `Vital`."""
         if not self.config.enabled:
             return np.full(len(after.stage), Vital.GOOD, np.int8)
-        assert self.history is not None, "an episode was begun"
+        assert self.history is not None, "begin() must come first"
         self.history, found = examine(self.history.restart(lowered(before, after)), signs, self.config)
         return found
 
     def put_back(self, seeds: Seeds, rows: Bools) -> Seeds:
         """Restore the rows that are marked in `rows` (E,) to their last snapshots. Returns the seeds of all rows.
 
-        Hosts, fossilized seeds, ages and embargos are those of the snapshot. Seeds that were live or incubating at the snapshot
-        are pruned.
+        Hosts, fossilized seeds, ages and embargos are those of the snapshot. Seeds that were live or incubating at the
+        snapshot are pruned.
         """
         return self.keeper.put_back(seeds, rows, uprooted(self.keeper.seeds, rows, self.embargo))
 
     def resume(self, found: Verdicts, signs: Signs) -> None:
         """Count the rows that were rolled back, and restart their histories with the signs of the restored rows."""
-        assert self.history is not None, "an episode was begun"
+        assert self.history is not None, "begin() must come first"
         rows = found != Vital.GOOD
         self.record.rollbacks[rows] += 1
         np.add.at(self.record.found, found[rows & self._real], 1)
@@ -133,7 +133,7 @@ class Governor:
         """Take snapshots of healthy rows, where they are due, and of the rows that were rolled back in this step."""
         if not self.config.enabled:
             return
-        assert self.history is not None, "an episode was begun"
+        assert self.history is not None, "begin() must come first"
         well = ~self.history.strikes.any(1) & (step % self.config.snapshot_every == 0)
         self.keeper.take(seeds, well | (found != Vital.GOOD), step)
 

@@ -1,4 +1,4 @@
-"""The training of seeds that incubate behind a host that somebody else trains, whose every bit stays what it would be."""
+"""The training of seeds behind a host that the user's own loop trains; the host's numbers stay the same, bit for bit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,13 +20,13 @@ Scale = Callable[[Tensor], Tensor]
 
 
 class Incubation:
-    """Seeds of one network in stage TRAINING.
+    """Train the seeds of one network that are in stage TRAINING.
 
-    Straight-through: the host's own backward pass brings the gradients, which are taken off the parameters at once, so that
-    nothing that reads them (clipping, a scaler, the optimizer's step) sees them. Shadow: a second forward and backward pass, in
-    which the seed acts at dose 1. Either way the optimizer then steps the groups of these seeds alone.
+    Straight-through: the host's own backward pass computes the gradients. They are taken off the parameters at once, so
+    that gradient clipping, a GradScaler and the optimizer's step do not see them. Shadow: a second forward and backward
+    pass, in which the seed acts at dose 1. In both cases the optimizer then steps only the groups of these seeds.
 
-    straight: which of the two it is.
+    straight: whether seeds train straight-through.
     """
 
     def __init__(self, network: nn.Module, groups: Groups, probe: Probe, proximal: float, ranks: Ranks) -> None:
@@ -35,16 +35,16 @@ class Incubation:
         self.scale: Scale | None = None  # multiplies a loss as the loop's GradScaler does
         self.straight = True
         self.names: tuple[str, ...] = ()
-        self._gradients: dict[str, dict[int, Tensor]] = {}  # by site and place among the seed's parameters
+        self._gradients: dict[str, dict[int, Tensor]] = {}  # by site and index among the seed's parameters
         self._handles: dict[str, list[RemovableHandle]] = {}
         self._passes: dict[
             tuple[str, int], int
-        ] = {}  # by parameter, backward passes since the last step of the optimizer
-        self._usual = 1  # backward passes between two steps
-        self._norms: dict[str, tuple[Tensor, int]] = {}  # sum and number
+        ] = {}  # by parameter: number of backward passes since the last optimizer step
+        self._usual = 1  # number of backward passes between two optimizer steps
+        self._norms: dict[str, tuple[Tensor, int]] = {}  # sum of the norms, and their number
 
     def follow(self, names: Sequence[str]) -> None:
-        """These seeds incubate now, and no others."""
+        """Train these seeds from now on, and no others."""
         for name in self.names:
             if name not in names or not self.straight:
                 self._release(name)
@@ -58,13 +58,13 @@ class Incubation:
         self._set_pull()
 
     def forget(self, name: str) -> None:
-        """A seed is gone."""
+        """Drop a seed that was removed."""
         self._release(name)
         self._norms.pop(name, None)
         self.names = tuple(each for each in self.names if each != name)
 
     def train(self, batch: tuple[Any, Any] | None) -> None:
-        """One step of every seed: on what the loop's backward passes brought, or on a batch in a pass of its own."""
+        """Take one step of every seed, with the gradients of the loop's backward passes, or in a pass of its own on a batch."""
         found = {name: self._gradients_of(name, batch) for name in self.names}
         self.ranks.average([gradient for each in found.values() for gradient in each if gradient is not None])
         for name, gradients in found.items():
@@ -75,28 +75,28 @@ class Incubation:
         self._set_pull()
 
     def norms(self) -> dict[str, Tensor]:
-        """By site, the mean norm of the gradients since the last call, of seeds that were trained."""
+        """Return by site the mean gradient norm since the last call, for seeds that were trained."""
         found = {name: total / number for name, (total, number) in self._norms.items()}
         self._norms.clear()
         return found
 
     def state(self) -> dict[str, Any]:
-        """What it goes by, between two steps."""
+        """Return the state between two steps."""
         norms = {name: {"sum": total.clone(), "count": number} for name, (total, number) in self._norms.items()}
         return {"straight": self.straight, "passes": self._usual, "norms": norms}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         self.straight, self._usual = bool(state["straight"]), int(state["passes"])
         self._norms = {name: (entry["sum"].clone(), int(entry["count"])) for name, entry in state["norms"].items()}
 
     def _seed(self, name: str) -> Planted:
         planted = planted_at(self.network, name)
-        assert planted is not None, "what incubates is in the network"
+        assert planted is not None, "an incubating seed must be in the network"
         return planted
 
     def _gradients_of(self, name: str, batch: tuple[Any, Any] | None) -> list[Tensor | None]:
-        """The gradients of a seed, one for each parameter: None where no pass called the site, in any process."""
+        """Return the gradients of a seed, one for each parameter; None if no pass called the site in any process."""
         seed = self._seed(name)
         if batch is not None:
             gradients = self._shadow(name, seed, *batch)
@@ -109,9 +109,9 @@ class Incubation:
         return gradients
 
     def _take(self, name: str, place: int, parameter: Tensor) -> None:
-        """Take a gradient off its parameter as soon as it is there."""
+        """Take a gradient off its parameter as soon as it is computed."""
         gradient = parameter.grad
-        assert gradient is not None, "the hook runs when there is one"
+        assert gradient is not None, "the hook runs after the gradient is computed"
         parameter.grad = None
         if self.scale is not None:
             gradient = gradient / self.scale(gradient.new_ones(()))
@@ -126,18 +126,18 @@ class Incubation:
         self._passes = {owner: number for owner, number in self._passes.items() if owner[0] != name}
 
     def _set_pull(self) -> None:
-        """Scale the proximal term as the loop scales its loss, which it divides by its backward passes."""
+        """Scale the proximal term as the loop scales its loss, and divide it by the number of backward passes in a step."""
         for name in self.names:
             pull = self._seed(name).pull
             weight = pull.new_tensor(self.proximal / self._usual)
             pull.copy_(weight if self.scale is None else self.scale(weight))
 
     def _shadow(self, name: str, planted: Planted, x: Any, y: Any) -> list[Tensor | None]:
-        """The gradients of a seed of the network's loss with this one seed at dose 1, in evaluation mode."""
+        """Compute the gradients of the network's loss with this one seed at dose 1, in evaluation mode."""
         parameters = list(planted.parameters())
         others = [p for p in self.network.parameters() if p.requires_grad and not any(p is mine for mine in parameters)]
         mode, alpha = planted.mode, planted.alpha.clone()
-        seen: list[bool] = []  # of every call of the seed, whether gradients were recorded
+        seen: list[bool] = []  # for every call of the seed, whether gradients were recorded
         watch = planted.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
         with undisturbed(self.network), torch.enable_grad():
             for parameter in others:
@@ -163,12 +163,12 @@ class Incubation:
         return gradients
 
     def _step(self, name: str, planted: Planted, gradients: Sequence[Tensor | None]) -> None:
-        """Let the optimizer move one seed."""
+        """Take an optimizer step of one seed."""
         known = [gradient for gradient in gradients if gradient is not None]
         if not known:  # no pass called the site
             return
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in known]))
-        if self.scale is not None and not bool(torch.isfinite(norm)):  # as a GradScaler skips such a step
+        if self.scale is not None and not bool(torch.isfinite(norm)):  # a GradScaler skips such a step too
             return
         total, number = self._norms.get(name, (torch.zeros_like(norm), 0))
         self._norms[name] = total + norm, number + 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Changes(NamedTuple):
-    """Changes of stage between two states of the seeds, and what the decisions behind them were based on."""
+    """Changes of stage between two states of the seeds, and the bases of the decisions behind them."""
 
     transitions: Transitions
     before: Seeds
@@ -29,30 +29,31 @@ class Changes(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What happened within a step, beside its outcome. Rows are environments, then twins."""
+    """The events within a step, beside its outcome. Rows are environments, then twins."""
 
-    changes: tuple[Changes, ...]  # of the decisions, then of the tick
-    scores: Scores  # (rows,) before rows were restored
+    changes: tuple[Changes, ...]  # those of the decisions, then those of the tick
+    scores: Scores  # (rows,) before the rollback
     found: Verdicts  # (rows,) a `Vital`
-    ticked: Seeds  # before rows were restored
-    governed: Seeds  # after it
+    ticked: Seeds  # before the rollback
+    governed: Seeds  # after the rollback
     twins: Floats | None  # (E,) metrics of the twins
-    reads: int  # of the device
+    reads: int  # number of device reads
 
 
 class Source(NamedTuple):
-    """The population of a training whose rows these are."""
+    """The population of a training to which rows belong."""
 
-    cohort: str  # training or validation
+    cohort: str  # 'training' or 'validation'
     task: str
     round: int
 
 
 class Journal(Observer):
-    """Writes a step's decisions, its changes of stage, its rollbacks and its measurements, and every environment at the end of an
-    episode.
+    """Write the rows of an episode.
 
-    In a training, whose rows come from several populations, every row names its `source`.
+    Writes the decisions of each step, its changes of stage, its rollbacks and its measurements, and at the end of an
+    episode a row for every environment. In a training, whose rows come from several populations, every row names its
+    `source`.
     """
 
     def __init__(self, engine: "Engine[Any]", hub: Hub, source: Source | None = None) -> None:
@@ -72,7 +73,7 @@ class Journal(Observer):
         """Write the rows of a step."""
         hub, engine, outcome, view = self.hub, self.engine, step.outcome, step.after
         trace, config = engine.trace, engine.config
-        assert trace is not None, "a step comes before its rows"
+        assert trace is not None, "a step must be played before its rows are written"
         hub.begin_step(restored=bool((trace.found != Vital.GOOD).any()))
         if hub.wants(DecisionRow):
             self._write(decision_rows(step.view, step.decision, outcome, config.gates, engine.population))
@@ -90,12 +91,12 @@ class Journal(Observer):
         if hub.wants(GradientsRow) and (outcome.step + 1) % self._stride == 0:
             self._write([gradients_row(view, outcome)])
         hub.end_step()
-        if outcome.terminal and engine.stopping is None:  # else `close` says what would be exported
-            assert outcome.exported is not None, "it is measured at the end of an episode"
+        if outcome.terminal and engine.stopping is None:  # else `close` writes the networks that would be exported
+            assert outcome.exported is not None, "exported networks are measured at the end of an episode"
             self._close(view, outcome.exported, view.seeds)
 
     def _phases(self, step: Step, reads: int) -> PhasesRow:
-        """Where the time of a step went."""
+        """Return the seconds of each phase of the step."""
         spent = {name: now - self._spent.get(name, 0.0) for name, now in self.engine.timer.seconds.items()}
         seconds = {name: round(each, 6) for name, each in {"deciding": step.deciding, **spent}.items()}
         return PhasesRow(

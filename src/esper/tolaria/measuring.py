@@ -19,10 +19,10 @@ class Measured(NamedTuple):
         measurements (Measurements): what a controller sees
         scores (Scores): scores of the networks on the probe split
         exported (Scores or None): scores of the networks as exported; None before the end of an episode
-        coalitions (CoalitionValues or None): values of coalitions; None where attribution was not due
+        coalitions (CoalitionValues or None): values of coalitions; None if attribution was not due
         signs (Signs): vital signs
-        data ((E,) bool array or None): whether the data of a row are finite; None where it was not asked for
-        validation (Scores or None): scores of the networks as exported on the validation split; None where not asked for
+        data ((E,) bool array or None): whether the data of a row are finite; None if it was not asked for
+        validation (Scores or None): scores of the networks as exported on the validation split; None if not asked for
     """
 
     measurements: Measurements
@@ -62,8 +62,8 @@ def measure(
 ) -> Measured:
     """Probe every row after `step` steps. This is the one device read of a step.
 
-    last: the previous measurements, whose growth sensors are kept where new ones are not due.
-    sampling: how attribution samples coalitions; None where attribution is not due.
+    last: the previous measurements, whose growth sensors are kept if new ones are not due.
+    sampling: how attribution samples coalitions; None if attribution is not due.
     terminal: whether the episode ends, so that the networks as exported are measured too.
     trained, sensors, finite, validation: as in `Asked`.
     """
@@ -84,7 +84,7 @@ def measure(
 
 
 def unmeasured(rows: int, slots: int, sensors: int) -> Measurements:
-    """Measurements of nan, (rows,), (rows, slots) and (rows, slots, sensors), before the first step."""
+    """Return measurements of nan, (rows,), (rows, slots) and (rows, slots, sensors), for the time before the first step."""
     nothing, shape = np.full(rows, np.nan), (rows, slots)
     return Measurements(
         metric=nothing,
@@ -104,7 +104,7 @@ def unmeasured(rows: int, slots: int, sensors: int) -> Measurements:
 
 
 def _values(step: int, draw: int, asked: Coalitions, figures: Figures) -> CoalitionValues:
-    """The values of the coalitions of a step, with the full coalition of every environment that has live seeds."""
+    """Return the values of the coalitions of a step, with the full coalition of every environment that has live seeds."""
     full = np.flatnonzero(asked.live.any(1))
     env, mask = np.concatenate([asked.env, full]), np.concatenate([asked.mask, masks(asked.live)[full]])
     order = np.lexsort((mask, env))
@@ -114,7 +114,7 @@ def _values(step: int, draw: int, asked: Coalitions, figures: Figures) -> Coalit
 
 
 def _unpack(seeds: Seeds, asked: Coalitions, figures: Figures, last: Measurements) -> Measurements:
-    """The figures of a step as measurements."""
+    """Unpack the figures of a step into measurements."""
     shape, trained = seeds.stage.shape, figures.trained
     fresh = unmeasured(*last.sensors.shape)
     seed_norm = fresh.seed_gradient_norm
@@ -143,7 +143,7 @@ def _unpack(seeds: Seeds, asked: Coalitions, figures: Figures, last: Measurement
 
 
 def _exported(asked: Coalitions, figures: Figures, scores: Scores, kept: Indices) -> Scores:
-    """The scores of the networks without unfinished seeds. kept: (E,) added parameters of the fossilized seeds."""
+    """Return the scores of the networks without unfinished seeds. kept: (E,) added parameters of the fossilized seeds."""
     branch, env = asked.exported()
     metric, loss = scores.metric.copy(), scores.loss.copy()
     metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
@@ -151,7 +151,7 @@ def _exported(asked: Coalitions, figures: Figures, scores: Scores, kept: Indices
 
 
 def _signs(measurements: Measurements, figures: Figures) -> Signs:
-    """The vital signs of a step."""
+    """Return the vital signs of a step."""
     gradient = np.ones(len(figures.loss), bool)
     if figures.trained is not None:
         if figures.trained.gradient_norm is not None:
@@ -171,7 +171,7 @@ def _signs(measurements: Measurements, figures: Figures) -> Signs:
 
 
 def without(values: CoalitionValues, rows: Bools) -> CoalitionValues:
-    """The values without those of the rows that are marked in `rows` (E,), whose seeds were removed."""
+    """Return the values without those of the rows that are marked in `rows` (E,), whose seeds were removed."""
     kept = ~rows[values.env]
     return values._replace(
         live=values.live & ~rows[:, None],

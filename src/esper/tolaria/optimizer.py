@@ -13,26 +13,28 @@ from esper.leyline.config import OptimizerConfig
 
 
 class Rule(Protocol):
-    """What differs between optimizers."""
+    """An update rule."""
 
-    moments: tuple[str, ...]  # the columns that it keeps beside every value
+    moments: tuple[str, ...]  # names of the columns that it keeps beside every value
     weight_decay: float
 
     def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
-        """A function that makes one update in place at each call.
+        """Return a function that makes one update in place at each call.
 
-        columns (n, P): the value, the gradient and the moments of some rows. steps (n,): how many updates each row has taken.
+        columns (n, P): the value, the gradient and the moments of some rows. steps (n,): number of updates that each
+        row has had.
         """
         ...
 
 
 class AdamW:
-    """AdamW with betas .9 and .999 and eps 1e-8, each row with its own step count t.
+    """AdamW with betas .9 and .999 and eps 1e-8; each row has its own step count t.
 
         m_t = b1 m + (1 - b1) g        v_t = b2 v + (1 - b2) g^2
         p_t = (1 - lr wd) p - lr / (1 - b1^t) * m_t / (sqrt(v_t / (1 - b2^t)) + eps)
 
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2. Torch's fused kernel goes once over memory.
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2. torch's fused kernel reads and
+    writes memory once.
     """
 
     moments: tuple[str, ...] = ("first_moment", "second_moment")
@@ -43,7 +45,7 @@ class AdamW:
         self.lr, self.weight_decay = config.lr, config.weight_decay
 
     def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
-        """One update in place at each call."""
+        """Return a function that makes one update in place at each call."""
         value = columns["value"]
         count = torch.from_numpy(steps).to(value.device, torch.float32, non_blocking=True)
         rows = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
@@ -76,7 +78,7 @@ class SGD:
 
         b_t = momentum b + g + wd p        p_t = p - lr b_t
 
-    As torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
+    The same as torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
     """
 
     moments: tuple[str, ...] = ("momentum",)
@@ -85,14 +87,14 @@ class SGD:
         self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
 
     def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
-        """One update in place at each call."""
+        """Return a function that makes one update in place at each call."""
         value, gradient, buffer = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
 
         def update() -> None:
             torch._fused_sgd_(
                 value,
                 gradient,
-                buffer if self.momentum else [],  # the kernel keeps none without momentum
+                buffer if self.momentum else [],  # without momentum, the kernel has no buffer
                 weight_decay=self.weight_decay,
                 momentum=self.momentum,
                 lr=self.lr,
@@ -106,10 +108,10 @@ class SGD:
 
 
 class StackedOptimizer:
-    """Moves rows of stacks. What is not among the rows of `begin` does not move at all, moments included.
+    """Updates rows of stacks. Rows that are not passed to `begin` do not change, nor do their moments.
 
-    Each row is a network, or a seed, of its own: its gradient norm, its clipping and its step count. A row goes to the kernel
-    as a tensor of its own, so that its numbers do not depend on which rows stand beside it.
+    Each row is a network, or a seed, of its own, with its own gradient norm, clipping and step count. The kernel gets
+    each row as a separate tensor, so that the numbers of a row do not depend on the other rows.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -118,35 +120,35 @@ class StackedOptimizer:
         self.rule = AdamW(config) if config.name == "adamw" else SGD(config)
 
     def begin(self, stack: Stack, rows: slice) -> "Updates":
-        """The next updates of some rows, until rows are born, moved or freed."""
+        """Return the next updates of some rows; valid until rows are made, moved or freed."""
         return Updates(stack, rows, self.rule, self.max_grad_norm)
 
 
 class Updates:
-    """The next updates of some rows of a stack: what does not change from one to the next is looked up once."""
+    """The next updates of some rows of a stack; what is the same for all updates is looked up once."""
 
     def __init__(self, stack: Stack, rows: slice, rule: Rule, max_grad_norm: float | None) -> None:
         trained = slice(0, stack.trained)
         names = ("value", "gradient", *rule.moments)
         columns = {name: stack.columns[name][rows, trained] for name in names}
-        self.steps = stack.steps[rows]  # a view: the stack counts along
+        self.steps = stack.steps[rows]  # a view, so that the stack's count rises too
         self.value, self.gradient = columns["value"], columns["gradient"]
         self.max_grad_norm = max_grad_norm
         self._update = rule.updates(columns, self.steps)
-        # Products with 1 and 0 in place of a mask: filling a mask takes torch a dozen times as long on a CPU.
+        # Multiplying by 1 and 0 is a dozen times as fast in torch on a CPU as filling by a mask.
         self._free: Tensor | None = None
         self._fixed_values: Tensor | None = None
         if "fixed" in stack.columns:
             fixed = stack.columns["fixed"][rows, trained]
             self._free = (~fixed).to(stack.dtype)
-            if rule.weight_decay:  # without it, what has no gradient does not move
+            if rule.weight_decay:  # without decay, a parameter without a gradient does not move
                 self._fixed_values = self.value * fixed
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Move the rows by their gradients, and set the gradients of those rows to 0.
+        """Update the rows with their gradients, and set the gradients of these rows to 0.
 
-        Returns the gradient norms (n,) before clipping, not finite where some gradient is not.
+        Returns the gradient norms (n,) before clipping; a norm is not finite if a gradient is not.
         """
         gradient = self.gradient
         if self._free is not None:

@@ -1,4 +1,4 @@
-"""The one loop that plays: a controller decides, the engine steps, and observers follow. E environments."""
+"""The loop that plays an episode: a controller decides, the engine steps, and observers follow. E environments."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,53 +15,57 @@ if TYPE_CHECKING:
 
 
 class Decision(NamedTuple):
-    """What a controller decided, and why."""
+    """The decisions of a controller, and its reasons."""
 
     actions: Actions  # (E,)
-    reasons: Sequence[str | None] | None  # (E,), where the controller explains itself
-    judgement: Judgement | None = None  # where the controller is a policy
+    reasons: Sequence[str | None] | None  # (E,), if the controller gives reasons
+    judgement: Judgement | None = None  # if the controller is a policy
 
 
 class Step(NamedTuple):
     """One step that was played."""
 
-    view: View  # what the decision was based on
+    view: View  # the view that the decision was based on
     outcome: Outcome
-    after: View  # what the next decision may be based on
-    seconds: float  # of the controller and the engine; what observers do is not counted
-    deciding: float  # those of them that the controller took
-    decision: Decision  # of which `outcome` is the result
+    after: View  # the view for the next decision
+    seconds: float  # of the controller and the engine, without observers
+    deciding: float  # of the controller alone
+    decision: Decision  # the decision whose result is `outcome`
 
 
 class Observer:
-    """Follows an episode. Every method may be left as it is here, where it does nothing."""
+    """An object that follows an episode. Each method does nothing unless a subclass overrides it."""
 
     def going(self, view: View) -> bool:
-        """Asked before each decision of an episode that is not over; False ends the playing, and nobody else is asked."""
+        """Called before each decision of an unfinished episode. If False is returned, the playing ends and no further
+        observer is asked.
+        """
         return True
 
     def stepped(self, step: Step) -> None:
-        """A step is done, and the controller has been told its outcome."""
+        """Called after a step, once the controller has stored its outcome."""
 
     def failed(self, view: View) -> None:
-        """The controller raised an error instead of a decision; the engine is as it was before, and the error goes on."""
+        """Called if the controller raised an error instead of deciding. The engine is unchanged, and the error is
+        raised again.
+        """
 
 
 class Until(Observer):
-    """Ends the playing where someone asks for an end; `stopped` says whether it did."""
+    """End the playing when a function asks for it; `stopped` says whether it did."""
 
     def __init__(self, asked: Callable[[], bool]) -> None:
         self._asked = asked
         self.stopped = False
 
     def going(self, view: View) -> bool:
-        """Whether nobody asks."""
+        """Return False if the function asks to end."""
         self.stopped = self._asked()
         return not self.stopped
 
 
 def planted(outcome: Outcome) -> int:
-    """Seeds that a step planted, over all environments."""
+    """Return the number of seeds that a step planted, over all environments."""
     return int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
 
 
@@ -78,10 +82,10 @@ def decide(client: PolicyClient, view: View) -> Decision:
 def play(
     engine: "Engine[Any]", client: PolicyClient, *observers: Observer, first: Decision | None = None
 ) -> Outcome | None:
-    """Play from where the engine is to the end of its episode, or until an observer does not want to go on.
+    """Play from the present state of the engine to the end of its episode, or until an observer ends the playing.
 
-    `first` is the first decision, where it was made already. Returns the last outcome, None where no step was taken. The
-    controller is not asked to learn.
+    `first` is the first decision, if it was made already. Returns the last outcome, or None if no step was taken. The
+    controller's `update` is not called.
     """
     view, outcome = engine.view(), None
     while not engine.over and all(observer.going(view) for observer in observers):
@@ -90,7 +94,7 @@ def play(
         if decision is None:
             try:
                 decision = decide(client, view)
-            except Exception:  # whatever a controller's code raises; it goes on below
+            except Exception:  # a controller's code can raise any error, which is raised again below
                 for observer in observers:
                     observer.failed(view)
                 raise

@@ -1,8 +1,8 @@
-"""What an engine grows: the protocol of a population, and what it is asked and answers. R rows, S slots, X branches.
+"""The protocol of a population, which an engine grows, and the types of its requests and results. R rows, S slots, X branches.
 
-A population holds networks and their data, and nothing of the lifecycle: which seed is in which stage is told to it with every
-call. `StackedPopulation` (tolaria/stacked.py) trains stacked networks, `LivePopulation` (tolaria/live.py) is one network that a
-loop of a person's own trains, and `FormulaPopulation` (lab/formula.py) looks its figures up in formulas.
+A population holds networks and their data. It does not know the lifecycle: every call passes in the stages of the seeds.
+`StackedPopulation` (tolaria/stacked.py) trains stacked networks, `LivePopulation` (tolaria/live.py) is one network that a
+user's own loop trains, and `FormulaPopulation` (lab/formula.py) computes its figures from formulas.
 """
 
 from collections.abc import Mapping
@@ -22,71 +22,74 @@ Indices = NDArray[np.int64]
 
 
 class Asked(NamedTuple):
-    """What a probe is to find out beside the figures of every row."""
+    """The optional measurements of a probe, beside the figures of every row."""
 
-    coalitions: Coalitions  # with some seeds at another dose
-    trained: bool  # what the training of this step came to
+    coalitions: Coalitions  # evaluations with some seeds at another dose
+    trained: bool  # the figures of this step's training
     sensors: bool = False  # the growth sensors
-    finite: bool = False  # whether each row's data are
+    finite: bool = False  # whether the data of each row are finite
     validation: bool = False  # the validation split
 
 
 class TrainedFigures(NamedTuple):
-    """What the training of a step came to."""
+    """The figures of one step's training."""
 
     loss: Floats  # (R,) mean over the step's batches
     gradient_norm: (
         Floats | None
-    )  # (R,) of the host's parameters, mean over the step's optimizer steps; None where another trains it
-    seed_norms: list[Floats]  # (n,) likewise, for each entry of `seed_owners`
+    )  # (R,) of the host's parameters, mean over the step's optimizer steps; None if a user's loop trains it
+    seed_norms: list[Floats]  # (n,) the same of seeds, for each entry of `seed_owners`
     seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the rows (n,) that the norms belong to
 
 
 class Figures(NamedTuple):
-    """What a probe found, on the host."""
+    """The results of a probe, in NumPy arrays."""
 
-    loss: Floats  # (R,) on the probe split, at the real doses
-    metric: Floats  # (R,) likewise
+    loss: Floats  # (R,) loss on the probe split, at the real doses
+    metric: Floats  # (R,) metric there
     branch_loss: Floats  # (X,)
     branch_metric: Floats  # (X,)
-    loss_rise: Floats  # (X, 2) mean and standard error of branch loss minus the row's own, example by example
-    metric_fall: Floats  # (X, 2) likewise of the row's own metric minus the branch's
+    loss_rise: Floats  # (X, 2) mean and standard error over examples of branch loss minus the row's loss
+    metric_fall: Floats  # (X, 2) the same of the row's metric minus the branch's metric
     participation: Floats  # (R, S) of the stream at each slot / its width
     signs: Floats  # (R, 3) standard error of the metric, spread of the outputs, a sum of all parameters
-    sensors: Floats | None = None  # (R, S, F), where they were asked for
-    finite: Bools | None = None  # (R,) whether a row's data are, likewise
-    validation: tuple[Floats, Floats] | None = None  # (R,) metric and loss of what would be exported, likewise
+    sensors: Floats | None = None  # (R, S, F) growth sensors, if asked for
+    finite: Bools | None = None  # (R,) whether a row's data are finite, if asked for
+    validation: tuple[Floats, Floats] | None = None  # (R,) metric and loss of the networks as exported, if asked for
     trained: TrainedFigures | None = None
 
 
 class Keeper(Protocol):
-    """A place for one earlier moment of every row, each of its own step, to put the row back to."""
+    """Storage for one snapshot of every row, to which a row can be restored. Rows can be saved at different steps."""
 
-    seeds: Seeds  # (R, S) as they were
-    step: Indices  # (R,) steps that had been taken in the episode; -1 where nothing is kept
+    seeds: Seeds  # (R, S) the seeds when the row was saved
+    step: Indices  # (R,) steps taken in the episode when the row was saved; -1 if it was not saved
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
-        """Keep some rows, (R,) bool, as they are after `step` steps."""
+        """Save some rows, (R,) bool, as they are after `step` steps."""
 
     def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
-        """Make some rows, (R,) bool, what they were, bit for bit; returns the seeds of all, of those rows those of `kept`.
+        """Restore some rows, (R,) bool, to their snapshots, bit for bit; return the seeds of all rows, with those of
+        `kept` there.
 
-        `kept` (R, S) is `self.seeds` without the seeds that are not to come back.
+        `kept` (R, S) is `self.seeds` without the seeds that are not to be restored.
         """
 
     def state(self, now: int) -> dict[str, Any]:
-        """As a tree of arrays, after `now` steps of the episode."""
+        """Return the snapshots as a tree of arrays, after `now` steps of the episode."""
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Go on from what `state` gave, with a population that is as it was then. Raises ValueError if it was another."""
+        """Restore what `state` returned, with a population that is restored already. Raises ValueError if it came from
+        another one.
+        """
 
 
 class Population(Protocol):
     """R networks that are trained and measured together.
 
     environment (R,): the environment that each row belongs to.
-    space: of all rows; its costs, widths and bounds are known once an episode has begun.
-    host_params (R,): likewise.
+    space: costs, widths and bounds of all rows; known once an episode has begun.
+    host_params (R,): parameters of the hosts; known once an episode has begun.
     label: the population in words, for messages.
     """
 
@@ -97,48 +100,54 @@ class Population(Protocol):
     label: str
 
     def begin(self, instance: Indices, episode: int) -> None:
-        """Fresh hosts of these instances (R,), and empty slots."""
+        """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
-        """Draw and free seeds as the edits say, after `step` steps; `seeds` (R, S) are what is there afterwards."""
+        """Make and free seeds as the edits say, after `step` steps; `seeds` (R, S) is the state afterwards."""
 
     def train(self, seeds: Seeds) -> None:
-        """One step's training of every row."""
+        """Train every row for one step."""
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
-        """Measure every row as it is now: one read of the device."""
+        """Measure every row as it is now. This reads the device once."""
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """Those of some rows (n,) that were shown data in this step which are not finite. DataFault where that ends a run."""
+        """Return which of some rows (n,) were trained in this step on data that are not finite.
+
+        Raises DataFault if `data.nonfinite` says that such data end a run.
+        """
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """(R,) parameters of the seeds in the given stages."""
+        """Return (R,) the parameters of the seeds in the given stages."""
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """(n,) parameters that seeds would add."""
+        """Return (n,) the parameters that seeds would add."""
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
-        """Bytes that further seeds (n,) would take."""
+        """Return the bytes of memory that further seeds (n,) would take."""
 
     def keeper(self, seeds: Seeds) -> Keeper:
-        """An empty one for this population."""
+        """Return an empty keeper for this population."""
 
     def snapshot(self) -> dict[str, Any]:
-        """All that the next step depends on, as entries of a tree of arrays; tensors share memory."""
+        """Return everything that the next step depends on, as entries of a tree of arrays that share memory with the
+        population.
+        """
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        """Go on from what `snapshot` gave. Raises ValueError if it was another population's."""
+        """Restore what `snapshot` returned. Raises ValueError if it came from another population."""
 
 
 def row_environments(config: Config) -> Indices:
-    """(R,) the environment that each row belongs to: environments, then their twins, then a ghost where there were one row alone.
+    """Return (R,) the environment of each row: the environments, then their twins; then a ghost if there is one row alone.
 
-    Nobody sees the ghost: a population of two rows computes the same numbers for each as a larger one.
+    The results of the ghost are ignored. It is there because a matrix product of one row is rounded differently from
+    one of several rows.
     """
     rows = config.envs * (2 if config.twin else 1)
     return np.arange(rows) % config.envs if rows > 1 else np.zeros(2, np.int64)
 
 
 def row_numbers(config: Config) -> Indices:
-    """(R,) the number of each row's environment among all that are grown, of which a population may hold a part."""
+    """Return (R,) the number of each row's environment among all that are grown; a population may hold only some of them."""
     return config.first_instance + row_environments(config)

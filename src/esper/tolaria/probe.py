@@ -1,7 +1,8 @@
-"""The probe: every network on a fixed split, at its real doses and at the coalitions that were asked for.
+"""The probe: evaluates every network on a fixed split, at its real doses and at the coalitions that were asked for.
 
-E rows, S slots, N examples, X branches. One forward pass; a coalition shares what comes before its first changed slot.
-Where the rows of a population run one by one, and where examples are images, the pass goes over parts and pieces of them.
+E rows, S slots, N examples, X branches. One forward pass; a coalition shares the computation in front of its first
+changed slot. The pass goes over rows one by one if the population runs them so, and over pieces of the examples if
+these are images.
 """
 
 from collections.abc import Sequence
@@ -27,23 +28,23 @@ from esper.tolaria.training import doses
 
 
 class Probed(NamedTuple):
-    """What the probe measured, on the device."""
+    """The results of the probe, on the device."""
 
     loss: Tensor  # (E,)
     metric: Tensor  # (E,)
     branch_loss: Tensor  # (X,)
     branch_metric: Tensor  # (X,)
-    loss_rise: Tensor  # (X, 2) mean and standard error of branch loss minus the environment's own, example by example
-    metric_fall: Tensor  # (X, 2) likewise of the environment's own metric minus the branch's
-    participation: Tensor  # (E, S) of the stream at each slot / its width; (E, 0) where it was not asked for
-    signs: Tensor  # (E, 3) standard error of the metric, `output_spread`, `Body.finite`; (E, 0) likewise
+    loss_rise: Tensor  # (X, 2) mean and standard error over examples of branch loss minus the row's loss
+    metric_fall: Tensor  # (X, 2) the same of the row's metric minus the branch's metric
+    participation: Tensor  # (E, S) of the stream at each slot / its width; (E, 0) if not asked for
+    signs: Tensor  # (E, 3) standard error of the metric, `output_spread`, `Body.finite`; (E, 0) if not asked for
 
 
 @torch.no_grad()
 def probe(
     body: Body, seeds: Seeds, examples: Examples, objective: Objective, asked: Coalitions, *, signs: bool
 ) -> Probed:
-    """Evaluate every row on its examples of a split; with `signs` also look at what governor and controllers go by."""
+    """Evaluate every row on its examples of a split; with `signs`, also measure participation and the vital signs."""
     body.train(False)
     output, branches, streams = _swept(body, seeds, examples, asked.branches, signs=signs)
     loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
@@ -77,15 +78,15 @@ def probe(
 
 
 IMAGES = 256
-"""Most images of a row in one pass: their maps, and not what a split holds, are what memory is needed for."""
+"""Largest number of images of a row in one pass; it bounds the memory for maps, for splits of any size."""
 
 
 SEQUENCES = 16
-"""Most examples of a row in one pass over sequences: their outputs at every position are what memory is needed for."""
+"""Largest number of sequences of a row in one pass; it bounds the memory for the outputs at every position."""
 
 
 def pieces(examples: Examples, streams: Sequence[type[Stream]]) -> list[slice]:
-    """The runs of examples that passes go over in turn; all at once where an example is a vector."""
+    """Return the runs of examples that passes go over in turn; all examples at once if an example is a vector."""
     count = examples.y.shape[1]
     size = max(count, 1)
     if any(stream.kind == Kind.SEQUENCE for stream in streams):
@@ -98,7 +99,7 @@ def pieces(examples: Examples, streams: Sequence[type[Stream]]) -> list[slice]:
 def _swept(
     body: Body, seeds: Seeds, examples: Examples, branches: Branches, *, signs: bool
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Outputs (E, N, ...) and those of the branches (X, N, ...); with `signs` the streams (E, N, D) of all slots."""
+    """Return outputs (E, N, ...) and those of the branches (X, N, ...); with `signs`, the streams (E, N, D) of all slots."""
     inside = [branches.within(part) for part in body.parts]
     routes = [
         body.route(doses(seeds), seeds, own, part=part) for part, (own, _) in zip(body.parts, inside, strict=True)
@@ -154,7 +155,8 @@ def paired(difference: Tensor, examples: Examples | Targets) -> Tensor:
 def output_spread(output: Tensor, examples: Examples) -> Tensor:
     """(E, N, ...) -> (E,) standard deviation of the outputs over each row's real examples, root mean square over outputs.
 
-    0 where every example gets the same. An output that a row does not have is -inf everywhere, and counts as constant.
+    It is 0 if every example gets the same output. An output that a row does not have is -inf everywhere, and counts as
+    constant.
     """
     output = output if output.dim() == 3 else output.flatten(2) if output.dim() > 3 else output[..., None]
     z = output.masked_fill(output == -torch.inf, 0)
@@ -168,7 +170,7 @@ def output_spread(output: Tensor, examples: Examples) -> Tensor:
 
 
 def sense(body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Objective) -> Tensor:
-    """The growth sensors of every slot, (E, S, F): measured on some training examples, held against others."""
+    """Compute the growth sensors of every slot, (E, S, F), fitted on some training examples and tested on others."""
     body.train(False)
     routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
     measured, other = (_samples(body, routes, examples, objective) for examples in (fit, held))
@@ -178,7 +180,7 @@ def sense(body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Ob
 
 
 def _samples(body: Body, routes: Sequence[Route], examples: Examples, objective: Objective) -> list[Sample]:
-    """What each slot sees of some examples, and the gradient of the loss there."""
+    """Return the streams at each slot for some examples, and the gradient of the loss there."""
     found = []
     for piece in pieces(examples, body.layout.streams):
         x = examples.read(piece)
@@ -189,7 +191,10 @@ def _samples(body: Body, routes: Sequence[Route], examples: Examples, objective:
 
 
 def _sample(body: Body, route: Route, x: Batch, examples: Examples, piece: slice, objective: Objective) -> list[Sample]:
-    """Likewise of a piece of the examples of a part of the rows; which of them are real is left to the whole."""
+    """Return the samples of a piece of the examples for a part of the rows.
+
+    `real` is filled in later, for all examples at once.
+    """
     y = examples.y[route.part, piece]
     with torch.enable_grad():
         result = body.run(x, route, streams="all")
@@ -202,8 +207,10 @@ def _sample(body: Body, route: Route, x: Batch, examples: Examples, piece: slice
 
 
 def _sample_of(body: Body, slot: int, streams: Streams, x: Batch, gradient: Tensor) -> Sample:
-    """What a slot sees, by example and position. A tap of another kind than the stream, which no seed there can read, is one
-    feature of 0, whose true width is 0: what it could explain is nan.
+    """Return what a slot reads, by example and position.
+
+    A tap that no seed at the slot can read, because it is of another kind than the stream, becomes one feature of 0
+    with true width 0. The energy that it explains is nan.
     """
     kind, there = body.layout.streams[slot], body.layout.widest.taps[slot] > 0
     here = streams.here.detach()
@@ -215,7 +222,7 @@ def _sample_of(body: Body, slot: int, streams: Streams, x: Batch, gradient: Tens
 
 
 def for_positions(real: Tensor | None, features: Tensor) -> Tensor | None:
-    """(n, N) bool, which examples are real -> the same for every position of theirs, as features (n, N P, D) need it."""
+    """(n, N) bool, which examples are real -> the same for each of their positions, to match features (n, N P, D)."""
     if real is None or real.shape[1] == features.shape[1]:
         return real
     return real.repeat_interleave(features.shape[1] // real.shape[1], 1)
@@ -229,7 +236,7 @@ def _merged(samples: Sequence[Sample], dimension: int) -> Sample:
 
 
 def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices], shape: tuple[int, ...]) -> Estimate:
-    """Put (X, 2) means and standard errors of branches back into (E, S), absent elsewhere."""
+    """Write (X, 2) means and standard errors of branches into an estimate (E, S), which is absent elsewhere."""
     branch, env, slot = where
     estimate = Estimate.absent(*shape)
     estimate.mean[env, slot] = mean_se[branch, 0]
@@ -239,5 +246,5 @@ def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices]
 
 
 def negated(estimate: Estimate) -> Estimate:
-    """The estimate of minus the quantity."""
+    """Return the estimate of minus the quantity."""
     return estimate._replace(mean=-estimate.mean)

@@ -1,4 +1,4 @@
-"""Counting what makes the host wait for the device, by the line that asked for it. An instrument, not part of a step."""
+"""Count the operations that make the host wait for the device, by the line that called them. Used by tests and studies only."""
 
 import os
 import traceback
@@ -30,32 +30,32 @@ OPERATORS = frozenset(
 """Operators whose result, or its shape, the host must know before it goes on."""
 HOME = str(Path(__file__).parents[1]) + os.sep
 METHODS = ("numpy", "tolist", "cpu", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")
-"""Methods of a tensor that hand its numbers to Python or NumPy."""
+"""Methods of a tensor that return its numbers to Python or NumPy."""
 
 
 class Read(NamedTuple):
-    """One wait."""
+    """One wait of the host."""
 
     what: str  # the operator or method
     site: str  # file:function of Esper's own innermost frame
 
 
 class Reads(TorchDispatchMode):
-    """Counts on any device: on a CPU nothing waits, but the same calls would on a GPU."""
+    """Counts reads on any device. On a CPU nothing waits, but the same calls would wait on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads: list[Read] = []
 
     def note(self, what: str) -> None:
-        """Record a read at the present place."""
+        """Record a read at the present line."""
         frames = traceback.extract_stack()
         ours = [frame for frame in frames if frame.filename.startswith(HOME) and frame.filename != __file__]
         site = f"{ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].name}" if ours else "?"
         self.reads.append(Read(what, site))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note it where it reads."""
+        """Run an operator, and record it if it reads."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name in OPERATORS:
             self.note(name)
@@ -74,7 +74,7 @@ class Reads(TorchDispatchMode):
 
 @contextmanager
 def counted_reads() -> Iterator[list[Read]]:
-    """Every read inside the block, as a list that grows."""
+    """Yield a list to which every read inside the block is appended."""
     mode = Reads()
     originals = {name: getattr(Tensor, name) for name in METHODS}
 

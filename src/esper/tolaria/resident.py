@@ -20,9 +20,9 @@ from esper.tolaria.population import Indices
 class ResidentData:
     """The problems of R rows, on the device. A problem that several instances share is held once.
 
-    instance (R,): key of the instance of each row. problems: the distinct ones. feed: batches of the train splits. fit, probe:
-    examples that sensors and probe are measured on. validation: those of early stopping, None without it. bounds (R, 2): metric
-    on the probe split of the best constant prediction, and of a prediction that is always right.
+    instance (R,): key of the instance of each row. problems: the distinct ones. feed: batches of the train splits. fit,
+    probe: examples for the sensors and the probe. validation: examples for early stopping, None without it. bounds (R,
+    2): metric on the probe split of the best constant prediction, and of the perfect prediction.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class ResidentData:
         self.task, self.config, self.device, self.dtype = task, config, device, dtype
         self.instance = instance
         keys, which = np.unique(instance, return_inverse=True)
-        problems: dict[int, Instance] = {}  # by the first key of each
-        self.problem_of: list[int] = []  # by instance, in the order of their keys
+        problems: dict[int, Instance] = {}  # by the first key of each problem
+        self.problem_of: list[int] = []  # for each instance, in the order of their keys
         for name in keys.tolist():
             problem = task.instance(name)
             same = next((i for i, known in enumerate(problems.values()) if _is_one(known, problem)), None)
@@ -43,11 +43,11 @@ class ResidentData:
         self.problems = [self._checked(name, problem) for name, problem in problems.items()]
         row = np.array(self.problem_of)[which]
         pixels, scaling = self.problems[0].pixels, self.problems[0].scaling
-        assert all(each.pixels == pixels for each in self.problems), "instances read bytes in one way"
-        assert all(each.scaling is scaling for each in self.problems), "instances are scaled in one way"
+        assert all(each.pixels == pixels for each in self.problems), "all instances must read bytes in the same way"
+        assert all(each.scaling is scaling for each in self.problems), "all instances must be scaled in the same way"
         trains = [problem.train for problem in self.problems]
         weighed = [each.weights for each in self.problems if each.weights is not None]
-        assert len(weighed) in (0, len(trains)), "all instances have weights or none"
+        assert len(weighed) in (0, len(trains)), "either all instances have weights or none"
         inputs, weights = task.inputs, weighed or None
         self.feed = SharedBatchIterator(
             trains,
@@ -74,7 +74,10 @@ class ResidentData:
             self.validation = self.stacked([each.validation for each in self.problems], row, "held")
 
     def _source(self) -> Source | None:
-        """What training examples are read from, batch by batch. InputError where some are to be left out as not finite."""
+        """Return the source that training examples are read from by batch.
+
+        Raises InputError if examples that are not finite would have to be left out.
+        """
         source = self.problems[0].source
         assert source is None or len(self.problems) == 1, "the instances of a mixture are in memory"
         if source is not None and self.config.data.nonfinite == "skip":
@@ -85,11 +88,13 @@ class ResidentData:
         return source
 
     def few(self, problem: Instance, count: int = 2) -> Batch:
-        """A few training examples as the hosts of a problem read them."""
+        """Return a few training examples as the hosts of a problem read them."""
         return problem.read(picked(problem.train.x, slice(count)), self.dtype)
 
     def stacked(self, splits: Sequence[Split], row: Indices, part: str) -> Examples:
-        """Splits on the device, row (R,) naming each row's; in a mixture padded to the length that it has for the part."""
+        """Move splits to the device; row (R,) names the split of each row. In a mixture they are padded to the length
+        of `part`.
+        """
         lengths, first = self.task.lengths, self.problems[0]
         length = None
         if lengths is not None:
@@ -97,19 +102,24 @@ class ResidentData:
         return stack_splits(splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling, self.dtype)
 
     def sound(self, splits: Sequence[Split]) -> list[Split]:
-        """Splits to evaluate on, as data.nonfinite says; what several environments share stays one. InputError at 'stop'."""
+        """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split.
+
+        Raises InputError if `data.nonfinite` is 'stop' and a value is not finite.
+        """
         name = f"a held-out split of {self.task.name}"
         distinct = {(id(split.x), id(split.y)): split for split in splits}
         found = {place: finite(split, name, self.config.data.nonfinite) for place, split in distinct.items()}
         return [found[id(split.x), id(split.y)] for split in splits]
 
     def validation_splits(self) -> list[Split]:
-        """The validation split of every environment's instance."""
+        """Return the validation split of every environment's instance."""
         which = np.unique(self.instance, return_inverse=True)[1]
         return [self.problems[self.problem_of[index]].validation for index in which[: self.config.envs]]
 
     def _checked(self, name: int, problem: Instance) -> Instance:
-        """A problem whose splits are finite and whose host runs on them. Raises InputError if it cannot be had."""
+        """Return a problem whose splits are finite and whose host runs on them. Raises InputError if it is not such a
+        problem.
+        """
         of = f"instance {name} of {self.task.name}" if isinstance(self.task, Mixture) else f"task {self.task.name}"
         train, probe, validation = (
             finite(getattr(problem, part), f"the {part} split of {of}", self.config.data.nonfinite)
@@ -125,7 +135,7 @@ class ResidentData:
 
 
 def _is_one(known: Instance, other: Instance) -> bool:
-    """Whether two instances are one problem: the very same host, examples and labels."""
+    """Whether two instances are one problem: the same host, examples and labels, as objects."""
     splits = zip(
         (known.train, known.probe, known.validation), (other.train, other.probe, other.validation), strict=True
     )

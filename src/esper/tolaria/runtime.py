@@ -1,4 +1,4 @@
-"""The device: which one, how it is read, and where the time of a step goes."""
+"""The device: choose it, read it, and measure the time of each phase of a step."""
 
 import os
 import re
@@ -17,15 +17,15 @@ from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, rais
 
 
 def resolve_device(text: str) -> torch.device:
-    """'auto', 'cpu', 'cuda' or 'cuda:i' as a device. Raises InputError if that GPU is not there."""
+    """Return 'auto', 'cpu', 'cuda' or 'cuda:i' as a device. Raises InputError if that GPU does not exist."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,5}))?", text):
-        raise InputError(f"device {text[:60]!r} is no device; give auto, cpu, cuda or cuda:i")
+        raise InputError(f"device {text[:60]!r} is not a device; give auto, cpu, cuda or cuda:i")
     name, _, index = text.partition(":")
     if name == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(index or 0) >= there:  # before torch reads it, to which 300 is 44
+        if int(index or 0) >= there:  # checked before torch, which reads index 300 as 44
             raise InputError(
                 f"device {text!r} was asked for, but torch sees {there} CUDA devices; "
                 "use cpu or auto (--device, or the config key device)"
@@ -34,19 +34,19 @@ def resolve_device(text: str) -> torch.device:
 
 
 WORKSPACE, FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-"""What cuBLAS reads when CUDA begins, and its values under which its products are the same in every run."""
+"""The variable that cuBLAS reads when CUDA starts, and the values with which its products are the same in every run."""
 
 
 def use_deterministic_kernels(device: torch.device) -> None:
-    """Have torch take kernels that give the same bits in every run, in this process from now on, and raise where it has none.
+    """Make torch use kernels that give the same bits in every run, in this process from now on, and raise if there is none.
 
-    Raises InputError if a CUDA that has begun already did so without a fixed workspace, which cuBLAS reads once.
+    Raises InputError if CUDA was started without a fixed workspace, which cuBLAS reads only once.
     https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     if device.type == "cuda" and os.environ.get(WORKSPACE) not in FIXED:
         if torch.cuda.is_initialized():
             raise InputError(
-                f"deterministic was asked for behind the start of CUDA; set {WORKSPACE}={FIXED[0]} in the environment, or make "
+                f"deterministic was asked for after CUDA was started; set {WORKSPACE}={FIXED[0]} in the environment, or make "
                 "the engine before anything else uses the GPU"
             )
         os.environ[WORKSPACE] = FIXED[0]
@@ -57,7 +57,10 @@ def use_deterministic_kernels(device: torch.device) -> None:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can be had on a device now, under what limits the process; of a CPU that does not say so, all there are."""
+    """Return the bytes of memory that the process can still allocate on a device, within its limits.
+
+    For a CPU whose system does not report this, it is all memory that the machine has.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     page, said, own = os.sysconf("SC_PAGE_SIZE"), Path("/proc/meminfo"), Path("/proc/self/statm")
@@ -72,9 +75,9 @@ def available_memory(device: torch.device) -> int:
 
 
 def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
-    """The one read of a step: device tensors of any shape, packed, copied once, and given back as float64 arrays.
+    """Copy device tensors of any shape to the host in one packed transfer, and return them as float64 arrays.
 
-    On CUDA the copy goes to pinned memory, and an event is waited for rather than the device.
+    On CUDA the copy goes to pinned memory, and the process waits for an event and not for the whole device.
     """
     packed = torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts])
     if packed.is_cuda:
@@ -90,12 +93,12 @@ def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
 
 
 def hold_freed_memory() -> None:
-    """Let the C library keep freed memory of up to 32 MiB a block instead of handing it back to the system.
+    """Make the C library keep freed blocks of up to 32 MiB instead of returning them to the system.
 
-    A pass over maps allocates megabytes and frees them at its end, and every page that comes back from the system costs a
-    fault and a zeroing, a third of a small network's training time. glibc raises its threshold to the size of the largest
-    mapped block that was freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD); where there is another C library, this does
-    nothing.
+    A pass over maps allocates megabytes and frees them at its end. Each page that the system hands out again costs a
+    page fault and is zeroed, which takes a third of a small network's training time. glibc raises its threshold to the
+    size of the largest mapped block that was freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). With another C library
+    this does nothing.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
@@ -105,22 +108,25 @@ LOWER = {
     "train": "envs, data.batch_size or lifecycle.max_seeds",
     "probe": "envs, lifecycle.max_seeds or probe.shapley_samples",
 }
-"""What a phase's need for memory grows with, by phase."""
+"""The settings that the memory of a phase grows with, by phase."""
 
 
 class PhaseTimer:
-    """Seconds of the process by phase of a step; on CUDA, where launches return early, the device works on behind them."""
+    """Measures the seconds of each phase of a step, as seen by the process.
+
+    On CUDA, kernel launches return early, so the device may still be working when a phase ends.
+    """
 
     def __init__(self, device: torch.device, population: str = "") -> None:
-        """`population` is what stands in memory, in words, for where that runs out."""
+        """`population` describes in words what is in memory, for the message of OutOfMemory."""
         self.seconds: dict[str, float] = {}
         self._device, self._population = device, population
 
     @contextmanager
     def memory(self, where: str, lower: str = "envs", *, users: bool = True) -> Iterator[None]:
-        """Raise OutOfMemory, with the place, the numbers and what to lower, where memory runs out in a block.
+        """Raise OutOfMemory, with the place, the numbers and the setting to lower, if memory runs out in a block.
 
-        Without `users`, what a controller or other code of the user's raises stays what it is.
+        Without `users`, errors of the user's own code, such as a controller, are not converted.
         """
         try:
             yield
@@ -139,7 +145,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of a block to a phase. OutOfMemory where memory runs out in it."""
+        """Add the time of a block to a phase. Raises OutOfMemory if memory runs out in the block."""
         begin = time.perf_counter()
         try:
             with self.memory(f"in the phase {name}", LOWER.get(name, "envs")):

@@ -94,8 +94,8 @@ def growth_sensors(fit: Sequence[Sample], held: Sequence[Sample], widths: Sequen
 
     fit, held, widths: one entry per slot; `fit` is the sample that is measured, `held` the held-out sample.
 
-    Consecutive slots with the same `input` tensor share its factorisation. A sensor is nan where it does not exist, as those of
-    inner features where there are none, and where its inputs are not finite.
+    Consecutive slots with the same `input` tensor share its factorisation. A sensor is nan where it does not exist, for
+    example without inner features, and where its inputs are not finite.
     """
     table = []
     source: _Reading | None = None
@@ -145,8 +145,8 @@ def activity(z: Tensor, width: Tensor, real: Tensor | None = None) -> tuple[Tens
 
     A dead unit passes on nothing, and an unsaturated unit is linear; both reduce what the segment can compute.
 
-    z: (E, N, R). width: (E,) true number of units; padded units are not counted. real: as in `participation_ratio`. The shares
-    are nan where z is not finite, and where there are no units.
+    z: (E, N, R). width: (E,) true number of units; padded units are not counted. real: as in `participation_ratio`. The
+    shares are nan where z is not finite, and where there are no units.
     """
     active = ((z > 0) if real is None else (z > 0) & real[:, :, None]).sum(1)
     count = z.shape[1] if real is None else real.sum(1, keepdim=True)
@@ -174,13 +174,13 @@ def explained(
     features: (E, N, f), with a column of ones. gradient: (E, N, D). The held-out tensors have M examples in place of N.
     width: number of true features without the column of ones. count, count_held: (E,) real examples; padding is 0.
 
-    Returns two tensors (E,). The second is negative where the regression fits noise. To first order, a step of a new layer can
-    lower the loss by the energy that its features explain, so the energy measures the expressivity that the network lacks and
-    the seed offers (Verbockhaven et al., "Growing Tiny Networks: Spotting Expressivity Bottlenecks and Fixing Them Optimally",
-    TMLR 2024).
+    Returns two tensors (E,). The second is negative where the regression fits noise. To first order, a step of a new
+    layer can lower the loss by the energy that its features explain, so the energy measures the expressivity that the
+    network lacks and the seed offers (Verbockhaven et al., "Growing Tiny Networks: Spotting Expressivity Bottlenecks and
+    Fixing Them Optimally", TMLR 2024).
 
-    With (A + lambda) W = B the first energy is tr(W^T B) + lambda |W|^2, a sum of nonnegative terms. The condition number of
-    A + lambda is at most 100 (f + 1), so the error in float32 is under 1e-6, also for features of rank one.
+    With (A + lambda) W = B the first energy is tr(W^T B) + lambda |W|^2, a sum of nonnegative terms. The condition number
+    of A + lambda is at most 100 (f + 1), so the error in float32 is under 1e-6, also for features of rank one.
     """
     moments = torch.cat([features.mT @ features, features.mT @ gradient], 2) / count[:, None, None]
     f = features.shape[2]
@@ -233,7 +233,7 @@ class _Reading(NamedTuple):
 
 
 def _read(u: Tensor, held: Tensor, width: Tensor, real: Tensor | None, real_held: Tensor | None) -> _Reading:
-    """u (E, N, W), held (E, M, W), width (E,), real (E, N) and (E, M)."""
+    """u (E, N, W), held (E, M, W), width (E,), real (E, N) and (E, M) -> the features of a tap."""
     u = _only(u, real)
     count = u.shape[1] if real is None else real.sum(1)
     rms = (u.square().sum((1, 2)) / (count * width)).sqrt()
@@ -277,18 +277,18 @@ def _pair(name: str, energies: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
 
 
 def _count(sample: Sample) -> Tensor:
-    """(E,) real examples."""
+    """Return (E,) the number of real examples."""
     h = sample.stream
     return sample.real.sum(1) if sample.real is not None else torch.full_like(h[:, 0, 0], h.shape[1])
 
 
 def _only(values: Tensor, real: Tensor | None) -> Tensor:
-    """(E, N, W) with 0 in place of padding."""
+    """Return (E, N, W) with 0 in place of padding."""
     return values if real is None else values.masked_fill(~real[:, :, None], 0)
 
 
 def _aligned(values: Tensor) -> Tensor:
-    """(E, N, W), padded with columns of 0 so that W is a multiple of 4.
+    """Pad (E, N, W) with columns of 0 to a multiple of 4 columns.
 
     The rounding of a batched product depends on the alignment of each result in memory. Without the padding, a row would
     depend on the number of rows before it.

@@ -1,4 +1,4 @@
-"""Networks as stacked tensors on one device, with the data that they are trained and measured on. R rows, S slots."""
+"""Networks as stacked tensors on one device, with their training and evaluation data. R rows, S slots."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +43,8 @@ from esper.tolaria.training import Trained, train
 class StackedPopulation:
     """R hosts and their seeds in training; implements `tolaria.population.Population`.
 
-    body: parameters, buffers and moments of every host and seed. data: what they are trained and measured on.
-    feed, optimizer, objective: what a training step draws, moves and minimises.
+    body: parameters, buffers and moments of every host and seed. data: the data that they are trained and measured on.
+    feed, optimizer, objective: the batches, the update rule and the loss of a training step.
     """
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
@@ -88,9 +88,9 @@ class StackedPopulation:
             blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
             tempos=config.lifecycle.tempos,
             targets=config.lifecycle.targets,
-            cost=np.zeros((rows, *body.layout.fits.shape), np.int64),  # known when the hosts are planted
+            cost=np.zeros((rows, *body.layout.fits.shape), np.int64),  # set when the hosts are built
             fits=body.layout.fits & selected(body, config)[:, None],
-            width=np.zeros((rows, len(body.slots)), np.int64),  # likewise
+            width=np.zeros((rows, len(body.slots)), np.int64),  # set when the hosts are built
             sensors=tuple(sensor.name for sensor in SENSORS),
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
@@ -104,7 +104,7 @@ class StackedPopulation:
         )
 
     def begin(self, instance: Indices, episode: int) -> None:
-        """Fresh hosts of these instances (R,), and empty slots."""
+        """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
         body, self._episode, self._trained = self.body, episode, None
@@ -120,7 +120,7 @@ class StackedPopulation:
         self._survey()
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
-        """Draw and free seeds as the edits say, after `step` steps; `seeds` (R, S) are what is there afterwards."""
+        """Make and free seeds as the edits say, after `step` steps; `seeds` (R, S) is the state afterwards."""
 
         def birth_key(row: int, slot: int) -> int:
             instance = int(self.data.instance[row])
@@ -129,12 +129,12 @@ class StackedPopulation:
         self.body.edit(changes, seeds, birth_key)
 
     def train(self, seeds: Seeds) -> None:
-        """One step's batches of every row; nothing is read from the device."""
+        """Train every row on the batches of one step. Nothing is read from the device."""
         dropout = self.data.instance, self._episode
         self._trained = train(self.body, seeds, self.feed, self.optimizer, self.objective, self.config, dropout)
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
-        """Measure every row as it is now: the one read of a step."""
+        """Measure every row as it is now. This is the one device read of a step."""
         body, objective = self.body, self.objective
         probed = probe(body, seeds, self.data.probe, objective, asked.coalitions, signs=True)
         sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective)] if asked.sensors else []
@@ -143,7 +143,7 @@ class StackedPopulation:
         data = [self.feed.finite()] if asked.finite else []
         validation: list[Tensor] = []
         if asked.validation:
-            assert self.data.validation is not None, "early stopping is on"
+            assert self.data.validation is not None, "a validation split is read only with early stopping"
             scored = self._final(seeds, self.data.validation)
             validation = [scored.metric, scored.loss]
         packet = iter(read_packet([*probed, *sensors, *data, *validation, *training]))
@@ -158,9 +158,9 @@ class StackedPopulation:
         )
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """Those of some rows (n,) whose batches of this step are not finite.
+        """Return which of some rows (n,) had batches in this step that are not finite.
 
-        DataFault where `data.nonfinite` says stop: they were finite when they were loaded.
+        Raises DataFault if `data.nonfinite` is 'stop': the data were finite when they were loaded.
         """
         found = self.feed.nonfinite(rows, self.config.data.batches_per_step)
         if found and self.config.data.nonfinite == "stop":
@@ -175,29 +175,32 @@ class StackedPopulation:
         return [row for row, _ in found]
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """(R,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
+        """Return (R,) the parameters of the seeds in the given stages; the gate counts for seeds that use it."""
         return self.body.table.added_params(seeds, stages)
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """(n,) parameters that seeds would add, the gate where it is used."""
+        """Return (n,) the parameters that seeds would add; the gate counts for seeds that use it."""
         return self.body.table.price(rows, slot, blueprint, blend)
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
-        """Bytes that further seeds (n,) take while the stacks that they go into grow; 0 where there is room for them."""
+        """Return the bytes that stacks need to grow by for further seeds (n,); 0 if they have room."""
         return self.body.growth(slot, blueprint)
 
     def keeper(self, seeds: Seeds) -> Snapshot:
-        """An empty place for one earlier moment of every row."""
+        """Return an empty snapshot of every row."""
         return Snapshot(self.body, seeds)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that the next step depends on, as entries of a tree of arrays; tensors share memory."""
+        """Return everything that the next step depends on, as entries of a tree of arrays that share memory with the
+        population.
+        """
         return {"body": self.body.state(), "batch": self.feed.batch}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        """Go on from what `snapshot` gave. Raises ValueError if it was another population's.
+        """Restore what `snapshot` returned. Raises ValueError if it came from another population.
 
-        Modules are built first and then filled; the orders of the data follow from what they are hashes of.
+        Modules are built first and then filled. The orders of the data are hashes of the instance, the episode and the
+        epoch, so they are not part of a snapshot.
         """
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
@@ -207,13 +210,13 @@ class StackedPopulation:
         self.feed.batch = tree["batch"]
         self._survey()
 
-    # What an episode's end asks for.
+    # Evaluation and export at the end of an episode.
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        """Metric and loss on a split of the networks that would be exported now, each (R,).
+        """Return metric and loss on a split of the networks as exported now, each (R,).
 
-        One split that all environments share, or one for each environment. Raises InputError if one is longer than a mixture's
-        rows have room for.
+        split: one split that all environments share, or one for each environment. Raises InputError if a split is
+        longer than the rows of a mixture can hold.
         """
         splits, row = (
             ([split], np.zeros_like(self.environment)) if isinstance(split, Split) else (split, self.environment)
@@ -223,14 +226,16 @@ class StackedPopulation:
         return metric, loss
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
-        """The network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
+        """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are
+        left out.
+        """
         problem = self.task.instance(int(self.data.instance[env]))
         return grown_network(problem.host, self.body, seeds, env, problem.interface)
 
-    # Inside.
+    # Private methods.
 
     def _final(self, seeds: Seeds, examples: Examples) -> Probed:
-        """Metric and loss of the networks that would be exported, on the device."""
+        """Return metric and loss of the networks as exported, on the device."""
         nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
         return probe(self.body, exported(seeds), examples, self.objective, nothing, signs=False)
 
@@ -239,7 +244,7 @@ class StackedPopulation:
         self.feed = self.data.feed
 
     def _survey(self) -> None:
-        """Take what the hosts cost and how wide they are into the space."""
+        """Copy the costs and widths of the hosts into the space."""
         self.space = self.space._replace(
             cost=self.body.table.cost.copy(),
             width=self.body.table.taps[..., HERE].copy(),
@@ -250,5 +255,5 @@ class StackedPopulation:
 
 
 def _read(trained: Trained, packet: Iterator[Floats]) -> TrainedFigures:
-    """What a step's training came to, as the rest of the packet that was read."""
+    """Unpack the figures of a step's training from the rest of the packet that was read."""
     return TrainedFigures(next(packet), next(packet), list(packet), trained.seed_owners)

@@ -1,4 +1,4 @@
-"""What an engine keeps of its population between two steps. E environments, S slots."""
+"""The state of an engine between two steps, without its population. E environments, S slots."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,13 +13,13 @@ from esper.leyline.view import CoalitionValues, Masks, Measurements, Scores, See
 
 @brief
 class Opened(NamedTuple):
-    """A step under way: what was decided, and what it was decided on.
+    """The decisions of a step that has begun, and the state before them.
 
     Attributes:
         actions ((E,) Actions): the decisions
-        refused ((E,) int8): a `Refusal` each
-        before ((rows,) Scores): of the step before
-        decided ((rows, S) Seeds): before the decisions were carried out
+        refused ((E,) int8): a `Refusal` for each
+        before ((rows,) Scores): the scores after the step before
+        decided ((rows, S) Seeds): the seeds before the decisions were carried out
     """
 
     actions: Actions
@@ -31,17 +31,18 @@ class Opened(NamedTuple):
 @brief
 @dataclass
 class ParallelEnvState:
-    """What an engine knows of its population between two steps; the networks and their data are the population's own.
+    """The state of an engine between two steps, without the networks and their data, which the population holds.
 
-    Rows are the environments, then their twins, then, where there would be one row alone, a ghost that nobody sees.
+    Rows are the environments, then their twins, then a ghost, whose results are ignored, if there would be one row
+    alone.
     """
 
     seeds: Seeds  # (rows, S)
-    instance: NDArray[np.int64]  # (rows,) which host, data order and births a row has
+    instance: NDArray[np.int64]  # (rows,) key of a row's host, data order and initial weights
     measurements: Measurements  # of the last step
-    coalitions: CoalitionValues | None  # of the last step at which they were due
+    coalitions: CoalitionValues | None  # of the last step at which attribution was due
     scores: Scores  # (rows,) of the last step
-    masks: Masks  # (rows, ...) of the next decision
+    masks: Masks  # (rows, ...) for the next decision
     episode: int
     step: int  # steps taken in the episode
     opened: Opened | None = None  # the step between `apply` and `close`

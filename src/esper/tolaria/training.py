@@ -1,4 +1,4 @@
-"""The train pass of a step: K stacked batches of every row, nothing read from the device. E rows, S slots, B examples."""
+"""The training pass of a step: K stacked batches of every row, nothing read from the device. E rows, S slots, B examples."""
 
 from typing import NamedTuple
 
@@ -19,11 +19,11 @@ from esper.tolaria.optimizer import StackedOptimizer, Updates
 
 
 class Trained(NamedTuple):
-    """What the pass accumulated, on the device."""
+    """The figures that the pass accumulated, on the device."""
 
     loss: Tensor  # (E,) mean training loss over the step's batches
-    gradient_norm: Tensor  # (E,) of the host's rows, mean over the step's optimizer steps
-    seed_norms: tuple[Tensor, ...]  # (n,) likewise, for each entry of `seed_owners`
+    gradient_norm: Tensor  # (E,) gradient norm of the hosts, mean over the step's optimizer steps
+    seed_norms: tuple[Tensor, ...]  # (n,) the same of seeds, for each entry of `seed_owners`
     seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the environments (n,) that the norms belong to
 
 
@@ -35,7 +35,7 @@ class _Group(NamedTuple):
 
 
 def shadows(seeds: Seeds) -> Branches:
-    """One branch for each incubating seed: the network with this one seed at dose 1, every other at its own dose."""
+    """Return one branch for each incubating seed: the network with this one seed at dose 1, every other at its own dose."""
     env, slot = np.nonzero(seeds.stage == Stage.TRAINING)
     dose = doses(seeds)[env]
     dose[np.arange(len(env)), slot] = 1
@@ -43,7 +43,7 @@ def shadows(seeds: Seeds) -> Branches:
 
 
 def doses(seeds: Seeds) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """(E, S) the dose at which every slot acts on its network now."""
+    """Return (E, S) the dose at which every slot acts on its network now."""
     return np.where(among(seeds.stage, ADDED), seeds.alpha, np.float32(0))
 
 
@@ -58,9 +58,9 @@ def train(
 ) -> Trained:
     """Train every row on the step's batches.
 
-    `dropout` is (instance (E,), episode): with the seed and the batch number it keys the dropout of modules that have it.
-    The rows that are optimised are exactly those that are trainable: hosts, and seeds in TRAINING, BLENDING (not doomed),
-    HOLDING or FOSSILIZED.
+    `dropout` is (instance (E,), episode). Together with the seed and the batch number it is the key of dropout. The
+    optimizer moves exactly the trainable rows: hosts, and seeds in TRAINING, BLENDING (not doomed), HOLDING or
+    FOSSILIZED.
     """
     shadow = config.lifecycle.incubation == "shadow"
     branches = shadows(seeds)
@@ -109,7 +109,7 @@ def train(
 def _backward(
     body: Body, route: Route, feed: SharedBatchIterator, objective: Objective, config: Config, keys: Indices | None
 ) -> Tensor:
-    """The losses (n,) of a part of the rows on the present batch, whose gradients are added to those of the rows."""
+    """Compute the losses (n,) of a part of the rows on the present batch, and add their gradients to those of the rows."""
     x, y = feed.of(route.part)
     result = body.run(x, route, keys=keys)
     weights = feed.weights_of(route.part)
@@ -122,14 +122,14 @@ def _backward(
         total = total + _weighted(branched, own).mean(1).sum()
     if result.proximal is not None:
         total = total + config.lifecycle.proximal * result.proximal
-    if total.requires_grad:  # nothing trains in a host that is frozen whole and bears no seed
+    if total.requires_grad:  # nothing trains in a host that is frozen as a whole and has no seed
         accumulate = config.optimizer.accumulation_steps
         (total if accumulate == 1 else total / accumulate).backward()
     return losses.detach()
 
 
 def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """(n, B) losses times the weights of their examples, where these have any."""
+    """Return (n, B) losses times the weights of their examples, if these have any."""
     return losses if weights is None else losses * weights
 
 
@@ -143,4 +143,4 @@ def _check_trainable(seeds: Seeds, owners: list[tuple[int, Indices]]) -> None:
     for slot, envs in owners:
         optimised[envs, slot] = True
     trains = among(seeds.stage, ADDED | {Stage.TRAINING}) & ~seeds.doomed
-    assert np.array_equal(optimised, trains), "the rows that are optimised are not the rows that are trainable"
+    assert np.array_equal(optimised, trains), "the optimizer must move exactly the trainable rows"
