@@ -24,7 +24,12 @@ from esper.tamiyo import controller
 from esper.tamiyo.schedule import load_schedule
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("*.md"))]
+WALKTHROUGHS = sorted((ROOT / "docs" / "walkthroughs").glob("*.md"))
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *WALKTHROUGHS,
+]
 LINKING = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
 
 
@@ -32,8 +37,8 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-RUN_ELSEWHERE = ["README.md", "gym.md", "sites.md", "trainers.md"]
-"""Pages whose own test runs their python: it compares what they print, or needs an extra."""
+RUN_ELSEWHERE = ["README.md", "gym.md", "sites.md", "trainers.md", *(page.name for page in WALKTHROUGHS)]
+"""Pages whose own test runs their python: it compares what they print, takes fewer steps, or needs an extra."""
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_no_entry_of_the_glossary_is_longer_than_two_sentences():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != GLOSSARY], ids=lambda page: page.name)
 def test_every_page_leads_to_the_glossary(page):
-    assert re.search(r"\]\((docs/)?glossary\.md", page.read_text(encoding="utf-8"))
+    assert re.search(r"\]\((docs/|\.\./)?glossary\.md", page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
