@@ -26,7 +26,7 @@ LIFE = {
     (17, 0): (Op.FOSSILIZE, 1),
 }
 SETTINGS = {
-    "lifecycle": {"incubation": "ste", "max_training_seeds": 2, "max_seeds": 2, "proximal": 0.3},
+    "lifecycle": {"max_training_seeds": 2, "max_seeds": 2, "proximal": 0.3},
     "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
     "probe": {"coalitions_every": 2},
     "governor": {"enabled": False},
@@ -37,10 +37,18 @@ def relative(one, other):
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
 
 
+@pytest.mark.parametrize("incubation", ["ste", "shadow"])
 @pytest.mark.parametrize("client", [lambda: Script(LIFE), RandomValid], ids=["script", "random-valid"])
-def test_one_host_grows_alike_in_a_loop_and_in_a_population(client):
+def test_one_host_grows_alike_in_a_loop_and_in_a_population(client, incubation):
     task = blobs(dtype=torch.float64)
-    config = small_config(SETTINGS, envs=1, steps=STEPS, optimizer={"lr": 0.01}, probe={"sensors_every": 0})
+    config = small_config(
+        SETTINGS,
+        {"lifecycle": {"incubation": incubation}},
+        envs=1,
+        steps=STEPS,
+        optimizer={"lr": 0.01},
+        probe={"sensors_every": 0},
+    )
     engine, player = VectorizedEngine(task, config), client()
     view = engine.reset()
 
@@ -75,7 +83,7 @@ def test_one_host_grows_alike_in_a_loop_and_in_a_population(client):
             optimizer.step()
             optimizer.zero_grad()
             closed = growth.engine.state.opened
-            growth.step()
+            growth.step(*((x[0], y[0]) if incubation == "shadow" else ()))
         assert closed is not None
         mine, theirs = growth.engine.state, engine.state
         for name in ("op", "slot", "blueprint", "blend", "tempo", "target"):

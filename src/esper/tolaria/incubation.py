@@ -1,6 +1,7 @@
 """The training of seeds behind a host that the user's own loop trains; the host's numbers stay the same, bit for bit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,8 @@ class Incubation:
 
     Straight-through: the host's own backward pass computes the gradients. They are taken off the parameters at once, so
     that gradient clipping, a GradScaler and the optimizer's step do not see them. Shadow: a second forward and backward
-    pass, in which the seed acts at dose 1. In both cases the optimizer then steps only the groups of these seeds.
+    pass, in which the seed acts at dose 1, on the weights from which the loop's step began: what the optimizer is about to
+    replace is kept until then. In both cases the optimizer then steps only the groups of these seeds.
 
     straight: whether seeds train straight-through.
     """
@@ -42,6 +44,8 @@ class Incubation:
         ] = {}  # by parameter: number of backward passes since the last optimizer step
         self._usual = 1  # number of backward passes between two optimizer steps
         self._norms: dict[str, tuple[Tensor, int]] = {}  # sum of the norms, and their number
+        self._watch: RemovableHandle | None = None  # of the optimizer's steps
+        self._before: list[tuple[nn.Parameter, Tensor]] = []  # parameters as they were before the last optimizer step
 
     def follow(self, names: Sequence[str]) -> None:
         """Train these seeds from now on, and no others."""
@@ -56,16 +60,19 @@ class Incubation:
                     for place, parameter in enumerate(self._seed(name).parameters())
                 ]
         self._set_pull()
+        self._watch_steps(bool(names) and not self.straight)
 
     def forget(self, name: str) -> None:
         """Drop a seed that was removed."""
         self._release(name)
         self._norms.pop(name, None)
         self.names = tuple(each for each in self.names if each != name)
+        self._watch_steps(bool(self.names) and not self.straight)
 
     def train(self, batch: tuple[Any, Any] | None) -> None:
         """Take one step of every seed, with the gradients of the loop's backward passes, or in a pass of its own on a batch."""
-        found = {name: self._gradients_of(name, batch) for name in self.names}
+        with self._as_before():
+            found = {name: self._gradients_of(name, batch) for name in self.names}
         self.ranks.average([gradient for each in found.values() for gradient in each if gradient is not None])
         for name, gradients in found.items():
             self._step(name, self._seed(name), gradients)
@@ -125,6 +132,37 @@ class Incubation:
         self._gradients.pop(name, None)
         self._passes = {owner: number for owner, number in self._passes.items() if owner[0] != name}
 
+    def _watch_steps(self, watch: bool) -> None:
+        """Keep what each step of the optimizer replaces from now on, or no more."""
+        if watch == (self._watch is not None):
+            return
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch, self._before = None, []
+        else:
+            self._watch = self.groups.optimizer.register_step_pre_hook(lambda *_: self._keep())
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        """Keep the weights that a step of the loop's optimizer is about to replace."""
+        held = (p for group in self.groups.optimizer.param_groups for p in group["params"])
+        self._before = [(parameter, parameter.clone()) for parameter in held if parameter.requires_grad]
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Every weight is what it was before the last step of the optimizer, if that is known, and afterwards what it is now."""
+        with torch.no_grad():
+            now = [(parameter, parameter.clone()) for parameter, _ in self._before]
+            for parameter, value in self._before:
+                parameter.copy_(value)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in now:
+                    parameter.copy_(value)
+            self._before = []
+
     def _set_pull(self) -> None:
         """Scale the proximal term as the loop scales its loss, and divide it by the number of backward passes in a step."""
         for name in self.names:
@@ -177,5 +215,6 @@ class Incubation:
             parameter.grad = gradient
         with self.groups.only([name]) as optimizer:
             optimizer.step()
+        self._before = []  # of the seed alone
         for parameter in parameters:
             parameter.grad = None
