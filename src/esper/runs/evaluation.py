@@ -86,32 +86,21 @@ def run_evaluation(
     """
     rules, ours = _contenders(controllers, tasks, baselines)
     static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
-    for task, contender in itertools.product(tasks, (*rules, *ours)):
-        _check(task, contender, instances, seeds, part, first, settings)
+    designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
+    for design, contender in itertools.product(designs, (*rules, *ours)):
+        design.check(contender)
     if searched < 1:
         raise InputError(f"the search for a schedule is to end with {counted(searched, 'instance')}; give 1 or more")
     if folder is not None:
         _create(folder)
     pace = _plan(tasks, len(rules) + len(ours) + 1 + len(static), instances * seeds, searched, settings, watch)
+    sized_by = ours[0].name if ours else RULES[2]
     evaluations, searches = [], []
-    for task in tasks:
-        searches.append(found := search_schedules(task.sealed(), settings, instances=searched, watch=watch, pace=pace))
-        evaluations.append(
-            evaluate(
-                task,
-                [*rules, found.contender, *ours],
-                instances=instances,
-                seeds=seeds,
-                part=part,
-                first=first,
-                settings=settings,
-                static=static,
-                sized_by=ours[0].name if ours else RULES[2],
-                folder=folder,
-                watch=watch,
-                pace=pace,
-            )
-        )
+    for design in designs:
+        found = search_schedules(design.task.sealed(), settings, instances=searched, watch=watch, pace=pace)
+        contenders = [*rules, found.contender, *ours]
+        searches.append(found)
+        evaluations.append(_compared(design, contenders, static, sized_by, folder, watch, pace))
     return {
         "named": [controller.name for controller in controllers],
         "instances": instances,
@@ -153,13 +142,25 @@ def evaluate(
     Raises InputError before anything is grown.
     """
     assert contenders
+    design = Design.of(task, settings, seeds, part, first, instances, rows)
     for contender in contenders:
-        _check(task, contender, instances, seeds, part, first, settings)
+        design.check(contender)
     if folder is not None:
         _create(folder)
-    base = build_config(task.defaults, *settings).seed
-    chosen = tuple(range(base, base + seeds))
-    design = Design(task, settings, chosen, part, first, instances, rows)
+    return _compared(design, contenders, static, sized_by, folder, watch, pace)
+
+
+def _compared(
+    design: "Design",
+    contenders: Sequence[Contender],
+    static: Sequence[str],
+    sized_by: str | None,
+    folder: Path | None,
+    watch: Say | None,
+    pace: Pace | None,
+) -> Evaluation:
+    """The figures of all contenders, and of the static networks whose sizes are those of the contender `sized_by`."""
+    task = design.task
     kept = Kept(folder, fingerprint(task) if folder is not None else {})
     runs = {contender.name: _grow(design, contender, kept, watch, pace) for contender in contenders}
     absent: dict[str, str] = {}
@@ -174,8 +175,8 @@ def evaluate(
         task=task.name,
         metric=task.objective.metric,
         contenders=tuple(runs),
-        instances=instance_keys(task, contender_config(task, contenders[0], settings, base, part, first, instances)),
-        seeds=chosen,
+        instances=instance_keys(task, design.config(contenders[0], design.seeds[0])),
+        seeds=design.seeds,
         sampled=isinstance(task, Mixture),
         figures=Figures(*(_stacked(runs, name) for name in Figures._fields)),
         static=tuple(name for name in static if name not in absent),
@@ -194,6 +195,39 @@ class Design(NamedTuple):
     first: int
     instances: int
     rows: int  # environments of a population, at most
+
+    @classmethod
+    def of(
+        cls,
+        task: AnyTask,
+        settings: Sequence[Mapping[str, Any]],
+        seeds: int,
+        part: str,
+        first: int,
+        instances: int,
+        rows: int = ROWS,
+    ) -> "Design":
+        """The design with so many seeds, from that of the task's config on. Raises InputError if nothing can be evaluated."""
+        if task.test is None:
+            raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
+        for name, count in (("instances", instances), ("seeds", seeds)):
+            if count < 1:
+                raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
+        base = build_config(task.defaults, *settings).seed
+        for name in ASKED:
+            if any(name in layer for layer in settings):
+                raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
+        return cls(task, settings, tuple(range(base, base + seeds)), part, first, instances, rows)
+
+    def check(self, contender: Contender) -> None:
+        """Check that a contender can decide on the task, by one decision in one environment. Raises InputError if it cannot."""
+        instance_keys(self.task, self.config(contender, self.seeds[-1]))
+        config = contender_config(self.task, contender, self.settings, self.seeds[0], self.part, self.first, 1)
+        contender.make(config).act(VectorizedEngine(self.task.sealed(), config).reset())
+
+    def config(self, contender: Contender, seed: int) -> Config:
+        """The config of a contender on all instances at once."""
+        return contender_config(self.task, contender, self.settings, seed, self.part, self.first, self.instances)
 
     def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
         """Every population of a contender: the index of its seed, its first instance, and its config."""
@@ -279,30 +313,6 @@ def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
         seconds=np.full(config.envs, seconds / config.envs),
     )
     return {**figures._asdict(), **grown_as_arrays(grown_of(engine))}
-
-
-def _check(
-    task: AnyTask,
-    contender: Contender,
-    instances: int,
-    seeds: int,
-    part: str,
-    first: int,
-    settings: Sequence[Mapping[str, Any]],
-) -> None:
-    """Check that a contender can decide on a task, by one decision in one environment. Raises InputError if it cannot."""
-    if task.test is None:
-        raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
-    for name, count in (("instances", instances), ("seeds", seeds)):
-        if count < 1:
-            raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
-    base = build_config(task.defaults, *settings).seed
-    for name in ASKED:
-        if any(name in layer for layer in settings):
-            raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
-    instance_keys(task, contender_config(task, contender, settings, base + seeds - 1, part, first, instances))
-    config = contender_config(task, contender, settings, base, part, first, 1)
-    contender.make(config).act(VectorizedEngine(task.sealed(), config).reset())
 
 
 def _contenders(

@@ -109,7 +109,7 @@ def task_from(
 
 
 class _About(NamedTuple):
-    """What a task says of itself, and what may be planted on it, as `esper.task` takes them."""
+    """The arguments of `esper.task` that need no examples."""
 
     name: str
     summary: str | None
@@ -140,7 +140,7 @@ def _task(about: _About, data: Prepared, goal: "_Goal") -> Task:
 
 
 class _Goal(NamedTuple):
-    """What a host is to do: the examples as it takes them, and the objective in its units."""
+    """The problem that a host is given: examples in the dtypes that it takes, and the objective in its units."""
 
     host: Callable[[], SegmentedHost]
     splits: Splits

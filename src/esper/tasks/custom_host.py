@@ -36,8 +36,10 @@ def check_custom_host(
 
 
 def as_the_host_takes(splits: Splits, host: Callable[[], SegmentedHost], *, standardized: bool) -> Splits:
-    """The splits with whole numbers and truth values as they came where a host runs on them, such as token ids; else in torch's
-    default dtype. What is standardized is converted.
+    """The splits in the dtypes that a host takes.
+
+    Whole numbers and truth values, such as token ids and masks, keep their dtype where the host runs on them. Where it does not,
+    or where features are standardized, they become numbers of torch's default dtype.
     """
     x = splits.train.x
     if all(leaf.is_floating_point() for leaf in leaves(x)):
@@ -53,7 +55,7 @@ def as_the_host_takes(splits: Splits, host: Callable[[], SegmentedHost], *, stan
 
 @torch.no_grad()
 def _runs(host: SegmentedHost, x: Batch) -> bool:
-    """Whether a host returns anything for a batch; what it returns, and why not, is for `check_host` to say."""
+    """Whether a host runs on a batch without an error. `check_host` reports the error, and checks the outputs."""
     try:
         run(host.eval(), cast(x, dtype_of(host)))
     except Exception:  # a user's module can raise anything
@@ -68,7 +70,7 @@ def _floating(x: Batch) -> Batch:
 
 
 def draw_host(host: Callable[[], SegmentedHost]) -> SegmentedHost:
-    """A host. The caller's random state is kept."""
+    """The host that a factory returns. The caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         return host()
 
@@ -103,7 +105,7 @@ def read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
 def _check_factory(host: Callable[[], SegmentedHost], x: Batch, objective: Objective, y: Tensor, wanted: str) -> Tensor:
     """The outputs (B, ..., C) of a host for a few examples x (B, ...). InputError where the host cannot be used.
 
-    objective, y: what is to take the outputs. wanted: the reason for their number, for the message.
+    objective, y: the outputs must fit them. wanted: why the host needs that number of outputs, for the message.
     """
     first, second = draw_host(host), draw_host(host)
     if first is second:

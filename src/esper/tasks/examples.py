@@ -133,7 +133,7 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
 
 
 def _features(x: Any, y: Any) -> Batch:
-    """x as one tensor, or as a tuple or a dict of them. A tuple of arrays is one where they are no rows, one for each of y."""
+    """x as one tensor, or as a tuple or a dict of them. A tuple of arrays with one entry per example is one tensor."""
     if isinstance(x, Mapping):
         check_names(x, "x")
         return {name: _leaf(value, f"x[{name!r}]") for name, value in x.items()}
@@ -162,7 +162,7 @@ def in_one_of_three_dtypes(features: Tensor) -> Tensor:
 
 
 def check_split_names(splits: Any) -> None:
-    """Raise InputError where splits are no mapping with the names of the four splits."""
+    """Raise InputError unless splits is a mapping whose keys are the names of the four splits."""
     names = sorted(map(str, splits)) if isinstance(splits, Mapping) else None
     if names != sorted(Splits._fields):
         given = f"has the keys {', '.join(names) or 'none'}" if names is not None else f"is a {type(splits).__name__}"

@@ -33,7 +33,7 @@ HELD = 2048
 
 
 class Given(NamedTuple):
-    """The examples as the arguments of `esper.task` give them."""
+    """The arguments of `esper.task` that say what the examples are."""
 
     x: Any
     y: Any

@@ -29,7 +29,7 @@ class DatasetSource:
         indices ((N,) int64 tensor): the example of the Dataset at each place
         kind (str): 'classification' or 'regression'
         classes (int or names or None): of a classification, the number of classes or their names, as in `esper.task`
-        like (Split or None): examples whose shapes and dtypes all must have; None for those of the Dataset itself
+        like (Split or None): examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
     """
 
     dataset: Dataset[Any]

@@ -71,10 +71,10 @@ def topics() -> dict[str, bytes]:
 
 
 def text_splits(files: Mapping[str, bytes], length: int, sizes: Iterable[int], origin: str) -> Splits:
-    """Splits of sequences x (N, L) int64 and the bytes y (N, L) int64 behind each of theirs.
+    """Splits of sequences x (N, L) int64, with the byte that follows each of their bytes as y (N, L) int64.
 
-    A hash of its name decides which split a file belongs to. Its sequences do not overlap, and each split takes those that lie
-    evenly apart among all of its files. InputError where a split would have too few.
+    A hash of its name decides which split a file belongs to. Files are cut into sequences that do not overlap, and of those of
+    its files a split takes as many as `sizes` says, evenly apart. InputError where a split would have too few.
     """
     parts: list[list[Tensor]] = [[], [], [], []]
     for name, content in files.items():

@@ -98,7 +98,7 @@ def stack_splits(
 
 
 class SharedBatchIterator:
-    """Batches for all rows at once, from train splits that are resident on the device, or from a source that is read by batch.
+    """Batches for all rows at once, from train splits on the device, or from a source of which each batch is read.
 
     The order of a row is a permutation keyed by (seed, instance, episode, epoch). Rows of one instance therefore share
     it, and it does not depend on the number of rows. Each epoch gives a row the same number of full batches; the examples
