@@ -100,13 +100,13 @@ def test_a_streamed_dataset_trains_to_the_same_bits_as_in_memory_and_resumes_the
 
 
 class Large(Dataset):
-    """A million examples of 4 KB, made when they are asked for; counts how many of them are alive."""
+    """800 MB in examples of 4 KB, made when they are asked for; counts how many of them are alive."""
 
     def __init__(self):
         self.alive = self.most = self.reads = 0
 
     def __len__(self):
-        return 1_000_000
+        return 200_000
 
     def __getitem__(self, index):
         self.reads += 1
@@ -122,7 +122,7 @@ class Large(Dataset):
 
 def test_few_examples_of_a_large_dataset_are_alive_at_a_time(tmp_path):
     data = Large()
-    parts = dict(zip(Splits._fields, torch.arange(1_000_000).split([999_700, 100, 100, 100]), strict=True))
+    parts = dict(zip(Splits._fields, torch.arange(200_000).split([199_700, 100, 100, 100]), strict=True))
     task = esper.task("large", data, host=MLP(1000, 4, (2,), 2), classes=2, splits=parts, stream=True)
     assert data.reads == SENSED + 300
     data.most = data.alive
@@ -137,7 +137,28 @@ def test_few_examples_of_a_large_dataset_are_alive_at_a_time(tmp_path):
     assert summary["status"] == "finished"
     assert data.most <= 2 * 16  # both environments' batch
     assert data.reads <= SENSED + 300 + 2 * 2 * 3 * 16
-    assert summary["examples"]["train"] == 999_700
+    assert summary["examples"]["train"] == 199_700
+
+
+def test_a_run_on_a_streamed_dataset_is_resumed_and_other_examples_are_refused(tmp_path):
+    def task(parts):
+        return esper.task("t", labelled(), host=HOST, classes=3, stream=True, splits=parts)
+
+    settings = {
+        "envs": 2,
+        "steps": 5,
+        "data": {"batch_size": 32, "batches_per_step": 4},
+        "models": "none",
+        "baselines": [],
+    }
+    straight = esper.grow(task(PARTS), settings, run=tmp_path / "straight", progress=False)
+    esper.grow(task(PARTS), {**settings, "steps": 3}, run=tmp_path / "run", progress=False)
+    other = {**PARTS, "train": PARTS["train"].flip(0)}
+    with pytest.raises(InputError, match=r"the data differ, by sha256, .*: train, source of task t"):
+        esper.resume(tmp_path / "run", task=task(other), settings={"steps": 5})
+    resumed = esper.resume(tmp_path / "run", task=task(PARTS), settings={"steps": 5}, progress=False)
+    assert resumed["test_accuracy"] == straight["test_accuracy"]
+    assert resumed["test_loss"] == straight["test_loss"]
 
 
 def test_splits_by_fractions_hold_a_bounded_number_of_examples():
