@@ -28,6 +28,11 @@ def test_a_stream_is_cut_into_windows_and_its_splits_follow_one_another():
     assert (task.objective.metric, task.objective.outputs) == ("neg_bits_per_token", 50)
 
 
+def test_a_large_vocabulary_leaves_fewer_windows_to_the_splits_that_are_measured():
+    task = esper.task("t", torch.arange(300_000) % 50_000, host=Transformer(50_000, 2, 1, 1, 128))
+    assert [len(part.y) for part in parts_of(task)] == [2343 - 3 * 41, 41, 41, 41]
+
+
 def test_windows_are_dealt_at_random_and_predict_the_next_token_too():
     windows = torch.arange(900).reshape(100, 9) % 50
     task = esper.task("t", windows, host=HOST)
@@ -75,7 +80,8 @@ def test_tokens_are_grown_and_the_network_predicts_the_next(host, tmp_path):
             {"length": 9},
             "length is 9, but the windows of x hold 9 tokens, of which 8",
         ),
-        (STREAM, {"sample_weights": np.ones(249)}, "sample_weights was given, but windows of tokens have none"),
+        (STREAM, {"sample_weights": np.ones(249)}, "sample_weights was given, but windows of tokens take none"),
+        (STREAM, {"workers": 2}, "workers was given, but windows of tokens take none; leave workers out"),
         (STREAM[:30], {}, "the probe split "),
     ],
 )

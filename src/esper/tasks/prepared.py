@@ -26,7 +26,7 @@ from esper.tasks.examples import (
 from esper.tasks.labels import Kind, check_labels, class_names, read_target
 from esper.tasks.splits import Splits, check_examples, cut, dealt, sizes_of
 from esper.tasks.streamed import DatasetSource
-from esper.tasks.tokens import are_tokens, runs, windows_of
+from esper.tasks.tokens import Windows, are_tokens, runs, windows_of
 
 HELD = 2048
 """Most examples in the probe, validation and test split of a Dataset that is read batch by batch and split by fractions."""
@@ -121,12 +121,13 @@ def _of_tokens(given: Given, host: Any, length: int | None) -> Prepared:
     else:
         data = windows_of(given.x, "x", host, length, given.classes)
         if splits is None and data.tokens.ndim == 1:
-            parts = runs(len(data), _sizes(given, len(data)))
+            parts = runs(len(data), _sizes(given, data))
             splits = dict(zip(Splits._fields, parts, strict=True))
     given = given._replace(x=None if given.x is None else data, splits=splits, classes=data.vocabulary)
     tokens = "byte" if data.are_bytes else "token"
-    if not given.stream and given.sample_weights is not None:
-        raise InputError("sample_weights was given, but windows of tokens have none; leave sample_weights out")
+    for name, value in (("sample_weights", given.sample_weights), ("workers", given.workers or None)):
+        if value is not None:
+            raise InputError(f"{name} was given, but windows of tokens take none; leave {name} out")
     made = _streamed(given._replace(kind="classification"))
     if not given.stream:  # the windows are known to be whole, and there is nothing else to check
         assert made.source is not None
@@ -185,15 +186,16 @@ def _sources(given: Given, kind: Kind, names: tuple[Label, ...] | None) -> list[
     if given.splits is not None:
         check_split_names(given.splits)
         return [source(dataset, torch.from_numpy(part)) for part in indices_of(given.splits, examples)]
-    return [source(dataset, part) for part in dealt(torch.zeros(examples), _sizes(given, examples), given.seed)]
+    return [source(dataset, part) for part in dealt(torch.zeros(examples), _sizes(given, dataset), given.seed)]
 
 
-def _sizes(given: Given, examples: int) -> tuple[int, int, int, int]:
-    """Examples in each split by fractions; of a streamed Dataset, the three splits that are held have `HELD` at most."""
-    sizes = sizes_of(given.fractions, examples)
-    if not given.stream:
-        return sizes
-    probe, validation, test = (min(size, HELD) for size in sizes[1:])
+def _sizes(given: Given, dataset: Dataset[Any]) -> tuple[int, int, int, int]:
+    """Examples in each split by fractions, but at most so many in the last three as may be held; the train split has the rest."""
+    examples = length_of(dataset)
+    most = HELD if given.stream else examples
+    if isinstance(dataset, Windows):
+        most = min(most, dataset.most_held)
+    probe, validation, test = (min(size, most) for size in sizes_of(given.fractions, examples)[1:])
     return examples - probe - validation - test, probe, validation, test
 
 

@@ -20,7 +20,7 @@ from esper.tasks.cifar import VARIABLE
 from esper.tasks.hosts import SEQUENCE_MENU, Transformer
 from esper.tasks.objectives import NextByte, NextToken
 from esper.tasks.streamed import DatasetSource
-from esper.tasks.tokens import Windows
+from esper.tasks.tokens import LEAST, Windows
 
 SUMMARY = (
     "the next byte or token of short stories in English, from files of your own (docs/sequences.md); a transformer"
@@ -36,10 +36,6 @@ SEPARATOR = b"<|endoftext|>"
 WIDTH, LAYERS, HEADS, LENGTH = 64, 2, 4, 128
 TRAIN, HELD = 131_072, 256
 """Most windows in the train split, and in each of the other three. Windows are chosen evenly apart."""
-LOGITS = 2**28
-"""Most logits of all positions of a held split. A large vocabulary leaves fewer windows in it."""
-LEAST = 16
-"""Fewest windows of a held split."""
 SEEN = 2**20
 """Bytes at the beginning of a text in which the separator of stories is looked for."""
 UNPACKED = 2**28
@@ -102,8 +98,7 @@ def _thirds(windows: Windows, stories: Stories) -> list[Split]:
             f"the validation file beside {stories.origin} holds {len(stories.validation):,} tokens, and three splits take at "
             f"least {LEAST} windows of {LENGTH} each; copy the whole file"
         )
-    most = max(min(HELD, LOGITS // (LENGTH * stories.vocabulary)), LEAST)
-    places = evenly(third, most).numpy()
+    places = evenly(third, min(HELD, windows.most_held)).numpy()
     return [Split(*windows.stacked(start * third + places)) for start in range(3)]
 
 

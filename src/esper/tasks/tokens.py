@@ -13,6 +13,9 @@ from esper.leyline.errors import InputError
 from esper.tasks.hosts import GRU, Transformer
 from esper.tasks.sizes import is_size
 
+LOGITS, LEAST = 2**28, 16
+"""Most logits of all positions of a split that networks are measured on, which are held at once, and its fewest windows."""
+
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of tokens as pairs x, y (L,) int64, of which y is x moved on by one token.
@@ -45,6 +48,11 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             )
         x = torch.from_numpy(windows)
         return x[:, :-1].contiguous(), x[:, 1:].contiguous()
+
+    @property
+    def most_held(self) -> int:
+        """Most windows of a split that networks are measured on. A large vocabulary allows fewer."""
+        return max(LOGITS // (self.length * self.vocabulary), LEAST)
 
     @property
     def are_bytes(self) -> bool:
