@@ -29,12 +29,11 @@ def grown(steps=24, told=None, state=None, **options):
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ({"budget": 0.7}, "its parameters exceed governor.param_limit (budget of esper.Growth)"),
         ({"budget": 9.0, "told": 6}, "the run has 3 steps of one decision each, which are too few"),
         ({"budget": 9.0, "controller": "never"}, "the controller (Never) chose another operation at every decision"),
         ({"budget": 9.0, "settings": {"lifecycle": {"max_seeds": 0}}}, "lifecycle.max_seeds is 0"),
     ],
-    ids=["budget", "late", "never", "no-seeds"],
+    ids=["late", "never", "no-seeds"],
 )
 def test_the_summary_says_why_nothing_was_planted(options, cause):
     summary = grown(**options).summary()
@@ -45,9 +44,16 @@ def test_the_summary_says_why_nothing_was_planted(options, cause):
 
 
 def test_the_cause_is_known_after_a_resume():
-    straight = grown(8, budget=0.7)
-    resumed = grown(0, budget=0.7, state=grown(4, budget=0.7).state_dict())
+    options = {"budget": 9.0, "controller": "never"}
+    straight = grown(8, **options)
+    resumed = grown(0, **options, state=grown(8, **options).state_dict())
     assert resumed.summary()["explanations"] == straight.summary()["explanations"] != []
+
+
+def test_a_blueprint_that_is_larger_than_the_budget_gives_way_to_a_smaller_one():
+    large, small = (grown(2, budget=budget).summary()["plantings"] for budget in (9.0, 0.7))
+    assert [each["blueprint"] for each in large] == ["bypass-mlp"]  # 280 parameters of 234
+    assert [each["blueprint"] for each in small] == ["bypass-linear"]  # 72
 
 
 def test_the_summary_says_why_a_seed_was_removed_at_the_end():

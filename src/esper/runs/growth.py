@@ -20,7 +20,7 @@ from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
-from esper.runs.growth_settings import check_budget, growth_config, growth_menu, share_of, whole
+from esper.runs.growth_settings import growth_config, growth_menu, share_of, whole, within_budget
 from esper.tamiyo.catalog import get_controller
 from esper.tolaria.engine import Engine
 from esper.tolaria.groups import Groups
@@ -111,7 +111,7 @@ class Growth:
         copies = [] if ema is None else [_average(ema, sites)]
         ranks = Ranks(shared or wrapped)
         population = LivePopulation(network, copies, groups, measured, growth_menu(sites, config), config, ranks)
-        check_budget(population, budget)
+        population.space = within_budget(population, budget)
         population.incubation.scale = _scale(scaler)
         _check_frozen(model, freeze)
         self.frozen = Frozen(network, freeze)

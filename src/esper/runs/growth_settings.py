@@ -8,6 +8,7 @@ from esper.leyline.config import Config, build_config, merge_settings
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
 from esper.leyline.streams import Kind
+from esper.leyline.view import Space
 from esper.tolaria.live import LivePopulation
 
 MENU: Mapping[Kind, tuple[str, ...]] = {
@@ -82,8 +83,8 @@ def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
     return [BLUEPRINTS[each] for each in named]
 
 
-def check_budget(population: LivePopulation, budget: float) -> None:
-    """Raise InputError if nothing fits."""
+def within_budget(population: LivePopulation, budget: float) -> Space:
+    """The space of a population without the seeds that are larger than the whole budget. Raises InputError if nothing fits."""
     space, host = population.space, int(population.host_params[0])
     if not space.fits.any():
         raise InputError(
@@ -96,3 +97,4 @@ def check_budget(population: LivePopulation, budget: float) -> None:
             f"budget {budget:g} of a model of {host:,} parameters allows {int(budget * host):,}, and the smallest seed has "
             f"{least:,}; give at least {least / host:.3g}"
         )
+    return space._replace(fits=space.fits & (space.cost[0] <= budget * host))
