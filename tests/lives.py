@@ -166,6 +166,9 @@ def finished(growth: Growth, host: Host, kept: Mapping[str, str]) -> list[str]:
         assert not equal(call(alone, x), grown, 1e-5), "the seeds act"
         sites = dict(model.sites)
         network = growth.finish()
+        summary = growth.summary()
+        for entries in (summary["plantings"], summary["keeps"]):
+            assert {entry["site"]: entry["blueprint"] for entry in entries} == kept
         folded = [name for name in kept if not hasattr(network.get_submodule(sites[name].after), "esper")]
         arguments = ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
         exported = torch.export.export(network, *arguments).module()

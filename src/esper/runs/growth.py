@@ -160,6 +160,7 @@ class Growth:
         """
         if self.finished:
             return self.model
+        self.engine.abandon()
         population, seeds = self.population, self.engine.state.seeds
         for slot, site in enumerate(population.sites):
             if planted_at(self.model, site.name) is None:

@@ -212,6 +212,13 @@ class Engine(Generic[P]):
         state.opened = Opened(actions, refused, before, decided)
         return refused
 
+    def abandon(self) -> None:
+        """End a step that `apply` began and that will not be closed: list what its decisions have done already."""
+        state = self.state
+        if state.opened is not None:
+            before, state.opened = state.opened.decided, None
+            self.fates.transit(transitions(before, state.seeds), before, state.seeds, self.space, state.step)
+
     def close(self) -> tuple[View, Outcome]:
         """Measure and govern, once the population is trained: tick -> probe -> govern -> close. Returns the same as `step`."""
         config, state = self.config, self.state
