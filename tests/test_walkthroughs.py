@@ -28,7 +28,9 @@ def test_a_page_shows_the_table_of_its_results(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "huggingface"])
 def test_a_page_runs_and_grows(name):
-    assert grows(runs(name, 10))
+    names = runs(name, 10)
+    assert grows(names)
+    assert f"{names['summary']['host_params']:,} parameters" in (PAGES / f"{name}.md").read_text(encoding="utf-8")
 
 
 def test_a_static_network_without_seeds_is_the_host_alone():
