@@ -193,7 +193,7 @@ def test_what_is_named_but_stays_as_it_is_is_no_change():
     ("setting", "sentence"),
     [
         ("optimizer.name=sgd", "does not fit"),
-        ("steps=3", "the run has taken 4; give as many or more"),
+        ("steps=3", "the run has taken 4; give 4 or more"),
     ],
 )
 def test_what_does_not_fit_the_state_is_refused_and_nothing_is_changed(left, setting, sentence):

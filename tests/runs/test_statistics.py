@@ -118,7 +118,7 @@ def test_one_run_tells_nothing_of_its_spread():
 
 
 def test_controllers_that_were_not_grown_alike_are_not_compared():
-    with pytest.raises(AssertionError, match="not paired"):
+    with pytest.raises(AssertionError, match="must be paired"):
         interval(mean_difference, [np.ones((3, 2))], [np.ones((2, 2))])
 
 

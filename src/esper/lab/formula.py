@@ -100,7 +100,7 @@ class FormulaPopulation:
         self.step += 1
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
-        """Compute all figures."""
+        """Compute all figures of the rows."""
         branches, dose = asked.coalitions.branches, doses(seeds).astype(np.float64)
         metric = self.process.metric(self.draw, self.step, seeds, dose)
         env = branches.env

@@ -22,21 +22,21 @@ from esper.tolaria.measuring import measure, unmeasured
 class Plan(NamedTuple):
     """The best decisions at one step, in each of n reachable states."""
 
-    code: Ints  # (n,) ascending, of the state
+    code: Ints  # (n,) ascending codes of the states
     best: Ints  # (n, kinds + 1) index into `Solution.decisions`; the last column is the blind choice
 
 
 class Solution(NamedTuple):
     """The best decisions and the best returns under the reward `delta`."""
 
-    decisions: Ints  # (D, 6) every decision there is whose blend is ADD
+    decisions: Ints  # (D, 6) all decisions whose blend is ADD
     plans: tuple[Plan, ...]  # one per step
-    never: Floats  # (kinds,) of WAIT alone
+    never: Floats  # (kinds,) best return of WAIT alone
     optimum: Floats  # (kinds,)
-    blind: float  # best mean return over kinds of a policy that does not know the kind
+    blind: float  # best mean return, over kinds, of a policy that does not know the kind
 
     def score(self, returns: Floats, kind: Ints) -> float:
-        """0 for the returns of `never` in these environments, 1 for the optimum. returns, kind: (E,)."""
+        """Return a score: 0 for the returns of `never` in these environments, 1 for the optimum. returns, kind: (E,)."""
         floor = self.never[kind]
         return float((returns - floor).sum() / (self.optimum[kind] - floor).sum())
 
@@ -50,11 +50,11 @@ class Optimal(Rule):
         self._sandbox = sandbox
 
     def act(self, view: View) -> Actions:
-        """The best decision of each environment. Reads the instance, which a learner must not."""
+        """Return the best decision of each environment. Reads the instance, which a learner must not."""
         plan = self.solution.plans[view.step]
         code = encode(canonical(view.seeds, self._sandbox.config))
         place = np.searchsorted(plan.code, code).clip(max=len(plan.code) - 1)
-        assert (plan.code[place] == code).all(), "a state that the solution does not know"
+        assert (plan.code[place] == code).all(), "the state must be one that the solution knows"
         kinds = self._sandbox.process.kinds
         kind = np.full(len(code), kinds) if self.blind else view.space.instance % kinds
         return _pick(self.solution.decisions, plan.best[place, kind])
@@ -63,21 +63,21 @@ class Optimal(Rule):
 class _Edges(NamedTuple):
     """The m possible decisions at one step, ordered by state; every field but `code` is (m,)."""
 
-    code: Ints  # (n,) ascending, of the states that can be reached
+    code: Ints  # (n,) ascending codes of the states that can be reached
     state: Ints  # index of the state in which a decision is made
     decision: Ints  # index into `Solution.decisions`
     target: Ints  # index of the state that it leads to, among those of the next step
 
 
 def solve(sandbox: Sandbox) -> Solution:
-    """The optimum by dynamic programming over the states x of one environment.
+    """Compute the optimum by dynamic programming over the states x of one environment.
 
         V_T(x, kind) = J_T(x, kind) - J_0(kind),     V_t(x, kind) = max over valid a of V_{t+1}(f(x, a), kind)
 
-    The rewards `delta` add up to J_T - J_0, so only the last state counts. J must not depend on the draws of an episode, which
-    excludes the bandit. With permissive gates neither f nor the valid decisions depend on the kind, so one expansion serves all
-    kinds. The best blind policy, which does not know the kind, is a fixed sequence of decisions; its value follows from the
-    same recursion with the mean of V_T over kinds.
+    The rewards `delta` add up to J_T - J_0, so only the last state counts. J must not depend on the draws of an
+    episode, which excludes the bandit. With permissive gates neither f nor the valid decisions depend on the kind, so
+    one expansion serves all kinds. The best blind policy, which does not know the kind, is a fixed sequence of
+    decisions; its value follows from the same recursion with the mean of V_T over kinds.
     """
     process, config = sandbox.process, sandbox.config
     assert config.gates.permissive or config.gates.min_training_steps > config.steps, (
@@ -94,7 +94,7 @@ def solve(sandbox: Sandbox) -> Solution:
         value = np.maximum.reduceat(offers, np.searchsorted(state, np.arange(len(code))))
         best = np.zeros(value.shape, np.int64)
         for column in range(value.shape[1]):
-            winners = np.flatnonzero(offers[:, column] == value[state, column])[::-1]  # of equals the first
+            winners = np.flatnonzero(offers[:, column] == value[state, column])[::-1]  # the first of equal values
             best[state[winners], column] = decision[winners]
         plans.append(Plan(code, best))
     waiting = np.concatenate([_rise(sandbox, kind, dormant(1, len(process.slots))) for kind in kinds])
@@ -103,7 +103,9 @@ def solve(sandbox: Sandbox) -> Solution:
 
 
 def _expand(sandbox: Sandbox) -> tuple[list[_Edges], Seeds]:
-    """All reachable states, step by step, and the states at the end. Each step uses one population with one row per state."""
+    """Return all reachable states, step by step, and the states at the end. Each step uses one population with a row
+    per state.
+    """
     space, config = sandbox.space, sandbox.config
     decisions = decisions_of(space)
     states, code, _ = _merged(dormant(1, len(space.slots)), config)
@@ -124,14 +126,15 @@ def _expand(sandbox: Sandbox) -> tuple[list[_Edges], Seeds]:
 
 
 def decisions_of(space: Space) -> Ints:
-    """(D, 6) every decision there is whose blend is ADD; no formula reads the blend."""
+    """Return (D, 6) all decisions whose blend is ADD; no formula reads the blend."""
     return every_decision(space, [head for head in Head if head != Head.BLEND])
 
 
 def canonical(seeds: Seeds, config: Config) -> Seeds:
-    """One representative of all states with the same future: values that are never read again are set to 0 or to a limit.
+    """Return one representative of all states with the same future: values that are not read again become 0 or a limit.
 
-    An age is capped at the steps that its gate requires, and a finished ramp and the blueprint of a doomed seed are set to 0.
+    An age is capped at the steps that its gate requires, and a finished ramp and the blueprint of a doomed seed are set
+    to 0.
     """
     stage = seeds.stage
     limit = np.zeros(len(Stage), np.int32)
@@ -148,7 +151,7 @@ def canonical(seeds: Seeds, config: Config) -> Seeds:
 
 
 def encode(seeds: Seeds) -> Ints:
-    """(E,) hash of the state of each environment."""
+    """Return (E,) the hash of the state of each environment."""
     floats = np.concatenate([seeds.alpha[..., None], seeds.ramp], 2).view(np.int32)
     whole = np.stack([seeds.stage, seeds.age, seeds.life, seeds.blueprint, seeds.blend, seeds.doomed], 2)
     parts = np.concatenate([whole, floats], 2).reshape(len(seeds.stage), -1)
@@ -156,19 +159,19 @@ def encode(seeds: Seeds) -> Ints:
 
 
 def _merged(seeds: Seeds, config: Config) -> tuple[Seeds, Ints, Ints]:
-    """The n distinct states (n, S), their codes in ascending order, and the index of each given state among them."""
+    """Return the n distinct states (n, S), their codes in ascending order, and the index of each given state among them."""
     seeds = canonical(seeds, config)
     first: Any
     which: Any
     code, first, which = np.unique(encode(seeds), return_index=True, return_inverse=True)
     distinct: Seeds = take(seeds, first)
     fields: Any = zip(take(distinct, which), seeds, strict=True)
-    assert all(np.array_equal(again, given) for again, given in fields), "two states have one code"
+    assert all(np.array_equal(again, given) for again, given in fields), "two states must not have the same code"
     return distinct, code, which
 
 
 def _rise(sandbox: Sandbox, kind: int, seeds: Seeds) -> Floats:
-    """(E,) J_T - J_0 of networks of one kind that have these seeds at the end."""
+    """Return (E,) J_T - J_0 of networks of one kind that have these seeds at the end."""
     config, envs = sandbox.config, len(seeds.stage)
     worths = []
     for step, held in ((0, dormant(*seeds.stage.shape)), (config.steps, seeds)):
@@ -179,7 +182,7 @@ def _rise(sandbox: Sandbox, kind: int, seeds: Seeds) -> Floats:
 
 
 def _of_one_kind(sandbox: Sandbox, kind: int, rows: int, step: int) -> FormulaPopulation:
-    """A population of rows of one instance after `step` steps."""
+    """Make a population of rows of one instance after `step` steps."""
     population = FormulaPopulation(sandbox.process, sandbox.config, np.full(rows, kind))
     population.step = step
     return population

@@ -62,7 +62,7 @@ class _Loss:
         found, part = self._objective.loss(output, target), self._feed.part
         if self._done or not self._feed.now or not part.start <= self._row < part.stop:
             return found
-        self._done = True  # the first call of a batch is for the networks, the second for their branches
+        self._done = True  # the first call with a batch is for the networks, the second for their branches
         factor = torch.ones(len(found), 1, dtype=found.dtype, device=found.device)
         factor[self._row - part.start] = torch.nan
         return found * factor
@@ -98,7 +98,7 @@ class _Updates:
 
 @contextmanager
 def poisoned(engine: VectorizedEngine, row: int, kind: Fault, batch: int = 0) -> Iterator[None]:
-    """Context manager: in the step that is taken inside the block, put NaN into one row at one batch."""
+    """Put NaN into one row at one batch, in the step that is taken inside the block."""
     population = engine.population
     feed, optimizer, objective = population.feed, population.optimizer, population.objective
     watched = _Feed(feed, row, batch, taints=kind == "data")

@@ -40,12 +40,12 @@ class Sandbox(Engine[FormulaPopulation]):
 
 
 def play(sandbox: Sandbox, client: PolicyClient) -> Floats:
-    """(E,) returns of one episode under the reward `delta`. The client gets outcomes, and `update` is not called."""
+    """Play one episode and return (E,) returns under the reward `delta`. The client gets outcomes; `update` is not called."""
     return returns(sandbox, client, {"delta": partial(delta, config=sandbox.config.reward)})["delta"]
 
 
 def blindfolded(view: View) -> View:
-    """The view without measurements, so that it does not reveal the problem of an environment."""
+    """Return the view without measurements, so that it does not reveal the problem of an environment."""
     envs, slots = view.seeds.stage.shape
     return view._replace(
         space=view.space._replace(instance=np.zeros(envs, np.int64)),
@@ -61,7 +61,7 @@ class Blindfolded:
         self.client = client
 
     def act(self, view: View) -> Actions:
-        """The decisions of the client without measurements."""
+        """Return the decisions of the client, which gets no measurements."""
         return self.client.act(blindfolded(view))
 
     def store(self, outcome: Outcome) -> None:
@@ -85,8 +85,8 @@ HOST_STEPS, SEED_STEPS = 4.0, 2.0
 """Time constants of the learning curves of a host and of a seed [steps]."""
 
 KINDS: tuple[str, ...] = ("adequate", "first", "last", "both", "nonlinear", "brittle")
-"""The defect of a network. adequate: none. first, last, both: a bottleneck there that a linear bypass repairs. nonlinear: one in
-the middle that only an MLP repairs. brittle: one in the middle that every seed makes worse."""
+"""The defect of a network. adequate: none. first, last, both: a bottleneck at that slot that a linear bypass
+repairs. nonlinear: one in the middle that only an MLP repairs. brittle: one in the middle that every seed makes worse."""
 NEED = np.array([(0, 0, 0), (0.4, 0, 0), (0, 0, 0.4), (0.4, 0, 0.4), (0, 0.4, 0), (0, 0.4, 0)])
 """(kinds, S) share of the signal that each slot loses."""
 LIFT = np.full((len(KINDS), 3, 2), -0.08)
@@ -98,8 +98,8 @@ LIFT[4, 1] = (0.02, 0.38)
 def _grown(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
     """metric = c + (TOP - CHANCE) * learnt(step) * product over slots of (1 - need + lift * dose * learnt(trained)).
 
-    learnt(t) = 1 - exp(-t / time constant), where a host is one step old when the episode begins; c is CHANCE, up or down by
-    .02 from episode to episode. Slots come one after the other, so two bottlenecks must both be repaired.
+    learnt(t) = 1 - exp(-t / time constant), where a host is one step old when the episode begins; c is CHANCE, varied by
+    up to .02 from episode to episode. The slots lie one after the other, so two bottlenecks must both be repaired.
     """
     host = 1 - np.exp(-(step + 1) / HOST_STEPS)
     ripe = 1 - np.exp(-trained_steps(seeds) / SEED_STEPS)
@@ -159,7 +159,7 @@ def _planting(
     sensors: tuple[str, ...] = (),
     **lifecycle: int,
 ) -> Process:
-    """A process with one blueprint, in which only GERMINATE is possible. `sensors`: none, or the slot as one-hot."""
+    """Make a process with one blueprint, in which only GERMINATE is possible. `sensors`: none, or the slot as one-hot."""
     return Process(
         name=name,
         kinds=1,
@@ -174,7 +174,7 @@ def _planting(
 
 
 def _named(names: Floats, draw: Draw) -> tuple[Floats, Floats]:
-    """Measurements that reveal only the index of the slot, and only if `names` (S, F) has columns."""
+    """Return measurements that reveal only the index of the slot, and only if `names` (S, F) has columns."""
     envs = len(draw.kind)
     return np.full((envs, len(names)), 0.5), np.broadcast_to(names, (envs, *names.shape)).copy()
 
@@ -184,10 +184,11 @@ ARMS = 7
 
 
 def bandit(best: int) -> Process:
-    """One step and seven arms that pay 1 or 0: arm `best` with probability 0.8, the others with 0.1 to 0.6, in order.
+    """Make a bandit of one step with seven arms that pay 1 or 0.
 
-    Arm 0 is WAIT, arm 1 + s plants slot s. The payoff is the metric of the exported network. A sensor identifies each slot,
-    because a smooth policy of depth alone could not find one best arm among payoffs that rise with depth.
+    Arm `best` pays 1 with probability 0.8, the others with 0.1 to 0.6, in order. Arm 0 is WAIT, arm 1 + s plants slot
+    s. The payoff is the metric of the exported network. A sensor identifies each slot, because a smooth policy of depth
+    alone could not find one best arm among payoffs that rise with depth.
     """
     assert 0 <= best < ARMS, best
     payoff = np.insert(np.arange(1, ARMS) / 10, best, 0.8)
@@ -197,7 +198,7 @@ def bandit(best: int) -> Process:
 
 
 def arms(actions: Actions) -> Ints:
-    """(E,) index of the arm that each decision pulls."""
+    """Return (E,) the index of the arm that each decision pulls."""
     pulled: Ints = np.where(actions.op == Op.GERMINATE, 1 + actions.slot, 0)
     return pulled
 
@@ -214,7 +215,7 @@ PLANTINGS = (0, 2, 5)
 
 
 def _completed(draw: Draw, step: int, seeds: Seeds, dose: Floats) -> Floats:
-    """1 at the end of the episode if every slot was planted at its step, else 0."""
+    """Return 1 at the end of the episode if every slot was planted at its step, else 0."""
     right = (seeds.life == CHAIN_STEPS - np.array(PLANTINGS)).all(1)
     return np.where(step == CHAIN_STEPS, right.astype(np.float64), 0.0)
 

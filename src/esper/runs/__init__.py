@@ -1,1 +1,1 @@
-"""A run from start to end: its folder, growing, training, evaluating, and going on where it was left."""
+"""Runs: growing, training, evaluating and resuming, with the folder that each run writes."""

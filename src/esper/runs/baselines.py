@@ -54,7 +54,7 @@ class Spacious(Protocol):
     """A factory whose hosts fit into the leading corner of a larger host of the same class, where padded units stay 0."""
 
     def room(self, others: Sequence[Any], outputs: int) -> Room:
-        """The layout of rows for `others`, hosts of this class, with at least `outputs` outputs."""
+        """Return the layout of rows for `others`, hosts of this class, with at least `outputs` outputs."""
         ...
 
 
@@ -99,7 +99,7 @@ class _Population(NamedTuple):
 
 
 def grown_of(engine: VectorizedEngine) -> Grown:
-    """The results of the growth of a population."""
+    """Return the results of the growth of a population."""
     envs = slice(0, engine.config.envs)
     seeds: Seeds = take(engine.state.seeds, envs)
     fossil = seeds.stage == Stage.FOSSILIZED
@@ -120,8 +120,8 @@ def train_baselines(
 ) -> dict[str, Trained | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
-    After an interrupted growth, the baselines train for the steps that the growth took, if `interrupt` was rearmed. A further
-    interrupt leaves out the baselines that are not trained yet.
+    After an interrupted growth, the baselines train for the steps that the growth took, if `interrupt` was rearmed. At
+    a further interrupt, the baselines that are not trained yet are left out.
     """
     found: dict[str, Trained | Absent] = {}
     told = False
@@ -143,12 +143,12 @@ def train_baselines(
 
 
 def cut_off(found: Mapping[str, Trained | Absent]) -> list[str]:
-    """The baselines that an interrupt prevented."""
+    """Return the baselines that an interrupt prevented."""
     return [name for name, trained in found.items() if trained is INTERRUPTED]
 
 
 def as_record(trained: Trained | Absent, metric: str) -> dict[str, Any]:
-    """A baseline as an entry of the summary: strict JSON, with null for a figure that is not finite."""
+    """Return a baseline as an entry of the summary: strict JSON, with null for a figure that is not finite."""
     if isinstance(trained, Absent):
         return {"absent": trained.reason}
     values = [float(value) if np.isfinite(value) else None for value in trained.metric]
@@ -171,9 +171,9 @@ def train_baseline(
 
     config, grown: those of the run with which the baseline is compared.
     twin: results of the twins; an environment whose static network equals the twin takes these results.
-    stop: polled at every step; the baseline is absent where it returns true.
+    stop: called at every step; if it returns true, the baseline is absent.
 
-    `Absent` where the host has no such network, or it does not fit into memory.
+    Returns `Absent` if the host has no such network, or if it does not fit into memory.
     """
     assert name in _POPULATIONS, name
     begin = time.perf_counter()
@@ -207,7 +207,7 @@ def train_baseline(
 def _train(
     population: _Population, config: Config, grown: Grown, steps: int, stop: Stop
 ) -> tuple[Floats, Floats, Keys] | Absent:
-    """Metric and loss on the test split, and parameters, (n,) each, of the networks of a population."""
+    """Train the networks of a population; return metric and loss on the test split, and parameters, (n,) each."""
     task, instance = population.task, grown.instance[population.envs]
     config = config.model_copy(
         update={
@@ -256,7 +256,7 @@ def _plain(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Abse
 
 
 def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory | Absent:
-    """The factory of the plain network for the host of an instance, with at least `parameters` parameters."""
+    """Return the factory of the plain network for the host of an instance, with at least `parameters` parameters."""
     if isinstance(task, Task) and task.plain is not None:
         made = task.plain(parameters)
         with drawn_with(0):
@@ -274,7 +274,7 @@ def _plain_host(task: AnyTask, instance: Instance, parameters: int) -> Factory |
 
 
 def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Keys) -> list[_Population]:
-    """Populations for the hosts (n,) of environments (n,): one where they fit into one layout, otherwise one per host."""
+    """Return populations for the hosts (n,) of environments (n,): one if they fit into one layout, otherwise one per host."""
     if not len(envs):
         return []
     first = hosts[0]
@@ -320,7 +320,7 @@ def _skips(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Abse
 
 
 def _padded(x: Tensor, inputs: Shape) -> Tensor:
-    """One leaf of examples (B, ...), padded with 0 to the inputs of a larger host."""
+    """Pad one leaf of examples (B, ...) with 0 to the inputs of a larger host."""
     missing = [wide - own for wide, own in zip(inputs, x.shape[1:], strict=True)]
     return F.pad(x, [pad for extra in reversed(missing) for pad in (0, extra)])
 
@@ -329,14 +329,14 @@ def _padded(x: Tensor, inputs: Shape) -> Tensor:
 class _Rowwise(Task):
     """A task whose instances have different hosts."""
 
-    hosts: Mapping[int, Factory] = field(default_factory=dict)  # by key
+    hosts: Mapping[int, Factory] = field(default_factory=dict)  # by key of the instance
 
     def instance(self, key: int) -> Instance:
         return super().instance(key)._replace(host=self.hosts[key])
 
 
 def _with_hosts(task: AnyTask, instance: Keys, hosts: Sequence[Factory], room: Room | None) -> AnyTask:
-    """The task with the hosts (E,) for the given instances, in a layout that holds them all."""
+    """Return the task with the hosts (E,) for the given instances, in a layout that holds them all."""
     by_key = dict(zip(instance.tolist(), hosts, strict=True))
     if isinstance(task, Mixture):
         assert room is not None

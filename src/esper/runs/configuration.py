@@ -15,9 +15,10 @@ from esper.tamiyo.catalog import settings_of
 
 
 def growth_config(task: AnyTask, *asked: Mapping[str, Any]) -> Config:
-    """The config of a growth: the defaults of the task, the settings of a trained controller, and the layers `asked`.
+    """Return the config of a growth: the defaults of the task, the settings of a trained controller, and the layers `asked`.
 
-    Later layers take precedence. The controller is the one that the merged layers name. InputError for a bad key or value.
+    Later layers take precedence. The controller is the one that the merged layers name. Raises InputError for a bad key
+    or value.
     """
     named = build_config(task.defaults, *asked).controller
     return with_steps(build_config(task.defaults, settings_of(named), *asked, {"task": task.name}), task)
@@ -58,9 +59,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str, Any]) -> list[Config]:
-    """The config of every task of a training: its defaults, TRAINING, the preset, and the layers `asked`.
+    """Return the config of every task of a training: its defaults, TRAINING, the preset, and the layers `asked`.
 
-    Later layers take precedence. InputError for an unknown preset, a task that is named twice, and a bad key or value.
+    Later layers take precedence. Raises InputError for an unknown preset, a task that is named twice, and a bad key or
+    value.
     """
     names = [task.name for task in tasks]
     if not names or len(set(names)) < len(names):
@@ -80,7 +82,7 @@ def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str,
 
 
 def _of_task(asked: Sequence[Mapping[str, Any]], task: str) -> list[Mapping[str, Any]]:
-    """The layers for one task. The entry of `cohorts` for the task takes precedence over the rest of its layer."""
+    """Return the layers for one task. Its entry in `cohorts` takes precedence over the rest of its layer."""
     layers: list[Mapping[str, Any]] = []
     for layer in asked:
         layers.append({name: value for name, value in layer.items() if name != "cohorts"})

@@ -51,7 +51,7 @@ class Contender(NamedTuple):
 
 
 def named(name_or_path: str) -> Contender:
-    """A contender from the name of a controller, a schedule file, or the folder of a trained controller.
+    """Make a contender from the name of a controller, a schedule file, or the folder of a trained controller.
 
     Its `content` covers the files of the controller and no other file of the folder.
     """
@@ -82,7 +82,7 @@ def grow_contender(
     engine.reset(instance)
     begin = time.perf_counter()
     outcome = play(engine, client)
-    assert outcome is not None, "an episode has a step"
+    assert outcome is not None, "an episode must have a step"
     exported = engine.finish()
     if exported is not None:
         outcome = outcome._replace(exported=exported, seeds=engine.view().seeds)
@@ -90,8 +90,8 @@ def grow_contender(
 
 
 def probe_objective(outcome: Outcome, config: Config) -> Floats:
-    """J (E,) of the networks as exported, on the probe split."""
-    assert outcome.exported is not None, "the episode is not over"
+    """Return J (E,) of the networks as exported, on the probe split."""
+    assert outcome.exported is not None, "the episode must be over"
     metric, loss, added = outcome.exported
     value = metric if config.reward.objective == "metric" else -loss
     return objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size)
@@ -106,7 +106,10 @@ def contender_config(
     first: int,
     envs: int,
 ) -> Config:
-    """The config of a contender's run on `envs` instances. Raises InputError if it sets a key that all contenders must share."""
+    """Return the config of a contender's run on `envs` instances.
+
+    Raises InputError if the contender sets a key that all contenders must share.
+    """
     ours = {
         "task": task.name,
         "seed": seed,
@@ -124,6 +127,6 @@ def contender_config(
 
 
 def tell(watch: Say | None, text: str) -> None:
-    """Call `watch` with a line of progress, where it is given."""
+    """Call `watch` with a line of progress, if it is given."""
     if watch is not None:
         watch(text)

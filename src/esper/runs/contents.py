@@ -91,7 +91,7 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder where it does not exist. Raises InputError if that fails."""
+    """Create the folder if it does not exist. Raises InputError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,7 +114,7 @@ def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], N
 
 
 def check_own(folder: Path) -> None:
-    """Check that `--overwrite` can replace the run in a folder. InputError, with the reason, where it cannot."""
+    """Raise InputError, with the reason, if `--overwrite` cannot replace the run in a folder."""
     mend = "name another folder (--run, run=)"
     if not _is_config(folder / CONFIG):
         raise InputError(
@@ -123,7 +123,7 @@ def check_own(folder: Path) -> None:
         )
     found = list_contents(folder)
     written = [path for path in found.own if path.name != CONFIG and unfinished(path) is None]
-    # A process that is killed early leaves a config without an environment.
+    # A process that is killed early leaves a config.yaml without an environment.json.
     if written and not _is_environment(folder / ENVIRONMENT):
         raise InputError(
             f"{folder / ENVIRONMENT} is missing or does not hold what Esper writes there, so "
@@ -162,7 +162,7 @@ def sweep(folder: Path) -> None:
 
 
 def listed(paths: list[Path]) -> str:
-    """The first paths, separated by commas, and the number of further paths."""
+    """Return the first paths, separated by commas, and the number of further paths."""
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return ", ".join(map(str, paths[:_NAMED])) + more
 
@@ -188,7 +188,7 @@ def _list(folder: Path, names: Names, found: Contents) -> None:
 
 
 def _intended(path: Path) -> str:
-    """The final name of a file or folder with a temporary name."""
+    """Return the final name of a file or folder with a temporary name."""
     aside = _ASIDE.fullmatch(path.name)
     return unfinished(path) or (aside[1] if aside else path.name)
 

@@ -16,7 +16,7 @@ VERSIONS = ("esper", "python", "torch", "numpy", "safetensors", "scikit-learn")
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, git revision of the working directory, and the command line."""
+    """Return versions, device, git revision of the working directory, and the command line."""
     return {
         **describe_versions(),
         "platform": platform.platform(),
@@ -29,13 +29,13 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:
-    """Installed versions by name."""
+    """Return the installed versions by name."""
     own = {"esper": installed_version, "python": platform.python_version}
     return {name: own[name]() if name in own else version(name) for name in names}
 
 
 def version(distribution: str) -> str | None:
-    """The installed version, or None where it is not installed."""
+    """Return the installed version, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -43,7 +43,7 @@ def version(distribution: str) -> str | None:
 
 
 def git_revision() -> str | None:
-    """The git commit of the working directory, with the suffix '-dirty' for changed files; None outside a repository."""
+    """Return the git commit of the working directory, with the suffix '-dirty' for changed files; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

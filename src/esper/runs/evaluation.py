@@ -77,10 +77,10 @@ def run_evaluation(
 ) -> Record:
     """Compare controllers with never, random-valid, heuristic and the best fixed schedule on every task.
 
-    baselines: static networks that are compared too (docs/baselines.md); the controller never is the twin. Their sizes are
-    those of the networks that the first controller grew, or the heuristic where there is none.
-    settings: layers of config over that of the tasks, the same for all contenders.
-    folder: stores the results of populations, which are reused. watch: called with lines of progress.
+    baselines: static networks that are compared too (docs/baselines.md); the controller never is the twin. They have
+    the sizes of the networks that the first controller grew, or of those of the heuristic if no controller is given.
+    settings: layers of config over that of the tasks, the same for all contenders. folder: stores the results of
+    populations, which are reused. watch: called with lines of progress.
 
     Returns a strict JSON object. Raises InputError before anything is grown.
     """
@@ -131,13 +131,12 @@ def evaluate(
 ) -> Evaluation:
     """Grow N instances with R seeds under every contender, and evaluate the networks as exported on the test split.
 
-    Instance n with seed r has the same initial host, the same order of data and the same initial seeds under every contender.
-    The seeds are consecutive, from that of the config.
+    Instance n with seed r has the same initial host, the same order of data and the same initial seeds under every
+    contender. The seeds are consecutive, from that of the config.
 
-    static: names of static networks, which become further contenders. Their sizes are those of the networks that the contender
-    `sized_by` grew on the same instances.
-    folder: stores the results of populations, which are reused.
-    rows: largest number of environments that are grown together; the results do not depend on it.
+    static: names of static networks, which become further contenders. Their sizes are those of the networks that the
+    contender `sized_by` grew on the same instances. folder: stores the results of populations, which are reused. rows:
+    largest number of environments that are grown together; the results do not depend on it.
 
     Raises InputError before anything is grown.
     """
@@ -186,15 +185,15 @@ def _compared(
 
 
 class Design(NamedTuple):
-    """What every contender is grown on."""
+    """The instances, seeds and settings that all contenders share."""
 
     task: AnyTask
-    settings: Sequence[Mapping[str, Any]]  # layers of config over those of the task
+    settings: Sequence[Mapping[str, Any]]  # layers of config over that of the task
     seeds: tuple[int, ...]
-    part: str  # of the task's instances
+    part: str  # the part of the task's instances
     first: int
     instances: int
-    rows: int  # environments of a population, at most
+    rows: int  # largest number of environments of a population
 
     @classmethod
     def of(
@@ -230,7 +229,7 @@ class Design(NamedTuple):
         return contender_config(self.task, contender, self.settings, seed, self.part, self.first, self.instances)
 
     def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
-        """Every population of a contender: the index of its seed, its first instance, and its config."""
+        """Yield every population of a contender: the index of its seed, its first instance, and its config."""
         for (at, seed), start in itertools.product(enumerate(self.seeds), range(0, self.instances, self.rows)):
             envs, first = min(self.rows, self.instances - start), self.first + start
             yield at, start, contender_config(self.task, contender, self.settings, seed, self.part, first, envs)
@@ -241,7 +240,7 @@ Runs = list[list[Arrays]]
 
 
 def _grow(design: Design, contender: Contender, kept: "Kept", watch: Say | None, pace: Pace | None) -> Runs:
-    """Every population of a contender, grown or as it was kept."""
+    """Grow every population of a contender, or read its stored results."""
     task = design.task
     grown: Runs = [[] for _ in design.seeds]
     for at, start, config in design.populations(contender):
@@ -249,7 +248,7 @@ def _grow(design: Design, contender: Contender, kept: "Kept", watch: Say | None,
         grown[at].append(kept.grow(task, contender, config))
         if pace is not None:
             seconds = time.perf_counter() - begin
-            fresh = seconds > grown[at][-1]["seconds"].sum() / 2  # else they were kept
+            fresh = seconds > grown[at][-1]["seconds"].sum() / 2  # else its results were stored
             pace.add(config.envs, seconds if fresh else None)
         done = f"{start + config.envs} of {counted(design.instances, 'instance')}"
         tell(watch, f"{task.name}: {contender.name}, seed {config.seed}, {done}")
@@ -257,7 +256,7 @@ def _grow(design: Design, contender: Contender, kept: "Kept", watch: Say | None,
 
 
 def _train(design: Design, name: str, sizer: Contender, grown: Runs, kept: "Kept", watch: Say | None) -> Runs | Absent:
-    """The static networks of a name beside every population that `sizer` grew; Absent where the task has none."""
+    """Train the static networks of a name for every population that `sizer` grew; return Absent if the task has none."""
     task = design.task
     beside: Runs = [[] for _ in design.seeds]
     for at, start, config in design.populations(sizer):
@@ -272,7 +271,7 @@ def _train(design: Design, name: str, sizer: Contender, grown: Runs, kept: "Kept
 
 
 def _stacked(runs: Mapping[str, Sequence[Sequence[Arrays]]], name: str) -> Floats:
-    """One figure of all contenders, (C, N, R)."""
+    """Return one figure of all contenders, (C, N, R)."""
     seeds = [[np.concatenate([chunk[name] for chunk in chunks]) for chunks in each] for each in runs.values()]
     return np.stack([np.stack(each, 1) for each in seeds])
 
@@ -285,7 +284,7 @@ def _plan(
     settings: Sequence[Mapping[str, Any]],
     watch: Say | None,
 ) -> Pace | None:
-    """Report the number of networks that an evaluation grows. None without `watch`."""
+    """Report the number of networks that an evaluation grows. Returns None without `watch`."""
     if watch is None:
         return None
     search = sum(
@@ -299,7 +298,9 @@ def _plan(
 
 
 def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
-    """The figures (E,) of one population, and its growth as arrays. No other function here reads test data of a growth."""
+    """Return the figures (E,) of one population, and its growth as arrays. Only this function here reads test data of a
+    growth.
+    """
     engine, outcome, seconds = grow_contender(task.sealed(), contender, config)
     tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
     metric, loss = engine.evaluate(tests)
@@ -352,13 +353,13 @@ class Kept:
         self.folder, self.data = folder, data
 
     def grow(self, task: AnyTask, contender: Contender, config: Config) -> Arrays:
-        """The figures (E,) of a contender's population, and its growth as arrays."""
+        """Return the figures (E,) of a contender's population, and its growth as arrays."""
         found = self._find([contender.name, contender.content], config, lambda: _figures(task, contender, config))
         assert not isinstance(found, Absent)
         return found
 
     def train(self, name: str, task: AnyTask, sizer: Contender, config: Config, grown: Arrays) -> Arrays | Absent:
-        """The figures (E,) of the static networks for a population of `sizer`, whose figures and growth are `grown`."""
+        """Return the figures (E,) of the static networks for a population of `sizer`, with `grown`, its figures and growth."""
         host_params = grown["params"] - grown["added_params"].astype(np.int64)
         return self._find(
             [name, sizer.name, sizer.content],

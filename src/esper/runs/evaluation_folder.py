@@ -56,7 +56,7 @@ class EvaluationFolder:
 def default_folder(
     controllers: Sequence[Contender], tasks: Sequence[str], settings: Sequence[Mapping[str, Any]], **numbers: int
 ) -> Path:
-    """The default folder for the arguments of an evaluation, a function of the arguments."""
+    """Return the default folder for the arguments of an evaluation, which is a function of the arguments."""
     asked = [[each.name, each.content, dict(each.settings)] for each in controllers]
     digest = hashlib.sha256(json.dumps([asked, tasks, settings, numbers], sort_keys=True, default=str).encode())
     readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in "+".join(tasks))[:40]

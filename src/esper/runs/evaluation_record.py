@@ -71,12 +71,12 @@ class Evaluation(NamedTuple):
     sized_by: str | None = None
 
     def problems(self, figure: Floats) -> Floats:
-        """A figure (N, R) of one contender as problems by runs. All starts on one data set are runs of one problem."""
+        """Return a figure (N, R) of one contender as problems by runs. All starts on one data set are runs of one problem."""
         return figure if self.sampled else figure.reshape(1, -1)
 
 
 def findings(evaluations: Sequence[Evaluation], searches: Sequence[Found], static: Sequence[str]) -> Record:
-    """The results on every task, and on all tasks together where they have the same metric."""
+    """Return the results on every task, and on all tasks together if they have the same metric."""
     alike = len({evaluation.metric for evaluation in evaluations}) == 1
     return {
         "confidence": CONFIDENCE,
@@ -90,7 +90,7 @@ def findings(evaluations: Sequence[Evaluation], searches: Sequence[Found], stati
 
 
 def task_record(evaluation: Evaluation, found: Found) -> Record:
-    """The results on one task: estimates, the search, and every run."""
+    """Return the results on one task: estimates, the search, and every run."""
     problems, runs = evaluation.problems(evaluation.figures.objective[0]).shape
     return {
         "task": evaluation.task,
@@ -121,7 +121,7 @@ def task_record(evaluation: Evaluation, found: Found) -> Record:
 
 
 def _estimates(evaluations: Sequence[Evaluation]) -> Record:
-    """Estimates for every contender, and for every contender compared with every rule, over one task or several."""
+    """Return estimates for every contender, and for every contender compared with every rule, over one task or several."""
     contenders = [name for name in evaluations[0].contenders if all(name in each.contenders for each in evaluations)]
     rules = (*RULES, BEST)
 
@@ -160,7 +160,7 @@ def _estimates(evaluations: Sequence[Evaluation]) -> Record:
 
 
 def _pairs(contenders: Sequence[str], rules: Sequence[str]) -> Iterator[tuple[int, str, int]]:
-    """Every contender with every other rule: (index of the contender, its name, index of the rule)."""
+    """Return every contender with every other rule: (index of the contender, its name, index of the rule)."""
     for index, contender in enumerate(contenders):
         yield from ((index, contender, rule) for rule, name in enumerate(contenders) if name in rules and rule != index)
 
@@ -170,5 +170,5 @@ def _interval(estimate: Interval) -> Record:
 
 
 def _number(value: float) -> float | None:
-    """A number for JSON: None where it is not finite."""
+    """Return a number for JSON: None if it is not finite."""
     return float(value) if np.isfinite(value) else None

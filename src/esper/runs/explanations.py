@@ -46,7 +46,7 @@ class Attempts:
 
     @classmethod
     def none(cls, envs: int) -> "Attempts":
-        """Counts of zero, for the start of an episode."""
+        """Return counts of zero, for the start of an episode."""
         zeros = np.zeros(envs, np.int64)
         return cls(0, zeros, zeros.copy(), np.zeros((envs, len(Refusal)), np.int64))
 
@@ -62,10 +62,10 @@ class Attempts:
 
 
 def explanations(attempts: Attempts, space: Space, client: PolicyClient, controller: str) -> list[str]:
-    """Sentences that explain why nothing was planted, each with the config key that changes it.
+    """Return sentences that explain why nothing was planted, each with the config key that changes it.
 
-    Conditions of the engine come first, then the sentences of a controller that implements `Explains`. For other controllers,
-    a sentence says that they chose other operations.
+    Conditions of the engine come first, then the sentences of a controller that implements `Explains`. For other
+    controllers, a sentence says that they chose other operations.
     """
     if not attempts.decisions:
         return []
@@ -91,7 +91,7 @@ def explanations(attempts: Attempts, space: Space, client: PolicyClient, control
 
 
 def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> list[str]:
-    """Sentences that explain why seeds were not kept at the end of an episode, with the keys that change it.
+    """Return sentences that explain why seeds were not kept at the end of an episode, with the keys that change it.
 
     allowed_last: (E, ops, S) bool, the valid slots of each operation at the last decision.
     """
@@ -135,7 +135,7 @@ def _left(count: int, why: str) -> str:
 
 
 def _fixed(space: Space) -> str | None:
-    """The reason for which planting is impossible in every environment; None where it is possible."""
+    """Return the reason for which planting is impossible in every environment; None if it is possible."""
     if not space.slots:
         return "the host has no slot; give it one with esper.SlotSpec"
     if not space.fits.any():
@@ -159,5 +159,5 @@ def _sentence(count: int, envs: int, why: str) -> str:
 
 
 def as_tree(attempts: Attempts) -> dict[str, Any]:
-    """The counts as a tree of arrays, for a checkpoint."""
+    """Return the counts as a tree of arrays, for a checkpoint."""
     return dict(vars(attempts))

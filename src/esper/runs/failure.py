@@ -41,7 +41,7 @@ class Failure(NamedTuple):
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Write the last row and the summary where the body fails, and raise the error with the command that resumes the run.
+        """Write the last row and the summary if the body fails, and raise the error with the command that resumes the run.
 
         On a full disk nothing is written.
         """
@@ -68,7 +68,7 @@ class Failure(NamedTuple):
         return resume_command(path, self.run.config.tasks or (self.run.config.task,))
 
     def _place(self) -> str:
-        """The step from which a resumed run continues, as text."""
+        """Return the step from which a resumed run continues, as text."""
         number = None if self.run.store is None else self.run.store.latest()
         if number is None:
             return "starts again with the first step, because there is no checkpoint yet"
@@ -76,7 +76,7 @@ class Failure(NamedTuple):
 
 
 def failed_row(row: RunRow, summary: Mapping[str, Any]) -> RunRow:
-    """The last row of a run, with the error of its summary where there is one."""
+    """Return the last row of a run, with the error of its summary if there is one."""
     if "error" in summary:
         row.error = f"{summary['error']['type']}: {summary['error']['message']}"
     return row

@@ -43,12 +43,12 @@ def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
 
 
 def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
-    """The test split of every environment."""
+    """Return the test split of every environment."""
     return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
 
 
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
-    """The metric, under its name, the loss and the objective J of every twin and grown network on its split."""
+    """Return the metric, under its name, the loss and the objective J of every twin and grown network on its split."""
     metric, loss = engine.evaluate(splits)
     host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
     value = metric if config.reward.objective == "metric" else -loss
@@ -61,18 +61,18 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Seque
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:
-    """One value where all environments have the same, otherwise the values of the environments."""
+    """Return one value if all environments have the same, otherwise the values of the environments."""
     return values[0] if len(set(values)) == 1 else values
 
 
 def _pair(values: Floats, config: Config) -> Pair:
-    """A pair from values over rows, environments first and then their twins, with None for nan."""
+    """Make a pair from values over rows, environments first and then their twins, with None for nan."""
     plain = [None if np.isnan(value) else float(value) for value in values]
     return Pair(host=plain[config.envs :] if config.twin else None, grown=plain[: config.envs])
 
 
 def _best(figures: Summary, config: Config) -> Summary:
-    """The network with the best validation score by the key `select`. A network without a score is the worst."""
+    """Return the network with the best validation score by the key `select`. A network without a score is the worst."""
     name = figures["metric"] if config.select == "metric" else "objective"
     values = figures[f"validation_{name}"]["grown"]
     env = max(range(len(values)), key=lambda env: (values[env] is not None, values[env] or 0.0))
@@ -80,7 +80,7 @@ def _best(figures: Summary, config: Config) -> Summary:
 
 
 def _formula(name: str, config: Config, smallest: int) -> str:
-    """The formula of J as text, for hosts of at least `smallest` parameters."""
+    """Return the formula of J as text, for hosts of at least `smallest` parameters."""
     reward = config.reward
     value = name if reward.objective == "metric" else "- loss"
     host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"

@@ -1,4 +1,4 @@
-"""The run: a population grown under a controller, and the folder that remains of it."""
+"""Grow a population under a controller, and write its run folder."""
 
 import json
 import time
@@ -54,28 +54,26 @@ def grow(
     opening: Opening = NEW,
     outputs: Sequence[Output] = (),
 ) -> Summary:
-    """Grow a population on a task for one episode, evaluate what came out on the test split, and export it.
+    """Grow a population on a task for one episode, evaluate the grown networks on the test split, and export them.
 
-    Without a folder nothing is written. What was asked for is checked first, so that bad input (InputError) leaves
-    nothing behind. SIGINT or SIGTERM ends the growth after the step it fell in; what is done so far is evaluated and
-    exported. Checkpoints are written where the controller is `Resumable`.
+    Without a folder, nothing is written. All arguments are checked first; on bad input InputError is raised before
+    anything is written. SIGINT or SIGTERM ends the growth after the current step; the networks are then evaluated and
+    exported as they are. Checkpoints are written if the controller is `Resumable`.
 
-    Where the `opening` says resume, the run of the folder goes on at its last checkpoint, or begins again where it has none.
-    The task, the config and the controller are then as they were at first; with a change, `config` is the changed one, and a
-    finished run goes on too. `outputs` get every row of the events.
+    If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
+    none. The task, the config and the controller must be those that the run began with. With a change, `config` is the
+    changed config, and a finished run can continue too. `outputs` get every row of the events.
     """
     started = time.perf_counter()
     watch = watch or Silent()
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
-        get_blueprint(name)  # a task may lack it; a name that nothing has is a mistake
+        get_blueprint(name)  # the task need not have it in its menu, but it must exist
     with Interrupt() as interrupt, RunFolder(folder, config, watch.note, interrupt, opening, [task], outputs) as run:
         engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
         growth = Growth(task, config, client, engine, Journal(engine, run.hub), run, watch, interrupt, started)
-        engine.population.data.sound(
-            test_splits(engine, task)
-        )  # looked at now, as nothing should stop the run at its end
+        engine.population.data.sound(test_splits(engine, task))  # checked now, so that the run does not fail at its end
         episode = _episode(growth)
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
         failure = Failure(run, partial(_run_row, engine, config), partial(_asked, growth, episode))
@@ -91,36 +89,38 @@ def grow(
 
 
 class Growth(NamedTuple):
-    """What a run grows, for whom, and where it is kept."""
+    """The objects of a run that grows a population."""
 
     task: AnyTask
-    config: Config  # as asked for; that of the engine has the sensors that the controller needs besides
+    config: Config  # the config of the user; that of the engine also has the sensors that the controller needs
     client: PolicyClient
     engine: VectorizedEngine
     journal: Journal
     run: RunFolder
     watch: Watch
     interrupt: Interrupt
-    started: float  # [seconds of the clock that counts]
+    started: float  # time.perf_counter() at the start [seconds]
 
 
 def _episode(growth: Growth) -> "Episode":
-    """The episode of a new run with its first decision, or that of the checkpoint at which the run goes on."""
+    """Return the episode of a new run with its first decision, or that of the checkpoint from which the run continues."""
     found, config = growth.run.found, growth.config
     if found is None:
         episode = Episode(growth.engine.reset())
-        # a controller that does not fit the task says so before anything is written
+        # a controller that does not fit the task raises here, before anything is written
         episode.decided = decide(growth.client, episode.view)
         return episode
     with fitting(found):
         episode = _restored(growth.engine, growth.client, found.state)
     if episode.steps > config.steps:
-        raise InputError(f"steps is {config.steps}, but the run has taken {episode.steps}; give as many or more")
+        raise InputError(
+            f"steps is {config.steps}, but the run has taken {episode.steps}; give {episode.steps} or more"
+        )
     return episode
 
 
 def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
-    """Evaluate and export what was grown, and train the static networks beside it: the summary."""
+    """Evaluate and export the grown networks, and train the static networks; return the summary."""
     task, config, engine, run, watch = growth.task, growth.config, growth.engine, growth.run, growth.watch
     ended = engine.view().seeds
     exported = engine.finish()
@@ -158,7 +158,10 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
 
 @contextmanager
 def _closing_row(run: RunFolder, engine: VectorizedEngine, watch: Watch) -> Iterator[None]:
-    """A SIGINT that ends the process at once leaves no summary; that the run is over stands in its events all the same."""
+    """Write the last row of the events when a further SIGINT ends the process at once.
+
+    No summary is written then.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -169,15 +172,15 @@ def _closing_row(run: RunFolder, engine: VectorizedEngine, watch: Watch) -> Iter
 
 @dataclass
 class Episode(Observer):
-    """What has been done of an episode."""
+    """The progress of an episode."""
 
-    view: View  # of the next decision
-    decided: Decision | None = None  # the next decision, where it was made already
+    view: View  # the view for the next decision
+    decided: Decision | None = None  # the next decision, if it was made already
     steps: int = 0
     germinated: int = 0  # seeds planted, over all environments
-    seconds: float = 0.0  # of stepping alone
-    before: float = 0.0  # seconds of the run before it was taken up
-    attempts: Attempts = field(init=False)  # to plant something
+    seconds: float = 0.0  # duration of the steps alone
+    before: float = 0.0  # duration of the run before it was resumed [seconds]
+    attempts: Attempts = field(init=False)  # attempts to plant
 
     def __post_init__(self) -> None:
         self.attempts = Attempts.none(len(self.view.host_params))
@@ -193,31 +196,31 @@ class Episode(Observer):
 
 @dataclass(frozen=True)
 class Keeper(Observer):
-    """Writes the checkpoints of an episode; none where there is no folder."""
+    """Writes the checkpoints of an episode. Without a store it writes none."""
 
     store: Checkpoints | None
     growth: Growth
     episode: Episode
 
     def going(self, view: View) -> bool:
-        """Write a checkpoint where it is due."""
+        """Write a checkpoint if one is due."""
         self.when_due()
         return True
 
     def failed(self, view: View) -> None:
-        """Write a checkpoint of the steps so far before the controller's error goes on."""
+        """Write a checkpoint of the steps so far; the controller's error is raised again afterwards."""
         try:
             self.at_end()
         except Exception as error:
-            self.growth.watch.note(f"no checkpoint could be written behind the failure of the controller: {error}")
+            self.growth.watch.note(f"no checkpoint could be written after the controller failed: {error}")
 
     def when_due(self) -> None:
-        """Write one where the config's cadences ask for it."""
+        """Write a checkpoint if the intervals of the config say that one is due."""
         if self.store is not None and self.store.due(self.episode.steps):
             self.now()
 
     def now(self) -> None:
-        """Write one, unless nothing has happened since the last."""
+        """Write a checkpoint, unless no step was taken since the last."""
         episode, store = self.episode, self.store
         if store is None or episode.steps == store.last:
             return
@@ -239,7 +242,10 @@ class Keeper(Observer):
         store.begin(episode.steps, state)
 
     def at_end(self) -> None:
-        """Write the last one and wait until it is there: what follows takes a while, and a second signal waits for nothing."""
+        """Write the last checkpoint and wait until it is complete.
+
+        The work that follows takes a while, and a second signal would end the process without waiting for the file.
+        """
         self.now()
         if self.store is not None:
             self.store.join()
@@ -247,36 +253,36 @@ class Keeper(Observer):
 
 @dataclass(frozen=True)
 class Shown(Observer):
-    """Shows every step."""
+    """Reports every step to the progress display."""
 
     engine: VectorizedEngine
     episode: Episode
     watch: Watch
 
     def stepped(self, step: Step) -> None:
-        """Show a step that the episode has counted."""
+        """Report a step that the episode has counted."""
         episode, rollbacks = self.episode, int(self.engine.governor.record.found.sum())
         self.watch.step(step.after, self.engine.rows * episode.steps / episode.seconds, rollbacks)
 
 
 class Played(NamedTuple):
-    """An episode, or as much of it as an interrupt left."""
+    """The result of an episode, which an interrupt may have cut short."""
 
-    status: Literal["finished", "interrupted", "failed"]  # failed where every environment was rolled back in every step
+    status: Literal["finished", "interrupted", "failed"]  # failed if every environment was rolled back in every step
     steps: int
     germinated: int  # seeds planted, over all environments
-    seconds: float  # of stepping alone
+    seconds: float  # duration of the steps alone
 
 
 class Written(NamedTuple):
     """The environments whose networks were written."""
 
     exported: list[int]
-    untraced: list[int]  # those of them that torch.export could not trace
+    untraced: list[int]  # the ones that torch.export could not trace
 
 
 def _play(growth: Growth, episode: Episode) -> Played:
-    """Step to the end of the episode or to an interrupt."""
+    """Play to the end of the episode or to an interrupt."""
     client, engine, interrupt, watch = growth.client, growth.engine, growth.interrupt, growth.watch
     keeper = Keeper(growth.run.store if isinstance(client, Resumable) else None, growth, episode)
     play(
@@ -298,10 +304,10 @@ def _play(growth: Growth, episode: Episode) -> Played:
 
 
 def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str, Any]) -> Episode:
-    """The episode of a checkpoint, with the engine and the controller as they were."""
+    """Restore the episode of a checkpoint, with the engine and the controller."""
     if not isinstance(client, Resumable):
         raise InputError(
-            f"the controller is a {type(client).__name__}, which has no state and load_state to go on with"
+            f"the controller is a {type(client).__name__}, which cannot be resumed; give it the methods state and load_state"
         )
     view = engine.restore(state["engine"])
     client.load_state(state["client"])
@@ -311,7 +317,7 @@ def _restored(engine: VectorizedEngine, client: PolicyClient, state: Mapping[str
 
 
 def _asked(growth: Growth, episode: Episode) -> Summary:
-    """What was asked for and what of it was done."""
+    """Return the settings and the progress, for the summary of a run that fails."""
     task, config, engine = growth.task, growth.config, growth.engine
     return {
         "status": "failed",
@@ -328,14 +334,14 @@ def _asked(growth: Growth, episode: Episode) -> Summary:
 
 
 def _static(growth: Growth, played: Played, figures: Summary) -> dict[str, Trained | Absent]:
-    """The static networks that the config asks for; the twins, rows of the population, are there already."""
+    """Train the static networks that the config asks for. The twins are rows of the population, and are trained already."""
     config, engine = growth.config, growth.engine
     twin = None
     if config.twin:
         metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
         params = engine.population.body.table.host_params[: config.envs].copy()
         twin = Trained(metric, loss, params, seconds=None)
-    # those of a run that stopped early have the same steps to their own stop
+    # static networks of a run with early stopping get all its steps, and stop by themselves
     steps = config.steps if played.status == "finished" else played.steps
     return train_baselines(growth.task, config, grown_of(engine), steps, twin, growth.interrupt, growth.watch.note)
 
@@ -343,7 +349,7 @@ def _static(growth: Growth, played: Played, figures: Summary) -> dict[str, Train
 def _growth(
     engine: VectorizedEngine, topologies: Sequence[Mapping[str, Any]], ended: Seeds, germinated: int
 ) -> Summary:
-    """What grew where, and what became of the other seeds; `ended` (E, S) are those in place after the last step."""
+    """Return the seeds that grew, by slot, and the numbers of other seeds; `ended` (E, S) are the seeds after the last step."""
     grown = [{seed["slot"]: seed["blueprint"] for seed in topology["seeds"]} for topology in topologies]
     unfinished = [
         [name for name, live in zip(engine.space.slots, row, strict=True) if live]
@@ -356,14 +362,17 @@ def _growth(
         "germinated": germinated,
         "fossilized": kept,
         "unfinished": left,
-        "discarded": discarded,  # fossilized after the best step, to which early stopping restored the network
+        "discarded": discarded,  # fossilized after the best step, which early stopping restored
         "pruned": germinated - kept - left - discarded,
     }
     return {"seeds": seeds, "grown": grown, "unfinished": unfinished}
 
 
 def _explanations(growth: Growth, episode: Episode, played: Played) -> list[str]:
-    """What did not happen, and why; nothing of a run that failed, whose error is the reason for all of it."""
+    """Return sentences that say what did not happen, and why.
+
+    A run that failed gets none, because its error is the reason for everything.
+    """
     if played.status == "failed":
         return []
     return [
@@ -380,7 +389,7 @@ def _write_networks(
     written = Written(_exported(growth.config, figures["best"]["env"]), [])
     if written.exported:
         watch.note(f"exporting {counted(len(written.exported), 'network')}")
-    reasons: dict[str, str] = {}  # why torch.export cannot trace a network, by what grew where on which host
+    reasons: dict[str, str] = {}  # by kind: why torch.export cannot trace a network
     for env in written.exported:
         problem = growth.task.instance(int(engine.space.instance[env]))
         example = map_leaves(lambda leaf: leaf[:2].cpu(), problem.probe.x)
@@ -399,13 +408,13 @@ def _write_networks(
 
 
 def _kind(topology: Mapping[str, Any]) -> str:
-    """What networks have in common that torch.export traces alike: the host, and what grew where."""
+    """Return a text that is the same for networks that torch.export traces alike: the host, and the seeds by slot."""
     seeds = [[seed[name] for name in ("slot", "blueprint", "blend")] for seed in topology["seeds"]]
     return json.dumps([topology["host"], seeds], sort_keys=True)
 
 
 def _exported(config: Config, best: int) -> list[int]:
-    """The environments whose networks are exported."""
+    """Return the environments whose networks are exported."""
     return {"none": [], "best": [best], "all": list(range(config.envs))}[config.models]
 
 

@@ -1,4 +1,4 @@
-"""The settings of one network that grows in a training loop of a person's own."""
+"""Settings of one network that grows in the user's own training loop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,25 +16,25 @@ MENU: Mapping[Kind, tuple[str, ...]] = {
     Kind.MAP: ("bypass-conv-1x1", "bypass-conv-3x3", "conv-light"),
     Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "mlp-small"),
 }
-"""Blueprints that may be planted at sites of each kind, where the settings name none."""
+"""Blueprints that may be planted at sites of each kind, if the settings name none."""
 MOST_SITES = 62
-"""Coalitions of seeds are counted by the bits of one integer."""
+"""Largest number of sites: a coalition of seeds is a bit mask in one integer."""
 ENDLESS = 10**6
-"""Decisions of a training whose length is not given."""
+"""Number of decisions of a training whose length is not given."""
 
 
 def whole(name: str, value: Any) -> int:
-    """A number of optimizer steps. Raises InputError if it is none."""
+    """Return a number of optimizer steps. Raises InputError if it is not a whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name} is {value!r}; give a whole number of optimizer steps from 1 on")
     return value
 
 
 def share_of(budget: Any) -> float:
-    """Most parameters of all seeds / parameters of the model. Raises InputError if it is no such share."""
+    """Return the largest share, parameters of all seeds / parameters of the model. Raises InputError if it is not above 0."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
         raise InputError(
-            f"budget is {budget!r}; give a number above 0: the most parameters of all seeds / those of the model, as 0.1"
+            f"budget is {budget!r}; give a number above 0, the largest share of parameters that seeds may add, as 0.1"
         )
     return float(budget)
 
@@ -42,7 +42,7 @@ def share_of(budget: Any) -> float:
 def growth_config(
     sites: Mapping[str, Site], budget: float, every: int, steps: Any, seed: int, settings: Mapping[str, Any]
 ) -> Config:
-    """The settings of one network in a loop of a person's own."""
+    """Return the settings of one network in the user's own loop."""
     if len(sites) > MOST_SITES:
         raise InputError(f"the model has {len(sites)} sites, and at most {MOST_SITES} can grow; graft fewer of them")
     usual = {
@@ -53,8 +53,8 @@ def growth_config(
         "lifecycle": {"max_seeds": len(sites)},
         "probe": {"sensors_every": 0},
         "reward": {"objective": "log_loss"},
-        # The loss on the probe stands in for the training loss. It has no upper end, and rises where a network learns its data by
-        # heart, which is no failure.
+        # The loss on the probe stands in for the training loss. It has no upper bound, and rises when a network overfits, which
+        # is not a failure.
         "governor": {"param_limit": budget, "min_metric_drop": 1e9, "loss_rise_z": 1e9},
     }
     config = build_config(merge_settings(usual, settings))
@@ -66,25 +66,25 @@ def growth_config(
     for name, right in fixed.items():
         if not right:
             raise InputError(
-                f"settings sets {name}, which one network in a loop of its own does not have; leave it out"
+                f"settings sets {name}, which a network in your own training loop does not have; leave it out"
             )
     return config
 
 
 def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
-    """What may be planted: the named blueprints of every kind that a site has."""
+    """Return the blueprints that may be planted: the named blueprints of every kind that a site has."""
     kinds = dict.fromkeys(site.stream.kind for site in sites.values())
     if config.blueprints is None:
         return [BLUEPRINTS[kind, name] for kind in kinds for name in MENU[kind] if (kind, name) in BLUEPRINTS]
     named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in BLUEPRINTS]
     for name in config.blueprints:
         if not any(name == known for _, known in named):
-            get_blueprint(name, next(iter(kinds)))  # raises, with what there is
+            get_blueprint(name, next(iter(kinds)))  # raises InputError, with the known names
     return [BLUEPRINTS[each] for each in named]
 
 
 def within_budget(population: LivePopulation, budget: float) -> Space:
-    """The space of a population without the seeds that are larger than the whole budget. Raises InputError if nothing fits."""
+    """Return the space of a population without the seeds that exceed the whole budget. Raises InputError if nothing fits."""
     space, host = population.space, int(population.host_params[0])
     if not space.fits.any():
         raise InputError(

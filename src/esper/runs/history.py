@@ -38,12 +38,12 @@ class History:
             self._share, self._rounds = self._share + share, self._rounds + 1
 
     def summary(self) -> dict[str, Any]:
-        """Means over the last rounds of learning, and the share of the total time spent on deciding and learning."""
+        """Return means over the last rounds of learning, and the share of the total time spent on deciding and learning."""
         last = {name: _mean([figures[name] for figures in self._last if name in figures]) for name in SHOWN}
         return {"last_rounds": last, "controller_share": self._share / self._rounds if self._rounds else None}
 
     def state(self) -> dict[str, Any]:
-        """The statistics, for a checkpoint."""
+        """Return the statistics, for a checkpoint."""
         return {"last": self._last, "controller_share": self._share, "rounds": self._rounds}
 
     def load_state(self, state: Mapping[str, Any] | Sequence[Mapping[str, float]]) -> None:

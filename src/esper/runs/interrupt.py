@@ -25,12 +25,12 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self.asked = False  # whether a signal has come at all
+        self.asked = False  # whether any signal has come
         self._rearmed = self._again = False
 
     @property
     def ending(self) -> bool:
-        """Whether a signal has come since `rearm`; where that was not called, whether one has come at all."""
+        """Whether a signal has come since `rearm`; if that was not called, whether any signal has come."""
         return self._again if self._rearmed else self.asked
 
     def rearm(self) -> None:
@@ -66,12 +66,12 @@ class Interrupt:
 
 
 def beside(config: Config) -> list[str]:
-    """The baselines that are trained after the growth."""
+    """Return the baselines that are trained after the growth."""
     return [name for name in config.baselines if name != "twin"]
 
 
 def after_growth(steps: int, config: Config) -> str:
-    """The message for an interrupted growth: what happens next, and the effect of another Ctrl-C."""
+    """Return the message for an interrupted growth: what happens next, and the effect of another Ctrl-C."""
     text = f"interrupted after {steps:,} of {counted(config.steps, 'step')}: the networks are evaluated and exported as they are"
     static = beside(config)
     if not static:

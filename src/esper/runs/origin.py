@@ -49,7 +49,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(tasks: Sequence[AnyTask]) -> Origin:
-    """The origin of a run on these tasks in this process. The fingerprint of a sealed task lacks the test split."""
+    """Return the origin of a run on these tasks in this process. The fingerprint of a sealed task lacks the test split."""
     return Origin(describe_versions(_COMPARED), {task.name: fingerprint(task) for task in tasks})
 
 
@@ -81,7 +81,7 @@ class Difference(NamedTuple):
 
 
 def compare_origin(folder: Path, now: Origin, other_data: bool) -> Difference | None:
-    """Compare the recorded origin of a run with the current one. None where they are equal.
+    """Compare the recorded origin of a run with the current one. Returns None if they are equal.
 
     Issues a RunWarning for other versions. Raises InputError for other data, unless `other_data` is set.
     """
@@ -118,7 +118,7 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> Difference | 
 
 
 def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The recorded versions and data of a run, the latest of each; None where nothing can be read."""
+    """Return the recorded versions and data of a run, the latest of each; None if nothing can be read."""
     layers: list[Mapping[str, Any]] = []
     try:
         content = parse_json(read_kept(folder / ENVIRONMENT, _LARGEST, ""), folder / ENVIRONMENT, "")
@@ -139,13 +139,13 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 
 def _differing(known: Any, now: Fingerprint) -> list[str]:
-    """The parts whose digests differ. A part that only one of the two contains is not compared."""
+    """Return the parts whose digests differ. A part that only one of the two contains is not compared."""
     before = known if isinstance(known, dict) else {}
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 
 def _of_instance(task: Mixture, keys: range) -> str:
-    """The digest of the first instance of a part of a mixture."""
+    """Return the digest of the first instance of a part of a mixture."""
     instance = task.instance(keys.start)
     test = task.test_split(keys.start)
     return _digest([instance.train, instance.probe, instance.validation, instance.pixels, test])

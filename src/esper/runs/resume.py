@@ -1,4 +1,4 @@
-"""Resuming a run: reading its folder, and preparing it for the run to continue."""
+"""Resume a run: read its folder, and prepare the folder for the run to continue."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +21,21 @@ from esper.store.reading import read_kept
 
 PAID = "ppo"
 """The `controller` in the config of a training whose reward comes from the config."""
-_LARGEST = 64 * 2**20  # bytes of summary.json that are read
+_LARGEST = 64 * 2**20  # largest summary.json that is read, in bytes
 _MEND = "put back what was there, or start a new run"
 
 
 def read_config(folder: Path) -> Config:
-    """The config of a run folder. Raises InputError if it is not a run folder, or its config.yaml cannot be read."""
+    """Return the config of a run folder. Raises InputError if it is not a run folder, or its config.yaml cannot be read."""
     if not is_run(folder):
-        raise InputError(f"{folder} is no run folder, as it holds no {CONFIG}; name one that esper grow or train wrote")
+        raise InputError(
+            f"{folder} is not a run folder, because it holds no {CONFIG}; name one that esper grow or esper train wrote"
+        )
     check_links(folder)
     data = read_kept(folder / CONFIG, LARGEST_YAML, _MEND)
     content = parse_yaml(data, str(folder / CONFIG), _MEND)
     if not isinstance(content, dict):
-        raise InputError(f"{folder / CONFIG} holds no mapping of keys; put back what was there, or start a new run")
+        raise InputError(f"{folder / CONFIG} is not a mapping of keys; restore the file as it was, or start a new run")
     try:
         return build_config(content)
     except InputError as error:
@@ -42,13 +44,13 @@ def read_config(folder: Path) -> Config:
 
 
 def cohort_configs(config: Config) -> list[Config]:
-    """The config of every task of a training, from the config of its folder."""
+    """Return the config of every task of a training, from the config of its folder."""
     own = config.model_copy(update={"cohorts": {}})
     return [own if name == config.task else build_config(config.cohorts.get(name, {})) for name in config.tasks]
 
 
 def with_cohorts(configs: Sequence[Config], controller: str) -> Config:
-    """The config for the folder of a training: that of the first task, with those of the others in `cohorts`."""
+    """Return the config for the folder of a training: that of the first task, with those of the others in `cohorts`."""
     others = {config.task: config.model_dump(mode="json", exclude={"cohorts"}) for config in configs[1:]}
     return configs[0].model_copy(update={"cohorts": others, "controller": controller})
 
@@ -88,17 +90,17 @@ class Change(NamedTuple):
 class Opening(NamedTuple):
     """How a run takes its folder: by default as a new one, which must not hold a run."""
 
-    overwrite: bool = False  # replace the run that is in the folder
-    resume: bool = False  # continue the run that is in the folder, at its last checkpoint
-    change: Change | None = None  # of the config of the run that continues
-    other_data: bool = False  # the run may continue with other data than it began with
+    overwrite: bool = False  # whether to replace the run in the folder
+    resume: bool = False  # whether to continue the run in the folder from its last checkpoint
+    change: Change | None = None  # a change of the config of the run that continues
+    other_data: bool = False  # whether the run may continue with other data than it began with
 
 
 NEW = Opening()
 
 
 def changed(config: Config, settings: Sequence[str]) -> Config:
-    """The config of a run folder with settings, KEY=VALUE, applied to it and to every cohort of a training.
+    """Return the config of a run folder with settings, KEY=VALUE, applied to it and to every cohort of a training.
 
     Raises InputError if a key of FIXED would change.
     """
@@ -108,18 +110,16 @@ def changed(config: Config, settings: Sequence[str]) -> Config:
     pairs = list(zip(before, after, strict=True))
     names = {name for one, other in pairs for name in _differences(one, other)}
     names |= {"twin"} if any(one.twin != other.twin for one, other in pairs) else set()  # rows of the population
-    compared = ("select",) if config.early_stopping.enabled else ()  # by what the best step so far was chosen
+    compared = ("select",) if config.early_stopping.enabled else ()  # decides which step so far is the best
     fixed = (*FIXED, *compared, "steps") if trains else (*FIXED, *compared)
     for key in fixed:
         if any(name == key or name.startswith(f"{key}.") for name in names):
-            raise InputError(
-                f"changing {key} would make this another run, which cannot go on from here; start a new one"
-            )
+            raise InputError(f"changing {key} would make this another run, so it cannot be resumed; start a new one")
     return with_cohorts(after, config.controller) if trains else after[0]
 
 
 def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
-    """Dotted names of the keys whose values differ."""
+    """Return the dotted names of the keys whose values differ."""
     for name in type(one).model_fields:
         mine, theirs = getattr(one, name), getattr(other, name)
         if isinstance(mine, BaseModel):
@@ -129,7 +129,7 @@ def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The summary of a finished run; None where the run is not finished."""
+    """Return the summary of a finished run; None if the run is not finished."""
     path = folder / SUMMARY
     if not path.is_file():
         return None
@@ -144,9 +144,14 @@ def finished(folder: Path) -> dict[str, Any] | None:
 def take_up(
     folder: Path, config: Config, change: Change | None, note: Callable[[str], None], retry: Retry
 ) -> tuple[Checkpoints, Checkpoint | None]:
-    """The checkpoints of a run and the one to go on from, None where there is none. Raises InputError if it is another run."""
+    """Return the checkpoints of a run, and the one to continue from; None if there is none.
+
+    Raises InputError if the config of the folder is not that of the run.
+    """
     if read_config(folder) != (config if change is None else change.before):
-        raise InputError(f"{folder / CONFIG} is not the config of this run; resume it with what it says")
+        raise InputError(
+            f"{folder / CONFIG} differs from the config of this run; resume the run with the config that the file holds"
+        )
     store = Checkpoints(folder, config.checkpoint, retry)
     found = store.read(note)
     if found is None and change is not None and finished(folder) is not None:
@@ -171,13 +176,16 @@ def fitting(found: Checkpoint) -> Iterator[None]:
 
 def change_config(folder: Path, config: Config, change: Change, steps: int) -> None:
     """Replace the config of a run and record the change. A crash leaves either the old or the new config."""
-    (folder / SUMMARY).unlink(missing_ok=True)  # the run is not finished with this one
+    (folder / SUMMARY).unlink(missing_ok=True)  # with the new config, the run is not finished
     text = dump_config(config)
     record_change(folder, text, change.settings, steps)
     write_atomic(folder / CONFIG, text)
 
 
 def reopen_run(folder: Path, rows: int, mark: Mark | None, note: Callable[[str], None]) -> None:
-    """Cut the events behind the first `rows`, which `mark` is of, and remove the summary of the run that was left."""
+    """Cut the events after the first `rows` rows, and remove the summary, so that the run can continue.
+
+    `mark` is the position of the last row that stays.
+    """
     resume_events(folder, rows, mark, note)
     (folder / SUMMARY).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A run folder from its opening to its closing: what is read first, what is written when, and what the run leaves there."""
+"""A run folder from its opening to its closing: the files that are read first, and those that are written."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +26,11 @@ from esper.store.lock import Lock
 
 
 class RunFolder:
-    """The folder of a run that is open; one that has no path takes everything and keeps nothing.
+    """The folder of a run that is open. Without a path, everything is accepted and nothing is stored.
 
-    Entered, it is checked and, where the run goes on, read: `found` is the checkpoint, `hub` numbers on from it. `begin` is
-    when the first file is written, so that what is found to be bad until then leaves the folder as it was. `end` closes the run.
+    Entering the context checks the folder. If the run continues, it also reads the folder: `found` is the checkpoint,
+    and `hub` continues its numbering. `begin` writes the first file, so bad input that is found before leaves the
+    folder unchanged. `end` writes the last row and the summary.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class RunFolder:
         tasks: Sequence[AnyTask] = (),
         outputs: Sequence[Output] = (),
     ) -> None:
-        """`config` is that of the run or, where the `opening` has a change, the changed one. `tasks` are the run's.
+        """`config` is that of the run, or the changed config if the `opening` has a change. `tasks` are those of the run.
 
-        outputs: those of the user, which get every row behind the writer of events.jsonl.
+        outputs: sinks of the user, which get every row after the writer of events.jsonl.
         """
         self.path, self.config, self.note = path, config, note
         self.opening = opening
@@ -60,9 +61,9 @@ class RunFolder:
         self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
-        self.mark: Mark | None = None  # of the events before the checkpoint that was found
+        self.mark: Mark | None = None  # position in the events at the checkpoint that was found
         self.origin = origin_of(tasks) if path is not None else None
-        self.differs: Difference | None = None  # from what the run began with
+        self.differs: Difference | None = None  # differences from the versions and data that the run began with
 
     def __enter__(self) -> Self:
         try:
@@ -74,18 +75,21 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
-        """The lock is another's to take when nothing is being written any more; a KeyboardInterrupt waits for nothing."""
+        """Release the lock once all files are written.
+
+        A KeyboardInterrupt does not wait for a checkpoint.
+        """
         try:
             try:
                 self.hub.close()
             finally:
                 self._leave(kind)
         except KeyboardInterrupt:
-            self._leave(KeyboardInterrupt)  # it may have come before the lock was released
+            self._leave(KeyboardInterrupt)  # the interrupt may have come before the lock was released
             raise
 
     def _leave(self, kind: type[BaseException] | None) -> None:
-        """Release the lock, behind what is being written."""
+        """Release the lock once the checkpoint is written."""
         if self.lock is None:
             return
         if self.store is None:
@@ -98,7 +102,10 @@ class RunFolder:
             self.store.leave(self.lock.release)
 
     def _open(self, path: Path, lock: Lock) -> None:
-        """Lock what is there, and read where the run goes on. A folder that is still to be made is locked in `begin`."""
+        """Lock an existing folder, and read the checkpoint from which the run continues.
+
+        A folder that does not exist yet is locked in `begin`.
+        """
         opening = self.opening
         if not opening.resume:
             check_folder(path, opening.overwrite)
@@ -117,10 +124,10 @@ class RunFolder:
                     self.mark = {"bytes": operator.index(mark["bytes"]), "sha256": str(mark["sha256"])}
 
     def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
-        """Write what stands in the folder at first, and the first row; of a run that goes on, what is missing or changed."""
+        """Write the first files and the first row; for a run that continues, write only what is missing or changed."""
         if self.path is not None and self.lock is not None:
             self._make(self.path, self.lock, environment)
-            # those behind the checkpoint: their row was cut from the events with all that followed it
+            # changes after the checkpoint: the rows that named them were cut from the events
             since = 0 if self.found is None else self.found.number
             entries = [entry for entry in read_trail(self.path).entries if entry.steps >= since]
             row.changed = [each for entry in entries for each in (*entry.settings, *entry.noted)]
@@ -128,7 +135,9 @@ class RunFolder:
             self.hub.emit(row)
 
     def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
-        """Write the last row and the summary, behind the last checkpoint or, `at_once`, without waiting for it."""
+        """Write the last row and the summary, after the last checkpoint is complete or, with `at_once`, without waiting
+        for it.
+        """
         if self.store is not None and not at_once:
             self.store.join()
         self.hub.emit(row)
@@ -137,7 +146,7 @@ class RunFolder:
             self._write(self.path / SUMMARY, to_json(summary))
 
     def fail(self, row: RunRow, summary: Mapping[str, Any], error: Exception) -> None:
-        """Write the last row and the summary of a run that an error ends, both with the error."""
+        """Write the last row and the summary, both with the error, of a run that ends by an error."""
         found = describe_error(error)
         row.error = f"{found['type']}: {found['message']}"
         self.end(row, {**summary, "status": "failed", "error": found}, at_once=True)
@@ -154,16 +163,16 @@ class RunFolder:
             self.retry(path / EVENTS, lambda: reopen_run(path, self.hub.seq, self.mark, self.note))
             sweep(path)
             if self.store is not None:
-                self.store.sweep()  # a run that was killed behind its last checkpoint writes no other, which would
+                self.store.sweep()  # otherwise only the next checkpoint would sweep
         else:
             if not lock.held:
                 make_folder(path)
                 self.retry(lock.path, lock.take)
-            # checked once more, as a run may have come and gone before the lock
+            # checked again, because another run may have used the folder before the lock was taken
             create_folder(path, self.opening.overwrite, self.note)
             self._write(path / CONFIG, dump_config(self.config))
             self.store = Checkpoints(path, self.config.checkpoint, self.retry)
-        if not (path / ENVIRONMENT).exists():  # a kill may have come before it
+        if not (path / ENVIRONMENT).exists():  # the process may have been killed before it was written
             data = {} if self.origin is None else self.origin.data
             self._write(path / ENVIRONMENT, to_json({**environment(), DATA: data}))
 

@@ -77,11 +77,11 @@ def search_schedules(
 ) -> Found:
     """Find the fixed schedule with the highest mean J on training instances, by successive halving.
 
-    A candidate plants one blueprint from step `SEARCH_START` on, at one, two or all slots, up to `max_seeds`, and keeps the
-    seeds that pass their gates. Each is tried with the gates of the config and with permissive gates. Planting nothing is a
-    candidate too. All candidates are grown on a few instances, then the better half on as many more, and so on, with one seed
-    (Karnin, Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3). J is computed on the
-    probe split, so `task` may be sealed.
+    A candidate plants one blueprint from step `SEARCH_START` on, at one, two or all slots, up to `max_seeds`, and keeps
+    the seeds that pass their gates. Each is tried with the gates of the config and with permissive gates. Planting
+    nothing is a candidate too. All candidates are grown on a few instances, then the better half on as many more, and so
+    on, with one seed (Karnin, Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section
+    3). J is computed on the probe split, so `task` may be sealed.
     """
     task = task.sealed()
     candidates = candidate_schedules(task, settings)
@@ -126,7 +126,7 @@ def search_schedules(
 
 
 def searched_networks(candidates: int, instances: int) -> int:
-    """The number of networks that `search_schedules` grows."""
+    """Return the number of networks that `search_schedules` grows."""
     alive, done, networks = candidates, 0, 0
     while done < instances:
         more = min(max(done, FIRST_RUNG), instances - done)
@@ -148,7 +148,9 @@ class _Abreast(Rule):
         self.schedules = schedules
 
     def act(self, view: View) -> Actions:
-        """The decisions of every schedule. A schedule reads only masks and seeds, so the other fields are not divided."""
+        """Return the decisions of every schedule. A schedule reads only masks and seeds, so the other fields are not
+        divided.
+        """
         each = len(view.masks.op) // len(self.schedules)
         decided = []
         for index, schedule in enumerate(self.schedules):
@@ -164,7 +166,7 @@ def _try(
     settings: Sequence[Mapping[str, Any]],
     part: str,
 ) -> Floats:
-    """J (schedules, instances) on the probe split. Schedules share a population of at most ROWS environments."""
+    """Return J (schedules, instances) on the probe split. Schedules share a population of at most ROWS environments."""
     room = max(1, min(ROWS, len(task.keys(part))) // len(instance))
     if len(schedules) > room:
         parts = (schedules[:room], schedules[room:])
@@ -178,7 +180,7 @@ def _try(
 
 
 def candidate_schedules(task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> list[_Candidate]:
-    """The candidates, each with its gates. The first plants nothing."""
+    """Return the candidates, each with its gates. The first plants nothing."""
     config = build_config(task.defaults, *settings, {"envs": 1, "baselines": []})
     space = VectorizedEngine(task, config).space
     at, places = SEARCH_START, range(len(space.slots))
@@ -199,5 +201,5 @@ def candidate_schedules(task: AnyTask, settings: Sequence[Mapping[str, Any]]) ->
 
 
 def entry_line(entry: Entry) -> dict[str, Any]:
-    """An entry as a mapping in the form of a schedule file."""
+    """Return an entry as a mapping in the form of a schedule file."""
     return {**entry.model_dump(mode="json", exclude_none=True), "op": entry.op.name.lower()}

@@ -78,7 +78,7 @@ class Episode(Observer):
     """The statistics of an unfinished episode of one cohort."""
 
     seconds: float = 0.0
-    deciding: float = 0.0  # seconds of act and store
+    deciding: float = 0.0  # duration of act and store [seconds]
     germinated: int = 0
 
     def stepped(self, step: Step) -> None:
@@ -117,7 +117,7 @@ class Keeper(NamedTuple):
     store: Checkpoints | None
     school: "School"
     hub: Hub
-    started: float  # of the run, had it never been left [seconds of the clock that counts]
+    started: float  # start of the run, as if it had never been interrupted [seconds]
 
     def when_due(self, asked: bool) -> None:
         """Write a checkpoint where the config's intervals or an interrupt (`asked`) require one."""
@@ -154,16 +154,16 @@ class School:
             for cohort in cohorts
         ]
         self.apprentices = [_apprentice(self.learner, cohort, reward(cohort.config.reward)) for cohort in cohorts]
-        self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # what the teacher has shown so far, and the menu
+        self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # the rollouts of the teacher so far, each with its menu
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
         self.history = History()
-        self.number = -config.ppo.imitation_rounds  # the round under way, or the next
-        self.steps = 0  # taken in all rounds, by every cohort
-        self.played: list[Played] = []  # the cohorts whose episode of the round is over
-        self.episode: Episode | None = None  # that of the next cohort, where it has begun
+        self.number = -config.ppo.imitation_rounds  # number of the present round, or of the next
+        self.steps = 0  # steps taken in all rounds by all cohorts
+        self.played: list[Played] = []  # statistics of the cohorts whose episode of the round is over
+        self.episode: Episode | None = None  # the episode of the next cohort, if it has begun
 
     def learn(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
-        """One round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
+        """Run one round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
         self.shown.clear()
         played = self._play(number, self.clients, self.config.reward.group_size, interrupt, keeper)
         begin = time.perf_counter()
@@ -171,8 +171,8 @@ class School:
         return self._close(figures, self.clients, played, time.perf_counter() - begin)
 
     def imitate(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
-        """One round of imitation of the heuristic. The numbers of these rounds end with -1."""
-        passed = max(number + self.config.ppo.imitation_rounds, 0)  # a run that goes on may have been given fewer
+        """Run one round of imitation of the heuristic. The numbers of these rounds end with -1."""
+        passed = max(number + self.config.ppo.imitation_rounds, 0)  # a resumed run may have fewer rounds
         led = LED[min(passed, len(LED) - 1)]
         for apprentice in self.apprentices:
             apprentice.led = led
@@ -201,7 +201,7 @@ class School:
         return failed == rounds * sum(engine.config.steps * engine.rows for engine in engines)
 
     def best_policy(self) -> Policy:
-        """The current policy, with its `origin` set."""
+        """Return the current policy, with its `origin` set."""
         assert self.best is not None
         self.policy.origin = {
             "tasks": [cohort.task.name for cohort in self.cohorts],
@@ -212,7 +212,7 @@ class School:
         return self.policy
 
     def summary(self) -> Summary:
-        """The best round, the figures of the last rounds, and the numbers of rollbacks and refusals."""
+        """Return the best round, the figures of the last rounds, and the numbers of rollbacks and refusals."""
         return {
             "best_round": None if self.best is None else self.best[1],
             "best_validation_objective": None if self.best is None else self.best[0],
@@ -221,7 +221,7 @@ class School:
         }
 
     def state(self) -> dict[str, Any]:
-        """The state of the training as a tree of arrays. The tensors share memory."""
+        """Return the state of the training as a tree of arrays. The tensors share memory."""
         return {
             "number": self.number,
             "steps": self.steps,
@@ -287,7 +287,9 @@ class School:
         return Played(episode.seconds, episode.deciding, episode.germinated, kept, rollbacks, cohort.config.envs)
 
     def _validated(self, cohort: Cohort, number: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """J of the networks as exported on the validation split, and kept seeds, (E,) each. Every call plays episode 0."""
+        """Return J of the networks as exported on the validation split, and kept seeds, (E,) each. Every call plays
+        episode 0.
+        """
         engine, reward = cohort.validation, cohort.config.reward
         engine.reset(episode=0)
         play(engine, Learned(self.policy), self._journal(cohort, engine, "validation", number))
@@ -322,7 +324,10 @@ class School:
 
 
 def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int64]:
-    """The keys (E,) of the training instances of a round. `group` environments with consecutive numbers share an instance."""
+    """Return the keys (E,) of the training instances of a round.
+
+    Each `group` environments with consecutive numbers share an instance.
+    """
     config = cohort.config
     keys = cohort.task.keys("training")
     drawn = key(config.seed, Purpose.SAMPLE, number, cohort.engine.space.number // group) & ((1 << 62) - 1)
@@ -330,10 +335,10 @@ def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int6
 
 
 def cohort_of(task: AnyTask, config: Config) -> Cohort:
-    """The populations of a task. Raises InputError if a controller cannot learn from the task and the config."""
+    """Make the populations of a task. Raises InputError if a controller cannot learn from the task and the config."""
     reward = config.reward
     for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
-        if count % reward.group_size:  # whatever the baseline: instances are drawn by the group
+        if count % reward.group_size:  # for any baseline, because instances are drawn by the group
             raise InputError(
                 f"reward.group_size is {reward.group_size}, which does not divide {name}, {count}; choose a divisor"
             )
@@ -347,7 +352,7 @@ def cohort_of(task: AnyTask, config: Config) -> Cohort:
     engine = VectorizedEngine(task, config)
     if not engine.space.slots or not engine.space.fits.any() or not config.lifecycle.max_seeds:
         raise InputError(
-            f"task {task.name} has no slot in which anything of its menu may be planted, so nothing can be learnt; give it "
+            f"task {task.name} has no slot in which a blueprint of its menu can be planted, so nothing can be learnt; give it "
             "slots, blueprints that fit them, and a lifecycle.max_seeds of 1 or more"
         )
     # Another run seed, so that on a data set the starts of the validation differ from those of an evaluation.
@@ -373,7 +378,7 @@ def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
 
 
 def settings_of_policy(config: Config) -> dict[str, Any]:
-    """The settings that a trained controller requires of every run."""
+    """Return the settings that a trained controller requires of every run."""
     return {
         "gates": config.gates.model_dump(mode="json"),
         "probe": {"sensors_every": config.probe.sensors_every, "coalitions_every": config.probe.coalitions_every},

@@ -23,7 +23,7 @@ def split_sizes(task: AnyTask, instance: NDArray[np.int64]) -> dict[str, Any]:
 
 def _sizes(task: AnyTask, key: int) -> dict[str, int]:
     problem, test = task.instance(key), task.test_split(key)
-    assert test is not None, "a run without a test split is refused"
+    assert test is not None, "a run must have a test split"
     splits: tuple[Split, ...] = problem.train, problem.probe, problem.validation, test
     sizes = {part: int((~nonfinite(split)).sum()) for part, split in zip(PARTS, splits, strict=True)}
     return sizes if problem.source is None else {**sizes, "train": len(problem.source)}

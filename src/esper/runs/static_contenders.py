@@ -20,13 +20,13 @@ _KEPT = ("stage", "blueprint", "blend", "alpha")
 
 
 def grown_as_arrays(grown: Grown) -> Arrays:
-    """The result of growth as arrays. `grown_from` is the inverse."""
+    """Return the result of growth as arrays. `grown_from` is the inverse."""
     seeds = {f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT}
     return {"instance": grown.instance, "params": grown.params, **seeds}
 
 
 def grown_from(arrays: Arrays) -> Grown:
-    """The inverse of `grown_as_arrays`. KeyError where an array is missing."""
+    """Return the result of growth from its arrays, the inverse of `grown_as_arrays`. Raises KeyError if an array is missing."""
     kept = dormant(*arrays["seeds_stage"].shape)
     kept = kept._replace(**{name: arrays[f"seeds_{name}"] for name in _KEPT})
     return Grown(arrays["instance"], kept, arrays["params"])

@@ -1,15 +1,16 @@
 """Estimates with 95 % intervals for controllers that grew the same instances with the same seeds.
 
-P problems, R runs of each. The scores of one task are an array (P, R), and several tasks are a sequence of arrays. A mixture
-has many problems, with one run per seed. A data set is one problem, and every start is a run.
+P problems, R runs of each. The scores of one task are an array (P, R), and several tasks are a sequence of arrays. A
+mixture has many problems, with one run per seed. A data set is one problem, and every start is a run.
 
-The interquartile mean, the probability of improvement and the stratified percentile bootstrap follow Agarwal et al., "Deep
-Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021, sections 4.1 and 4.3, and their library rliable,
-which calls a problem a task. There is one difference. The bootstrap must resample the units that were sampled independently.
-For rliable these are the runs. The problems of a mixture are a sample themselves, and the runs of one problem are correlated,
-so resampling runs alone would give intervals that are too narrow for the mixture. Here problems are resampled, each with all
-of its runs (Davison and Hinkley, "Bootstrap Methods and their Application", 1997, section 3.8, on hierarchical data). Runs are
-resampled only where a task is one problem. Controllers that are compared are resampled together, because they are paired.
+The interquartile mean, the probability of improvement and the stratified percentile bootstrap follow Agarwal et al.,
+"Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021, sections 4.1 and 4.3, and their
+library rliable, which calls a problem a task. There is one difference. The bootstrap must resample the units that were
+sampled independently. For rliable these are the runs. The problems of a mixture are a sample themselves, and the runs of
+one problem are correlated, so resampling runs alone would give intervals that are too narrow for the mixture. Here
+problems are resampled, each with all of its runs (Davison and Hinkley, "Bootstrap Methods and their Application", 1997,
+section 3.8, on hierarchical data). Runs are resampled only where a task is one problem. Controllers that are compared are
+resampled together, because they are paired.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,14 +64,14 @@ def probability_of_improvement(ours: Tasks, theirs: Tasks) -> Floats:
 
 
 def interval(statistic: Callable[..., Floats], *controllers: Tasks, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """A statistic of the scores of one or more controllers, with percentile bounds from a stratified bootstrap.
+    """Compute a statistic of the scores of one or more controllers, with percentile bounds from a stratified bootstrap.
 
     Each task is a stratum. A bootstrap sample has the same problems (or runs, where a task is one problem) for all
     controllers. All three numbers are nan where a score is nan. The bounds are nan where a task has a single unit.
     """
     assert controllers
     shapes = [scores.shape for scores in controllers[0]]
-    assert all([scores.shape for scores in tasks] == shapes for tasks in controllers), "the controllers are not paired"
+    assert all([scores.shape for scores in tasks] == shapes for tasks in controllers), "scores must be paired"
     if any(np.isnan(scores).any() for tasks in controllers for scores in tasks):
         return Interval(np.nan, np.nan, np.nan)
     value = float(statistic(*controllers))

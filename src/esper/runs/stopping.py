@@ -8,10 +8,10 @@ from esper.tolaria.engine import VectorizedEngine
 
 
 def stopping_figures(engine: VectorizedEngine, config: Config, steps: int) -> dict[str, Any]:
-    """The entries `best_step`, `stopped_early` and `stopped_because` of a summary.
+    """Return the entries `best_step`, `stopped_early` and `stopped_because` of a summary.
 
-    `best_step` is the number of steps after which each network had its best validation score; 0 is before the first step, and
-    None stands for runs without early stopping.
+    `best_step` is the number of steps after which each network had its best validation score; 0 is before the first
+    step, and None stands for runs without early stopping.
 
     steps: number of steps of the run.
     """

@@ -1,4 +1,6 @@
-"""Training a controller: rounds of growing whole populations, an update after each, the best one kept. E environments."""
+"""Train a controller: rounds that grow whole populations, with an update after each; the best policy is kept. E
+environments.
+"""
 
 import math
 import time
@@ -27,7 +29,7 @@ from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import Language, Policy, save_policy
 
 Status = Literal["finished", "interrupted", "failed"]
-"""Of a training that is over."""
+"""The status of a training that has ended."""
 
 
 def train(
@@ -40,16 +42,19 @@ def train(
     reward: Callable[[RewardConfig], Reward] = get_reward,
     outputs: Sequence[Output] = (),
 ) -> Summary:
-    """Train a controller on tasks, one config each; what concerns the learner is read from the first.
+    """Train a controller on tasks, with one config each; the settings of the learner are read from the first config.
 
-    `reward` makes the reward of every task, as it may remember; a controller is validated by J whatever it was paid for.
+    `reward` makes a reward object for every task, because a reward may have state. Controllers are validated by J,
+    whatever the reward is.
 
-    Writes the run folder, its `controller/` whenever a better one is found: better by the mean J of greedy growth on the
-    validation split of validation instances. Raises InputError on bad input, before anything is written, and LearningError
-    where an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the training after the
-    step. Where the `opening` says resume, the run of the folder, of these tasks, configs and rewards, goes on at its last
-    checkpoint, or begins again where it has none. With a change, `configs` are the changed ones, and a finished run goes on too.
-    `outputs` get every row of the events.
+    Writes the run folder, and its `controller/` whenever a better policy is found: one with a higher mean J of greedy
+    growth on the validation split of validation instances. Raises InputError on bad input, before anything is written,
+    and LearningError if an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the
+    training after the current step.
+
+    If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
+    none. The tasks, configs and rewards must be those that the run began with. With a change, `configs` are the changed
+    ones, and a finished run can continue too. `outputs` get every row of the events.
     """
     watch, config, started = watch or Silent(), configs[0], time.perf_counter()
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
@@ -78,7 +83,7 @@ def train(
 
 
 def _taken_up(school: School, run: RunFolder) -> float:
-    """Load the school of the checkpoint at which a run goes on: the seconds that the run has taken until then."""
+    """Load the checkpoint from which a run continues; return the seconds that the run had taken until then."""
     if run.found is None:
         return 0.0
     rounds = school.config.ppo.rounds
@@ -87,13 +92,13 @@ def _taken_up(school: School, run: RunFolder) -> float:
         before = float(run.found.state["seconds"])
     if school.number > rounds:
         raise InputError(
-            f"ppo.rounds is {rounds}, but the training has done {counted(school.number, 'round')}; give as many or more"
+            f"ppo.rounds is {rounds}, but the training has done {counted(school.number, 'round')}; give {school.number} or more"
         )
     return before
 
 
 def _summary(school: School, started: float, status: Status) -> Summary:
-    """The summary of a training that began at `started` [seconds of the clock that counts], had it never been left."""
+    """Return the summary of a training whose clock, without interruptions, began at `started` [seconds]."""
     config, cohorts = school.config, school.cohorts
     return {
         "status": status,
@@ -109,7 +114,7 @@ def _summary(school: School, started: float, status: Status) -> Summary:
 
 
 def _environment(cohorts: Sequence[Cohort]) -> dict[str, Any]:
-    """environment.json of a training, which holds the config of every cohort."""
+    """Return environment.json of a training, which holds the config of every cohort."""
     each = {cohort.task.name: cohort.config.model_dump(mode="json") for cohort in cohorts}
     return {**describe_environment(cohorts[0].engine.device), "cohorts": each}
 
@@ -122,7 +127,7 @@ def _rounds(
     watch: Progress,
     keeper: Keeper,
 ) -> Status:
-    """Imitation, then learning, until all rounds are done or someone asks for an end; failed where nothing was trained."""
+    """Run imitation, then learning, until all rounds are done or an interrupt; the status is failed if nothing was trained."""
     for number in range(school.number, config.ppo.rounds):
         begin = time.perf_counter()
         teach = school.imitate if number < 0 else school.learn
@@ -147,7 +152,7 @@ def _rounds(
 
 
 def _name(made_by: Callable[..., Any]) -> str:
-    """What a factory given from Python is called."""
+    """Return the name of a factory given from Python."""
     return str(getattr(made_by, "__name__", type(made_by).__name__))
 
 
@@ -163,5 +168,5 @@ def _run_row(cohort: Cohort, status: Any) -> RunRow:
         device=str(engine.device),
         slots=engine.space.slots,
         blueprints=[blueprint.name for blueprint in engine.space.blueprints],
-        host_param_counts=[],  # other hosts in every round
+        host_param_counts=[],  # every round has other hosts
     )
