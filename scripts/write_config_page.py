@@ -6,9 +6,9 @@ from esper.leyline.config_text import reference
 
 HEAD = """# Configuration
 
-The same keys in a YAML file (`--config FILE`), in `--set key=value` and in `esper.build_config`. A task's own defaults give
-way to the file, that to `--set`, and that to the long options of the command. `esper config` prints this page's table,
-`esper config --yaml` a file to start from. The [glossary](glossary.md) explains the words.
+A YAML file (`--config FILE`), `--set key=value` and `esper.build_config` take the same keys. The file overrides the
+defaults of a task, `--set` overrides the file, and the long options of the command override both. `esper config`
+prints this page's table, `esper config --yaml` a file to start from. The [glossary](glossary.md) explains the words.
 
 | key | default | type | meaning |
 |---|---|---|---|

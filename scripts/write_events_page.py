@@ -9,10 +9,11 @@ from esper.nissa.rows import ROWS, SCHEMA, PlayedRow, Row
 
 HEAD = f"""# The events of a run
 
-`events.jsonl` holds one JSON object a line. `kind` names the kind of row; a field has one type over all kinds, so the file
-can be read as one table, in which a field that a kind does not have is null. Figures of one environment are numbers
-(`metric`); figures of all environments are lists under a name of their own (`metrics`). What was not measured is null.
-E is the number of environments, S that of slots; the [glossary](glossary.md) explains these and the other words.
+`events.jsonl` holds one JSON object a line. `kind` names the kind of row; a field has one type over all kinds, so the
+file can be read as one table, in which a field that a kind does not have is null. Figures of one environment are
+numbers (`metric`); figures of all environments are lists under a name of their own (`metrics`). A quantity that was
+not measured is null. E is the number of environments, S that of slots; the [glossary](glossary.md) explains these and
+the other words.
 
 The first row is a `run` row, and its `schema` is the version of the rows: {SCHEMA}. `telemetry.level` says which rows are
 written; a training, which grows whole populations, leaves out the rows of every step (`step`, `measurement`, `sensors`,

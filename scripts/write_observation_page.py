@@ -14,10 +14,10 @@ blueprint at every slot. A continuous column is normalised: less its mean, over 
 rounds of training so far, and clipped to {CLIP:g} standard deviations. Before a first round the mean is 0 and the standard
 deviation the column's *scale*.
 
-What is marked under `?` is not always measured. It is 0 then, and a further column `name?` beside it is 1 where it was
-measured and 0 where not. Flags are 0 or 1 and are not normalised. The stages GERMINATED and PRUNED pass within a step, so
-their columns are 0 at every decision. The tables of `tamiyo/features.py` hold the function that computes each column; the
-[architecture](architecture.md) says where they are read.
+A column that is marked under `?` is not always measured. It is 0 if it was not, and a further column `name?` beside it
+is 1 if it was measured and else 0. Flags are 0 or 1 and are not normalised. The stages GERMINATED and PRUNED pass
+within a step, so their columns are 0 at every decision. The tables of `tamiyo/features.py` hold the function that
+computes each column; the [architecture](architecture.md) says where they are read.
 """
 
 RELATIVE_LINE = f"""Every column of the tables "A slot" and "Growth sensors of a slot" comes a second time as `name{RELATIVE}`:

@@ -99,8 +99,8 @@ def test_a_run_that_has_only_its_config_begins_again(esper):
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (None, "no run folder"),
-        ("- 1", "no mapping"),
+        (None, "not a run folder"),
+        ("- 1", "not a mapping"),
         ("a: [", "not valid YAML"),
         ("envs: -1", "envs"),
         ("task: nowhere", "nowhere"),

@@ -403,7 +403,7 @@ layer2.1        Map(16)  no      one of 4 blocks of Block that run one after the
 left out
   outside of the repeated blocks: stem, stem.0
   a normalisation alone: stem.1, layer1.0.bn1, layer1.0.bn2 and 6 more
-  contains blocks or layers that were looked at instead: layer1, layer2
+  contains blocks or layers that were considered instead: layer1, layer2
   a layer of a block that keeps the width: layer1.0.conv1, layer1.0.conv2, layer1.1.conv1 and 4 more
   a head: its output reaches the loss without another layer: fc"""
 

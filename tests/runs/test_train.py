@@ -437,7 +437,7 @@ BAD = {
     "a validation that does not fit": (
         blobs,
         {"ppo": {"validate_envs": 10**9}},
-        "validate_envs stands for envs.*lower",
+        "takes ppo.validate_envs as envs.*lower",
     ),
     "nothing that may be planted": (blobs, {"lifecycle": {"max_seeds": 0}}, "max_seeds"),
     "a host without slots": (without_slots, {}, "slot"),

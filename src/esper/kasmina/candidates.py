@@ -173,7 +173,7 @@ class Candidates:
         """Return why a submodule cannot be a site, or None if it can."""
         module = self._modules[path]
         if path not in choice and any(_within(other, path) for other in choice):
-            return "contains blocks or layers that were looked at instead"
+            return "contains blocks or layers that were considered instead"
         if isinstance(module, _EMBEDDINGS):
             return "an embedding"
         if path not in self._calls:

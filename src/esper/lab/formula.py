@@ -51,8 +51,8 @@ class Process:
 class FormulaPopulation:
     """R networks whose scores a process computes; implements `tolaria.population.Population`.
 
-    Formulas have no sampling error, so all standard errors are 0. The loss is 1 - metric. Gradient norms fall as training
-    goes on, and mean nothing else.
+    Formulas have no sampling error, so all standard errors are 0. The loss is 1 - metric. Gradient norms fall
+    with training time, and have no other meaning.
     """
 
     def __init__(self, process: Process, config: Config, instance: Indices) -> None:

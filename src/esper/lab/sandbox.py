@@ -136,7 +136,7 @@ GROWTH = Process(
     metric=_grown,
     sense=_grown_sensors,
 )
-"""Six kinds of network with different best decisions, which can be told apart only by measurements."""
+"""Six kinds of network with different best decisions, which only measurements can distinguish."""
 
 
 # The bandit and the chain: seeds can be planted, but neither advanced nor removed.

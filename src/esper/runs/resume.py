@@ -133,7 +133,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
     if not path.is_file():
         return None
-    data = read_kept(path, _LARGEST, "remove it, and it is worked out again")
+    data = read_kept(path, _LARGEST, "remove it, and it is computed again")
     try:
         summary = json.loads(data)
     except (ValueError, RecursionError):

@@ -368,7 +368,7 @@ def cohort_of(task: AnyTask, config: Config) -> Cohort:
     try:
         validation = VectorizedEngine(task, watched)
     except InputError as error:
-        raise InputError(f"in the validation, where ppo.validate_envs stands for envs: {error}") from None
+        raise InputError(f"in the validation, which takes ppo.validate_envs as envs: {error}") from None
     return Cohort(task, config, engine, validation)
 
 

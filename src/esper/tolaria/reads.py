@@ -27,7 +27,7 @@ OPERATORS = frozenset(
         "allclose",
     }
 )
-"""Operators whose result, or its shape, the host must know before it goes on."""
+"""Operators for which the host must wait, because it needs the result or its shape to continue."""
 HOME = str(Path(__file__).parents[1]) + os.sep
 METHODS = ("numpy", "tolist", "cpu", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")
 """Methods of a tensor that return its numbers to Python or NumPy."""
