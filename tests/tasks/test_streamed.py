@@ -168,6 +168,19 @@ def test_splits_by_fractions_hold_a_bounded_number_of_examples():
     assert task.examples == 40_000 - 3 * HELD
 
 
+def test_labels_of_positions_are_read_as_such_where_those_of_one_example_look_one_hot():
+    y = torch.randint(0, 2, (700, 2), generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(torch.randn(700, 6), y)
+
+    def host():
+        last = nn.Sequential(nn.Linear(8, 4), nn.Unflatten(-1, (2, 2)))
+        return esper.SegmentedHost([nn.Linear(6, 8), last], [esper.SlotSpec("only", 0, 8)])
+
+    task = esper.task("t", data, host=host, classes=2, stream=True, splits=PARTS)
+    place = int((y[PARTS["train"]].sum(1) == 1).nonzero()[0])
+    assert torch.equal(task.source.read(np.array([place])).y, y[PARTS["train"]][[place]])
+
+
 def test_every_split_may_be_a_dataset_of_its_own():
     data = labelled()
     splits = {name: torch.utils.data.Subset(data, part.tolist()) for name, part in PARTS.items()}

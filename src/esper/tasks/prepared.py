@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from esper.leyline.errors import InputError
 from esper.leyline.source import SENSED
 from esper.leyline.task import Label
+from esper.leyline.text import counted
 from esper.tasks.dataset import length_of
 from esper.tasks.examples import (
     Examples,
@@ -140,13 +141,14 @@ def _streamed(given: Given) -> Prepared:
     """Splits of Datasets, of which the train split stays in its Dataset."""
     kind, names = _kind_and_names(given)
     sources = _sources(given, kind, names)
+    for name, source in zip(Splits._fields, sources, strict=True):
+        if len(source) < 2:
+            raise InputError(f"the {name} split holds {counted(len(source), 'example')}; give it at least 2")
     first = sources[0].read(np.arange(min(SENSED, len(sources[0]))))
     sources = [replace(source, like=first) for source in sources]
     held = [source.read(np.arange(len(source))) for source in sources[1:]]
     splits = Splits(first, *held)
-    for name, source, split in zip(Splits._fields, sources, splits, strict=True):
-        if len(source) < 2:
-            raise InputError(f"the {name} split holds {len(source)} examples; give it at least 2")
+    for split in splits:
         check_examples(split.x, split.y, None if names is None else len(names))
     return Prepared(splits, names, sum(map(len, sources)), source=sources[0])
 

@@ -45,10 +45,15 @@ class DatasetSource:
         """The examples at these places (n,), checked. InputError where one cannot be used, UserCodeError where it raises."""
         index = self.indices.numpy()[places]
         if isinstance(self.dataset, Windows):
-            return Split(*self.dataset.stacked(index))
+            windows = Split(*self.dataset.stacked(index))
+            return windows if self.like is None else self._as_like(*windows, self.like, index)
         features, y = read_chosen(self.dataset, index.tolist())
         x: Batch = map_leaves(in_one_of_three_dtypes, features)
-        values, names = read_target(read_y(y), self.kind, self.classes)
+        labels = read_y(y)
+        # A few rows of labels for positions can look one-hot, which the first examples did not.
+        positions = self.classes is not None and self.like is not None and self.like.y.dim() > 1
+        values, names = read_target(labels.reshape(-1) if positions else labels, self.kind, self.classes)
+        values = values.reshape(labels.shape) if positions else values
         bad = nonfinite(Split(x, values))
         self._refuse(bad, index, "holds a NaN or infinite number; replace it in the Dataset, or leave the example out")
         if names is not None:
