@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def describe(network: nn.Module) -> str:
-    """The parts of a grown network as text, one line each, in the order in which they run."""
+    """Return the parts of a grown network as text, one line each, in the order in which they run."""
     parts = parts_of(network)
     seeds = sum(part.params or 0 for part in parts if part.kind == "seed")
     whole = sum(parameter.numel() for parameter in network.parameters())
@@ -67,9 +67,9 @@ def draw(network: nn.Module, out: str | Path | None = None) -> str:
 
         esper.draw(esper.load("runs/demo/models/env-000"), "network.svg")
 
-    The parts of the host stand below each other in the order in which they run, and every seed stands beside the place that it
-    changes, with an arrow from what it reads. `network` is what `esper.load` or `Growth.finish` returned; of another module the
-    children are drawn, without a seed. `out` names a file to write.
+    The parts of the host stand below each other in the order in which they run, and every seed stands beside the place
+    that it changes, with an arrow from what it reads. `network` is what `esper.load` or `Growth.finish` returned; of
+    another module the children are drawn, without a seed. `out` names a file to write.
 
     Raises InputError if `network` is no module or the file cannot be written.
     """
@@ -86,7 +86,7 @@ def draw(network: nn.Module, out: str | Path | None = None) -> str:
 
 
 def parts_of(network: nn.Module) -> list[Part]:
-    """The parts of a network in the order in which they run; of another than a grown network, its children as they stand."""
+    """Return the parts of a grown network in the order in which they run, or the children of any other module in their order."""
     if isinstance(network, GrownNetwork):
         return list(_grown_parts(network))
     parts = []
@@ -142,13 +142,13 @@ def _shape(inputs: object) -> str:
 
 
 def _original(network: nn.Module) -> type:
-    """The class that a person gave the network; a grafted network has a subclass of it."""
+    """Return the class that the user gave the network; a grafted network has a subclass of it."""
     found: type = getattr(type(network), "_esper_original", type(network))
     return found
 
 
 def _layers(module: nn.Module) -> str:
-    """The layers of a module without children of their own, in order."""
+    """Return the layers of a module without children of their own, in order."""
     leaves = [leaf for leaf in module.modules() if next(leaf.children(), None) is None]
     name = _original(module).__name__
     if len(leaves) > LAYERS:
@@ -158,7 +158,7 @@ def _layers(module: nn.Module) -> str:
 
 
 def _layer(layer: nn.Module) -> str:
-    """A layer by its class and, of those that have them, by its numbers of inputs and outputs."""
+    """Return the class of a layer and, if it has them, its numbers of inputs and outputs, as text."""
     name = _original(layer).__name__
     for before, after in (("in_features", "out_features"), ("in_channels", "out_channels")):
         if hasattr(layer, before) and hasattr(layer, after):

@@ -89,7 +89,7 @@ def _names(freeze: Any) -> tuple[bool, tuple[str, ...]]:
 
 
 def _named(network: nn.Module) -> Iterator[str]:
-    """Return the names of all submodules, parameters and buffers, without that of the network itself."""
+    """Yield the names of all submodules, parameters and buffers, without that of the network itself."""
     for named in (network.named_modules, network.named_parameters, network.named_buffers):
         for name, _ in named(remove_duplicate=False):
             if name:

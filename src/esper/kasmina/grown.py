@@ -271,7 +271,7 @@ def _remake(original: type[nn.Module], make: Callable[..., nn.Module], arguments
 
 
 def _own_children(self: nn.Sequential) -> Iterator[nn.Module]:
-    """The modules of an nn.Sequential that its forward runs, without the seed."""
+    """Iterate over the modules of an nn.Sequential that its forward runs, without the seed."""
     return iter([child for name, child in self._modules.items() if name != CHILD])
 
 

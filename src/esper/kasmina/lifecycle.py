@@ -44,7 +44,7 @@ Shape = Literal["linear", "cosine", "sigmoid"]
 
 
 def ramp(progress: NDArray[Any], shape: Shape) -> NDArray[np.float64]:
-    """The path from 0 to 1 of a ramp; progress in [0, 1], any shape. 0 maps to 0 and 1 to 1 exactly, monotone.
+    """Compute the path from 0 to 1 of a ramp; progress in [0, 1], any shape. 0 maps to 0 and 1 to 1 exactly, monotone.
 
     linear p;  cosine (1 - cos(pi p)) / 2;  sigmoid (s(p) - s(0)) / (s(1) - s(0)) with s(p) = 1 / (1 + exp(-10 (p - 1/2))).
     """

@@ -123,7 +123,7 @@ class GrownNetwork(nn.Module):
         return y if self.restore is None else self.restore(y)
 
     def describe(self) -> str:
-        """The segments and the seeds as text, one line each, in the order in which they run, with layers and parameters."""
+        """Return the segments and the seeds as text, a line each in the order in which they run, with layers and parameters."""
         from esper.kasmina.drawing import describe  # which imports this module
 
         return describe(self)

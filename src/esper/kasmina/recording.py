@@ -151,7 +151,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
-    """The submodules of a module by dotted path, without the module itself and without seeds that are planted in it."""
+    """Return the submodules of a module by dotted path, without the module itself and without seeds that are planted in it."""
     seeds = tuple(f"{path}." for path, each in module.named_modules() if isinstance(each, Planted))
     return {path: each for path, each in module.named_modules() if path and not f"{path}.".startswith(seeds)}
 
@@ -184,7 +184,7 @@ def floats(structure: Any) -> Iterator[Tensor]:
 
 
 def tensors(structure: Any) -> Iterator[Tensor]:
-    """Return the tensors of a structure of tuples, lists, mappings and dataclasses, in order."""
+    """Yield the tensors of a structure of tuples, lists, mappings and dataclasses, in order."""
     if isinstance(structure, Tensor):
         yield structure
     elif isinstance(structure, Mapping):

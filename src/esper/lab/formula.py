@@ -147,7 +147,7 @@ class FormulaPopulation:
         return _Kept(seeds)
 
     def snapshot(self) -> dict[str, Any]:
-        """The number of training steps."""
+        """Return the number of training steps."""
         return {"trained": self.step}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:

@@ -119,7 +119,7 @@ def poisoned(engine: VectorizedEngine, row: int, kind: Fault, batch: int = 0) ->
 
 
 def fingerprints(engine: VectorizedEngine) -> list[str]:
-    """The sha256 of the state and the measurements of each row, environments first and then twins."""
+    """Return the sha256 of the state and the measurements of each row, environments first and then twins."""
     state = engine.state
     digests = [hashlib.sha256() for _ in range(engine.rows)]
     body = engine.population.body
@@ -141,7 +141,7 @@ def fingerprints(engine: VectorizedEngine) -> list[str]:
 
 
 def _training_seed(engine: VectorizedEngine, row: int, stack: Stack) -> int | None:
-    """The row of a stack with a seed of a population row that the optimizer updates now; None if there is none."""
+    """Return the row of a stack with a seed of a population row that the optimizer updates now; None if there is none."""
     body = engine.population.body
     for at, runs in body.trainable(engine.state.seeds).items():
         if body.stacks[at] is stack:

@@ -158,7 +158,7 @@ def _compared(
     watch: Say | None,
     pace: Pace | None,
 ) -> Evaluation:
-    """The figures of all contenders, and of the static networks whose sizes are those of the contender `sized_by`."""
+    """Return the figures of all contenders, and of the static networks with the sizes that the contender `sized_by` grew."""
     task = design.task
     kept = Kept(folder, fingerprint(task) if folder is not None else {})
     runs = {contender.name: _grow(design, contender, kept, watch, pace) for contender in contenders}
@@ -206,7 +206,7 @@ class Design(NamedTuple):
         instances: int,
         rows: int = ROWS,
     ) -> "Design":
-        """The design with so many seeds, from that of the task's config on. Raises InputError if nothing can be evaluated."""
+        """Return the design with consecutive seeds from that of the config on. Raises InputError if nothing can be evaluated."""
         if task.test is None:
             raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
         for name, count in (("instances", instances), ("seeds", seeds)):
@@ -225,7 +225,7 @@ class Design(NamedTuple):
         contender.make(config).act(VectorizedEngine(self.task.sealed(), config).reset())
 
     def config(self, contender: Contender, seed: int) -> Config:
-        """The config of a contender on all instances at once."""
+        """Return the config of a contender on all instances at once."""
         return contender_config(self.task, contender, self.settings, seed, self.part, self.first, self.instances)
 
     def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:

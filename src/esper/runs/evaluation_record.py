@@ -160,7 +160,7 @@ def _estimates(evaluations: Sequence[Evaluation]) -> Record:
 
 
 def _pairs(contenders: Sequence[str], rules: Sequence[str]) -> Iterator[tuple[int, str, int]]:
-    """Return every contender with every other rule: (index of the contender, its name, index of the rule)."""
+    """Yield every contender with every other rule: (index of the contender, its name, index of the rule)."""
     for index, contender in enumerate(contenders):
         yield from ((index, contender, rule) for rule, name in enumerate(contenders) if name in rules and rule != index)
 

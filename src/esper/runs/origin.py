@@ -54,7 +54,7 @@ def origin_of(tasks: Sequence[AnyTask]) -> Origin:
 
 
 def fingerprint(task: AnyTask) -> Fingerprint:
-    """The fingerprint of a task: digests of its splits, its objective, and the scaling of its examples.
+    """Return the fingerprint of a task: digests of its splits, its objective, and the scaling of its examples.
 
     Of a train split that is read batch by batch, the first examples are hashed, and which examples of the Dataset it has.
 

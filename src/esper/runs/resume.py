@@ -119,7 +119,7 @@ def changed(config: Config, settings: Sequence[str]) -> Config:
 
 
 def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
-    """Return the dotted names of the keys whose values differ."""
+    """Yield the dotted names of the keys whose values differ."""
     for name in type(one).model_fields:
         mine, theirs = getattr(one, name), getattr(other, name)
         if isinstance(mine, BaseModel):

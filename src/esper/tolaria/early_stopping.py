@@ -70,7 +70,7 @@ class EarlyStopping:
         return self.keeper.put_back(seeds, rows, uprooted(self.keeper.seeds, rows, self.embargo))
 
     def state(self, step: int) -> dict[str, Any]:
-        """The scores, the steps and the snapshots, as a tree of arrays, after `step` steps of the episode."""
+        """Return the scores, the steps and the snapshots, as a tree of arrays, after `step` steps of the episode."""
         return {
             "score": self.score,
             "latest": self.latest,

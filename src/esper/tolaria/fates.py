@@ -102,11 +102,11 @@ class Fates:
             self.bases = {key: basis for key, basis in self.bases.items() if key[0] != env}
 
     def lists(self) -> dict[str, list[dict[str, Any]]]:
-        """The three lists, as in the summary."""
+        """Return the three lists, as in the summary."""
         return {"plantings": self.plantings, "keeps": self.keeps, "prunes": self.prunes}
 
     def state(self) -> dict[str, Any]:
-        """The lists and the bases, as plain values."""
+        """Return the lists and the bases, as plain values."""
         return {**self.lists(), "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Fates:
 
 
 def _entry(env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> dict[str, Any]:
-    """An entry of a list. The seed is part of `seeds`."""
+    """Return an entry of a list. The seed is part of `seeds`."""
     blueprint = space.blueprints[int(seeds.blueprint[env, slot])].name
     return {"env": env, "slot": space.slots[slot], "blueprint": blueprint, "step": step, "reason": reason}
 
@@ -132,7 +132,7 @@ def _number(value: float) -> float | None:
 
 
 def _measured(figures: Mapping[str, float | None], own: str | None) -> list[str]:
-    """The measured figures as text, without those that the reason of the controller, `own`, contains."""
+    """Return the measured figures as text, without those that the reason of the controller, `own`, contains."""
     parts = []
     for name in ("contribution", "gain"):
         mean, se = figures[f"{name}_mean"], figures[f"{name}_se"]

@@ -69,16 +69,16 @@ class Record(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int) -> "Record":
-        """A record of zeros."""
+        """Return a record of zeros."""
         return cls(np.zeros(rows, np.int64), np.zeros(len(Vital), np.int64), np.zeros(len(Refusal), np.int64))
 
     def counts(self) -> Counts:
-        """The totals by reason, without reasons that did not occur."""
+        """Return the totals by reason, without reasons that did not occur."""
         return {"rollbacks": _by_name(self.found, Vital), "refused": _by_name(self.refused, Refusal)}
 
 
 def total(counts: Iterable[Counts]) -> Counts:
-    """The sums of the `Record.counts` of several engines."""
+    """Return the sums of the `Record.counts` of several engines."""
     summed: Counts = {"rollbacks": {}, "refused": {}}
     for count in counts:
         for kind, reasons in count.items():
@@ -142,7 +142,7 @@ class Governor:
         np.add.at(self.record.refused, refused[self._real], 1)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The record, the history and the snapshots, as a tree of arrays, after `step` steps of the episode."""
+        """Return the record, the history and the snapshots, as a tree of arrays, after `step` steps of the episode."""
         return {
             "record": self.record._asdict(),
             "history": None if self.history is None else self.history._asdict(),

@@ -150,7 +150,7 @@ class Incubation:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Every weight is what it was before the last step of the optimizer, if that is known, and afterwards what it is now."""
+        """Set every weight to its value before the last optimizer step, if that is known, and restore it afterwards."""
         with torch.no_grad():
             now = [(parameter, parameter.clone()) for parameter, _ in self._before]
             for parameter, value in self._before:

@@ -34,7 +34,7 @@ class Measured(NamedTuple):
     validation: Scores | None = None
 
     def replaced(self, other: "Measured", rows: Bools) -> "Measured":
-        """The results, with those of `other` in the rows that are marked in `rows` (E,), which have no unfinished seed."""
+        """Return the results, with those of `other` in the rows that are marked in `rows` (E,), which have no unfinished seed."""
         scores = choose(rows, other.scores, self.scores)
         return Measured(
             choose(rows, other.measurements, self.measurements),

@@ -202,7 +202,7 @@ RELU_UNITS = 24
 
 @lru_cache
 def relu_expansion(width: int) -> NDArray[np.float64]:
-    """A fixed random hidden layer on [1, u] for u of mean square 1, as a matrix (1 + width, 1 + RELU_UNITS).
+    """Return a fixed random hidden layer on [1, u] for u of mean square 1, as a matrix (1 + width, 1 + RELU_UNITS).
 
     The first unit is the constant 1. Weights are normal with standard deviation 2, and the caller divides them by the root of
     the true width. Biases are normal with standard deviation 1/2. Every weight has its own key, so the first rows of a wider

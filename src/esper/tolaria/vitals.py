@@ -61,7 +61,7 @@ class History(NamedTuple):
 
     @classmethod
     def begin(cls, signs: Signs, config: GovernorConfig) -> "History":
-        """The history of fresh networks."""
+        """Return the history of newly initialised networks."""
         rows = len(signs.loss)
         nothing = np.full(rows, np.nan)
         empty = cls(
@@ -75,7 +75,7 @@ class History(NamedTuple):
         return remembered(empty, signs, np.ones(rows, bool))
 
     def restart(self, rows: Bools) -> "History":
-        """The history, emptied in the rows that are marked in `rows` (E,) except for the loss before training."""
+        """Return the history, emptied in the rows that are marked in `rows` (E,) except for the loss before training."""
         column = rows[:, None]
         return History(
             first=self.first,
@@ -94,12 +94,12 @@ def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[His
         COLLAPSE  spread < min_output_spread * largest spread so far,  and  train_loss - median > min_loss_std * first
         FALL      best - metric > max(metric_drop_z * sqrt(se^2 + se_best^2), min_metric_drop)
 
-    1.4826 MAD estimates the standard deviation of a normal sample and is robust to single large losses (Rousseeuw and Croux,
-    "Alternatives to the median absolute deviation", 1993, section 1). A failure that has lasted for fewer than `confirm_steps`
-    steps is a strike: the signs of the step do not enter the history, and no snapshot is taken. A loss is compared only with a
-    median of at least `confirm_steps` losses, because a single low loss would be no reliable reference. The second condition
-    of COLLAPSE excludes networks that never distinguished their examples. The loss on the probe split has no rule, because it
-    can rise throughout an episode while a network overfits.
+    1.4826 MAD estimates the standard deviation of a normal sample and is robust to single large losses (Rousseeuw and
+    Croux, "Alternatives to the median absolute deviation", 1993, section 1). A failure that has lasted for fewer than
+    `confirm_steps` steps is a strike: the signs of the step do not enter the history, and no snapshot is taken. A loss is
+    compared only with a median of at least `confirm_steps` losses, because a single low loss would be no reliable
+    reference. The second condition of COLLAPSE excludes networks that never distinguished their examples. The loss on the
+    probe split has no rule, because it can rise throughout an episode while a network overfits.
     """
     known = ~np.isnan(history.loss)
     count, least = known.sum(1), min(config.confirm_steps, config.loss_window)
@@ -131,7 +131,7 @@ def examine(history: History, signs: Signs, config: GovernorConfig) -> tuple[His
 
 
 def lowered(before: Seeds, after: Seeds) -> Bools:
-    """(E,) whether the dose of a seed was lowered. A row that gets worse by such a decision has not failed.
+    """Return (E,) whether the dose of a seed was lowered. A row that gets worse by such a decision has not failed.
 
     The dose of a ramp is set one step ahead, so a ramp down is also recognised by the stage before the step.
     """
@@ -148,7 +148,7 @@ def _median(values: Floats, count: NDArray[np.int64]) -> Floats:
 
 
 def remembered(history: History, signs: Signs, rows: Bools) -> History:
-    """The history with the signs of the rows that are marked in `rows` (E,)."""
+    """Return the history with the signs of the rows that are marked in `rows` (E,)."""
     column = rows[:, None]
     better = rows & ~np.isnan(signs.metric) & ~(signs.metric <= history.best)  # true where best is nan
     return history._replace(
