@@ -168,6 +168,11 @@ def test_bad_models_are_refused_in_a_sentence():
     model = graft(host(), SITES)
     with pytest.raises(InputError, match="LBFGS takes one group of parameters"):
         grow(model, torch.optim.LBFGS(model.parameters()))
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    with pytest.raises(InputError, match="Muon takes matrices alone"):
+        grow(model, torch.optim.Muon(matrices))
+    with pytest.raises(InputError, match="SparseAdam takes sparse gradients alone"):
+        grow(model, torch.optim.SparseAdam(list(model.parameters())))
     with pytest.raises(InputError, match="the model is wrapped in DataParallel"):
         grow(nn.DataParallel(graft(host(), SITES)))
     with pytest.raises(InputError, match="ema has no sites of its own"):

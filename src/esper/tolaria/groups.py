@@ -245,6 +245,12 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise InputError(
             "LBFGS takes one group of parameters that never changes, so the network cannot grow; use another optimizer"
         )
+    if isinstance(optimizer, torch.optim.Muon | torch.optim.SparseAdam):
+        kind = "matrices" if isinstance(optimizer, torch.optim.Muon) else "sparse gradients"
+        raise InputError(
+            f"{type(optimizer).__name__} takes {kind} alone, and seeds have vectors of parameters with dense gradients too; give "
+            "another optimizer that holds parameters of the model, as torch.optim.AdamW"
+        )
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise InputError("the optimizer holds no parameter of the model; make it with model.parameters()")
