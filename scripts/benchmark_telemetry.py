@@ -2,6 +2,7 @@
 
     python scripts/benchmark_telemetry.py                      # a table on stdout
     python scripts/benchmark_telemetry.py --out docs/benchmarks/telemetry.md
+    python scripts/benchmark_telemetry.py --journal 2000000    # how fast rows are written, and whether all of them are there
 
 One population per level grows at the same time: every step is taken by all of them in turn, each time in another order, so that
 whatever else the machine does falls on all levels alike. A step is that of the engine and the writing of its rows; the time of
@@ -11,6 +12,7 @@ the controller is left out. All populations must come to the same parameters, bi
 import argparse
 import hashlib
 import os
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -20,8 +22,10 @@ import numpy as np
 import torch
 
 import esper
+from esper.nissa.events import read_events
 from esper.nissa.hub import Hub, Level
 from esper.nissa.outputs import JsonLines
+from esper.nissa.rows import LifecycleRow
 from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
@@ -69,7 +73,13 @@ def main() -> None:
     parser.add_argument("--controller", default="heuristic", help="name of the controller")
     parser.add_argument("--out", type=Path, help="the page to write")
     parser.add_argument("--quick", action="store_true", help="three environments of iris for four steps")
+    parser.add_argument(
+        "--journal", type=int, metavar="ROWS", help="write so many rows, 64 at a time, and nothing else"
+    )
     arguments = parser.parse_args()
+    if arguments.journal is not None:
+        journal(arguments.journal)
+        return
     if arguments.quick:
         arguments.tasks, arguments.envs, arguments.steps = ("iris",), 3, 4
     torch.set_num_threads(1)
@@ -79,6 +89,45 @@ def main() -> None:
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")
+
+
+def journal(count: int, together: int = 64) -> None:
+    """Write rows as 64 environments do that change a stage in every step, and read all of them back."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        changes = [
+            LifecycleRow(
+                episode=0,
+                step=0,
+                env=env,
+                slot="block0",
+                from_stage="DORMANT",
+                to_stage="GERMINATED",
+                blueprint="bypass-mlp",
+                alpha=0.0,
+            )
+            for env in range(together)
+        ]
+        resident = [peak()]
+        begin, own = time.perf_counter(), time.process_time()
+        with Hub([JsonLines(path)]) as hub:
+            for _ in range(count // together):
+                hub.extend(changes)
+            resident.append(peak())
+        clock, own = time.perf_counter() - begin, time.process_time() - own
+        written = count // together * together
+        gaps = sum(row.seq != number for number, row in enumerate(read_events(path)))
+        size = path.stat().st_size / 2**20
+        print(
+            f"{written:,} rows of {size:,.0f} MiB in {clock:.1f} s: {written / clock:,.0f} rows a second by the clock, "
+            f"{written / own:,.0f} by the seconds of the process; {gaps} rows without their number; peak memory "
+            f"{resident[0]:.0f} MiB before and {resident[1]:.0f} MiB after; load average {os.getloadavg()[0]:.1f}"
+        )
+
+
+def peak() -> float:
+    """The largest resident size of this process so far [MiB]; on macOS the unit of the system is bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def measured(name: str, arguments: argparse.Namespace) -> list[Row]:

@@ -103,6 +103,40 @@ def test_a_row_is_in_the_file_when_emit_returns(tmp_path):
         assert len(rows(tmp_path / "events.jsonl")) == 1
 
 
+def test_rows_that_are_given_together_are_those_of_one_by_one(tmp_path):
+    paths = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    together, memory = JsonLines(paths[1]), Memory()
+    with Hub([JsonLines(paths[0])]) as one, Hub([together, memory]) as other:
+        for _ in range(5):
+            one.emit(change())
+        other.emit(change())
+        other.extend(change() for _ in range(4))
+        assert other.seq == one.seq == 5
+        assert other.state()["events"]["bytes"] == paths[1].stat().st_size
+    untimed = [[{**row, "time": 0} for row in rows(path)] for path in paths]
+    assert untimed[0] == untimed[1]
+    assert [row.seq for row in memory.rows] == [0, 1, 2, 3, 4]
+
+
+def test_of_rows_that_cannot_all_be_written_none_is_left(tmp_path):
+    written = []
+
+    def half(path, write):
+        written.append(path)
+        if len(written) > 2:  # the file was opened and its first row written
+            with open(path, "ab") as file:
+                file.write(b"half of the rows")
+            raise OSError(28, "No space left on device")
+        write()
+
+    with Hub([JsonLines(tmp_path / "events.jsonl", half)]) as hub:
+        hub.emit(change())
+        with pytest.raises(OutputError, match="No space left"):
+            hub.extend([change(), change()])
+        assert hub.seq == 1
+    assert len(rows(tmp_path / "events.jsonl")) == 1
+
+
 def test_no_rows_no_file(tmp_path):
     with Hub([JsonLines(tmp_path / "events.jsonl")], "off") as hub:
         hub.emit(change())

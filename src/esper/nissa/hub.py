@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, Self
 
 from esper.nissa.outputs import Durable, Output
@@ -24,6 +25,9 @@ class Hub:
         self, outputs: Sequence[Output] = (), level: Level = "step", seq: int = 0, raise_steps: int = 0
     ) -> None:
         self.outputs = tuple(outputs)
+        self._takers = [
+            output.write_all if isinstance(output, Durable) else partial(_write_each, output) for output in self.outputs
+        ]
         self.level = level
         self.seq = seq
         self.raise_steps, self.raised = raise_steps, 0
@@ -50,16 +54,16 @@ class Hub:
 
     def emit(self, row: Row) -> None:
         """Set number and time of a row and hand it to every output, if the level keeps it."""
-        if not self.wants(type(row)):
-            return
-        row.seq, row.time = self.seq, time.time()
-        for output in self.outputs:
-            output.write(row)
-        self.seq += 1
+        self.extend((row,))
 
     def extend(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self.emit(row)
+        """`emit` several rows, which an output that has a file writes at once: a call of the system costs more than a row."""
+        kept, now = [row for row in rows if self.wants(type(row))], time.time()
+        for place, row in enumerate(kept):
+            row.seq, row.time = self.seq + place, now
+        for take in self._takers if kept else ():
+            take(kept)
+        self.seq += len(kept)
 
     def flush(self) -> None:
         """Flush every output to the disk."""
@@ -84,3 +88,8 @@ class Hub:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _write_each(output: Output, rows: Sequence[Row]) -> None:
+    for row in rows:
+        output.write(row)

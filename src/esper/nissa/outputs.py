@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -33,6 +33,10 @@ class Output(Protocol):
 @runtime_checkable
 class Durable(Output, Protocol):
     """An output whose rows a checkpoint counts on."""
+
+    def write_all(self, rows: Sequence[Row]) -> None:
+        """Keep all of the rows, or raise an error and keep none of them."""
+        ...
 
     def flush(self) -> None:
         """Flush what was written to the disk."""
@@ -75,9 +79,10 @@ class Guarded:
 class JsonLines:
     """Appends each row to a file as one line of JSON. The file is opened at the first row.
 
-    Rows are not buffered, so a killed run keeps every row. If the disk is full, `retry` decides how long to wait; a row that
-    cannot be written is removed completely. If another process removes or replaces the file, its rows are written again,
-    from the file that is still open. If another process changes the length of the file, the run goes on. `note` is told of each.
+    Rows are not buffered, so a killed run keeps every row; rows that are given together are written by one call of the system.
+    If the disk is full, `retry` decides how long to wait; rows that cannot be written are removed completely. If another process
+    removes or replaces the file, its rows are written again, from the file that is still open. If another process changes the
+    length of the file, the run goes on. `note` is told of each.
     """
 
     def __init__(self, path: Path, retry: Retry = write_once, note: Callable[[str], None] | None = None) -> None:
@@ -89,8 +94,12 @@ class JsonLines:
 
     def write(self, row: Row) -> None:
         """Append one line."""
-        line = encode(row)
-        rest = memoryview(line)
+        self.write_all((row,))
+
+    def write_all(self, rows: Sequence[Row]) -> None:
+        """Append a line for each row, or none if that fails."""
+        lines = b"".join(map(encode, rows))
+        rest = memoryview(lines)
 
         def put() -> None:
             nonlocal rest
@@ -112,8 +121,8 @@ class JsonLines:
         except OSError as error:
             raise self._failure(error) from error
         if self._length is not None:
-            self._digest.update(line)
-            self._length += len(line)
+            self._digest.update(lines)
+            self._length += len(lines)
 
     def flush(self) -> None:
         """Flush to the disk, and check that the file still exists; does nothing for a pipe."""

@@ -113,7 +113,9 @@ class Journal(Observer):
         self._write(episode_rows(view, exported, self.engine.state.step, unfinished, rollbacks))
 
     def _write(self, rows: Iterable[PlayedRow]) -> None:
-        for row in rows:
-            if self.source is not None:
-                row.cohort, row.task, row.round = self.source
-            self.hub.emit(row)
+        self.hub.extend(self._sourced(row) for row in rows)
+
+    def _sourced(self, row: PlayedRow) -> PlayedRow:
+        if self.source is not None:
+            row.cohort, row.task, row.round = self.source
+        return row
