@@ -15,6 +15,7 @@ COMMANDS = [
     "config",
     "export",
     "events",
+    "watch",
     "report",
     "compare",
     "doctor",

@@ -22,6 +22,7 @@ from esper.commands.options import (
     split_names,
     use_one_thread,
 )
+from esper.commands.watching import Watched, beside, console_beside
 from esper.leyline.errors import InputError
 
 
@@ -52,6 +53,7 @@ def grow(
         ),
     ] = None,
     twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
+    watch: Watched = False,
 ) -> None:
     """Grow a population on a task, compare it with static networks (docs/baselines.md), and export the networks.
 
@@ -59,8 +61,6 @@ def grow(
     an earlier one.
     """
     use_one_thread()
-    from rich.console import Console
-
     from esper.karn.bars import live
     from esper.karn.console import print_summary
     from esper.runs.configuration import growth_config, load_config_file
@@ -82,8 +82,8 @@ def grow(
     config = growth_config(chosen, *read_layers("grow", from_file, settings, options))
     client = get_controller(config.controller, config)
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(Path(config.controller).stem)}-s{config.seed}"
-    with live(Console(stderr=True), config.steps, chosen.objective.metric) as watch:
-        summary = run_population(chosen, config, client, folder, watch, Opening(overwrite=overwrite))
+    with beside(folder, watch), live(console_beside(watch), config.steps, chosen.objective.metric) as progress:
+        summary = run_population(chosen, config, client, folder, progress, Opening(overwrite=overwrite))
     finish(summary, folder, json_, print_summary)
 
 
@@ -107,6 +107,7 @@ def train(
     json_: Json = False,
     overwrite: Overwrite = False,
     twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Train never-grow twins too.")] = None,
+    watch: Watched = False,
 ) -> None:
     """Train a controller by growing populations of hosts; `esper grow TASK --controller DIR` then uses it.
 
@@ -114,8 +115,6 @@ def train(
     these overrides an earlier one.
     """
     use_one_thread()
-    from rich.console import Console
-
     from esper.karn.bars import training
     from esper.karn.console import print_training
     from esper.runs.configuration import load_config_file, training_configs
@@ -131,8 +130,8 @@ def train(
     options |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
     configs = training_configs(chosen, preset, *read_layers("train", from_file, settings, options))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
-    with training(Console(stderr=True)) as watch:
-        summary = train_controller(chosen, configs, folder, watch, Opening(overwrite=overwrite))
+    with beside(folder, watch), training(console_beside(watch)) as progress:
+        summary = train_controller(chosen, configs, folder, progress, Opening(overwrite=overwrite))
     finish(summary, folder, json_, print_training)
 
 

@@ -120,8 +120,13 @@ class OpenRun:
             return "interrupted" if said == "interrupted" else "failed" if said == "failed" else "finished"
         if last not in (None, "running"):
             return last
+        return "running" if self.is_written else "killed"
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the process that writes the folder lives."""
         owner = owner_of(self.folder / LOCK)
-        return "running" if owner is not None and lives(owner) else "killed"
+        return owner is not None and lives(owner)
 
     def rows(self, kind: str | None = None) -> Iterator[Row]:
         """The rows of events.jsonl in order, or those of one kind. InputError if the kind is unknown or a line is not a row.

@@ -14,6 +14,7 @@ EXTRAS = {
     "gym": ("gymnasium",),
     "vision": ("pyarrow", "PIL"),
     "frames": ("pandas", "pyarrow"),
+    "tui": ("textual",),
     "lightning": ("lightning",),
     "hf": ("transformers",),
 }

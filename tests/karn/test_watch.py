@@ -1,0 +1,176 @@
+"""The window in the terminal, driven at 80 by 24: what it shows of runs in any state, and that it only reads."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import esper
+from esper.cli import main
+from esper.karn.plot import plot
+from esper.karn.watch import Watch
+from esper.leyline.errors import InputError
+from pages import EVIL
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("watched") / "iris"
+    settings = {"envs": 30, "steps": 10, "models": "none", "baselines": [], "data": {"batches_per_step": 2}}
+    esper.grow("iris", settings, controller="random-valid", run=folder, progress=False)
+    return folder
+
+
+def driven(folder, keys=(), between=None, size=(80, 24)):
+    """The lines of the screen after the keys; `between` is called before them, and looked at."""
+
+    async def drive():
+        app = Watch(folder, every=0.05)
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            if between is not None:
+                between(app)
+                app.look()
+            for key in keys:
+                await pilot.press(key)
+            await pilot.pause()
+            return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
+
+    return asyncio.run(drive())
+
+
+def test_the_window_shows_state_grid_curve_and_the_chosen_environment(run):
+    lines = driven(run)
+    assert len(lines) == 24
+    assert all(len(line) == 80 for line in lines)
+    screen = "\n".join(lines)
+    assert "iris: iris, random-valid, 30 environments, cpu: finished" in screen
+    assert "[####################] step 10 of 10" in screen
+    assert "environment 0, step 9" in screen
+    assert "metric (median, 10th and 90th percentile)" in screen
+    stages = esper.open_run(run).steps["stages"][-1]
+    signs = ".gtbhFxe"
+    for env in range(10):
+        (line,) = [line for line in lines if line[:5] == f"{env:>4} "]
+        assert [line[5 + 3 * slot] for slot in range(stages.shape[1])] == [signs[stage] for stage in stages[env]]
+
+
+def test_keys_move_through_the_population_and_change_what_is_shown(run):
+    screen = "\n".join(driven(run, ["down", "down", "right"]))
+    assert "environment 2, step 9" in screen
+    assert "> 1 " in screen
+    assert "environment 29, step 9" in "\n".join(driven(run, ["end"]))
+    assert any(line.startswith("  29 ") for line in driven(run, ["end"]))
+    assert "environment 0, step 9" in "\n".join(driven(run, ["up", "left"]))
+    assert "loss (median" in "\n".join(driven(run, ["c"]))
+    assert "rollbacks: 0" in "\n".join(driven(run, ["a"]))
+    assert "environment 0, step 9" in "\n".join(driven(run, ["a", "a"]))
+
+
+def test_a_question_mark_explains_what_is_under_the_cursor(run):
+    screen = " ".join(" ".join(driven(run, ["question_mark"], size=(120, 40))).split())
+    assert "environment 0, slot block0: " in screen
+    assert "F FOSSILIZED: the seed is a permanent part of the network" in screen
+
+
+def test_without_colour_the_letters_say_the_stages(run, monkeypatch):
+    coloured = driven(run)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert driven(run) == coloured
+
+
+def cut(run, folder, rows, summary=False):
+    shutil.copytree(run, folder)
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "events.jsonl").write_bytes(b"".join(lines[:rows]))
+    if not summary:
+        (folder / "summary.json").unlink()
+    return lines
+
+
+def test_a_window_follows_what_is_added_and_begins_anew_where_rows_were_cut_off(run, tmp_path):
+    folder = tmp_path / "growing"
+    lines = cut(run, folder, 40)
+    events = folder / "events.jsonl"
+
+    def add(app):
+        with open(events, "ab") as file:
+            file.writelines(lines[40:])
+
+    assert "step 10 of 10" in "\n".join(driven(folder, between=add))
+
+    def restart(app):
+        assert app.model.rows == len(lines)
+        events.write_bytes(b"".join(lines[:12]))
+        app.look()
+        assert app.model.rows == 12
+
+    driven(folder, between=restart)
+
+
+def test_a_killed_run_is_called_killed(run, tmp_path):
+    cut(run, tmp_path / "killed", 40)
+    assert "killed" in driven(tmp_path / "killed")[0]
+
+
+def test_a_window_waits_for_a_run_that_has_not_begun(run, tmp_path):
+    assert "waiting for a run in" in driven(tmp_path / "soon")[0]
+    begun = driven(tmp_path / "soon", between=lambda app: shutil.copytree(run, tmp_path / "soon"))
+    assert "30 environments" in "\n".join(begun)
+
+
+def test_watching_changes_no_file_of_the_run(run):
+    def state():
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
+
+    before = state()
+    driven(run, ["down", "c", "a", "question_mark"])
+    assert state() == before
+
+
+def test_names_that_a_user_gave_cannot_colour_or_turn_the_screen(run, tmp_path):
+    folder = tmp_path / EVIL.replace("/", "")
+    shutil.copytree(run, folder)
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text().replace('"block0"', '"\\u202e\\u001b[31m[red]"'))
+    screen = "\n".join(driven(folder))
+    assert "\x1b" not in screen
+    assert "\u202e" not in screen
+    assert "[red]" in screen
+
+
+def test_bad_input_gets_one_sentence(run, tmp_path, capsys):
+    for arguments, sentence in (
+        (["watch", str(tmp_path)], "is not a run folder"),
+        (["watch", str(run)], "esper watch needs a terminal"),
+        (["grow", "iris", "--watch", "--run", str(tmp_path / "new")], "--watch needs a terminal"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_package_of_the_window_is_asked_for_by_its_extra(tmp_path, run):
+    code = f"import sys; sys.modules['textual'] = None; from esper.cli import main; main(['watch', {str(run)!r}])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
+    assert ended.returncode == 2
+    assert "pip install 'esper-grow[tui]'" in ended.stderr
+
+
+def test_a_plot_has_its_lines_where_the_values_are():
+    drawn = plot([0, 1, 2], [[0.0, 1.0, 0.0]], 30, 6)
+    assert len(drawn) == 6
+    assert drawn[0].lstrip().startswith("1 ")
+    assert drawn[4].lstrip().startswith("0 ")
+    top, bottom = (line[10:] for line in (drawn[0], drawn[4]))
+    assert top.strip("\u2800")
+    assert top[0] == "\u2800"
+    assert bottom[0] != "\u2800"
+    assert plot([], [], 30, 6)[0].startswith("nothing was measured yet")
+    with pytest.raises(InputError):
+        esper.open_run("/no/such/folder")
