@@ -15,6 +15,7 @@ from esper.kasmina.blueprints import Blueprint, drawn_with, get_blueprint
 from esper.kasmina.grafted import graft, plant, planted_at, trim
 from esper.kasmina.grown import CHILD, sites_of
 from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.sharding import gather
 from esper.kasmina.slot import Seed
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
@@ -62,10 +63,11 @@ class _SavedAdapter(_Saved):
     seeds: list[_SavedSeed]
 
 
-def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], folder: Path | str) -> None:
+def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], folder: Path | str | None) -> None:
     """Write the seeds at some sites of a grafted network to a folder.
 
     kept: for each site, the blueprint of its seed and the width that the seed reads.
+    folder: None in a process that gathers what it has a part of, and writes nothing.
     """
     seeds, tensors = [], {}
     for name, (entry, reads) in kept.items():
@@ -87,7 +89,9 @@ def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], 
             )
         )
         for part, tensor in planted.seed.state_dict().items():
-            tensors[f"{name}/{part}"] = tensor.detach().cpu().contiguous()
+            tensors[f"{name}/{part}"] = gather(tensor.detach()).cpu().contiguous()
+    if folder is None:
+        return
     described = _SavedAdapter(format=FORMAT, seeds=seeds).model_dump(mode="json")
     files = {WEIGHTS: save(tensors), DESCRIPTION: json.dumps(described, indent=1).encode()}
     write_folder(Path(folder), {**files, SUMS: sums_of(files)})
@@ -151,6 +155,7 @@ def _planted(seed: _SavedSeed, tensors: Mapping[str, Tensor], folder: Path) -> P
         )
     first = f"{seed.site}/"
     own = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
+    planted.to(next(iter(own.values())).dtype)
     try:
         planted.seed.load_state_dict(own)
     except RuntimeError:  # the message of load_state_dict lists every parameter

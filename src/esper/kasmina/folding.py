@@ -1,13 +1,12 @@
 """Fold a seed whose change is linear into the linear layer in front of it."""
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank
 from esper.kasmina.grafted import planted_at
 from esper.kasmina.grown import sites_of
+from esper.kasmina.sharding import fill, gather, gather_module
 from esper.leyline.actions import Blend
 from esper.leyline.slots import Tap
 
@@ -38,20 +37,20 @@ def fold(network: nn.Module, name: str) -> bool:
     if not _plain(network, layer):
         return False
     assert isinstance(layer, nn.Linear)
-    delta = copy.deepcopy(planted.seed.delta).double()
+    delta = gather_module(planted.seed.delta).double()
     reads = layer.in_features if reads_input else layer.out_features
     shift: Tensor = delta(torch.zeros(1, reads, dtype=torch.float64, device=layer.weight.device))[0]
     matrix: Tensor = (delta(torch.eye(reads, dtype=torch.float64, device=layer.weight.device)) - shift).mT
-    weight, alpha = layer.weight.double(), planted.alpha.double()
-    bias = None if layer.bias is None else layer.bias.double()
+    weight, alpha = gather(layer.weight).double(), planted.alpha.double()
+    bias = None if layer.bias is None else gather(layer.bias).double()
     more, moved = (
         (matrix, shift) if reads_input else (matrix @ weight, shift if bias is None else matrix @ bias + shift)
     )
     if bias is None and moved.count_nonzero():
         return False
-    layer.weight.copy_(weight + alpha * more)
+    fill(layer.weight, (weight + alpha * more).to(layer.weight.dtype))
     if bias is not None:
-        layer.bias.copy_(bias + alpha * moved)
+        fill(layer.bias, (bias + alpha * moved).to(layer.bias.dtype))
     return True
 
 

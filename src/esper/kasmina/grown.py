@@ -254,8 +254,8 @@ def grown_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
     """Return what pickling and copying need: the original class, which can be found by its name, in place of the grown one."""
-    grown = type(self)
-    original: type[nn.Module] = grown._esper_original  # type: ignore[attr-defined]
+    original: type[nn.Module] = type(self)._esper_original  # type: ignore[attr-defined]
+    grown = grown_class(original)
     reduced: Any = super(grown, self).__reduce_ex__(protocol)
     make, arguments, *rest = reduced
     if make is copyreg.__newobj__ and arguments[0] is grown:  # type: ignore[attr-defined]
@@ -303,12 +303,27 @@ def restore(module: nn.Module) -> None:
     """Restore the original class of a module."""
     if module.__dict__.pop(POINT, None) is None:
         return
-    original = getattr(type(module), "_esper_original", None)
-    if original is None or type(module) is not grown_class(original):
-        raise InputError(
-            f"a grafted {type(module).__name__} was given another class since, as fully_shard does; ungraft before that"
-        )
-    module.__class__ = original
+    kind = type(module)
+    original: type[nn.Module] | None = getattr(kind, "_esper_original", None)
+    if original is None:
+        raise InputError(f"a grafted {kind.__name__} was given another class since; ungraft before that")
+    module.__class__ = original if kind is grown_class(original) else _without_growth(kind, grown_class(original))
+
+
+_WITHOUT: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _without_growth(kind: type[nn.Module], grown: type[nn.Module]) -> type[nn.Module]:
+    """A class that was made from a grown one, as `fully_shard` does, as if it had been made from the original; made once."""
+    if grown not in kind.__bases__:
+        raise InputError(f"a grafted module was given the class {kind.__name__} since; ungraft before that")
+    if kind in _WITHOUT:
+        return _WITHOUT[kind]
+    original: type[nn.Module] = grown._esper_original  # type: ignore[attr-defined]
+    bases = tuple(original if base is grown else base for base in kind.__bases__)
+    body = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    _WITHOUT[kind] = type(kind.__name__.replace(grown.__name__, original.__name__), bases, body)
+    return _WITHOUT[kind]
 
 
 def wire_between(source: Point, until: Point) -> Wire:

@@ -14,6 +14,7 @@ from esper.kasmina.folding import fold
 from esper.kasmina.freezing import Freeze, Frozen
 from esper.kasmina.grafted import graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
+from esper.kasmina.sharding import fill, gather, is_sharded
 from esper.leyline.errors import InputError
 from esper.leyline.objective import objective
 from esper.leyline.protocols import PolicyClient, Resumable
@@ -21,6 +22,7 @@ from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.growth_settings import growth_config, growth_menu, share_of, whole, within_budget
+from esper.runs.wrappers import check_frozen, check_probes, unwrap
 from esper.tamiyo.catalog import get_controller
 from esper.tolaria.engine import Engine
 from esper.tolaria.groups import Groups
@@ -28,7 +30,7 @@ from esper.tolaria.incubation import Scale
 from esper.tolaria.live import LivePopulation
 from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
-from esper.tolaria.ranks import Ranks
+from esper.tolaria.ranks import Ranks, SharedGradients
 
 FORMAT = 2
 
@@ -98,7 +100,8 @@ class Growth:
         settings: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> None:
-        network, wrapped = _network(model)
+        network, wrapper = unwrap(model)
+        sharded = is_sharded(network)
         self.every, self.calls, self.finished = whole("every", every), 0, False
         self.model = network
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
@@ -109,11 +112,15 @@ class Growth:
         sites = sites_of(network)
         config = growth_config(sites, share, self.every, steps, seed, settings or {})
         copies = [] if ema is None else [_average(ema, sites)]
-        ranks = Ranks(shared or wrapped)
-        population = LivePopulation(network, copies, groups, measured, growth_menu(sites, config), config, ranks)
+        ranks = Ranks(shared or sharded or wrapper is not None, sharded=sharded)
+        check_probes(ranks, len(measured.batches()))
+        shared_gradients = SharedGradients(ranks, wrapper)
+        population = LivePopulation(
+            network, copies, groups, measured, growth_menu(sites, config), config, ranks, shared_gradients
+        )
         population.space = within_budget(population, budget)
         population.incubation.scale = _scale(scaler)
-        _check_frozen(model, freeze)
+        check_frozen(wrapper, freeze)
         self.frozen = Frozen(network, freeze)
         self.controller: PolicyClient = (
             get_controller(controller, config) if isinstance(controller, str) else controller
@@ -180,14 +187,15 @@ class Growth:
     def save_adapter(self, folder: Path | str) -> None:
         """Write the seeds that were kept to a folder, for `esper.attach` on another copy of the host.
 
-        The host is not written: of one that was trained meanwhile, save the model. InputError after `finish`, which may have made
-        seeds part of the host.
+        The host is not written: of one that was trained meanwhile, save the model. Of several processes, each calls this and the
+        first writes. InputError after `finish`, which may have made seeds part of the host.
         """
         if self.finished:
             raise InputError(
                 "the network is finished, and its seeds may be part of it; call save_adapter before finish"
             )
-        save_adapter(self.model, self.population.kept(self.engine.state.seeds), folder)
+        population = self.population
+        save_adapter(self.model, population.kept(self.engine.state.seeds), folder if population.ranks.first else None)
 
     def summary(self) -> dict[str, Any]:
         """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
@@ -304,46 +312,6 @@ def _scale(scaler: Any) -> Scale | None:
     return scale
 
 
-def _network(model: Any) -> tuple[nn.Module, bool]:
-    """The module that grows, and whether it does so in several processes."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
-    network, shared = model, False
-    while (inner := _inside(network)) is not None:
-        shared = shared or isinstance(network, nn.parallel.DistributedDataParallel)
-        network = inner
-    if isinstance(network, nn.DataParallel):
-        raise InputError(
-            "the model is wrapped in DataParallel, whose copies would not see what the seeds gather; use DistributedDataParallel"
-        )
-    if any(base.__name__ == "FSDPModule" for part in network.modules() for base in type(part).__mro__):
-        raise InputError(
-            "the model is sharded by FSDP, which would not synchronise the gradients of seeds; use DistributedDataParallel"
-        )
-    return network, shared
-
-
-def _check_frozen(model: nn.Module, freeze: Freeze) -> None:
-    """InputError where DistributedDataParallel would wait for gradients that do not come any more."""
-    wrapper: Any = model
-    while wrapper is not None and not isinstance(wrapper, nn.parallel.DistributedDataParallel):
-        wrapper = _inside(wrapper)
-    if wrapper is not None and freeze != "none" and not wrapper.find_unused_parameters:
-        raise InputError(
-            f"freeze={freeze!r} takes gradients away for which DistributedDataParallel waits; make it with "
-            "find_unused_parameters=True"
-        )
-
-
-def _inside(model: nn.Module) -> nn.Module | None:
-    """The module inside of a compiled or wrapped one; None where it is neither."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner
-    compiled = getattr(model, "_orig_mod", None)
-    return compiled if isinstance(compiled, nn.Module) else None
-
-
 def _average(ema: Any, sites: Mapping[str, Site]) -> nn.Module:
     """The grafted module of a moving average."""
     module = getattr(ema, "module", ema)
@@ -358,6 +326,8 @@ def _saved(tree: Any) -> Any:
     """A tree of arrays, tensors and plain values as torch.save(..., weights_only loading) takes it."""
     if isinstance(tree, np.ndarray):
         return {"array": torch.from_numpy(np.ascontiguousarray(tree)).reshape(tree.shape).clone()}
+    if isinstance(tree, Tensor):
+        return gather(tree)
     if isinstance(tree, Enum):
         return tree.value
     if isinstance(tree, np.generic):
@@ -391,4 +361,4 @@ def _fill(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
                 f"the saved state has {name!r} as {shapes[0]}, where the model has {shapes[1]}; build the same model"
             )
     for name, tensor in tensors.items():
-        tensor.copy_(saved[name])
+        fill(tensor, saved[name])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from esper.kasmina.sharding import like
 from esper.leyline.errors import InputError
 
 OWNER = "esper"
@@ -212,8 +213,10 @@ def _entries(scheduler: Mapping[str, Any], own: Sequence[bool]) -> dict[str, Any
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a saved moment, on the device of its parameter where it is of that shape."""
-    return value.detach().clone().to(parameter.device) if value.dim() else value.detach().clone()
+    """A copy of a saved moment, on the device of its parameter where it is of that shape, and in parts where that is."""
+    if not value.dim():
+        return value.detach().clone()
+    return like(value.detach().clone().to(parameter.device), parameter)
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.grafted import planted_at
 from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.sharding import gather, in_parts, reshard
 from esper.kasmina.survey import call, undisturbed
 from esper.leyline.errors import InputError
 from esper.tolaria.groups import Groups
@@ -186,13 +187,14 @@ class Incubation:
                 loss = self.probe.mean(call(self.network, x), y)
                 gradients: list[Tensor | None] = [None] * len(parameters)
                 if loss.requires_grad:  # the pass called the site
-                    gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True))
+                    gradients = _gradients(loss, parameters)
             finally:
                 watch.remove()
                 planted.mode = mode
                 planted.alpha.copy_(alpha)
                 for parameter in others:
                     parameter.requires_grad_(True)
+                reshard(self.network)  # what is still whole would go on without a gradient
         if seen and not any(seen):
             raise InputError(
                 f"site {name!r} runs without gradients in evaluation mode, as within torch.no_grad or a reentrant checkpoint, so "
@@ -205,7 +207,7 @@ class Incubation:
         known = [gradient for gradient in gradients if gradient is not None]
         if not known:  # no pass called the site
             return
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in known]))
+        norm = torch.linalg.vector_norm(torch.stack([gather(torch.linalg.vector_norm(each)) for each in known]))
         if self.scale is not None and not bool(torch.isfinite(norm)):  # a GradScaler skips such a step too
             return
         total, number = self._norms.get(name, (torch.zeros_like(norm), 0))
@@ -218,3 +220,14 @@ class Incubation:
         self._before = []  # of the seed alone
         for parameter in parameters:
             parameter.grad = None
+
+
+def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The gradients of a seed, which has none yet; None for a parameter that the loss does not depend on."""
+    if not any(map(in_parts, parameters)):
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+    loss.backward()  # the graph has whole parameters, whose gradients FSDP brings to the parts
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients

@@ -20,6 +20,7 @@ from esper.kasmina.grafted import plant, planted_at, uproot
 from esper.kasmina.grown import sites_of
 from esper.kasmina.lifecycle import Edits, dormant
 from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.sharding import fill, is_sharded, reshard, shard_like
 from esper.kasmina.slot import Seed
 from esper.kasmina.survey import Reading, survey, undisturbed
 from esper.leyline.actions import Blend
@@ -54,6 +55,7 @@ class LivePopulation:
         menu: Sequence[Blueprint],
         config: Config,
         ranks: Ranks,
+        shared: SharedGradients,
     ) -> None:
         """InputError where a site cannot be one, or where the loss gives no standard error."""
         self.network, self.copies, self.groups, self.probe_batches, self.config = (
@@ -71,10 +73,11 @@ class LivePopulation:
         self.readings: list[Reading] = list(survey(network, lambda: probe.first_output(network)).values())
         with undisturbed(network):
             probe.settle(network)
+        reshard(network)
         self.host = list(network.parameters())
         self.host_params = np.array([sum(parameter.numel() for parameter in self.host)])
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
-        self.ranks, self._shared = ranks, SharedGradients(ranks)
+        self.ranks, self.shared = ranks, shared
         self._episode, self._edits = 0, 0
         self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
         self._seeds = dormant(1, len(self.sites))  # that the network follows
@@ -133,9 +136,10 @@ class LivePopulation:
         """Measure the network as it is now: one read of the device."""
         trained = self.incubation.norms() if asked.trained else None
         figures: Figures | None = None
-        if self.ranks.first:
+        if self.ranks.first or self.ranks.together:
             with undisturbed(self.network), self._as_it_was():
                 figures = measure_live(self, seeds, asked, trained)
+            reshard(self.network)
         return self.ranks.from_first(figures)
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
@@ -210,6 +214,8 @@ class LivePopulation:
         made.train(after.training)
         for network in self.copies:
             plant(network, site.name, copy.deepcopy(made).requires_grad_(False))
+        if is_sharded(self.network):
+            shard_like(made, self.network)
         plant(self.network, site.name, made)
         self._blueprint_of[site.name] = blueprint
         self.groups.add(site.name, list(made.parameters()), [*after.parameters(), *self.host])
@@ -252,7 +258,7 @@ class LivePopulation:
                 incubating.append(site.name)
             elif acts and not frozen:
                 acting += planted.parameters()
-        self._shared.follow(acting)
+        self.shared.follow(acting)
         self.incubation.follow(incubating)
 
     def doses(self, dose: NDArray[np.float32]) -> None:
@@ -276,6 +282,7 @@ class LivePopulation:
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers of the network and of its copies, by name; they share memory."""
+        reshard(self.network)
         found: dict[str, Tensor] = {}
         for index, network in enumerate((self.network, *self.copies)):
             first = f"copy.{index}." if index else ""
@@ -285,6 +292,7 @@ class LivePopulation:
 
     def names(self) -> dict[Tensor, str]:
         """The name of every parameter that the optimizer holds; one that is not the network's is named by its group."""
+        reshard(self.network)
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.network.named_parameters()}
         for index, group in enumerate(self.groups.optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -357,9 +365,8 @@ class _Kept:
         for slot, site in enumerate(self.live.sites):
             if kept.stage[0, slot] != Stage.FOSSILIZED and planted_at(self.live.network, site.name) is not None:
                 self.live.free(site.name)
-        with torch.no_grad():
-            for name, tensor in self.live.tensors().items():
-                tensor.copy_(self.tensors[name])
+        for name, tensor in self.live.tensors().items():
+            fill(tensor, self.tensors[name])
         self.live.groups.set_moments(self.live.names(), self.moments)
         self.live.follow(kept)
         restored: Seeds = choose(rows, kept, seeds)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.grown import POINT, stream_of
+from esper.kasmina.sharding import gather
 from esper.leyline.sites import Site
 from esper.leyline.view import Seeds
 from esper.tolaria.population import Asked, Figures, TrainedFigures
@@ -38,7 +39,7 @@ def measure_live(live: "LivePopulation", seeds: Seeds, asked: Asked, norms: Mapp
         means.append(losses.mean())
         pairs.append(_paired(losses - own.losses))
     rise = torch.stack(pairs) if pairs else own.losses.new_zeros(0, 2)
-    total = torch.stack([p.sum(dtype=torch.float32).double() for p in live.network.parameters()]).sum()
+    total = torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in live.network.parameters()]).sum()
     signs = torch.stack([_paired(own.losses)[1], own.spread.to(own.losses), total.to(own.losses)])
     trained = norms or {}
     packet = read_packet(

@@ -8,20 +8,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from esper.kasmina.sharding import in_parts
+
 T = TypeVar("T")
 
 
 class Ranks:
     """All processes of the default group, or this one alone.
 
-    first: whether this process measures and decides for all of them.
+    first: whether this process decides for all of them.
+    together: whether all of them measure, of which the first counts, as none can run the network alone.
     """
 
-    def __init__(self, shared: bool) -> None:
-        """shared: whether there are others. Every process of the group calls this."""
+    def __init__(self, shared: bool, *, sharded: bool = False) -> None:
+        """shared: whether there are others; sharded: whether each has a part of the network.
+
+        Every process of the group calls this.
+        """
         self._group = dist.new_group() if shared else None  # of its own, so that its order with others does not matter
         self.size = dist.get_world_size() if shared else 1
         self.first = not shared or dist.get_rank() == 0
+        self.together = sharded
 
     def from_first(self, value: T | None) -> T:
         """What the first process gives; the others give anything."""
@@ -32,6 +39,13 @@ class Ranks:
         assert value is not None, "the first process has a value"
         return value
 
+    def from_each(self, value: T) -> list[T]:
+        """What every process gives, in their order."""
+        found: list[Any] = [value] * self.size
+        if self._group is not None:
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
     @torch.no_grad()
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Give the tensors of the first process to all of them, in place."""
@@ -40,7 +54,11 @@ class Ranks:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors of one dtype by their means over all processes, in one transfer."""
+        """Replace tensors of one dtype by their means over all processes, in one transfer.
+
+        FSDP has averaged those that are in parts.
+        """
+        tensors = [tensor for tensor in tensors if not in_parts(tensor)]
         if self._group is None or not tensors:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(self.size)
@@ -53,11 +71,12 @@ class SharedGradients:
     """Averages the gradients of seeds that act over all processes, at the end of each backward pass.
 
     DistributedDataParallel does so for the parameters that it was made with. The mean of gradients that were averaged already
-    and of new ones is right too, so gradients may accumulate over several passes.
+    and of new ones is right too, so gradients may accumulate over several passes, with `no_sync` or without.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, wrapper: nn.parallel.DistributedDataParallel | None) -> None:
+        """wrapper: the DistributedDataParallel of the network, where it is known; its `no_sync` holds for seeds too."""
+        self.ranks, self.wrapper = ranks, wrapper
         self._parameters: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
         self._due = False
@@ -66,7 +85,8 @@ class SharedGradients:
         """These are the parameters of the seeds that act and train, in an order that is the same in every process."""
         for handle in self._handles:
             handle.remove()
-        self._parameters = list(parameters) if self.ranks.size > 1 else []
+        several = self.ranks.size > 1
+        self._parameters = [each for each in parameters if several and not in_parts(each)]
         self._handles = [each.register_post_accumulate_grad_hook(self._arrived) for each in self._parameters]
 
     def _arrived(self, parameter: Tensor) -> None:
@@ -76,6 +96,9 @@ class SharedGradients:
 
     def _average(self) -> None:
         self._due = False
+        # As the wrapper does, which decides in its forward pass whether the backward pass synchronises.
+        if self.wrapper is not None and not self.wrapper.require_forward_param_sync:
+            return
         for parameter in self._parameters:
             if parameter.grad is None:  # another process may have one
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,246 @@
+"""Growth in several processes: a program that each of them runs, and that tests start and read. B examples."""
+
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.grafted import graft, planted_at, ungraft
+from esper.kasmina.planted import Mode
+from esper.kasmina.sharding import gather
+from esper.leyline.actions import Op
+from esper.leyline.errors import InputError
+from esper.leyline.sites import Site
+from esper.leyline.streams import Vector
+from esper.runs.growth import Growth
+from loops import stages
+from populations import Script
+
+EVERY, STEPS = 2, 26
+LIFE = {  # the first seed is kept, the second removed
+    (0, 0): (Op.GERMINATE, 0, 1, 1, 1, 3),
+    (2, 0): (Op.ADVANCE, 0),
+    (4, 0): (Op.FOSSILIZE, 0),
+    (5, 0): (Op.GERMINATE, 1, 2, 0, 1, 3),
+    (7, 0): (Op.ADVANCE, 1),
+    (10, 0): (Op.PRUNE, 1, 0, 0, 1, 0),
+}
+SETTINGS = {
+    "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0},
+    "lifecycle": {"proximal": 0.0, "embargo": 2},  # |c|^2 / |h|^2 of a batch is no mean over its parts
+}
+
+
+class Case(NamedTuple):
+    """One training.
+
+    Attributes:
+        shadow: whether seeds incubate in a pass of their own
+        norm: whether the host has batch normalisation, whose buffers are those of a part of the batch
+        parts: backward passes of a step, all but the last of them without synchronisation
+        wrap: how the model is wrapped: 'once', 'again' behind every decision, with the seeds that act, 'static' once; or sharded
+            by FSDP 'before' it was grafted or 'after'
+        stops: the steps behind which the growth is saved
+        start: the step behind which the training begins, from what was saved there; 0 for a new one
+        spoilt: the step whose batch is not finite in the last process, 0 for none
+        blueprint: of the seed that is kept: 0 is linear, and becomes part of its layer
+    """
+
+    shadow: bool = False
+    norm: bool = False
+    parts: int = 1
+    wrap: str = "once"
+    stops: tuple[int, ...] = ()
+    start: int = 0
+    spoilt: int = 0
+    blueprint: int = 1
+
+
+STOPS = (3, 5, 7, 9, 24)
+CASES = {
+    "plain": Case(),
+    "shadow": Case(shadow=True),
+    "parts": Case(parts=3),
+    "parts, wrapped again": Case(parts=3, wrap="again"),
+    "norm": Case(norm=True, stops=STOPS),
+    "norm, wrapped again": Case(norm=True, wrap="again"),
+    "norm, static": Case(norm=True, wrap="static"),
+    **{f"norm from {step}": Case(norm=True, start=step) for step in STOPS},
+    "spoilt": Case(spoilt=18),
+}
+SHARDED = {
+    "before": Case(wrap="before"),
+    "after": Case(wrap="after", stops=(9,)),
+    "after from 9": Case(wrap="before", start=9),
+    "shadow": Case(wrap="after", shadow=True, parts=2),
+    "spoilt": Case(wrap="after", spoilt=18),
+    "folded": Case(wrap="before", blueprint=0),
+}
+
+
+def host(case):
+    with drawn_with(0):
+        middle = nn.BatchNorm1d(6) if case.norm else nn.Identity()
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), middle, nn.Tanh(), nn.Linear(6, 3)).double()
+    if case.wrap == "before" and dist.is_initialized():
+        shard(model)
+    return graft(model, {name: Site(name, name, name, Vector(6)) for name in ("0", "2")})
+
+
+def shard(model):
+    """Some layers by themselves, the others with the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def refusals(rank, size):
+    """The sentences with which a sharded model is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel as Flat
+    from torch.distributed.fsdp import fully_shard
+
+    line, square = (
+        init_device_mesh("cpu", (size,)),
+        init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "parts")),
+    )
+    with drawn_with(1):
+        probe = torch.randn(12, 4).double(), torch.arange(12) % 3
+    partly, bare, flat, wide, uneven = (host(Case()) for _ in range(5))
+    fully_shard(partly[0], mesh=line)
+    fully_shard(ungraft(bare), mesh=line)
+    fully_shard(wide, mesh=square)
+    fully_shard(uneven, mesh=line)
+    flat = Flat(flat, device_id=torch.device("cpu"))
+    said = {}
+    for name, model in {"partly": partly, "bare": bare, "flat": flat, "wide": wide, "uneven": uneven}.items():
+        probes = [probe] * (1 + rank if name == "uneven" else 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        try:
+            Growth(model, optimizer, probe=probes, loss=F.cross_entropy, budget=9.0)
+        except InputError as error:
+            said[name] = str(error)
+    return said
+
+
+def wrap(model, case):
+    """The model for the loop: wrapped with the seeds that act, but without those whose gradients the loop does not see."""
+    if not dist.is_initialized() or case.wrap == "before":
+        return model
+    if case.wrap == "after":
+        shard(model)
+        return model
+    ddp = nn.parallel.DistributedDataParallel
+    seeds = {f"{site}.esper.": planted_at(model, site) for site in ("0", "2")}
+    apart = tuple(first for first, seed in seeds.items() if seed is not None and seed.mode != Mode.ON)
+    ddp._set_params_and_buffers_to_ignore_for_model(
+        model, [name for name, _ in model.named_parameters() if name.startswith(apart)]
+    )
+    return ddp(model, static_graph=case.wrap == "static")
+
+
+@contextmanager
+def unsynchronised(wrapped):
+    """A part of a step whose gradients are kept for the next part."""
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        with wrapped.no_sync():
+            yield
+    else:
+        wrapped.set_requires_gradient_sync(False)
+        yield
+        wrapped.set_requires_gradient_sync(True)
+
+
+def train(name, rank=0, size=1, folder=None, cases=CASES):
+    """What a case comes to, in one process of several."""
+    case = cases[name]
+    model = host(case)
+    wrapped = wrap(model, case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with drawn_with(1):
+        probe = torch.randn(12, 4).double(), torch.arange(12) % 3
+    script = LIFE | {(0, 0): (Op.GERMINATE, 0, case.blueprint, 1 if case.blueprint else 0, 1, 3)}
+    torch.manual_seed(rank)
+    growth = Growth(
+        wrapped,
+        optimizer,
+        probe=[probe] if rank == 0 else [tuple(part[:4] for part in probe)],
+        loss=F.cross_entropy,
+        controller=Script(script if rank == 0 else {}),  # the first process decides
+        every=EVERY,
+        budget=9.0,
+        settings=SETTINGS,
+    )
+    seen = []
+    if case.start:
+        growth.load_state_dict(torch.load(folder / f"{name}.pt"))
+    for step in range(case.start, STEPS):
+        for part in range(case.parts):
+            with drawn_with(100 + step + 1000 * part):
+                x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+            x, y = x[rank::size], y[rank::size]
+            if step == case.spoilt and case.spoilt and rank == size - 1:
+                x = x * torch.inf
+            last = part == case.parts - 1
+            with nullcontext() if last or size == 1 else unsynchronised(wrapped):
+                (F.cross_entropy(wrapped(x), y) / case.parts).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if growth.step(*((x, y) if case.shadow else ())) and case.wrap == "again":
+            wrapped = wrap(model, case)
+            growth.population.shared.follow([])  # the wrapper does it alone
+        seen.append(stages(growth))
+        if step + 1 in case.stops:
+            state = growth.state_dict()  # every process takes part
+            if rank == 0 and folder is not None:
+                torch.save(state, folder / f"{name} from {step + 1}.pt")
+    summary = growth.summary()
+    trained = {key: gather(value).clone() for key, value in model.state_dict().items()}
+    if case.wrap in ("before", "after") and folder is not None:
+        growth.save_adapter(folder / f"adapter of {name}")
+    network = growth.finish()
+    finished = {key: gather(value) for key, value in network.state_dict().items()}
+    kinds = [type(part).__name__ for part in network]
+    return {"trained": trained, "finished": finished, "summary": summary, "stages": seen, "kinds": kinds}
+
+
+def start(size, folder, names, table="CASES"):
+    """Processes that run some cases of a table, one after the other."""
+    command = [sys.executable, __file__, str(size), str(folder), table, *names]
+    return [
+        subprocess.Popen([command[0], command[1], str(rank), *command[2:]], stderr=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+
+
+def finished(running, size, folder):
+    """What every process found in every case."""
+    for each in running:
+        _, error = each.communicate(timeout=240)
+        assert each.returncode == 0, error
+    return [torch.load(folder / f"{size}-{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+if __name__ == "__main__":
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size)
+    found = {}
+    cases = {"CASES": CASES, "SHARDED": SHARDED}[sys.argv[4]]
+    for name in sys.argv[5:]:
+        found[name] = train(name, rank, size, folder, cases) if name in cases else refusals(rank, size)
+        dist.barrier()
+    torch.save(found, folder / f"{size}-{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""A network that grows under FSDP's fully_shard, in two processes over gloo."""
+
+import pytest
+import torch
+
+import ranks
+from esper.kasmina.adapter import attach
+from esper.kasmina.grafted import ungraft
+from loops import equal
+
+STRAIGHT = [name for name, case in ranks.SHARDED.items() if not case.start]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """What each of two processes found."""
+    return ranks.finished(ranks.start(2, folder, [*ranks.SHARDED, "refusals"], "SHARDED"), 2, folder)
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_a_sharded_network_grows_as_a_whole_one_in_one_process(found, name, tmp_path):
+    alone = ranks.train(name, folder=tmp_path, cases=ranks.SHARDED)
+    for each in found:
+        assert each[name]["stages"] == alone["stages"]
+        assert each[name]["finished"].keys() == alone["finished"].keys()
+        for key, value in each[name]["finished"].items():
+            assert torch.allclose(value, alone["finished"][key], rtol=1e-9, atol=1e-11), key
+    seeds = any(".esper." in key for key in alone["finished"])
+    assert seeds == (name != "folded")
+    assert sum(alone["summary"]["rollbacks"].values()) == (name == "spoilt")
+
+
+def test_a_network_may_be_sharded_before_it_is_grafted_or_after(found):
+    for each in found:
+        assert equal(each["before"]["finished"], each["after"]["finished"])
+        assert each["before"]["kinds"] == ["GrownFSDPLinear", "ReLU", "FSDPLinear", "Identity", "Tanh", "Linear"]
+        assert each["after"]["kinds"] == ["FSDPGrownLinear", "ReLU", "FSDPLinear", "Identity", "Tanh", "Linear"]
+
+
+def test_a_state_is_whole_and_goes_on_to_the_same_bits_in_a_network_sharded_in_another_order(found, folder):
+    state = torch.load(folder / "after from 9.pt")
+    assert all(type(tensor) is torch.Tensor for tensor in state["tensors"].values())
+    assert state["tensors"]["0.weight"].shape == (6, 4)
+    for each in found:
+        assert equal(each["after from 9"]["trained"], each["after"]["trained"])
+        assert each["after from 9"]["summary"] == each["after"]["summary"]
+
+
+def test_an_adapter_of_a_sharded_network_is_whole(found, folder):
+    network = attach(ungraft(ranks.host(ranks.Case())), folder / "adapter of after")
+    seeds = {key: value for key, value in found[0]["after"]["finished"].items() if ".esper." in key}
+    assert seeds
+    assert all(torch.equal(value, network.state_dict()[key]) for key, value in seeds.items())
+
+
+def test_what_cannot_grow_is_refused_by_name_in_every_process(found):
+    for each in found:
+        said = each["refusals"]
+        assert "its parameter '2.weight' is not; call fully_shard on the whole model" in said["partly"]
+        assert "has no sites, which are found on a whole model" in said["bare"]
+        assert "wrapped in FullyShardedDataParallel" in said["flat"]
+        assert "over a mesh of 2 dimensions" in said["wide"]
+        assert "probe has 1, 2 batches in the processes" in said["uneven"]
