@@ -1,5 +1,10 @@
 """A LightningModule that grows under Lightning's Trainer, and goes on from its checkpoints."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +27,7 @@ from esper.callbacks import LightningGrowth  # noqa: E402  # needs lightning
 pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
 
 EVERY, BATCHES, EPOCHS = 2, 2, 15  # one decision an epoch
+PLAIN = SETTINGS | {"lifecycle": {"embargo": 2, "proximal": 0.0}}  # |c|^2 / |h|^2 of a batch is no mean over its parts
 
 
 def examples(key, count):
@@ -72,10 +78,12 @@ class Classifier(lightning.pytorch.LightningModule):
 
 
 def training(
-    folder, *, network="", schedule="onecycle", accumulate=1, callbacks=(), precision=None, clip=0.5, **options
+    folder, *, network="", schedule="onecycle", accumulate=1, plain=False, callbacks=(), arguments=None, **options
 ):
     """A trainer, a module and a callback, as a program would make them anew."""
     module = Classifier(schedule)
+    if plain:
+        module.net[3] = nn.Identity()
     sites = {name: Site(name, name, name, Vector(6)) for name in ("0", "2")}
     first = "" if network else "net."
     graft(
@@ -93,12 +101,26 @@ def training(
         enable_progress_bar=False,
         enable_model_summary=False,
         accumulate_grad_batches=accumulate,
-        gradient_clip_val=clip,
-        precision=precision,
         callbacks=[growing, *callbacks],
+        **{"gradient_clip_val": 0.5, **(arguments or {})},
     )
     x, y = examples(3, 12 * BATCHES * accumulate)
     return trainer, module, growing, DataLoader(TensorDataset(x, y), 12)
+
+
+PROCESSES = """
+import os
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from test_lightning import PLAIN, training
+
+arguments = dict(precision="64-true", strategy="ddp", devices=2, use_distributed_sampler=False)
+trainer, module, growing, _ = training({folder!r}, plain=True, settings=PLAIN, arguments=arguments)
+mine = [each[int(os.environ.get("LOCAL_RANK", 0)) :: 2] for each in torch.load({folder!r} + "/data.pt")]
+trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*mine), 6))
+torch.save([module.state_dict(), growing.growth.summary()], {folder!r} + f"/{{trainer.global_rank}}.pt")
+"""
 
 
 def saving(folder):
@@ -173,7 +195,7 @@ def test_the_trainer_grows_as_a_loop_of_ones_own_does(tmp_path):
 
 def test_a_submodule_grows_under_autocast_and_the_checkpoint_has_each_tensor_once(tmp_path):
     trainer, module, growing, loader = training(
-        tmp_path, network="net", precision="bf16-mixed", callbacks=[saving(tmp_path)]
+        tmp_path, network="net", arguments={"precision": "bf16-mixed"}, callbacks=[saving(tmp_path)]
     )
     trainer.fit(module, loader)
     assert growing.network is module.net
@@ -182,7 +204,7 @@ def test_a_submodule_grows_under_autocast_and_the_checkpoint_has_each_tensor_onc
     growth = checkpoint["callbacks"]["LightningGrowth"]
     shared = {tensor.data_ptr() for tensor in checkpoint["state_dict"].values()}
     assert all(tensor.data_ptr() in shared for name, tensor in growth["tensors"].items() if ".esper." not in name)
-    again, other, resumed, loader = training(tmp_path, network="net", precision="bf16-mixed")
+    again, other, resumed, loader = training(tmp_path, network="net", arguments={"precision": "bf16-mixed"})
     again.fit(other, loader, ckpt_path=tmp_path / "epoch=6.ckpt")
     assert equal(other.state_dict(), module.state_dict())
     assert equal(resumed.growth.state_dict(), growing.growth.state_dict())
@@ -230,7 +252,7 @@ class ByHand(Classifier):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"module": ByHand, "clip": None}, "optimizes by hand"),
+        ({"module": ByHand, "arguments": {"gradient_clip_val": None}}, "optimizes by hand"),
         ({"budgets": 1}, "no argument 'budgets'; did you mean budget"),
         ({"optimizer": None}, "takes optimizer from the trainer"),
     ],
@@ -244,3 +266,25 @@ def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path, change, se
 
     with pytest.raises(InputError, match=sentence):
         fit()
+
+
+def test_two_processes_of_the_trainer_grow_as_one_on_all_the_data(tmp_path):
+    trainer, module, _, loader = training(tmp_path, plain=True, settings=PLAIN, arguments={"precision": "64-true"})
+    torch.save(loader.dataset.tensors, tmp_path / "data.pt")
+    program = tmp_path / "program.py"
+    program.write_text(PROCESSES.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert ended.returncode == 0, ended.stderr
+    trainer.fit(module, loader)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert equal(first[0], second[0])
+    assert [entry["site"] for entry in first[1]["keeps"]] == ["0"]
+    for name, value in module.state_dict().items():
+        assert torch.allclose(first[0][name], value, rtol=1e-9, atol=1e-11), name
