@@ -108,7 +108,7 @@ def attach(model: M, folder: Path | str) -> M:
     for name in (WEIGHTS, DESCRIPTION):
         if not (folder / name).is_file():
             raise InputError(
-                f"{folder} holds no adapter, as it has no file {name}; give a folder that save_adapter wrote"
+                f"{folder} holds no adapter, because it has no file {name}; give a folder that save_adapter wrote"
             )
         check_sum(folder / name)
     described = _described(folder / DESCRIPTION)

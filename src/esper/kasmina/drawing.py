@@ -68,10 +68,10 @@ def draw(network: nn.Module, out: str | Path | None = None) -> str:
         esper.draw(esper.load("runs/demo/models/env-000"), "network.svg")
 
     The parts of the host stand below each other in the order in which they run, and every seed stands beside the place
-    that it changes, with an arrow from what it reads. `network` is what `esper.load` or `Growth.finish` returned; of
-    another module the children are drawn, without a seed. `out` names a file to write.
+    that it changes, with an arrow from what it reads. `network` is what `esper.load` or
+    `Growth.finish` returned; for any other module, its children are drawn, without seeds. `out` names a file to write.
 
-    Raises InputError if `network` is no module or the file cannot be written.
+    Raises InputError if `network` is not a module or the file cannot be written.
     """
     if not isinstance(network, nn.Module):
         raise InputError(f"esper.draw was given a {type(network).__name__}; give a network, as esper.load returns it")
@@ -122,7 +122,7 @@ def _grown_parts(network: GrownNetwork) -> Iterator[Part]:
 def _segments(
     segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft], names: dict[int, str], label: str
 ) -> Iterator[Part]:
-    """Segments and the seeds behind them; those of a network that was grown before are inside its segments."""
+    """Yield the segments and the seeds behind them; seeds of an earlier growth are inside the segments."""
     for index, segment in enumerate(segments):
         name = f"{label} {index}"
         if isinstance(segment, GraftedSegments):
@@ -182,7 +182,7 @@ _STYLE = (
 
 
 def _svg(parts: Sequence[Part], title: str) -> str:
-    """Parts of the host in a column, each seed at its right in the row of the part that it is behind."""
+    """Draw the parts of the host in a column, and each seed to the right of the part in front of it."""
     rows: list[tuple[Part, list[Part]]] = []
     for part in parts:
         if part.kind == "seed":

@@ -22,7 +22,7 @@ from esper.store.reading import read_kept
 PAID = "ppo"
 """The `controller` in the config of a training whose reward comes from the config."""
 _LARGEST = 64 * 2**20  # largest summary.json that is read, in bytes
-_MEND = "put back what was there, or start a new run"
+_MEND = "restore the file as it was, or start a new run"
 
 
 def read_config(folder: Path) -> Config:
@@ -169,8 +169,8 @@ def fitting(found: Checkpoint) -> Iterator[None]:
         if isinstance(error, InputError):
             raise
         raise InputError(
-            f"the checkpoint of step {found.number} does not fit the task and the controller as they are now ({error}); put "
-            "back what was there, or start a new run"
+            f"the checkpoint of step {found.number} does not fit the task and the controller as they are now ({error}); "
+            "restore them as they were, or start a new run"
         ) from None
 
 
