@@ -60,7 +60,7 @@ class Page(NamedTuple):
 
 
 STUDIED = {
-    "resnet": Page("resnet", 8, "accuracy", (0.03, 0.1, 0.3), {}),
+    "resnet": Page("resnet", 8, "accuracy", (0.03, 0.1), {}),
     "gpt": Page("GPT", 64, "bits", (3e-3, 1e-2, 3e-2), {}),
     "huggingface": Page("gpt2", 64, "bits", (1e-3, 3e-3, 1e-2), {}),
     "adapt": Page("build", 64, "bits", (1e-3, 3e-3, 1e-2, 3e-2), {"lora": 1e-2, "full": 3e-3, "as-large-full": 3e-3}),
@@ -285,7 +285,8 @@ class Study:
     def tune(self, rate: float) -> dict[str, Result]:
         """The networks whose learning rates are chosen, at a rate."""
         if not self.code.pretraining:
-            return {"never": self.train(self.defined, nothing, rate)}
+            alone, full = (self.train(self.defined, prepare, rate) for prepare in (nothing, planting(None, "none")))
+            return {"never": alone, "all-sites": full}
         names = self.pretrained(self.build)
         grown = self.train(names, None, rate)
         lora = self.train(names, adapting(grown.params), rate)
