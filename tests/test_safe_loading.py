@@ -53,9 +53,17 @@ def dotted(node):
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def reads_tensors_alone(call):
+    """Whether a call is torch.load with `weights_only=True`, whose unpickler makes tensors and plain values alone."""
+    asked = [word.value for word in call.keywords if word.arg == "weights_only"]
+    return dotted(call.func) == "torch.load" and [ast.unparse(value) for value in asked] == ["True"]
+
+
 def executes(source):
     """What a source has that could execute what it reads."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    of_tensors = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and reads_tensors_alone(node)}
+    for node in ast.walk(tree):
         match node:
             case ast.Import():
                 yield from (name.name for name in node.names if name.name.split(".")[0] in MODULES)
@@ -71,7 +79,7 @@ def executes(source):
                     yield "np.load"
             case ast.Call() if any(word.arg == "shell" for word in node.keywords):
                 yield "shell"
-            case ast.Attribute() if dotted(node) in NAMES:
+            case ast.Attribute() if dotted(node) in NAMES and id(node) not in of_tensors:
                 yield dotted(node)
 
 
@@ -89,6 +97,8 @@ def test_no_source_has_anything_that_executes_what_it_reads(path):
         "eval('1')",
         "exec('1')",
         "import torch\ntorch.load(p)",
+        "torch.load(p, weights_only=False)",
+        "torch.load(p, weights_only=safe)",
         "from torch import load",
         "torch.export.load(p)",
         "from torch.export import load",
@@ -106,6 +116,7 @@ def test_what_executes_is_seen(source):
 
 def test_reading_a_module_in_evaluation_mode_is_not_taken_for_executing():
     assert list(executes("network.eval()\nnp.load(p, allow_pickle=False)\nyaml.safe_load(t)\nre.compile(t)")) == []
+    assert list(executes("torch.load(p, weights_only=True)")) == []
 
 
 class Bomb:

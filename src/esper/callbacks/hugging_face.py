@@ -129,7 +129,7 @@ class HuggingFaceGrowth(TrainerCallback):
         _write(folder / FILE, self.growth.state_dict())
         paths = folder / OPTIMIZER, folder / SCHEDULER
         if all(path.is_file() for path in paths):
-            optimizer, scheduler = (torch.load(path, map_location="cpu") for path in paths)
+            optimizer, scheduler = (torch.load(path, map_location="cpu", weights_only=True) for path in paths)
             for path, tree in zip(paths, without_seeds(optimizer, scheduler), strict=True):
                 _write(path, tree)
 
@@ -196,5 +196,5 @@ def _read(folder: Path) -> dict[str, Any]:
             f"{folder} has no {FILE}, so its growth cannot be resumed; give the folder of a checkpoint that was written "
             "with this callback, as HuggingFaceGrowth(checkpoint=...)"
         )
-    found: dict[str, Any] = torch.load(folder / FILE, map_location="cpu")
+    found: dict[str, Any] = torch.load(folder / FILE, map_location="cpu", weights_only=True)
     return found
