@@ -51,6 +51,7 @@ class Case(NamedTuple):
         start: the step behind which the training begins, from what was saved there; 0 for a new one
         spoilt: the step whose batch is not finite in the last process, 0 for none
         blueprint: of the seed that is kept: 0 is linear, and becomes part of its layer
+        half: whether FSDP computes in bfloat16
     """
 
     shadow: bool = False
@@ -61,6 +62,7 @@ class Case(NamedTuple):
     start: int = 0
     spoilt: int = 0
     blueprint: int = 1
+    half: bool = False
 
 
 STOPS = (3, 5, 7, 9, 24)
@@ -82,6 +84,7 @@ SHARDED = {
     "shadow": Case(wrap="after", shadow=True, parts=2),
     "spoilt": Case(wrap="after", spoilt=18),
     "folded": Case(wrap="before", blueprint=0),
+    "half": Case(wrap="after", half=True),
 }
 
 
@@ -94,15 +97,16 @@ def host(case):
     return graft(model, {name: Site(name, name, name, Vector(6)) for name in ("0", "2")})
 
 
-def shard(model):
+def shard(model, *, half=False):
     """Some layers by themselves, the others with the whole."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def refusals(rank, size):
@@ -139,7 +143,7 @@ def wrap(model, case):
     if not dist.is_initialized() or case.wrap == "before":
         return model
     if case.wrap == "after":
-        shard(model)
+        shard(model, half=case.half)
         return model
     ddp = nn.parallel.DistributedDataParallel
     seeds = {f"{site}.esper.": planted_at(model, site) for site in ("0", "2")}

@@ -8,7 +8,7 @@ from esper.kasmina.adapter import attach
 from esper.kasmina.grafted import ungraft
 from loops import equal
 
-STRAIGHT = [name for name, case in ranks.SHARDED.items() if not case.start]
+STRAIGHT = [name for name, case in ranks.SHARDED.items() if not case.start and not case.half]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,17 @@ def test_a_state_is_whole_and_goes_on_to_the_same_bits_in_a_network_sharded_in_a
     for each in found:
         assert equal(each["after from 9"]["trained"], each["after"]["trained"])
         assert each["after from 9"]["summary"] == each["after"]["summary"]
+
+
+def test_a_seed_computes_in_the_precision_of_its_host(found):
+    first, second = (each["half"] for each in found)
+    assert equal(first["finished"], second["finished"])
+    assert [entry["site"] for entry in first["summary"]["keeps"]] == ["0"]
+    assert all(torch.isfinite(value).all() for value in first["finished"].values())
+    exact = found[0]["after"]["finished"]
+    near = [torch.allclose(value, exact[key], atol=0.2) for key, value in first["finished"].items()]
+    assert all(near)
+    assert not equal(first["finished"], exact)
 
 
 def test_an_adapter_of_a_sharded_network_is_whole(found, folder):

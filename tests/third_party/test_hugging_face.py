@@ -146,3 +146,20 @@ def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path):
     lossless, _ = training(tmp_path / "b", probe=[{"input_ids": batch(1)["input_ids"]}])
     with pytest.raises(InputError, match="returns no loss for the probe"):
         lossless.train()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "sentence"),
+    [
+        ("_n_gpu", 2, "the trainer uses DataParallel"),
+        ("deepspeed", "zero.json", "the trainer uses deepspeed"),
+        ("fsdp", True, "the trainer uses fsdp"),
+    ],
+)
+def test_parameters_that_growth_cannot_follow_are_refused_by_name(tmp_path, argument, value, sentence):
+    trainer, growing = training(tmp_path)
+    setattr(trainer.args, argument, value)
+    with pytest.raises(InputError, match=sentence):
+        growing.on_train_begin(
+            trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=None, lr_scheduler=None
+        )

@@ -288,3 +288,10 @@ def test_two_processes_of_the_trainer_grow_as_one_on_all_the_data(tmp_path):
     assert [entry["site"] for entry in first[1]["keeps"]] == ["0"]
     for name, value in module.state_dict().items():
         assert torch.allclose(first[0][name], value, rtol=1e-9, atol=1e-11), name
+
+
+def test_a_strategy_that_growth_cannot_follow_is_refused_by_name(tmp_path):
+    trainer, module, growing, _ = training(tmp_path)
+    trainer._accelerator_connector.strategy = lightning.pytorch.strategies.ModelParallelStrategy()
+    with pytest.raises(InputError, match="strategy is ModelParallelStrategy, under which a network cannot grow"):
+        growing.on_fit_start(trainer, module)
