@@ -677,6 +677,13 @@ def test_what_a_fused_layer_skips_is_left_out_of_the_sites_that_are_found():
     assert "skips its parts in evaluation mode" in repr(model.sites)
 
 
+def test_the_sites_are_an_attribute_of_the_network_alone():
+    model = grafted()
+    assert set(model.sites) == {"stem", "one", "two"}
+    assert not hasattr(model.stem, "sites")
+    assert getattr(model.blocks[0], "sites", None) is None
+
+
 def test_a_network_without_sites_says_so():
     with pytest.raises(InputError, match="the Net has no sites"):
         ungraft(net())

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, planted_at
+from esper.kasmina.grafted import graft, planted_at, ungraft
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
@@ -98,6 +98,49 @@ def grown(reentrant, *, shadow):
         growth.step(*(batch if shadow else ()))
     assert len(growth.summary()["keeps"]) == 2
     return growth.finish()(data(7)[0])
+
+
+def test_a_finished_network_grows_further_and_keeps_what_it_has():
+    model = net()
+    optimizer, growth = growing(model)
+    for number in range(30):
+        step(model, optimizer, number)
+        growth.step()
+    model = growth.finish()
+    first = [name for name in model.state_dict() if ".esper." in name]
+    assert first
+    x, _ = data(7)
+    expected = model(x)
+    assert "holds a seed that was kept" in repr(graft(model, example=x).sites)
+    assert torch.equal(ungraft(model)(x), expected)
+
+    with pytest.raises(InputError, match=r"submodule 'blocks.0' of site 'block' holds a seed that was kept"):
+        graft(model, SITES)
+    names = [name for name in graft(model, example=x).sites if name not in ("blocks.0", "blocks.1.fall")]
+    entry = Entry(at=0, op=Op.GERMINATE, slot=names[0], blueprint="mlp-small", tempo=2, target=1.0, keep=True)
+    again = Growth(
+        model,
+        optimizer,
+        controller=Schedule([entry]),
+        probe=[data(1)],
+        loss=F.cross_entropy,
+        every=2,
+        budget=9.0,
+        settings={"gates": {"permissive": True}},
+    )
+    assert torch.equal(model(x), expected)
+    for number in range(30, 60):
+        step(model, optimizer, number)
+        again.step()
+    assert [entry["site"] for entry in again.summary()["keeps"]] == names[:1]
+    expected = model(x)
+    network = again.finish()
+    grown = {name for name in network.state_dict() if ".esper." in name}
+    assert grown > set(first)
+    for each in (network, copy.deepcopy(network)):
+        assert torch.allclose(each(x), expected, atol=1e-6)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in network.parameters()}
 
 
 @pytest.mark.parametrize(("reentrant", "shadow"), [(False, False), (False, True), (True, False)])

@@ -65,6 +65,8 @@ def graft(
             raise InputError(
                 f"sites {taken[id(after)]!r} and {name!r} are both behind {site.after!r}; a submodule can have one site"
             )
+        if isinstance(getattr(after, CHILD, None), Planted):
+            raise InputError(f"submodule {site.after!r} of site {name!r} holds a seed that was kept; choose another")
         if isinstance(getattr(after, CHILD, None), nn.Module):
             raise InputError(
                 f"submodule {site.after!r} of site {name!r} has a child named {CHILD!r} already; choose another"
@@ -86,13 +88,14 @@ def graft(
 
 
 def ungraft(module: M) -> M:
-    """Take the sites of a grafted network away, with the seeds that are there; in place, and returns the network."""
-    root_of(module)
+    """Take the sites of a grafted network away, with the seeds at them; in place, and returns the network.
+
+    A seed that an earlier growth kept stays.
+    """
     for name in sites_of(module):
         if planted_at(module, name) is not None:
             uproot(module, name)
-    for part in list(module.modules()):
-        restore(part)
+    trim(module)
     return module
 
 
@@ -131,10 +134,13 @@ def prefix(module: nn.Module, name: str) -> str:
 
 
 def trim(module: nn.Module) -> None:
-    """Give every submodule of a grafted network its own class again that takes no part in what a seed computes."""
+    """Take the free sites of a network away: every submodule without a part in what a seed computes gets its own class again."""
+    root_of(module).sites = None
     for part in list(module.modules()):
         point: Point | None = part.__dict__.get(POINT)
         if point is not None:
+            if not point.planted:
+                point.site = point.before = point.input = None
             point.records = tuple(wire for wire in point.records if wire.readers)
             point.clears = tuple(wire for wire in point.clears if wire.readers)
             if not (point.planted or point.records or point.clears):
@@ -157,7 +163,7 @@ def _found(
         )
     found = find_sites(module, example, loss)
     if names == "auto":
-        refused = {name: reason for name, site in found.items() if (reason := _fused(module, site.after))}
+        refused = {name: reason for name, site in found.items() if (reason := _not_now(module, site.after))}
         kept = [site for name, site in found.items() if name not in refused]
         return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused)
     for name in names:
@@ -230,6 +236,13 @@ def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -
         raise InputError(f"{of} is a {type(module).__name__}, which is never called; name one of its parts")
     if fused := _fused(root, path):
         raise InputError(f"{of} is {fused}")
+
+
+def _not_now(root: nn.Module, path: str) -> str:
+    """Return why a submodule cannot be a site although its stream is one; empty if it can."""
+    if isinstance(getattr(root.get_submodule(path), CHILD, None), Planted):
+        return "holds a seed that was kept"
+    return _fused(root, path)
 
 
 def _fused(root: nn.Module, path: str) -> str:

@@ -245,11 +245,18 @@ def grown_class(original: type[nn.Module]) -> type[nn.Module]:
             "_esper_original": original,
         }
         if not hasattr(original, "sites"):
-            body["sites"] = property(sites_of)
+            body["sites"] = property(_sites)
         if issubclass(original, nn.Sequential):
             body |= {"__iter__": _own_children, "__len__": _count_children, "__getitem__": _child}
         _CLASSES[original] = type(f"Grown{original.__name__}", (original,), body)
     return _CLASSES[original]
+
+
+def _sites(self: nn.Module) -> Mapping[str, Site]:
+    """Return the sites of a grafted network. Raises AttributeError on its submodules, as for any attribute that is not there."""
+    if not is_grafted(self):
+        raise AttributeError("only the grafted network itself has sites")
+    return sites_of(self)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:

@@ -61,7 +61,7 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def survey(module: nn.Module, run: Callable[[], Any]) -> dict[str, Reading]:
-    """Return the `Reading` of every site of a grafted network without seeds, by name, for the pass that `run` makes.
+    """Return the `Reading` of every site of a grafted network, whose sites are free, by name, for the pass that `run` makes.
 
     The network is not changed. Raises InputError if no forward pass calls a site, if its stream differs from the
     declared one, or if its submodule runs whatever children it has.
@@ -69,9 +69,8 @@ def survey(module: nn.Module, run: Callable[[], Any]) -> dict[str, Reading]:
     tapes: dict[nn.Module, _Calls] = {part: _Calls() for part in module.modules() if POINT in part.__dict__}
     for part, tape in tapes.items():
         point: Point = part.__dict__[POINT]
-        assert not point.planted, "a network must be surveyed before anything is planted"
         point.tape = tape
-        if point.site is not None:
+        if point.site is not None and not point.planted:  # a seed of an earlier growth stays where it is
             setattr(part, CHILD, _Tripwire(point.site))
     try:
         with undisturbed(module):
@@ -79,7 +78,7 @@ def survey(module: nn.Module, run: Callable[[], Any]) -> dict[str, Reading]:
     finally:
         for part in tapes:
             part.__dict__[POINT].tape = None
-            if CHILD in part._modules:
+            if isinstance(part._modules.get(CHILD), _Tripwire):
                 delattr(part, CHILD)
     return {name: _reading(module, site, tapes) for name, site in sites_of(module).items()}
 

@@ -179,6 +179,7 @@ class Growth:
             if folded or not kept:
                 population.free(site.name)
         self.frozen.release()
+        population.groups.disown()
         for network in (self.model, *population.copies):
             trim(network)
         self.finished = True

@@ -88,6 +88,11 @@ class Groups:
         for entries in lists:
             del entries[index]
 
+    def disown(self) -> None:
+        """Make the groups of the seeds that are left groups like any others, with which another growth can begin."""
+        for group in self.optimizer.param_groups:
+            group.pop(OWNER, None)
+
     def names(self) -> list[str]:
         """The sites whose seeds have a group, in the order of the groups."""
         return [group[OWNER] for group in self.optimizer.param_groups if OWNER in group]
