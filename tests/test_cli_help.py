@@ -18,6 +18,7 @@ COMMANDS = [
     "watch",
     "report",
     "compare",
+    "serve",
     "doctor",
 ]
 

@@ -18,6 +18,7 @@ from esper.commands.listing import blueprints, config, tasks
 from esper.commands.options import fail, say
 from esper.commands.report import report
 from esper.commands.running import grow, resume, train
+from esper.commands.serving import serve
 from esper.commands.watching import watch
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
@@ -57,6 +58,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "watch": watch,
     "report": report,
     "compare": compare,
+    "serve": serve,
     "doctor": doctor,
 }
 """The subcommands, in the order of the help."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from esper.nissa.events import decode_lines, read_events
 from esper.nissa.rows import ROWS, Row, RunRow
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
-from esper.store.reading import read_kept
+from esper.store.reading import open_regular, read_kept
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
@@ -49,7 +49,7 @@ class Tail:
         """The complete rows since the last call, in order; all of them after a restart. InputError if a line is not a row."""
         if not self.path.exists():
             return []
-        with open(self.path, "rb") as file:
+        with open_regular(self.path, _MEND) as file:
             file.seek(max(self._place - len(self._last), 0))
             if file.read(len(self._last)) != self._last:
                 self._seen, self._last, self._place = 0, b"", 0
@@ -114,12 +114,16 @@ class OpenRun:
         for row in self.rows("run"):
             assert isinstance(row, RunRow)
             last = row.status
-        summary = self.summary
-        if last is None and summary is not None:  # telemetry.level is off
+        return self.status_after(last)
+
+    def status_after(self, last: str | None) -> Status:
+        """As `status`, without reading the rows: `last` is the status in the last `run` row, None if there is no such row."""
+        summary = self.summary if last is None else None
+        if summary is not None:  # telemetry.level is off
             said = str(summary.get("status", "finished"))
             return "interrupted" if said == "interrupted" else "failed" if said == "failed" else "finished"
-        if last not in (None, "running"):
-            return last
+        if last in ("finished", "interrupted", "failed"):
+            return cast(Status, last)
         return "running" if self.is_written else "killed"
 
     @property

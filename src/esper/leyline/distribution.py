@@ -15,6 +15,7 @@ EXTRAS = {
     "vision": ("pyarrow", "PIL"),
     "frames": ("pandas", "pyarrow"),
     "tui": ("textual",),
+    "web": ("starlette", "uvicorn"),
     "lightning": ("lightning",),
     "hf": ("transformers",),
 }

@@ -16,7 +16,7 @@ from esper.karn.comparison import (
     result_rows,
     settings_that_differ,
 )
-from esper.karn.report.frame import Section, Table, flat_settings, render, write_page
+from esper.karn.report.frame import Content, Section, Table, flat_settings, render, write_page
 from esper.karn.report.model import Floats, Population
 from esper.karn.report.svg import Series, curves, text
 from esper.leyline.arguments import to_path
@@ -46,6 +46,11 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
 
 def page(comparison: Comparison) -> str:
     """The page of a comparison."""
+    return render(content_of(comparison))
+
+
+def content_of(comparison: Comparison) -> Content:
+    """What the page of a comparison shows."""
     runs = comparison.runs
     sections = [
         _result(comparison),
@@ -55,7 +60,7 @@ def page(comparison: Comparison) -> str:
         _trainings(runs),
     ]
     names = ", ".join(printable(run.name) for run in runs)
-    return render("Comparison of runs", names, [section for section in sections if section is not None])
+    return Content("Comparison of runs", names, [section for section in sections if section is not None])
 
 
 def _result(comparison: Comparison) -> Section:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment
+from jinja2 import Environment, FunctionLoader, Template
 from markupsafe import Markup
 
 from esper.leyline.distribution import installed_version
@@ -47,21 +47,42 @@ class Section(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def render(
-    title: str, heading: str, sections: Sequence[Section], *, data: Markup | None = None, last_step: int = 0
-) -> str:
-    """The text of a page. `data` is the JSON of the slider in the section "growth", whose last place is `last_step`."""
-    rendered: str = _template().render(
-        title=printable(title),
-        heading=heading,
-        sections=sections,
-        css=Markup(_asset("report.css")),
-        script=Markup(_asset("report.js")),
-        data=data,
-        last_step=last_step,
+class Content(NamedTuple):
+    """What a page shows, without its style and scripts.
+
+    Attributes:
+        title (str): first heading
+        heading (str): line below it
+        sections (list of Section): parts
+        data (Markup or None): JSON of the slider in the section "growth"; None without it
+        last_step (int): last place of the slider
+    """
+
+    title: str
+    heading: str
+    sections: Sequence[Section]
+    data: Markup | None = None
+    last_step: int = 0
+
+
+def render(content: Content) -> str:
+    """The text of a self-contained page."""
+    rendered: str = _template("report.html").render(
+        **_named(content),
+        css=Markup(asset("report.css")),
+        script=Markup(asset("report.js")),
         version=installed_version() or "from its sources",
     )
     return rendered
+
+
+def render_content(content: Content) -> Markup:
+    """The header and the main part of a page, for a page that brings its own style and scripts."""
+    return Markup(_template("content.html").render(**_named(content)))
+
+
+def _named(content: Content) -> dict[str, Any]:
+    return {**content._asdict(), "title": printable(content.title)}
 
 
 def write_page(path: Path, content: str) -> Path:
@@ -74,13 +95,14 @@ def write_page(path: Path, content: str) -> Path:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file of this package: a template, the style or the script."""
     return (files("esper.karn.report") / name).read_text(encoding="utf-8")
 
 
 @cache
-def _template() -> Any:
-    return Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html"))
+def _template(name: str) -> Template:
+    return Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset)).get_template(name)
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

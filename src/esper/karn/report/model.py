@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from esper.karn.reader import OpenRun, Status
 from esper.leyline.stages import Stage
 from esper.nissa.analytics import BlueprintAnalytics, Tally
-from esper.nissa.rows import EpisodeRow, LifecycleRow, RollbackRow, RoundRow, RunRow, StepRow
+from esper.nissa.rows import EpisodeRow, LifecycleRow, RollbackRow, RoundRow, Row, RunRow, StepRow
 
 Floats = NDArray[np.float64]
 NO_SEED = -1
@@ -128,53 +128,73 @@ class RunModel(NamedTuple):
     changed: Sequence[str]
 
 
-def read_model(run: OpenRun) -> RunModel:
-    """The model of a run folder. InputError if a file of it is damaged."""
-    heads: list[RunRow] = []
-    steps: list[StepRow] = []
-    changes: list[LifecycleRow] = []
-    rollbacks: list[RollbackRow] = []
-    episodes: list[EpisodeRow] = []
-    rounds: list[RoundRow] = []
-    refused: Counter[str] = Counter()
-    analytics = BlueprintAnalytics()
-    for row in run.rows():
-        analytics.write(row)
+class Gathered:
+    """The rows of a run that its model needs, as they come. `write` every row in order; `model` may be called at any time."""
+
+    def __init__(self) -> None:
+        self._heads: list[RunRow] = []
+        self._steps: list[StepRow] = []  # of the last episode
+        self._changes: list[LifecycleRow] = []
+        self._rollbacks: list[RollbackRow] = []
+        self._episodes: list[EpisodeRow] = []
+        self._rounds: list[RoundRow] = []
+        self._refused: Counter[str] = Counter()
+        self._analytics = BlueprintAnalytics()
+
+    def write(self, row: Row) -> None:
+        """Take in the next row."""
+        self._analytics.write(row)
         match row:
             case RunRow():
-                heads.append(row)
+                self._heads.append(row)
             case StepRow() if row.cohort is UNSET:  # a training shows its rounds instead
-                if steps and steps[-1].episode != row.episode:
-                    steps = []
-                steps.append(row)
-                refused.update(reason for reason in row.refused if reason is not None)
+                if self._steps and self._steps[-1].episode != row.episode:
+                    self._steps = []
+                self._steps.append(row)
+                self._refused.update(reason for reason in row.refused if reason is not None)
             case LifecycleRow():
-                changes.append(row)
+                self._changes.append(row)
             case RollbackRow():
-                rollbacks.append(row)
+                self._rollbacks.append(row)
             case EpisodeRow():
-                episodes.append(row)
+                self._episodes.append(row)
             case RoundRow():
-                rounds.append(row)
-    head = heads[0] if heads else None
-    population = _population(head, steps, changes) if head is not None and steps else None
-    episode = steps[-1].episode if steps else -1
-    return RunModel(
-        run.status,
-        head,
-        run.config,
-        run.summary,
-        run.environment,
-        population,
-        _stays(population, head, [row for row in changes if row.episode == episode]) if head and population else [],
-        analytics.tallies(),
-        [_decided(row) for row in changes if row.to_stage in ("FOSSILIZED", "PRUNED") and row.blueprint and row.why],
-        dict(refused.most_common()),
-        rollbacks,
-        episodes,
-        rounds,
-        [setting for row in heads for setting in row.changed],
-    )
+                self._rounds.append(row)
+
+    def model(self, run: OpenRun) -> RunModel:
+        """The model of the rows so far and of the other files of their run. InputError if one of these is damaged."""
+        heads, steps, changes = self._heads, self._steps, self._changes
+        head = heads[0] if heads else None
+        population = _population(head, steps, changes) if head is not None and steps else None
+        episode = steps[-1].episode if steps else -1
+        return RunModel(
+            run.status_after(heads[-1].status if heads else None),
+            head,
+            run.config,
+            run.summary,
+            run.environment,
+            population,
+            _stays(population, head, [row for row in changes if row.episode == episode]) if head and population else [],
+            self._analytics.tallies(),
+            [
+                _decided(row)
+                for row in changes
+                if row.to_stage in ("FOSSILIZED", "PRUNED") and row.blueprint and row.why
+            ],
+            dict(self._refused.most_common()),
+            list(self._rollbacks),
+            list(self._episodes),
+            list(self._rounds),
+            [setting for row in heads for setting in row.changed],
+        )
+
+
+def read_model(run: OpenRun) -> RunModel:
+    """The model of a run folder. InputError if a file of it is damaged."""
+    gathered = Gathered()
+    for row in run.rows():
+        gathered.write(row)
+    return gathered.model(run)
 
 
 def _population(head: RunRow, steps: Sequence[StepRow], changes: Iterable[LifecycleRow]) -> Population:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from esper.karn import console
 from esper.karn.examples import split_lines
 from esper.karn.reader import open_run
-from esper.karn.report.frame import Section, Table, flat_settings, render, write_page
+from esper.karn.report.frame import Content, Section, Table, flat_settings, render, write_page
 from esper.karn.report.model import NO_SEED, RunModel, read_model
 from esper.karn.report.svg import Series, curves, forest, text, timeline
 from esper.leyline.arguments import to_path
@@ -56,6 +56,11 @@ def report_at_end(folder: Path) -> None:
 
 def page(model: RunModel, name: str) -> str:
     """The page of a model; `name` is that of the run folder."""
+    return render(content_of(model, name))
+
+
+def content_of(model: RunModel, name: str) -> Content:
+    """What the page of a model shows."""
     sections = [
         section
         for section in (
@@ -72,7 +77,7 @@ def page(model: RunModel, name: str) -> str:
     ]
     population = model.population
     last_step = 0 if population is None else len(population.steps) - 1
-    return render(name, _heading(model), sections, data=_data(model), last_step=last_step)
+    return Content(name, _heading(model), sections, _data(model), last_step)
 
 
 def head_of(model: RunModel, name: str) -> str:

@@ -1,45 +1,43 @@
 "use strict";
 (() => {
-  const words = document.getElementById("words");
-  const tell = (cell) => { words.textContent = cell.dataset.words; };
-  for (const figure of document.querySelectorAll("svg.timeline")) {
+  // A page that is updated while it is open replaces figures and data, and then sends "esper-changed"; the words, the slider and
+  // the list of environments stay.
+  const tell = (cell) => { document.getElementById("words").textContent = cell.dataset.words; };
+  const listen = (figure) => {
+    if (figure.listens) return;
+    figure.listens = true;
     const cells = [...figure.querySelectorAll(".stay")];
-    let chosen = -1;
+    const chosen = () => cells.findIndex((cell) => cell.classList.contains("chosen"));
     const choose = (index) => {
-      if (chosen >= 0) cells[chosen].classList.remove("chosen");
-      chosen = Math.max(0, Math.min(cells.length - 1, index));
-      cells[chosen].classList.add("chosen");
-      tell(cells[chosen]);
+      const before = chosen(), cell = cells[Math.max(0, Math.min(cells.length - 1, index))];
+      if (before >= 0) cells[before].classList.remove("chosen");
+      cell.classList.add("chosen");
+      tell(cell);
     };
     figure.addEventListener("click", (event) => { const at = cells.indexOf(event.target); if (at >= 0) choose(at); });
     figure.addEventListener("mouseover", (event) => { if (cells.includes(event.target)) tell(event.target); });
     figure.addEventListener("keydown", (event) => {
       const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      if (by && cells.length) { event.preventDefault(); choose(chosen + by); }
+      if (by && cells.length) { event.preventDefault(); choose(chosen() + by); }
     });
-  }
-  const source = document.getElementById("data");
-  if (!source) return;
-  const data = JSON.parse(source.textContent);
-  const { slots, blueprints, stages, envs, steps, stage, seed, alpha } = data;
-  const slider = document.getElementById("step"), env = document.getElementById("env"), shown = document.getElementById("step-shown");
-  const network = document.getElementById("network"), counts = document.getElementById("counts");
-  for (let e = 0; e < envs; e += 1) env.add(new Option(String(e), String(e)));
+  };
   const add = (parent, tag, text, style) => {
     const element = parent.appendChild(document.createElement(tag));
     element.textContent = text;
     if (style) element.className = style;
     return element;
   };
-  const at = (t, e, s) => (t * envs + e) * slots.length + s;
-  const draw = () => {
-    const t = Number(slider.value), e = Number(env.value);
-    shown.textContent = `step ${steps[t]}`;
+  const draw = (data) => {
+    const { slots, blueprints, stages, envs, steps, stage, seed, alpha } = data;
+    const network = document.getElementById("network"), counts = document.getElementById("counts");
+    const t = Number(document.getElementById("step").value), e = Number(document.getElementById("env").value);
+    const at = (env, s) => (t * envs + env) * slots.length + s;
+    document.getElementById("step-shown").textContent = `step ${steps[t]}`;
     network.replaceChildren();
     const said = [];
     add(network, "span", "input");
     slots.forEach((slot, s) => {
-      const place = at(t, e, s), planted = seed[place] >= 0;
+      const place = at(e, s), planted = seed[place] >= 0;
       add(network, "span", `host up to ${slot}`);
       if (!planted) return;
       const line = `+ ${blueprints[seed[place]]} (${stages[stage[place]]}, alpha ${alpha[place] / 100})`;
@@ -54,7 +52,7 @@
     const body = counts.createTBody();
     slots.forEach((slot, s) => {
       const found = new Array(blueprints.length + 1).fill(0);
-      for (let each = 0; each < envs; each += 1) { const k = seed[at(t, each, s)]; found[k < 0 ? blueprints.length : k] += 1; }
+      for (let each = 0; each < envs; each += 1) { const k = seed[at(each, s)]; found[k < 0 ? blueprints.length : k] += 1; }
       const row = body.insertRow(), name = add(row, "th", slot);
       name.scope = "row";
       for (const count of found) {
@@ -63,8 +61,24 @@
       }
     });
   };
-  document.getElementById("map").hidden = false;
-  slider.addEventListener("input", draw);
-  env.addEventListener("change", draw);
-  draw();
+  let data = null;
+  const read = () => {
+    for (const figure of document.querySelectorAll("svg.timeline")) listen(figure);
+    const source = document.getElementById("data"), map = document.getElementById("map");
+    if (!source) return;
+    data = JSON.parse(source.textContent);
+    const slider = document.getElementById("step"), env = document.getElementById("env"), atEnd = slider.value === slider.max;
+    slider.max = String(data.steps.length - 1);
+    if (atEnd) slider.value = slider.max;
+    while (env.length > data.envs) env.remove(env.length - 1);
+    for (let e = env.length; e < data.envs; e += 1) env.add(new Option(String(e), String(e)));
+    if (map.hidden) {
+      map.hidden = false;
+      slider.addEventListener("input", () => draw(data));
+      env.addEventListener("change", () => draw(data));
+    }
+    draw(data);
+  };
+  document.addEventListener("esper-changed", read);
+  read();
 })();

@@ -1,0 +1,164 @@
+"""Who may ask, and what every answer forbids the browser. Nothing behind the guard needs to check either."""
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from esper.karn.serve.pages import error_page, login_page
+from esper.leyline.errors import InputError
+from esper.store.reading import read_named
+
+SHORTEST_TOKEN = 16  # characters
+LARGEST_FORM = 4096  # bytes
+LOGIN = "/login"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""The headers of every answer."""
+
+
+class Door(NamedTuple):
+    """Who may ask.
+
+    Attributes:
+        token (str or None): what every request must bring; None if none is needed
+        host (str): the host that the user named
+        loopback (bool): whether the server can be reached from this machine alone
+        port (int): of the server, which names the cookie
+    """
+
+    token: str | None
+    host: str
+    loopback: bool
+    port: int
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie: those of two servers on one machine differ by port."""
+        return f"esper-{self.port}"
+
+    @property
+    def session(self) -> str:
+        """Value of the cookie: made from the token, which cannot be found from it."""
+        assert self.token is not None
+        return hmac.new(self.token.encode(), b"esper serve session", hashlib.sha256).hexdigest()
+
+    def admits(self, headers: Headers, cookies: dict[str, str]) -> bool:
+        """Whether a request brings the token, in its header or as the cookie; compared in constant time."""
+        if self.token is None:
+            return True
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        by_header = _same(given.strip(), self.token) and scheme.lower() == "bearer"
+        return _same(cookies.get(self.cookie, ""), self.session) or by_header
+
+    def knows(self, host: str | None) -> bool:
+        """Whether a Host header names this server; a page of another site that has its name point here is turned away."""
+        try:
+            name = urlsplit(f"//{host or ''}").hostname or ""
+        except ValueError:
+            return False
+        if not host or "@" in host or "/" in host:
+            return False
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            local = {"localhost"} if self.loopback else {"localhost", self.host.lower(), socket.gethostname().lower()}
+            return name in local
+        return address.is_loopback or not self.loopback
+
+
+class Guard:
+    """An ASGI application that lets a request through to another one only if its host, method and token are right."""
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self.app, self.door = app, door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or hand it on."""
+        if scope["type"] != "http":
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        request = Request(scope, receive)
+        answer = self._refusal(request)
+        if answer is None and request.method == "POST":
+            answer = await self._log_in(request)
+        await (answer or self.app)(scope, receive, send_guarded)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """The answer to a request that must not go on; None if it may."""
+        if not self.door.knows(request.headers.get("host")) or len(request.headers.getlist("host")) != 1:
+            return PlainTextResponse("This server has another name; open the address that esper serve printed.\n", 421)
+        login = self.door.token is not None and request.url.path == LOGIN
+        if request.method not in ("GET", "HEAD") and not (login and request.method == "POST"):
+            return PlainTextResponse("Only GET is answered here.\n", 405, headers={"Allow": "GET, HEAD"})
+        if login:
+            return None if request.method == "POST" else login_page()
+        if not self.door.admits(request.headers, request.cookies):
+            return login_page(401)
+        return None
+
+    async def _log_in(self, request: Request) -> Response:
+        """The answer to the form of the token: the cookie if it is right."""
+        assert self.door.token is not None
+        origin = request.headers.get("origin")
+        if origin is not None and origin != "null" and urlsplit(origin).netloc != request.headers["host"]:
+            return PlainTextResponse("The form was sent from another site.\n", 403)
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_FORM:
+                return error_page("The form is too long", f"A form has at most {LARGEST_FORM:,} bytes.", 413)
+        given = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0].strip()
+        if not _same(given, self.door.token):
+            return login_page(401, wrong=True)
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(self.door.cookie, self.door.session, httponly=True, samesite="strict", path="/")
+        return answer
+
+
+def new_token() -> str:
+    """A token that cannot be guessed."""
+    return secrets.token_urlsafe(32)
+
+
+def read_token(path: Path) -> str:
+    """The token in a file. InputError if the file cannot be read or holds no token."""
+    try:
+        token = read_named(path, LARGEST_FORM, "name a file that holds the token").decode("ascii").strip()
+    except UnicodeDecodeError:
+        token = ""
+    if len(token) < SHORTEST_TOKEN or not token.isprintable() or " " in token:
+        raise InputError(
+            f"{path} holds no token: write one line of at least {SHORTEST_TOKEN} letters, digits and signs without spaces"
+        )
+    return token
+
+
+def _same(given: str, right: str) -> bool:
+    """Whether two texts are equal, in a time that depends on neither."""
+    digests = (hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (given, right))
+    return hmac.compare_digest(*digests)

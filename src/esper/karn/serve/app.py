@@ -1,0 +1,254 @@
+"""The routes of the server: an ASGI application over the runs of a library."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from esper.karn.comparison import read_comparison
+from esper.karn.report.compared import content_of
+from esper.karn.report.frame import render_content
+from esper.karn.serve import pages
+from esper.karn.serve.access import Door, Guard
+from esper.karn.serve.decisions import decisions, read_filter
+from esper.karn.serve.downloads import FILES, archive, archives_of, chunks, files_of, open_file
+from esper.karn.serve.following import Following
+from esper.karn.serve.library import Entry, Library, Selection
+from esper.leyline.errors import InputError
+from esper.leyline.text import counted
+from esper.nissa.rows import DecisionRow, RunRow
+from esper.store.disk import file_name
+
+LOOK = 0.5
+"""Pause between two looks at the files of a run that is followed [seconds]."""
+SILENCE = 15.0
+"""Longest time without a word to a page that follows [seconds]; proxies close a connection that is silent for long."""
+MOST_COMPARED = 16
+"""Most runs in one comparison."""
+
+
+class Site:
+    """What the routes share.
+
+    library: the runs. stop: set when the server ends, so that pages that follow a run do not hold it up.
+    """
+
+    def __init__(self, library: Library, stop: threading.Event) -> None:
+        self.library, self.stop, self.following = library, stop, Following()
+
+    def folder(self, request: Request) -> Path:
+        """The folder of the run that an address names. HTTPException (404) if there is none."""
+        found = self.library.folder(request.path_params["key"])
+        if found is None:
+            raise HTTPException(404, "no such run")
+        return found
+
+    def runs(self, request: Request) -> Response:
+        """The list of runs."""
+        content, version = self._runs(request)
+        query = f"?{request.url.query}" if request.url.query else ""
+        return pages.shell("Runs", content, live=("/live", f"/content{query}", version))
+
+    def runs_content(self, request: Request) -> Response:
+        """The list of runs without the page around it."""
+        content, version = self._runs(request)
+        return HTMLResponse(content, headers={"X-Version": version})
+
+    def _runs(self, request: Request) -> tuple[str, str]:
+        query = request.query_params
+        chosen = Selection(query.get("q", ""), *(query.get(tag, "") for tag in pages.TAGS))
+        entries = self.library.entries()
+        return pages.runs_content(entries, chosen), version_of(entries)
+
+    async def runs_live(self, request: Request) -> Response:
+        """Events that say that the list has changed."""
+        return _events(request, self._changes(lambda: (version_of(self.library.entries()), False)))
+
+    def run(self, request: Request) -> Response:
+        """The report of one run, which follows it."""
+        folder, key = self.folder(request), request.path_params["key"]
+        shown = self.following.run(folder).page()
+        live = (f"/runs/{key}/live", f"/runs/{key}/content", shown.version)
+        return pages.shell(folder.name, shown.content, links=pages.run_links(key), here="Report", live=live)
+
+    def run_content(self, request: Request) -> Response:
+        """The report of one run without the page around it."""
+        shown = self.following.run(self.folder(request)).page()
+        return HTMLResponse(shown.content, headers={"X-Version": shown.version})
+
+    async def run_live(self, request: Request) -> Response:
+        """Events that say that the report of a run has changed, until the run has ended."""
+        followed = await run_in_threadpool(lambda: self.following.run(self.folder(request)))
+
+        def look() -> tuple[str, bool]:
+            return followed.version, followed.ended
+
+        return _events(request, self._changes(look))
+
+    async def _changes(self, look: Callable[[], tuple[str, bool]]) -> AsyncIterator[str]:
+        """Server-sent events: `changed` with each new version, and `ended` after the last."""
+        sent, silent = None, 0.0
+        while not self.stop.is_set():
+            version, ended = await run_in_threadpool(look)
+            if version != sent:
+                yield f"event: changed\ndata: {version}\n\n"
+                sent, silent = version, 0.0
+            if ended:
+                yield "event: ended\ndata: \n\n"
+                return
+            if silent >= SILENCE:
+                yield ": still here\n\n"
+                silent = 0.0
+            await asyncio.sleep(LOOK)
+            silent += LOOK
+
+    def compare(self, request: Request) -> Response:
+        """A comparison of the chosen runs."""
+        keys = list(dict.fromkeys(request.query_params.getlist("run")))
+        found = [self.library.folder(key) for key in keys[: MOST_COMPARED + 1]]
+        folders = [folder for folder in found if folder is not None]
+        if len(folders) < len(found):
+            raise HTTPException(404, "no such run")
+        if not 2 <= len(folders) <= MOST_COMPARED:
+            raise InputError(f"{counted(len(folders), 'run')} chosen; choose 2 to {MOST_COMPARED} in the list of runs")
+        content = render_content(content_of(read_comparison(folders)))
+        return pages.shell("Comparison", content)
+
+    def decisions(self, request: Request) -> Response:
+        """The decisions of a run that a filter selects."""
+        folder, key, query = self.folder(request), request.path_params["key"], request.query_params
+        chosen, start = read_filter(query), _place(query.get("start", ""))
+        count, rows = 0, list[DecisionRow]()
+        for _, row in decisions(folder, chosen):
+            if start <= count < start + pages.PART:
+                rows.append(row)
+            count += 1
+        head = next(iter(self.following.run(folder).run.rows("run")), None)
+        slots = head.slots if isinstance(head, RunRow) else ()
+        content = pages.decisions_content(folder.name, key, slots, chosen, rows, start, count, query)
+        return pages.shell(f"Decisions of {folder.name}", content, links=pages.run_links(key), here="Decisions")
+
+    def decision_lines(self, request: Request) -> Response:
+        """The same decisions, as the lines of the events."""
+        folder, chosen = self.folder(request), read_filter(request.query_params)
+        found = decisions(folder, chosen)
+        first = next(found, None)  # a file that cannot be read is said so before the answer begins
+        lines = (line for line, _ in chain(() if first is None else (first,), found))
+        return _download(lines, f"{file_name(folder.name)}-decisions.jsonl", "application/x-ndjson")
+
+    def files(self, request: Request) -> Response:
+        """The files of a run."""
+        folder, key = self.folder(request), request.path_params["key"]
+        content = pages.files_content(folder.name, key, files_of(folder), list(archives_of(folder)))
+        return pages.shell(f"Files of {folder.name}", content, links=pages.run_links(key), here="Files")
+
+    def file(self, request: Request) -> Response:
+        """One file of a run, as a download."""
+        folder, name = self.folder(request), request.path_params["name"]
+        if name not in {file.name for file in files_of(folder)}:
+            raise HTTPException(404, "no such file")
+        opened, size = open_file(folder, name)
+        return _download(chunks(opened, size), f"{file_name(folder.name)}-{name}", FILES[name], size)
+
+    def archive(self, request: Request) -> Response:
+        """A folder of a network as a zip archive."""
+        folder = self.folder(request)
+        known = archives_of(folder)
+        name = request.path_params["name"]
+        if name not in known:
+            raise HTTPException(404, "no such network")
+        packed, size = archive(known[name])
+        shown = f"{file_name(folder.name)}-{file_name(known[name].name)}.zip"
+        return _download(chunks(packed, size), shown, "application/zip", size)
+
+
+def asset(request: Request) -> Response:
+    """A style or a script."""
+    name = request.path_params["name"]
+    if name not in pages.ASSETS:
+        raise HTTPException(404, "no such file")
+    return Response(pages.asset(name), media_type=pages.ASSETS[name])
+
+
+def create_app(library: Library, door: Door, stop: threading.Event) -> ASGIApp:
+    """The application. `stop` ends the events of pages that follow a run."""
+    site = Site(library, stop)
+    routes: Sequence[tuple[str, Callable[[Request], Any]]] = (
+        ("/", site.runs),
+        ("/content", site.runs_content),
+        ("/live", site.runs_live),
+        ("/compare", site.compare),
+        ("/assets/{name}", asset),
+        ("/runs/{key}", site.run),
+        ("/runs/{key}/content", site.run_content),
+        ("/runs/{key}/live", site.run_live),
+        ("/runs/{key}/decisions", site.decisions),
+        ("/runs/{key}/decisions.jsonl", site.decision_lines),
+        ("/runs/{key}/files", site.files),
+        ("/runs/{key}/files/{name}", site.file),
+        ("/runs/{key}/archives/{name}", site.archive),
+    )
+    app = Starlette(
+        routes=[Route(path, endpoint, methods=["GET"]) for path, endpoint in routes],
+        exception_handlers={
+            HTTPException: _not_found,
+            InputError: _bad_input,
+            OSError: _unreadable,
+            Exception: _failed,
+        },
+    )
+    app.router.redirect_slashes = False
+    return Guard(app, door)
+
+
+def version_of(entries: Sequence[Entry]) -> str:
+    """A text that changes with the list of runs."""
+    return f"{hash(tuple(entries)) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+def _events(request: Request, content: AsyncIterator[str]) -> Response:
+    """An answer of server-sent events; only its headers where no more is asked for, because the events do not end."""
+    if request.method == "HEAD":
+        return Response(media_type="text/event-stream")
+    return StreamingResponse(content, media_type="text/event-stream")
+
+
+def _download(content: Any, name: str, media_type: str, size: int | None = None) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    if size is not None:
+        headers["Content-Length"] = str(size)
+    return StreamingResponse(content, media_type=media_type, headers=headers)
+
+
+def _place(text: str) -> int:
+    if text and not (text.isascii() and text.isdigit() and len(text) < 13):
+        raise InputError(f"start is {text[:40]!r}; give the place of the first decision that is shown")
+    return int(text or 0)
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return pages.error_page("Not here", f"{error.detail}; the list of runs has all that there are.", error.status_code)
+
+
+def _bad_input(request: Request, error: Exception) -> Response:
+    return pages.error_page("This cannot be shown", str(error), 422)
+
+
+def _unreadable(request: Request, error: Exception) -> Response:
+    return pages.error_page("This cannot be read", str(error), 422)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    sentence = f"The page could not be made ({type(error).__name__}); the terminal of esper serve has the details."
+    return pages.error_page("This failed", sentence, 500)

@@ -1,0 +1,131 @@
+"""The files of a run folder that can be downloaded. No text of a request becomes part of a path."""
+
+import errno
+import os
+import stat
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO, NamedTuple
+
+from esper.leyline.errors import InputError
+from esper.store.files import CHANGES, CONFIG, CONTROLLER, ENVIRONMENT, EVENTS, MODELS, REPORT, SUMMARY
+from esper.store.reading import open_regular
+
+FILES = {
+    CONFIG: "application/yaml",
+    SUMMARY: "application/json",
+    EVENTS: "application/x-ndjson",
+    ENVIRONMENT: "application/json",
+    CHANGES: "application/json",
+    REPORT: "text/html; charset=utf-8",
+}
+"""The files of a run folder that can be downloaded, with their media types."""
+CHUNK = 2**18  # bytes
+_MEND = "put back what the run wrote"
+
+
+class File(NamedTuple):
+    """A file that can be downloaded.
+
+    Attributes:
+        name (str): its name in the run folder
+        size (int): bytes
+    """
+
+    name: str
+    size: int
+
+
+def files_of(folder: Path) -> list[File]:
+    """The files of a run folder that can be downloaded and are there; links are left out."""
+    found = []
+    for name in FILES:
+        try:
+            state = os.lstat(folder / name)
+        except OSError:
+            continue
+        if stat.S_ISREG(state.st_mode):
+            found.append(File(name, state.st_size))
+    return found
+
+
+def archives_of(folder: Path) -> dict[str, Path]:
+    """The folders of networks, and of a controller, by the name of their archive; links are left out."""
+    found = {}
+    if _is_folder(folder / MODELS):
+        inside = sorted(path for path in (folder / MODELS).iterdir() if _is_folder(path))
+        found = {f"{path.name}.zip": path for path in inside}
+    if _is_folder(folder / CONTROLLER):
+        found[f"{CONTROLLER}.zip"] = folder / CONTROLLER
+    return found
+
+
+def open_file(folder: Path, name: str) -> tuple[BinaryIO, int]:
+    """A file of `FILES`, open for reading, and its size now. InputError if it is missing, a link or no regular file."""
+    assert name in FILES
+    file = open_regular(folder / name, _MEND)
+    return file, os.fstat(file.fileno()).st_size
+
+
+def chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file, which may grow meanwhile; the file is closed at the end."""
+    with file:
+        while size > 0 and (data := file.read(min(CHUNK, size))):
+            size -= len(data)
+            yield data
+
+
+def archive(folder: Path) -> tuple[IO[bytes], int]:
+    """A zip archive of the files in a folder of `archives_of`, in a file without a name, and its size.
+
+    Weights are stored and not compressed, because they do not become smaller. InputError if a file cannot be read.
+    """
+    packed = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `chunks`)
+    try:
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target, _descriptor(folder) as opened:
+            for name in sorted(os.listdir(opened)):
+                _add(target, opened, name, f"{folder.name}/{name}")
+    except BaseException:
+        packed.close()
+        raise
+    size = packed.tell()
+    packed.seek(0)
+    return packed, size
+
+
+@contextmanager
+def _descriptor(folder: Path) -> Iterator[int]:
+    """A folder held open, so that no link can take its place while its files are read."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        parent = os.open(folder.parent, flags)
+        try:
+            descriptor = os.open(folder.name, flags, dir_fd=parent)
+        finally:
+            os.close(parent)
+    except OSError as error:
+        raise InputError(f"{folder}: {os.strerror(error.errno or errno.EIO)}; {_MEND}") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _add(target: zipfile.ZipFile, folder: int, name: str, kept_as: str) -> None:
+    """Add a regular file of a folder to an archive; anything else is left out."""
+    if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        return
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with os.fdopen(descriptor, "rb") as file, target.open(kept_as, "w", force_zip64=True) as entry:
+        while data := file.read(CHUNK):
+            entry.write(data)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False

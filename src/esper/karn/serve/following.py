@@ -1,0 +1,104 @@
+"""The page of one run, made again when the run has gone on, and no more often than its making costs."""
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from esper.karn.reader import Status, Tail, open_run
+from esper.karn.report.frame import render_content
+from esper.karn.report.model import Gathered
+from esper.karn.report.page import content_of
+from esper.karn.serve.library import file_state
+from esper.store.files import EVENTS
+
+SHARE = 0.1
+"""Largest share of the time in which the page of a run is made again."""
+LEAST = 1.0
+"""Least time between two pages of a run [seconds]."""
+KEPT = 8
+"""Runs whose rows are kept in memory, those that were asked for last."""
+
+
+class Shown(NamedTuple):
+    """A page of a run.
+
+    Attributes:
+        version (str): changes with the page
+        status (Status): how the run stands
+        content (Markup): header and main part
+    """
+
+    version: str
+    status: Status
+    content: Markup
+
+
+class Followed:
+    """A run whose rows are read once, as they come. Safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """InputError if `folder` is not a run folder."""
+        self.run = open_run(folder)
+        self._lock = threading.Lock()
+        self._tail, self._gathered = Tail(folder / EVENTS), Gathered()
+        self._shown: Shown | None = None
+        self._due = float("-inf")  # before this time the last page is shown again [seconds of the monotonic clock]
+
+    @property
+    def version(self) -> str:
+        """The version of the page that `page` would return, found without making it."""
+        shown, due = self._shown, self._due
+        return shown.version if shown is not None and time.monotonic() < due else self._state()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last page shows the run as it stands at its end, so that no other page will follow."""
+        shown = self._shown
+        return shown is not None and shown.status != "running" and shown.version == self._state()
+
+    def page(self) -> Shown:
+        """The page of what the run has written. InputError if a file is damaged."""
+        with self._lock:
+            version, start = self._state(), time.monotonic()
+            if self._shown is not None and (version == self._shown.version or start < self._due):
+                return self._shown
+            self._read()
+            model = self._gathered.model(self.run)
+            content = render_content(content_of(model, self.run.folder.name))
+            self._shown = Shown(version, model.status, content)
+            took = time.monotonic() - start
+            self._due = start + max(LEAST, took / SHARE)
+            return self._shown
+
+    def _read(self) -> None:
+        restarts = self._tail.restarts
+        rows = self._tail.read()
+        if self._tail.restarts != restarts:  # a resume cut rows off, and all of them come again
+            self._gathered = Gathered()
+        for row in rows:
+            self._gathered.write(row)
+
+    def _state(self) -> str:
+        return hashlib.sha256(repr(file_state(self.run.folder)).encode()).hexdigest()[:16]
+
+
+class Following:
+    """The runs that are looked at; those that were not asked for lately are forgotten."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: OrderedDict[Path, Followed] = OrderedDict()
+
+    def run(self, folder: Path) -> Followed:
+        """The run of a folder. InputError if it is not a run folder."""
+        with self._lock:
+            found = self._runs.pop(folder, None) or Followed(folder)
+            self._runs[folder] = found
+            while len(self._runs) > KEPT:
+                self._runs.popitem(last=False)
+            return found

@@ -1,0 +1,225 @@
+"""The runs that are served: found below the folders that the user named, and known to the browser by opaque names."""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from esper.karn.reader import Status, open_run
+from esper.leyline.errors import InputError, first_line
+from esper.nissa.events import decode, decode_lines
+from esper.nissa.rows import Row, RunRow
+from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
+from esper.store.lock import LOCK, lives, owner_of
+from esper.store.reading import open_regular
+
+DEPTH = 4
+"""Levels of folders below a named one in which runs are looked for."""
+LOOK_EVERY = 2.0
+"""Least time between two searches for runs [seconds]."""
+LARGEST_ROW = 2**24
+"""Longest row at either end of the events that is read for the list [bytes]."""
+_MEND = "put back what the run wrote"
+
+
+class Entry(NamedTuple):
+    """A run in the list.
+
+    Attributes:
+        key (str): opaque name of the run in addresses
+        name (str): path of the folder below the folder that the user named
+        folder (Path): the folder
+        task (str): its task, several with commas between them; empty if that is unknown
+        controller (str): name of the controller; empty if that is unknown
+        status (Status or None): how the run stands; None if the folder is damaged
+        envs (int or None): environments
+        began (float): when the first row was written, or else the config [seconds since 1970]
+        error (str or None): what is wrong with the folder
+    """
+
+    key: str
+    name: str
+    folder: Path
+    task: str
+    controller: str
+    status: Status | None
+    envs: int | None
+    began: float
+    error: str | None
+
+    @property
+    def state(self) -> str:
+        """The status, or 'damaged'."""
+        return self.status or "damaged"
+
+
+class Selection(NamedTuple):
+    """Which runs of the list are shown; an empty text selects all.
+
+    Attributes:
+        words (str): every word must occur in the name, the task, the controller or the status
+        task, controller, status (str): exact values
+    """
+
+    words: str = ""
+    task: str = ""
+    controller: str = ""
+    status: str = ""
+
+    def accepts(self, entry: Entry) -> bool:
+        """Whether a run is shown."""
+        text = "\n".join((entry.name, entry.task, entry.controller, entry.state)).casefold()
+        return (
+            all(word in text for word in self.words.casefold().split())
+            and self.task in ("", entry.task)
+            and self.controller in ("", entry.controller)
+            and self.status in ("", entry.state)
+        )
+
+
+class Library:
+    """The runs below some folders, found anew when the list is asked for. Safe to use from several threads.
+
+    A link below a named folder is not followed.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """InputError if a root is no folder."""
+        for root in roots:
+            if not root.is_dir():
+                raise InputError(
+                    f"{root} is no folder; name run folders, or folders that hold some, as in `esper serve runs`"
+                )
+        self.roots = [root.resolve() for root in roots]
+        self._lock = threading.Lock()
+        self._found: dict[str, tuple[str, Path]] = {}  # name and folder by key
+        self._known: dict[
+            str, tuple[object, Entry]
+        ] = {}  # entry by key, with the state of the files that it was read from
+        self._looked = float("-inf")
+
+    def entries(self) -> list[Entry]:
+        """All runs, the newest first."""
+        with self._lock:
+            self._look()
+            found = [self._entry(key, name, folder) for key, (name, folder) in self._found.items()]
+        return sorted(found, key=lambda entry: (-entry.began, entry.name))
+
+    def folder(self, key: str) -> Path | None:
+        """The folder of a run by its opaque name; None if there is no such run."""
+        with self._lock:
+            if key not in self._found:
+                self._look()
+            found = self._found.get(key)
+        return None if found is None else found[1]
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY:
+            return
+        self._looked = now
+        found = ((root, folder) for root in self.roots for folder in _runs_below(root, DEPTH))
+        self._found = {key_of(folder): (_name(root, folder), folder) for root, folder in found}
+        self._known = {key: known for key, known in self._known.items() if key in self._found}
+
+    def _entry(self, key: str, name: str, folder: Path) -> Entry:
+        state = file_state(folder)
+        known = self._known.get(key)
+        if known is None or known[0] != state:
+            known = self._known[key] = (state, _read_entry(key, name, folder))
+        return known[1]
+
+
+def key_of(folder: Path) -> str:
+    """The opaque name of a folder in addresses, the same whenever the folder is served."""
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:20]
+
+
+def file_state(folder: Path) -> tuple[object, ...]:
+    """What changes when a file of a run or its process does, found without reading rows."""
+    stats: list[tuple[int, int, int] | None] = []
+    for name in (EVENTS, SUMMARY, CONFIG, ENVIRONMENT):
+        try:
+            found = os.lstat(folder / name)
+        except OSError:
+            stats.append(None)
+        else:
+            stats.append((found.st_ino, found.st_size, found.st_mtime_ns))
+    owner = owner_of(folder / LOCK)
+    return (*stats, owner is not None and lives(owner))
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    """The run folders at a folder or below it, without following links. A folder that cannot be read has none."""
+    if is_run(folder):
+        yield folder
+        return
+    if depth == 0:
+        return
+    try:
+        with os.scandir(folder) as found:
+            inside = sorted(entry.path for entry in found if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return
+    for path in inside:
+        yield from _runs_below(Path(path), depth - 1)
+
+
+def _name(root: Path, folder: Path) -> str:
+    return folder.name if folder == root else str(folder.relative_to(root))
+
+
+def _read_entry(key: str, name: str, folder: Path) -> Entry:
+    """The entry of a folder, from its config and the ends of its events."""
+    try:
+        run = open_run(folder)
+        began = (folder / CONFIG).stat().st_mtime
+        config = run.config
+        head, last = _ends(folder / EVENTS)
+        task = ", ".join(map(str, config.get("tasks") or (config.get("task"),)))
+        controller = str(config.get("controller"))
+        envs = config.get("envs") if isinstance(config.get("envs"), int) else None
+        if head is not None:
+            controller, envs, began = head.controller, head.envs, head.time
+        status = run.status_after(last.status if isinstance(last, RunRow) else "running" if head is not None else None)
+    except (InputError, OSError) as error:
+        return Entry(key, name, folder, "", "", None, None, _modified(folder), first_line(error))
+    return Entry(key, name, folder, task, controller, status, envs, began, None)
+
+
+def _modified(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _ends(path: Path) -> tuple[RunRow | None, Row | None]:
+    """The first and the last complete row of an events.jsonl; None where there is none. InputError if one is damaged."""
+    if not os.path.lexists(path):
+        return None, None
+    with open_regular(path, _MEND) as file:
+        first = file.readline(LARGEST_ROW)
+        if not first.endswith(b"\n"):
+            return None, None
+        (head,) = decode_lines(path, [first])
+        end = file.seek(0, os.SEEK_END)
+        size, data = 2**16, b""
+        while True:
+            start = max(end - size, 0)
+            file.seek(start)
+            data = file.read(end - start)
+            data = data[: data.rfind(b"\n") + 1]
+            cut = data.rfind(b"\n", 0, len(data) - 1)
+            if cut >= 0 or start == 0 or size >= LARGEST_ROW:
+                break
+            size *= 4
+    if not isinstance(head, RunRow):
+        raise InputError(f"{path} does not begin with a row of kind run; {_MEND}")
+    try:
+        return head, decode(data[cut + 1 :])
+    except InputError as error:
+        raise InputError(f"the last line of {path}: {error}") from None

@@ -1,0 +1,169 @@
+"""The pages of the server as HTML. Every text from a run is escaped, and no page has a style or a script of its own."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from urllib.parse import urlencode
+
+from jinja2 import Environment, FunctionLoader
+from markupsafe import Markup
+from starlette.responses import HTMLResponse
+
+from esper.karn.report.frame import asset as report_asset
+from esper.karn.serve.decisions import FATES, OPERATIONS, Filter, where
+from esper.karn.serve.downloads import File
+from esper.karn.serve.library import Entry, Selection
+from esper.leyline.text import counted, printable
+from esper.nissa.rows import DecisionRow
+
+ASSETS = {
+    "report.css": "text/css",
+    "report.js": "text/javascript",
+    "serve.css": "text/css",
+    "serve.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+"""The files that pages load, with their media types."""
+LISTED = 1000
+"""Most runs in the list."""
+PART = 200
+"""Decisions on one page."""
+TAGS = ("task", "controller", "status")
+
+
+def asset(name: str) -> str:
+    """The text of a file of `ASSETS`."""
+    return report_asset(name) if name.startswith("report.") else _asset(name)
+
+
+def shell(
+    title: str,
+    content: str,
+    *,
+    links: Sequence[tuple[str, str]] = (),
+    here: str = "",
+    live: tuple[str, str, str] | None = None,
+    status: int = 200,
+) -> HTMLResponse:
+    """A whole page around its content. `live` is the address of its events, that of its content, and its version."""
+    stream, source, version = live or ("", "", "")
+    page = _render(
+        "shell.html",
+        title=printable(title),
+        content=Markup(content),
+        links=links,
+        here=here,
+        live=stream,
+        source=source,
+        version=version,
+    )
+    return HTMLResponse(page, status)
+
+
+def run_links(key: str) -> list[tuple[str, str]]:
+    """The pages of a run, by name."""
+    return [("Report", f"/runs/{key}"), ("Decisions", f"/runs/{key}/decisions"), ("Files", f"/runs/{key}/files")]
+
+
+def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
+    """The form for the token. It loads nothing, because nothing is sent without the token."""
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return HTMLResponse(_render("login.html", wrong=wrong), status, headers)
+
+
+def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
+    """A page with one sentence."""
+    return shell(title, _render("error.html", title=title, sentence=printable(sentence)), status=status)
+
+
+def runs_content(entries: Sequence[Entry], chosen: Selection) -> str:
+    """The list of runs, and the form that selects them."""
+    shown = [entry for entry in entries if chosen.accepts(entry)]
+    read = {"task": lambda e: e.task, "controller": lambda e: e.controller, "status": lambda e: e.state}
+    choices = [(tag, sorted({read[tag](entry) for entry in entries} - {""})) for tag in TAGS]
+    heading = counted(len(shown), "run") if len(shown) == len(entries) else f"{len(shown):,} of {len(entries):,} runs"
+    if len(shown) > LISTED:
+        heading += f", of which the newest {LISTED:,} are listed"
+    nothing = "No run is here yet; one that begins appears by itself." if not entries else "No run is like that."
+    return _render(
+        "runs.html",
+        entries=shown[:LISTED],
+        chosen=chosen._asdict() | {"words": chosen.words},
+        choices=choices,
+        heading=heading,
+        nothing=nothing,
+    )
+
+
+def decisions_content(
+    name: str,
+    key: str,
+    slots: Sequence[str],
+    chosen: Filter,
+    rows: Sequence[DecisionRow],
+    start: int,
+    count: int,
+    query: Mapping[str, str],
+) -> str:
+    """Decisions from the place `start` on, of `count` that the filter selects, and the form of the filter."""
+    kept = {field: value for field, value in query.items() if field in (*Filter._fields,) and value}
+
+    def address(place: int) -> str:
+        return f"?{urlencode(kept | {'start': str(place)})}"
+
+    end = start + len(rows)
+    return _render(
+        "decisions.html",
+        name=name,
+        slots=slots,
+        operations=OPERATIONS,
+        fates=FATES.items(),
+        chosen=chosen,
+        rows=rows,
+        heading=counted(count, "decision"),
+        caption=f"Decisions {start + 1:,} to {end:,} of {count:,}, in the order of the events",
+        nothing="No decision is like that. Decisions are written with telemetry.level step or debug.",
+        download=f"/runs/{key}/decisions.jsonl?{urlencode(kept)}",
+        earlier=address(max(start - PART, 0)) if start else None,
+        later=address(end) if end < count else None,
+        measured=_measured,
+    )
+
+
+def files_content(name: str, key: str, found: Sequence[File], archives: Sequence[str]) -> str:
+    """The files of a run that can be downloaded."""
+    return _render("files.html", name=name, key=key, files=found, archives=archives)
+
+
+def _measured(mean: float | None, error: float | None) -> str:
+    if mean is None:
+        return "-"
+    return f"{mean:+.4f}" + ("" if error is None or math.isnan(error) else f" ± {error:.4f}")
+
+
+def _known(value: object) -> str:
+    return "-" if value is None else printable(value)
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+    except (OverflowError, OSError, ValueError):
+        return "-"
+
+
+def _asset(name: str) -> str:
+    return (files("esper.karn.serve") / name).read_text(encoding="utf-8")
+
+
+def _render(template: str, /, **values: object) -> str:
+    return _templates().get_template(template).render(**values)
+
+
+@cache
+def _templates() -> Environment:
+    templates = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(_asset))
+    templates.filters |= {"printable": printable, "known": _known, "moment": _moment, "where": where}
+    return templates

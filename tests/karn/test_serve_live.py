@@ -1,0 +1,200 @@
+"""A page that follows its run, and the server as a process: how it begins, what it prints, and how it ends."""
+
+import http.client
+import json
+import shutil
+import signal
+import socket
+import sys
+import urllib.request
+from urllib.parse import urlsplit
+
+import pytest
+
+from pages import Page
+from served import begin, make_runs, serving
+
+pytest.importorskip("starlette", reason="the extra web is not installed")
+
+from esper.cli import main
+from esper.karn.reader import open_run
+from esper.karn.report.frame import render_content
+from esper.karn.report.model import Gathered, read_model
+from esper.karn.report.page import content_of
+from esper.karn.serve import following
+from esper.karn.serve.following import Followed, Following
+from esper.karn.serve.library import Library, key_of
+from esper.store.lock import LOCK, describe_process
+
+HANDSHAKE = 60  # seconds after which a silent server fails a test
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return make_runs(tmp_path_factory.mktemp("live").resolve())
+
+
+@pytest.fixture
+def growing(runs, tmp_path):
+    """A run with its first rows, and a function that appends the next ones."""
+    run = tmp_path / "growing"
+    shutil.copytree(runs / "finished", run)
+    lines = begin(run, 6)
+
+    def append(count):
+        start = len((run / "events.jsonl").read_bytes().splitlines())
+        with open(run / "events.jsonl", "ab") as file:
+            file.write(b"".join(lines[start : start + count]))
+
+    return run, append
+
+
+class Events:
+    """The events that a server sends about a page."""
+
+    def __init__(self, address, path, **headers):
+        self.connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=HANDSHAKE)
+        self.connection.request("GET", path, headers=headers)
+        self.answer = self.connection.getresponse()
+
+    def next(self):
+        """Kind and data of the next event; None at the end."""
+        found = {}
+        while line := self.answer.readline().decode():
+            name, _, text = line.strip().partition(":")
+            if not line.strip() and found:
+                return found["event"], found["data"]
+            if name:
+                found[name] = text.strip()
+        return None
+
+
+def get(address):
+    with urllib.request.urlopen(address, timeout=HANDSHAKE) as answer:
+        return answer.read().decode()
+
+
+def test_a_page_that_follows_in_any_parts_is_the_page_of_the_whole(growing, monkeypatch):
+    monkeypatch.setattr(following, "LEAST", 0.0)
+    monkeypatch.setattr(following, "SHARE", float("inf"))
+    run, append = growing
+    followed, versions = Followed(run), set()
+    for count in (0, 1, 2, 7, 1000):
+        append(count)
+        shown = followed.page()
+        versions.add(shown.version)
+        assert shown.content == render_content(content_of(read_model(open_run(run)), run.name))
+    assert len(versions) == 5
+    cut = (run / "events.jsonl").read_bytes().splitlines(keepends=True)[:8]
+    (run / "events.jsonl").write_bytes(b"".join(cut))  # as a resume does
+    assert followed.page().content == render_content(content_of(read_model(open_run(run)), run.name))
+
+
+def test_a_page_is_not_made_again_before_it_is_due_or_where_nothing_changed(growing, monkeypatch):
+    made = []
+    monkeypatch.setattr(following, "render_content", lambda content: made.append(content) or "page")
+    monkeypatch.setattr(following, "LEAST", 1e9)
+    run, append = growing
+    followed = Followed(run)
+    first = followed.page()
+    append(3)
+    assert followed.page() is first
+    assert followed.version == first.version
+    monkeypatch.setattr(followed, "_due", 0.0)
+    assert followed.version != first.version
+    assert len({followed.page().version for _ in range(3)}) == 1
+    monkeypatch.setattr(followed, "_due", 0.0)
+    followed.page()
+    assert len(made) == 2
+
+
+def test_the_rows_of_runs_that_nobody_looks_at_any_more_are_forgotten(runs, tmp_path):
+    folders = [tmp_path / str(number) for number in range(following.KEPT + 1)]
+    for folder in folders:
+        folder.mkdir()
+        shutil.copy(runs / "finished" / "config.yaml", folder)
+    kept = Following()
+    first, *others = [kept.run(folder) for folder in folders]
+    assert kept.run(folders[-1]) is others[-1]
+    assert kept.run(folders[0]) is not first
+
+
+def test_rows_gathered_one_by_one_are_the_model_of_the_whole(runs):
+    run, gathered = open_run(runs / "finished"), Gathered()
+    for row in run.rows():
+        gathered.write(row)
+        gathered.model(run)
+    assert repr(gathered.model(run)) == repr(read_model(run))
+
+
+def test_the_status_in_the_list_is_the_status_of_the_run(runs):
+    entries = [entry for entry in Library([runs]).entries() if entry.error is None]
+    assert {entry.status for entry in entries} == {"finished", "killed"}
+    for entry in entries:
+        assert entry.status == open_run(entry.folder).status
+
+
+def test_the_server_tells_of_new_rows_and_new_runs_and_ends_at_once_when_it_is_interrupted(runs, growing):
+    run, append = growing
+    (run / LOCK).write_text(json.dumps(describe_process()))  # this process passes for the one that writes the run
+    with serving(runs / "finished", run.parent) as (process, address):
+        key = key_of(run)
+        listed = Events(address, "/live")
+        assert listed.next()[0] == "changed"
+        ended = Events(address, f"/runs/{key_of(runs / 'finished')}/live")
+        assert ended.next()[0] == "changed"
+        get(f"{address}/runs/{key_of(runs / 'finished')}")
+        assert [ended.next(), ended.next()] == [("ended", ""), None]
+        before = get(f"{address}/runs/{key}/content")
+        assert "still goes on" in Page(before).said
+        followed = Events(address, f"/runs/{key}/live")
+        kind, version = followed.next()
+        append(8)
+        kind, later = followed.next()
+        assert (kind, later != version) == ("changed", True)
+        assert get(f"{address}/runs/{key}/content") != before
+        (run / LOCK).unlink()
+        assert followed.next()[0] == "changed"
+        assert "was killed before it ended" in Page(get(f"{address}/runs/{key}/content")).said
+        assert [followed.next(), followed.next()] == [("ended", ""), None]
+        assert listed.next()[0] == "changed"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(HANDSHAKE) == 0
+        assert listed.next() is None
+        assert process.stderr.read() == ""
+
+
+def test_a_server_that_others_reach_prints_a_token_once_and_answers_nobody_without_it(runs):
+    with serving(runs, "--host", "0.0.0.0") as (process, address):
+        name, token = process.stdout.readline().split()
+        assert name == "token:"
+        local = f"http://127.0.0.1:{urlsplit(address).port}"
+        for path in ("/", f"/?token={token}", "/live", "/assets/serve.js", "/login?token=x"):
+            connection = http.client.HTTPConnection(urlsplit(local).netloc, timeout=HANDSHAKE)
+            connection.request("GET", path)
+            assert connection.getresponse().status == (200 if "login" in path else 401)
+        followed = Events(local, "/live", Authorization=f"Bearer {token}")
+        assert followed.next()[0] == "changed"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(HANDSHAKE) == 0
+        assert process.stdout.read() + process.stderr.read() == ""
+
+
+def test_a_port_in_use_is_said_so(runs, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        main(["serve", str(runs), "--port", str(taken.getsockname()[1])])
+    assert ended.value.code == 2
+    assert "is in use; end what uses it, or give --port 0" in capsys.readouterr().err
+
+
+def test_without_its_libraries_the_command_names_the_extra(runs, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("esper.karn.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(runs)])
+    assert ended.value.code == 2
+    assert (
+        "needs starlette and uvicorn, which are not installed; run pip install 'esper-grow[web]'"
+        in capsys.readouterr().err
+    )

@@ -1,0 +1,74 @@
+"""Runs to be served, and a server of them in a process of its own."""
+
+import json
+import shutil
+import sys
+from contextlib import contextmanager
+
+import esper
+from pages import EVIL
+from processes import begun
+
+NAME = EVIL.replace("/", "|")
+"""A name of a folder that tries what EVIL does."""
+TOKEN = "a-token-of-some-length"
+
+
+def make_runs(folder):
+    """Folders of a finished, a killed, a damaged and a strangely named run, some levels deep."""
+    settings = {"envs": 3, "steps": 8, "models": "none", "baselines": [], "telemetry": {"level": "step"}}
+    run = folder / "finished"
+    esper.grow("iris", settings, controller="random-valid", run=run, progress=False)
+    refuse_some(run / "events.jsonl")
+    for env in range(3):
+        (run / "models" / f"env-{env:03}").mkdir(parents=True)
+        (run / "models" / f"env-{env:03}" / "model.safetensors").write_bytes(bytes([env]) * 1000)
+        (run / "models" / f"env-{env:03}" / "topology.json").write_text("{}")
+    for name in ("deep/killed", "damaged", NAME):
+        shutil.copytree(run, folder / name)
+    begin(folder / "deep" / "killed", 9)
+    (folder / "damaged" / "events.jsonl").write_text('{"kind": "nothing"}\n')
+    events = folder / NAME / "events.jsonl"
+    rows = read(events)
+    slot = rows[0]["slots"][0]
+    for row in rows:
+        row.update({key: EVIL for key in ("task", "controller", "why") if row.get(key) is not None})
+        row.update({"slot": EVIL} if row.get("slot") == slot else {})
+        row.update({"slots": [EVIL, *row["slots"][1:]]} if "slots" in row else {})
+    write(events, rows)
+    return folder
+
+
+def read(events):
+    """The rows of a journal."""
+    return [json.loads(line) for line in events.read_text().splitlines()]
+
+
+def write(events, rows):
+    """Write a journal."""
+    events.write_text("".join(f"{json.dumps(row, separators=(',', ':'))}\n" for row in rows))
+
+
+def refuse_some(events):
+    """Every third decision was refused, as no rule that chooses among valid decisions would have it."""
+    rows = read(events)
+    for row in [row for row in rows if row["kind"] == "decision"][::3]:
+        row.update(carried_out=False, refusal="not_in_time", why="nobody knows")
+    write(events, rows)
+
+
+def begin(run, rows):
+    """Make a finished run one that was killed after some rows; returns the lines of all."""
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "events.jsonl").write_bytes(b"".join(lines[:rows]))
+    (run / "summary.json").unlink()
+    return lines
+
+
+@contextmanager
+def serving(*arguments):
+    """The process of `esper serve` on a free port, and its address."""
+    with begun([sys.executable, "-m", "esper", "serve", "--port", "0", *map(str, arguments)]) as process:
+        words = process.stdout.readline().split()
+        assert words[:2] == ["serving", "at"], process.stderr.read()
+        yield process, words[2].rstrip("/")
