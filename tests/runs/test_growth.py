@@ -138,7 +138,7 @@ def test_a_host_behind_which_seeds_incubate_is_bit_for_bit_what_it_is_alone(batc
         {(0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3), (3, 0): (Op.GERMINATE, 2, 2, 1, 1, 3), (6, 0): (Op.PRUNE, 0)},
         settings={"lifecycle": {"max_training_seeds": 2}},
     )
-    seeds = growing.growth.population.planted()
+    seeds = growing.growth.population.grafts.planted()
     assert list(seeds) == ["stem"]
     before = copy.deepcopy(planted_at(growing.model, "stem").state_dict())
     for each in (plain, growing):
@@ -434,33 +434,6 @@ def test_a_network_whose_loss_is_no_number_is_put_back_with_its_optimizer():
         assert equal(moments, healthy[1][index])
     growing.run(EVERY * 9, EVERY * 12)
     assert np.isfinite(growing.growth.engine.state.scores.loss[0])
-
-
-def test_a_compiled_network_follows_many_growths():
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, example):
-        graphs.append(graph)
-        return graph.forward
-
-    script = {}
-    for life in range(10):
-        script |= {
-            (4 * life, 0): (Op.GERMINATE, 0, 1, 0, 1, 3),
-            (4 * life + 2, 0): (Op.ADVANCE, 0),
-            (4 * life + 3, 0): (Op.PRUNE, 0),
-        }
-    growing = loop(script, every=1, settings={"lifecycle": {"embargo": 0}})
-    run = torch.compile(growing.model, backend=backend, fullgraph=True)
-    compiled = Loop(run, *growing[1:])
-    for step in range(40):
-        compiled.run(step, step + 1)
-        run.eval()
-        with torch.no_grad():
-            assert torch.allclose(run(data(step)[0]), growing.model(data(step)[0]), atol=1e-6)
-    assert len(growing.growth.summary()["prunes"]) == 10
-    assert len(graphs) > 20, "it was compiled anew for every life, and not given up"
 
 
 def test_a_compiled_host_is_bit_for_bit_what_it_is_alone_while_a_seed_incubates():

@@ -88,7 +88,7 @@ def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], 
                 host=_shapes(network, site),
             )
         )
-        for part, tensor in planted.seed.state_dict().items():
+        for part, tensor in planted.weights().items():
             tensors[f"{name}/{part}"] = gather(tensor.detach()).cpu().contiguous()
     if folder is None:
         return

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.arena import Bank, Seat
 from esper.kasmina.find_sites import FoundSites, find_sites, is_quantised
 from esper.kasmina.grown import (
     CHILD,
@@ -93,38 +94,49 @@ def ungraft(module: M) -> M:
     A seed that an earlier growth kept stays.
     """
     for name in sites_of(module):
-        if planted_at(module, name) is not None:
+        if _at(module, name)[1].planted:
             uproot(module, name)
     trim(module)
     return module
 
 
-def plant(module: nn.Module, name: str, planted: Planted) -> None:
-    """Put a seed at a free site."""
+def plant(module: nn.Module, name: str, planted: Planted | Bank) -> None:
+    """Put a seed, or the seats of a bank, at a free site."""
     after, point = _at(module, name)
     assert not point.planted, "a site holds one seed"
     setattr(after, CHILD, planted)
     point.planted = True
-    wire = source_of(point, planted.tap)
-    if wire is not None:
-        wire.readers += 1
+    _count_readers(point, planted, 1)
 
 
 def uproot(module: nn.Module, name: str) -> None:
-    """Take the seed of a site away."""
+    """Take away what is at a site."""
     after, point = _at(module, name)
-    wire = source_of(point, getattr(after, CHILD).tap)
-    if wire is not None:
-        wire.readers -= 1
+    _count_readers(point, getattr(after, CHILD), -1)
     delattr(after, CHILD)
     point.planted = False
 
 
-def planted_at(module: nn.Module, name: str) -> Planted | None:
+def planted_at(module: nn.Module, name: str) -> Planted | Seat | None:
     """The seed at a site; None where it is free."""
     after, point = _at(module, name)
-    found: Planted | None = getattr(after, CHILD) if point.planted else None
-    return found
+    found: Planted | Bank | None = getattr(after, CHILD) if point.planted else None
+    return found.taken() if isinstance(found, Bank) else found
+
+
+def bank_at(module: nn.Module, name: str) -> Bank | None:
+    """The seats at a site; None where there are none."""
+    after, point = _at(module, name)
+    found = getattr(after, CHILD) if point.planted else None
+    return found if isinstance(found, Bank) else None
+
+
+def _count_readers(point: Point, planted: Planted | Bank, change: int) -> None:
+    """Let the wires of a site know how many seeds read them."""
+    for each in planted.all() if isinstance(planted, Bank) else (planted,):
+        wire = source_of(point, each.reads)
+        if wire is not None:
+            wire.readers += change
 
 
 def prefix(module: nn.Module, name: str) -> str:

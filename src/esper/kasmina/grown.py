@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.arena import Bank
+from esper.kasmina.planted import Planted
 from esper.kasmina.recording import floats
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
@@ -26,6 +27,7 @@ from esper.leyline.slots import Tap
 CHILD = "esper"
 """Name of the child of a submodule that holds its seed."""
 POINT = "_esper_point"
+_HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT))
 
 
 class Tape(Protocol):
@@ -78,7 +80,6 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
 def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make the `forward` of a grown class. It has the argument names of the original."""
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         point: Point = self._esper_point  # type: ignore[assignment]
         for wire in point.records:
@@ -97,27 +98,38 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
             output = pytree.tree_map_only(Tensor, functools.partial(_anchored, point.anchor), output)
         return output
 
-    return forward
+    # torch.compile counts what it compiled by code object, and gives up at a limit that all classes would share.
+    forward.__code__ = forward.__code__.replace(co_name=f"forward of {original.__qualname__}")
+    return functools.update_wrapper(forward, original)
 
 
 def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> Any:
     """Return the output of a submodule with the change of its seed."""
-    planted: Planted = getattr(module, CHILD)
-    if planted.mode == Mode.OFF:
+    planted: Planted | Bank = getattr(module, CHILD)
+    if isinstance(planted, Bank):
+        h = grown = stream_of(output)
+        for seat in planted.runs():
+            grown = seat(grown, h, _read(point, seat.reads, own, h))
+        return output if grown is h else _replaced(output, h, grown)
+    if not planted.runs:
         return output
     h = stream_of(output)
-    if planted.tap == Tap.HERE:
-        read = h
-    else:
-        wire = source_of(point, planted.tap)
-        read = own if wire is None else wire.value
-        if read is None:
-            raise InputError(
-                f"the seed at site {point.site!r} reads tap {planted.tap.value!r}, which this pass has not computed: either the "
-                "submodule is called outside the forward pass of the network, or torch.utils.checkpoint computes it anew; let "
-                "the site's `around` be within what is checkpointed, or choose blueprints that read 'here'"
-            )
-    return _replaced(output, h, planted(h, read))
+    return _replaced(output, h, planted(h, _read(point, planted.reads, own, h)))
+
+
+def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
+    """What a seed reads at a tap of this value. InputError where the pass has not computed it."""
+    if tap == _HERE:
+        return h
+    wire = source_of(point, tap)
+    read = own if wire is None else wire.value
+    if read is None:
+        raise InputError(
+            f"the seed at site {point.site!r} reads tap {tap!r}, which this pass has not computed: either the "
+            "submodule is called outside the forward pass of the network, or torch.utils.checkpoint computes it anew; let "
+            "the site's `around` be within what is checkpointed, or choose blueprints that read 'here'"
+        )
+    return read
 
 
 def stream_of(output: Any) -> Any:
@@ -143,11 +155,11 @@ def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:
     return output
 
 
-def source_of(point: Point, tap: Tap) -> Wire | None:
-    """Return the wire of a tap; None if the tap reads the input of the submodule itself."""
-    if tap == Tap.BEFORE:
+def source_of(point: Point, tap: str) -> Wire | None:
+    """Return the wire of the tap of this value; None if the tap reads the input of the submodule itself."""
+    if tap == _BEFORE:
         return point.before
-    return point.input if tap == Tap.INPUT else None
+    return point.input if tap == _INPUT else None
 
 
 def is_grafted(module: nn.Module) -> bool:

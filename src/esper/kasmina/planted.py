@@ -26,14 +26,17 @@ class Mode(StrEnum):
     ON = "on"
 
 
+_BLENDS = {blend.name: blend for blend in Blend}
+
+
 class Planted(nn.Module):
     """A seed in a network, with its dose.
 
     The dose is a buffer, so that a compiled network reads it anew in every pass. What a compiled network is specialised to are
-    `mode` and `attached`.
+    `mode`, `attached`, `tap` and `blend`. A pass reads them as plain strings: torch.compile takes two members of an enumeration
+    that are the same object for one thing, and does not notice when one of the two places gets another member.
 
-    mode: how the seed takes part in a pass.
-    attached: whether the gradient of the seed reaches what it reads.
+    reads: the value of the tap. kind: of the stream. attached: whether the gradient of the seed reaches what it reads.
     alpha (): the dose in mode ON, a buffer.
     pull (): weight of |c|^2 / |h|^2 in the objective of a seed in mode STRAIGHT, a buffer that is not saved.
     """
@@ -47,25 +50,69 @@ class Planted(nn.Module):
         self.seed = seed
         if blend != Blend.GATE:
             del self.seed.gate  # a parameter that no loss depends on
-        self.tap, self.blend, self.kind = tap, blend, kind
-        self.mode, self.attached = Mode.OFF, True
+        self.kind, self.attached = kind, True
+        self.reads, self._blend, self._mode = tap.value, blend.name, Mode.OFF.value
         self.register_buffer("alpha", like.detach().new_zeros(()))
         self.register_buffer("pull", like.detach().new_zeros(()), persistent=False)
 
+    @property
+    def mode(self) -> Mode:
+        """How the seed takes part in a pass."""
+        return Mode(self._mode)
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self._mode = mode.value
+
+    @property
+    def tap(self) -> Tap:
+        """What the seed reads."""
+        return Tap(self.reads)
+
+    @property
+    def blend(self) -> Blend:
+        """How the change of the seed enters the stream."""
+        return _BLENDS[self._blend]
+
+    @property
+    def runs(self) -> bool:
+        """Whether the seed takes part in a pass at all."""
+        return self._mode != "off"
+
     def forward(self, h: Tensor, u: Tensor) -> Tensor:
         """The stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads."""
-        stream = STREAMS[self.kind]
-        if self.mode == Mode.ON:
+        stream, blend = STREAMS[self.kind], _BLENDS[self._blend]
+        if self._mode == "on":
             read = u if self.attached else u.detach()
-            return slot_output(stream, h, read, self.seed, self.alpha, self.blend).to(h.dtype)
-        if self.mode == Mode.OFF or not torch.is_grad_enabled():
+            return slot_output(stream, h, read, self.seed, self.alpha, blend).to(h.dtype)
+        if self._mode == "off" or not torch.is_grad_enabled():
             return h
         base = h.detach()
         read = stream.fitted(u.detach(), base)
-        change = slot_change(stream, base, read, self.seed, None, self.blend, gated=self.blend == Blend.GATE)
+        change = slot_change(stream, base, read, self.seed, None, blend, gated=blend == Blend.GATE)
         change = Proximal.apply(change.to(h.dtype), base, self.pull)  # type: ignore[no-untyped-call]
         same: Tensor = Straight.apply(h, change, torch.arange(len(h), device=h.device))  # type: ignore[no-untyped-call]
         return same.clone()  # a module behind it may work in place, which the view of a Function does not allow
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer moves, in their order."""
+        return list(self.parameters())
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of the seed by name, the gate only where it is used."""
+        weights: dict[str, Tensor] = self.seed.state_dict()
+        return weights
+
+    @property
+    def learns(self) -> bool:
+        """Whether gradients reach its parameters."""
+        return next(self.parameters()).requires_grad
+
+    def learn(self, learns: bool) -> None:
+        """Whether gradients reach its parameters from now on; where they do not, those that are there are dropped."""
+        self.requires_grad_(learns)
+        if not learns:
+            self.zero_grad()
 
     def extra_repr(self) -> str:
         """What `print` shows beside the seed."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -25,12 +25,13 @@ from esper.runs.growth_settings import growth_config, growth_menu, share_of, who
 from esper.runs.wrappers import check_frozen, check_probes, unwrap
 from esper.tamiyo.catalog import get_controller
 from esper.tolaria.engine import Engine
+from esper.tolaria.grafts import GrowthMode
 from esper.tolaria.groups import Groups
 from esper.tolaria.incubation import Scale
 from esper.tolaria.live import LivePopulation
 from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
-from esper.tolaria.ranks import Ranks, SharedGradients
+from esper.tolaria.ranks import Ranks, SharedGradients, several_processes
 
 FORMAT = 2
 
@@ -69,6 +70,9 @@ class Growth:
         freeze: what does not train until `finish`. 'none' leaves `requires_grad` as it is; 'host' freezes the whole model bit for
             bit, so that only seeds are trained; a list of names freezes those submodules and parameters, with wildcards, as
             ['layers.*', 'head.bias']. Frozen layers with running statistics, such as BatchNorm, stay in evaluation mode.
+        mode: 'live' adds a submodule for each seed, so that torch.compile compiles the model anew when one is planted, acts
+            otherwise, or is removed. 'reserve' adds a seat for every blueprint to every site at once, and all seats run in every
+            pass, so that the graph stays the same; torch.compile and DistributedDataParallel come after it.
         every: steps of the optimizer between two decisions.
         steps: steps of the optimizer of the whole training, so that no seed is planted too late; None where it has no end.
         scaler: the torch.amp.GradScaler that scales the loss, if there is one.
@@ -93,6 +97,7 @@ class Growth:
         probe: Batches,
         loss: Loss,
         freeze: Freeze = "none",
+        mode: GrowthMode = "live",
         every: int = 100,
         steps: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -102,8 +107,15 @@ class Growth:
     ) -> None:
         network, wrapper = unwrap(model)
         sharded = is_sharded(network)
+        if mode not in get_args(GrowthMode):
+            raise InputError(f"mode is {mode!r}; give 'live' or 'reserve'")
+        if mode == "reserve" and (sharded or wrapper is not None):
+            raise InputError(
+                "mode='reserve' adds parameters that DistributedDataParallel or fully_shard would not know; give Growth the module "
+                "itself, and wrap it afterwards"
+            )
         self.every, self.calls, self.finished = whole("every", every), 0, False
-        self.model = network
+        self.model, self.mode = network, mode
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
         measured, share = Probe(probe, loss, device), share_of(budget)
         groups = Groups(optimizer, scheduler, network)
@@ -112,13 +124,15 @@ class Growth:
         sites = sites_of(network)
         config = growth_config(sites, share, self.every, steps, seed, settings or {})
         copies = [] if ema is None else [_average(ema, sites)]
-        ranks = Ranks(shared or sharded or wrapper is not None, sharded=sharded)
-        check_probes(ranks, len(measured.batches()))
-        shared_gradients = SharedGradients(ranks, wrapper)
-        population = LivePopulation(
-            network, copies, groups, measured, growth_menu(sites, config), config, ranks, shared_gradients
+        ranks = Ranks(
+            shared or sharded or wrapper is not None or (mode == "reserve" and several_processes()), sharded=sharded
         )
+        check_probes(ranks, len(measured.batches()))
+        menu, shared_gradients = growth_menu(sites, config), SharedGradients(ranks, wrapper)
+        population = LivePopulation(network, copies, groups, measured, menu, config, ranks, shared_gradients)
         population.space = within_budget(population, budget)
+        if mode == "reserve":
+            population.grafts.reserve(population.space.fits)
         population.incubation.scale = _scale(scaler)
         check_frozen(wrapper, freeze)
         self.frozen = Frozen(network, freeze)
@@ -174,13 +188,14 @@ class Growth:
                 continue
             kept = seeds.stage[0, slot] == Stage.FOSSILIZED
             folded = kept and fold(self.model, site.name)
-            for network in population.copies if folded else ():
+            for network in population.grafts.copies if folded else ():
                 fold(network, site.name)
             if folded or not kept:
                 population.free(site.name)
+        population.grafts.settle()
         self.frozen.release()
         population.groups.disown()
-        for network in (self.model, *population.copies):
+        for network in (self.model, *population.grafts.copies):
             trim(network)
         self.finished = True
         return self.model
@@ -196,13 +211,16 @@ class Growth:
                 "the network is finished, and its seeds may be part of it; call save_adapter before finish"
             )
         population = self.population
-        save_adapter(self.model, population.kept(self.engine.state.seeds), folder if population.ranks.first else None)
+        save_adapter(
+            self.model, population.grafts.kept(self.engine.state.seeds), folder if population.ranks.first else None
+        )
 
     def summary(self) -> dict[str, Any]:
         """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
         `loss` is that on the probe at the last decision, and `objective` is J (`esper.leyline.objective`): minus the loss, less
-        rent for `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient.
+        rent for `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient,
+        seats that are free left out.
         """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
@@ -229,11 +247,22 @@ class Growth:
             "objective": float(objective(-loss, added, host, rent.rent, rent.rent_size)),
             "host_params": host,
             "added_params": added,
-            "trained_params": sum(each.numel() for each in self.model.parameters() if each.requires_grad),
+            "trained_params": population.grafts.trained_params(),
             "rollbacks": self.engine.governor.record.counts()["rollbacks"],
             **lists,
             "explanations": self._explanations(),
         }
+
+    @property
+    def compilations(self) -> dict[str, int]:
+        """What growing costs torch.compile in this process.
+
+        `graphs` were compiled since this object was made, of this network and of any other function; `changes` is how often
+        growing changed the graph of the network, 0 in mode 'reserve'; `emptied` is how often the caches of torch.compile were
+        emptied, so that it would not give up.
+        """
+        found = self.population.grafts.compilations
+        return {"graphs": found.graphs, "changes": found.changes, "emptied": found.emptied}
 
     def state_dict(self) -> dict[str, Any]:
         """All of the training that is known here, for torch.save: the model, its seeds, the optimizer, the schedulers, the moving
@@ -247,10 +276,11 @@ class Growth:
             "sites": list(sites_of(self.model)),
             "menu": [[entry.kind.value, entry.name] for entry in population.menu],
             "every": self.every,
+            "mode": self.mode,
             "calls": self.calls,
-            "seeds": population.planted(),
-            "tensors": {name: tensor.detach().clone() for name, tensor in population.tensors().items()},
-            "groups": population.groups.state(population.names()),
+            "seeds": population.grafts.planted(),
+            "tensors": {name: tensor.detach().clone() for name, tensor in population.grafts.tensors().items()},
+            "groups": population.groups.state(population.grafts.names()),
             "engine": self.engine.snapshot(),
             "attempts": as_tree(self.attempts),
             "controller": self.controller.state() if isinstance(self.controller, Resumable) else None,
@@ -271,12 +301,13 @@ class Growth:
             ("sites", list(sites_of(self.model))),
             ("menu", menu),
             ("every", self.every),
+            ("mode", self.mode),
         ):
             if tree.get(name) != mine:
                 raise InputError(f"the saved state has {name} {tree.get(name)!r}, where this one has {mine!r}")
         population.rebuild(tree["seeds"])
-        _fill(population.tensors(), tree["tensors"])
-        population.groups.load_state(tree["groups"], population.names())
+        _fill(population.grafts.tensors(), tree["tensors"])
+        population.groups.load_state(tree["groups"], population.grafts.names())
         self.frozen.note()
         self.calls = tree["calls"]
         self.engine.restore(tree["engine"])

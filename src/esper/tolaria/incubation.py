@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from esper.kasmina.arena import Seat
 from esper.kasmina.grafted import planted_at
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.sharding import gather, in_parts, reshard
@@ -58,7 +59,7 @@ class Incubation:
             if name not in self._handles:
                 self._handles[name] = [
                     parameter.register_post_accumulate_grad_hook(partial(self._take, name, place))
-                    for place, parameter in enumerate(self._seed(name).parameters())
+                    for place, parameter in enumerate(self._seed(name).trained())
                 ]
         self._set_pull()
         self._watch_steps(bool(names) and not self.straight)
@@ -98,7 +99,7 @@ class Incubation:
         self.straight, self._usual = bool(state["straight"]), int(state["passes"])
         self._norms = {name: (entry["sum"].clone(), int(entry["count"])) for name, entry in state["norms"].items()}
 
-    def _seed(self, name: str) -> Planted:
+    def _seed(self, name: str) -> Planted | Seat:
         planted = planted_at(self.network, name)
         assert planted is not None, "an incubating seed must be in the network"
         return planted
@@ -110,9 +111,9 @@ class Incubation:
             gradients = self._shadow(name, seed, *batch)
         else:
             kept = self._gradients.pop(name, {})
-            gradients = [kept.get(place) for place in range(len(list(seed.parameters())))]
+            gradients = [kept.get(place) for place in range(len(seed.trained()))]
         if self.ranks.size > 1:
-            owners = zip(gradients, seed.parameters(), strict=True)
+            owners = zip(gradients, seed.trained(), strict=True)
             return [torch.zeros_like(parameter) if each is None else each for each, parameter in owners]
         return gradients
 
@@ -171,9 +172,9 @@ class Incubation:
             weight = pull.new_tensor(self.proximal / self._usual)
             pull.copy_(weight if self.scale is None else self.scale(weight))
 
-    def _shadow(self, name: str, planted: Planted, x: Any, y: Any) -> list[Tensor | None]:
+    def _shadow(self, name: str, planted: Planted | Seat, x: Any, y: Any) -> list[Tensor | None]:
         """Compute the gradients of the network's loss with this one seed at dose 1, in evaluation mode."""
-        parameters = list(planted.parameters())
+        parameters = planted.trained()
         others = [p for p in self.network.parameters() if p.requires_grad and not any(p is mine for mine in parameters)]
         mode, alpha = planted.mode, planted.alpha.clone()
         seen: list[bool] = []  # for every call of the seed, whether gradients were recorded
@@ -202,7 +203,7 @@ class Incubation:
             )
         return gradients
 
-    def _step(self, name: str, planted: Planted, gradients: Sequence[Tensor | None]) -> None:
+    def _step(self, name: str, planted: Planted | Seat, gradients: Sequence[Tensor | None]) -> None:
         """Take an optimizer step of one seed."""
         known = [gradient for gradient in gradients if gradient is not None]
         if not known:  # no pass called the site
@@ -212,7 +213,7 @@ class Incubation:
             return
         total, number = self._norms.get(name, (torch.zeros_like(norm), 0))
         self._norms[name] = total + norm, number + 1
-        parameters = list(planted.parameters())
+        parameters = planted.trained()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with self.groups.only([name]) as optimizer:

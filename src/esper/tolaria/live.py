@@ -5,30 +5,26 @@ incubate, the measuring, and the way back to an earlier moment.
 """
 
 import copy
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.grafted import plant, planted_at, uproot
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.grown import sites_of
 from esper.kasmina.lifecycle import Edits, dormant
-from esper.kasmina.planted import Mode, Planted
-from esper.kasmina.sharding import fill, is_sharded, reshard, shard_like
-from esper.kasmina.slot import Seed
-from esper.kasmina.survey import Reading, survey, undisturbed
+from esper.kasmina.planted import Mode
+from esper.kasmina.sharding import fill, reshard
+from esper.kasmina.survey import survey, undisturbed
 from esper.leyline.actions import Blend
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.view import BlueprintInfo, Bools, Seeds, Space, choose
+from esper.tolaria.grafts import Grafts
 from esper.tolaria.groups import Groups
 from esper.tolaria.incubation import Incubation
 from esper.tolaria.live_figures import measure_live
@@ -36,14 +32,11 @@ from esper.tolaria.live_probe import Probe
 from esper.tolaria.population import Asked, Figures, Indices, Keeper
 from esper.tolaria.ranks import Ranks, SharedGradients
 
-RECOMPILATIONS = 6
-"""Edits after which the caches of torch.compile are emptied: with 8 graphs of one function torch gives up compiling it."""
-
 
 class LivePopulation:
     """A grafted network as a population of one row; implements `tolaria.population.Population`.
 
-    network: the grafted network. copies: its moving averages, grafted as well, which get every seed that it gets.
+    network: the grafted network. grafts: the seeds in it, and in its moving averages `copies`.
     """
 
     def __init__(
@@ -58,31 +51,26 @@ class LivePopulation:
         shared: SharedGradients,
     ) -> None:
         """InputError where a site cannot be one, or where the loss gives no standard error."""
-        self.network, self.copies, self.groups, self.probe_batches, self.config = (
-            network,
-            tuple(copies),
-            groups,
-            probe,
-            config,
-        )
+        self.network, self.groups, self.probe_batches, self.config = network, groups, probe, config
         self.device = probe.device
         self.environment = np.zeros(1, np.int64)
         self.label = f"one {type(network).__name__}"
         self.menu = tuple(menu)
         self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
-        self.readings: list[Reading] = list(survey(network, lambda: probe.first_output(network)).values())
+        readings = list(survey(network, lambda: probe.first_output(network)).values())
         with undisturbed(network):
             probe.settle(network)
         reshard(network)
-        self.host = list(network.parameters())
-        self.host_params = np.array([sum(parameter.numel() for parameter in self.host)])
+        self.host_params = np.array([sum(parameter.numel() for parameter in network.parameters())])
+        self.grafts = Grafts(network, copies, groups, self.menu, readings, ranks)
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
         self.ranks, self.shared = ranks, shared
-        self._episode, self._edits = 0, 0
-        self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
+        self._episode = 0
         self._seeds = dormant(1, len(self.sites))  # that the network follows
-        fits = np.array([[self._fits(s, entry) for entry in self.menu] for s in range(len(self.sites))])
-        cost = np.array([[self._cost(s, k) if fits[s, k] else 0 for k in range(len(menu))] for s in range(len(fits))])
+        fits = np.array([[self.grafts.fits(s, entry) for entry in self.menu] for s in range(len(self.sites))])
+        cost = np.array(
+            [[self.grafts.cost(s, k) if fits[s, k] else 0 for k in range(len(menu))] for s in range(len(fits))]
+        )
         self.space = Space(
             slots=tuple(site.name for site in self.sites),
             blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in self.menu),
@@ -105,7 +93,7 @@ class LivePopulation:
 
     def begin(self, instance: Indices, episode: int) -> None:
         """The network as it is, which has no seeds yet."""
-        assert not self.planted(), "an episode begins without seeds"
+        assert not self.grafts.planted(), "an episode begins without seeds"
         self._episode = episode
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
@@ -114,7 +102,7 @@ class LivePopulation:
             self.free(self.sites[slot].name)
         for _, slot in changes.born.tolist():
             key = scalar(self.config.seed, Purpose.BIRTH, 0, self._episode, step, slot)
-            self.add(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])), key)
+            self.grafts.add(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])), key)
         self.follow(seeds)
 
     def train(self, seeds: Seeds) -> None:
@@ -137,7 +125,7 @@ class LivePopulation:
         trained = self.incubation.norms() if asked.trained else None
         figures: Figures | None = None
         if self.ranks.first or self.ranks.together:
-            with undisturbed(self.network), self._as_it_was():
+            with undisturbed(self.network), self.grafts.restored():
                 figures = measure_live(self, seeds, asked, trained)
             reshard(self.network)
         return self.ranks.from_first(figures)
@@ -156,7 +144,7 @@ class LivePopulation:
         """(n,) parameters that seeds would add, the gate where it is used."""
         return np.array(
             [
-                self._cost(s, k, Blend(b))
+                self.grafts.cost(s, k, Blend(b))
                 for s, k, b in zip(slot.tolist(), blueprint.tolist(), blend.tolist(), strict=True)
             ],
             np.int64,
@@ -164,7 +152,7 @@ class LivePopulation:
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
         """Bytes that further seeds (n,) take with their gradients and two moments."""
-        size = next((parameter.element_size() for parameter in self.host), 4)
+        size = next((parameter.element_size() for parameter in self.grafts.host), 4)
         return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
 
     def keeper(self, seeds: Seeds) -> Keeper:
@@ -173,61 +161,25 @@ class LivePopulation:
 
     def snapshot(self) -> dict[str, Any]:
         """Which seeds there are, and what the incubation has gathered."""
-        return {"live": {"seeds": self.planted(), "incubation": self.incubation.state()}}
+        return {"live": {"seeds": self.grafts.planted(), "incubation": self.incubation.state()}}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         """Go on from what `snapshot` gave, once `rebuild` has planted the seeds."""
         self._episode = episode
         self.incubation.load_state(tree["live"]["incubation"])
 
-    # Seeds, one by one.
-
-    def planted(self) -> dict[str, list[int]]:
-        """By site, in the order of the optimizer's groups: the blueprint and the blend of the seed."""
-        found = {}
-        for name in self.groups.names():
-            seed = planted_at(self.network, name)
-            assert seed is not None, "every group of a seed is that of one in the network"
-            found[name] = [self._blueprint_of[name], int(seed.blend)]
-        return found
-
-    def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
-        """Have just these seeds, in this order; their weights are for the caller to fill in."""
-        for name in list(self.planted()):
-            self.free(name)
-        slots = {site.name: slot for slot, site in enumerate(self.sites)}
-        for name, (blueprint, blend) in seeds.items():
-            self.add(slots[name], blueprint, Blend(blend), 0)
-
-    def add(self, slot: int, blueprint: int, blend: Blend, key: int) -> None:
-        """Plant a seed that acts on nothing yet, drawn by a key."""
-        site, entry = self.sites[slot], self.menu[blueprint]
-        reads = self.readings[slot].widths[entry.tap]
-        after = self.network.get_submodule(site.after)
-        like = next(
-            (p for p in (*after.parameters(), *self.host) if p.is_floating_point()), torch.zeros((), device=self.device)
-        )
-        with drawn_with(key):
-            seed = Seed(entry.build(reads, site.stream.width), reads)
-        made = Planted(seed.to(like.device, like.dtype), entry.tap, blend, site.stream.kind)
-        self.ranks.spread(made.parameters())
-        made.train(after.training)
-        for network in self.copies:
-            plant(network, site.name, copy.deepcopy(made).requires_grad_(False))
-        if is_sharded(self.network):
-            shard_like(made, self.network)
-        plant(self.network, site.name, made)
-        self._blueprint_of[site.name] = blueprint
-        self.groups.add(site.name, list(made.parameters()), [*after.parameters(), *self.host])
+    # Seeds.
 
     def free(self, name: str) -> None:
         """Remove a seed and all that was remembered of it."""
         self.incubation.forget(name)
-        self.groups.remove(name)
-        for network in (self.network, *self.copies):
-            uproot(network, name)
-        del self._blueprint_of[name]
-        self._edited()
+        self.grafts.free(name)
+
+    def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
+        """Have just these seeds, in this order; their weights are for the caller to fill in."""
+        for name in self.grafts.planted():
+            self.incubation.forget(name)
+        self.grafts.rebuild(seeds)
 
     def follow(self, seeds: Seeds) -> None:
         """Let every seed act as its stage says."""
@@ -236,7 +188,7 @@ class LivePopulation:
         incubating: list[str] = []
         acting: list[nn.Parameter] = []
         for slot, site in enumerate(self.sites):
-            planted = planted_at(self.network, site.name)
+            planted = self.grafts.at(site.name)
             if planted is None:
                 continue
             stage, alpha = Stage(int(seeds.stage[0, slot])), float(seeds.alpha[0, slot])
@@ -245,94 +197,19 @@ class LivePopulation:
             attached = not isolated or stage == Stage.FOSSILIZED
             mode = Mode.ON if acts else Mode.STRAIGHT if straight else Mode.OFF
             frozen = bool(seeds.doomed[0, slot])
-            trains = next(planted.parameters()).requires_grad
-            if (planted.mode, planted.attached, trains) != (mode, attached, not frozen):
-                self._edited()
-            for each in (planted, *(self._copy_of(network, site.name) for network in self.copies)):
+            if (planted.mode, planted.attached, planted.learns) != (mode, attached, not frozen):
+                self.grafts.edited()
+            for each in self.grafts.everywhere(site.name):
                 each.mode, each.attached = mode, attached
                 each.alpha.fill_(alpha if acts else 0.0)
-            planted.requires_grad_(not frozen)
-            if frozen:
-                planted.zero_grad()
+            planted.learn(not frozen)
             if stage == Stage.TRAINING:
                 incubating.append(site.name)
             elif acts and not frozen:
-                acting += planted.parameters()
-        self.shared.follow(acting)
+                acting += planted.trained()
+        if not self.grafts.reserved:  # seats are parameters that DistributedDataParallel knows
+            self.shared.follow(acting)
         self.incubation.follow(incubating)
-
-    def doses(self, dose: NDArray[np.float32]) -> None:
-        """Let the seeds act at these doses (S,), for a measurement."""
-        for slot, site in enumerate(self.sites):
-            planted = planted_at(self.network, site.name)
-            if planted is not None:
-                planted.mode = Mode.ON if dose[slot] > 0 else Mode.OFF
-                planted.alpha.fill_(float(dose[slot]))
-
-    def kept(self, seeds: Seeds) -> dict[str, tuple[Blueprint, int]]:
-        """By site, the blueprint of each seed that is part of the network for good, and the width that it reads."""
-        found = {}
-        for slot, site in enumerate(self.sites):
-            if seeds.stage[0, slot] == Stage.FOSSILIZED:
-                entry = self.menu[int(seeds.blueprint[0, slot])]
-                found[site.name] = entry, self.readings[slot].widths[entry.tap]
-        return found
-
-    # The whole of it.
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the network and of its copies, by name; they share memory."""
-        reshard(self.network)
-        found: dict[str, Tensor] = {}
-        for index, network in enumerate((self.network, *self.copies)):
-            first = f"copy.{index}." if index else ""
-            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-                found[first + name] = tensor
-        return found
-
-    def names(self) -> dict[Tensor, str]:
-        """The name of every parameter that the optimizer holds; one that is not the network's is named by its group."""
-        reshard(self.network)
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.network.named_parameters()}
-        for index, group in enumerate(self.groups.optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                names.setdefault(parameter, f"group {index}, parameter {place}")
-        return names
-
-    # Inside.
-
-    @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """What the seeds do is restored behind a measurement that changes it."""
-        found = [planted_at(self.network, site.name) for site in self.sites]
-        before = [(each, each.mode, each.alpha.clone()) for each in found if each is not None]
-        try:
-            yield
-        finally:
-            for each, mode, alpha in before:
-                each.mode = mode
-                each.alpha.copy_(alpha)
-
-    def _copy_of(self, network: nn.Module, name: str) -> Planted:
-        planted = planted_at(network, name)
-        assert planted is not None, "a copy has every seed that the network has"
-        return planted
-
-    def _fits(self, slot: int, entry: Blueprint) -> bool:
-        """Whether a blueprint can be planted at a site."""
-        site = self.sites[slot]
-        return self.readings[slot].widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
-
-    def _cost(self, slot: int, blueprint: int, blend: Blend = Blend.ADD) -> int:
-        reads = self.readings[slot].widths[self.menu[blueprint].tap]
-        gate = reads + 1 if blend == Blend.GATE else 0
-        return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
-
-    def _edited(self) -> None:
-        """What a compiled network computes is another thing now."""
-        self._edits += 1
-        if self._edits % RECOMPILATIONS == 0 and "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
 
 
 class _Kept:
@@ -352,10 +229,10 @@ class _Kept:
         unfinished = self._unfinished(seeds)
         self.tensors = {
             name: tensor.detach().clone()
-            for name, tensor in self.live.tensors().items()
+            for name, tensor in self.live.grafts.tensors().items()
             if id(tensor) not in unfinished
         }
-        names = {p: name for p, name in self.live.names().items() if id(p) not in unfinished}
+        names = {p: name for p, name in self.live.grafts.names().items() if id(p) not in unfinished}
         self.moments = self.live.groups.moments(names)
 
     def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
@@ -363,11 +240,11 @@ class _Kept:
         if not rows[0]:
             return seeds
         for slot, site in enumerate(self.live.sites):
-            if kept.stage[0, slot] != Stage.FOSSILIZED and planted_at(self.live.network, site.name) is not None:
+            if kept.stage[0, slot] != Stage.FOSSILIZED and self.live.grafts.at(site.name) is not None:
                 self.live.free(site.name)
-        for name, tensor in self.live.tensors().items():
+        for name, tensor in self.live.grafts.tensors().items():
             fill(tensor, self.tensors[name])
-        self.live.groups.set_moments(self.live.names(), self.moments)
+        self.live.groups.set_moments(self.live.grafts.names(), self.moments)
         self.live.follow(kept)
         restored: Seeds = choose(rows, kept, seeds)
         return restored
@@ -391,8 +268,6 @@ class _Kept:
         """The tensors of all seeds that are not part of the network for good."""
         found: set[int] = set()
         for slot, site in enumerate(self.live.sites):
-            for network in (self.live.network, *self.live.copies) if seeds.stage[0, slot] != Stage.FOSSILIZED else ():
-                planted = planted_at(network, site.name)
-                if planted is not None:
-                    found |= {id(tensor) for tensor in (*planted.parameters(), *planted.buffers())}
+            for planted in self.live.grafts.everywhere(site.name) if seeds.stage[0, slot] != Stage.FOSSILIZED else ():
+                found |= {id(tensor) for tensor in (*planted.parameters(), *planted.buffers())}
         return found

@@ -29,12 +29,12 @@ def measure_live(live: "LivePopulation", seeds: Seeds, asked: Asked, norms: Mapp
     """
     assert not asked.sensors, "a live network has no growth sensors"
     assert not asked.validation, "a live network has no validation split"
-    live.doses(doses(seeds)[0])
+    live.grafts.doses(doses(seeds)[0])
     with _listening(live.network, live.sites) as heard:
         own = live.probe_batches.see(live.network)
     means, pairs = [own.losses.mean()], []
     for dose in asked.coalitions.branches.dose:
-        live.doses(dose)
+        live.grafts.doses(dose)
         losses = live.probe_batches.see(live.network).losses
         means.append(losses.mean())
         pairs.append(_paired(losses - own.losses))

@@ -13,6 +13,11 @@ from esper.kasmina.sharding import in_parts
 T = TypeVar("T")
 
 
+def several_processes() -> bool:
+    """Whether this process is one of several of the default group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class Ranks:
     """All processes of the default group, or this one alone.
 

@@ -1,0 +1,217 @@
+"""Seeds that are in a network before they are planted, so that growing changes tensors alone and never a compiled graph.
+
+A site of such a network holds a `Bank` with one `Seat` for each blueprint that may be planted there. Every seat runs in every
+pass, and what it does follows from buffers. B examples.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blending import Proximal, sigmoid
+from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.slot import Seed
+from esper.leyline.actions import Blend
+from esper.leyline.slots import Tap
+from esper.leyline.streams import STREAMS, Kind
+
+ON, STRAIGHT, ATTACHED, GATE, MULTIPLY = range(5)
+"""Entries of `Seat.switch`."""
+
+
+class Seat(nn.Module):
+    """The place of a seed of one blueprint. With equal weights it computes what a `Planted` does, value by value.
+
+    taken: whether a seed is planted here; a seat that is free leaves the stream as it is. mode, attached, learns: as those of a
+    `Planted`; they are kept in `switch` as well, where a pass reads them.
+
+    switch (5,): bool, whether the seed acts, whether it learns straight-through, whether its gradient reaches what it reads, and
+    whether its blend is GATE or MULTIPLY; a buffer that is not saved, like `pull` ().
+    alpha (): the dose in mode ON, a buffer.
+    """
+
+    alpha: Tensor
+    pull: Tensor
+    switch: Tensor
+
+    def __init__(self, seed: Seed, tap: Tap, kind: Kind) -> None:
+        super().__init__()
+        like = next(seed.parameters())
+        self.seed, self.tap, self.kind, self.reads = seed, tap, kind, tap.value
+        self.blend, self.taken, self.learns = Blend.ADD, False, False
+        self._mode, self._attached = Mode.OFF, True
+        self.register_buffer("alpha", like.detach().new_zeros(()))
+        self.register_buffer("pull", like.detach().new_zeros(()), persistent=False)
+        self.register_buffer("switch", torch.zeros(5, dtype=torch.bool, device=like.device), persistent=False)
+
+    @property
+    def mode(self) -> Mode:
+        """How the seed takes part in a pass."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        if mode != self._mode:
+            self._mode = mode
+            self._set()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the gradient of the seed reaches what it reads."""
+        return self._attached
+
+    @attached.setter
+    def attached(self, attached: bool) -> None:
+        if attached != self._attached:
+            self._attached = attached
+            self._set()
+
+    @torch.no_grad()
+    def take(self, planted: Planted) -> None:
+        """Let a seed of the same blueprint be planted here, with its weights."""
+        own, theirs = (dict((*each.named_parameters(), *each.named_buffers())) for each in (self.seed, planted.seed))
+        for name, tensor in own.items():
+            if name in theirs:
+                tensor.copy_(theirs[name])
+            else:
+                tensor.zero_()  # the gate of a seed that blends otherwise
+        self.blend, self.taken, self.learns = planted.blend, True, True
+        self.pull.zero_()
+        self._set()
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """Let the seed do nothing from now on."""
+        self.taken, self.learns, self._mode, self._attached, self.blend = False, False, Mode.OFF, True, Blend.ADD
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.alpha.zero_()
+        self.pull.zero_()
+        self._set()
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer moves, in their order: the gate only where it is used."""
+        return list((self.seed if self.blend == Blend.GATE else self.seed.delta).parameters())
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of the seed by name, the gate only where it is used."""
+        return {
+            name: tensor
+            for name, tensor in self.seed.state_dict().items()
+            if self.blend == Blend.GATE or not name.startswith("gate.")
+        }
+
+    def learn(self, learns: bool) -> None:
+        """Whether gradients stay on its parameters from now on; where they do not, those that are there are dropped."""
+        self.learns = learns
+        if not learns:
+            for parameter in self.parameters():
+                parameter.grad = None
+
+    def drops(self, parameter: Tensor) -> bool:
+        """Whether a gradient of a parameter is of no use: an optimizer would move what it is for, or clip by it."""
+        if not self.learns or self._mode == Mode.OFF:
+            return True
+        return self.blend != Blend.GATE and any(parameter is p for p in self.seed.gate.parameters())
+
+    def planted(self) -> Planted:
+        """The seed on its own, with the same parameters."""
+        planted = Planted(self.seed, self.tap, self.blend, self.kind).train(self.training)
+        planted.mode, planted.attached = self._mode, self._attached
+        planted.alpha.copy_(self.alpha)
+        return planted
+
+    def forward(self, y: Tensor, h: Tensor, u: Tensor) -> Tensor:
+        """The stream (B, ...) behind this seat: y is behind the seat before it, h in front of all seats, u what it reads."""
+        stream = STREAMS[self.kind]
+        on, straight, attached, gated, multiplied = self.switch.unbind()
+        base: Tensor = _Valve.apply(h, on)  # type: ignore[no-untyped-call]
+        read: Tensor = _Valve.apply(u, on & attached)  # type: ignore[no-untyped-call]
+        read = stream.fitted(read, base)
+        delta = self.seed.delta(read)
+        gate = stream.spread(self.seed.gate(stream.gated(read)))
+        change = torch.where(gated, sigmoid(gate) * delta, delta)
+        change = torch.where(multiplied, base * torch.tanh(delta), change)
+        change = torch.where(straight, torch.ones_like(self.alpha), self.alpha) * change
+        pull = torch.where(straight, self.pull, torch.zeros_like(self.pull))
+        change = Proximal.apply(change.to(h.dtype), h.detach(), pull)  # type: ignore[no-untyped-call]
+        behind: Tensor = _Join.apply(y, change, on, straight)  # type: ignore[no-untyped-call]
+        return behind
+
+    def _set(self) -> None:
+        values = (
+            self._mode == Mode.ON,
+            self._mode == Mode.STRAIGHT,
+            self._attached,
+            self.blend == Blend.GATE,
+            self.blend == Blend.MULTIPLY,
+        )
+        with torch.no_grad():
+            self.switch.copy_(torch.tensor(values))
+
+    def extra_repr(self) -> str:
+        """What `print` shows beside the seed."""
+        return f"tap={self.tap.value}, {f'blend={self.blend.name}, mode={self._mode.value}' if self.taken else 'free'}"
+
+
+class Bank(nn.Module):
+    """The seats at one site, by the name of their blueprint; a seed is planted in at most one of them."""
+
+    def __init__(self, seats: Mapping[str, Seat]) -> None:
+        super().__init__()
+        self.seats = nn.ModuleDict(seats)
+
+    def all(self) -> list[Seat]:
+        """Every seat, in the order of the menu."""
+        return [seat for seat in self.seats.values() if isinstance(seat, Seat)]
+
+    def seat(self, blueprint: str) -> Seat:
+        """The seat of a blueprint."""
+        seat = self.seats[blueprint]
+        assert isinstance(seat, Seat)
+        return seat
+
+    def taken(self) -> Seat | None:
+        """The seat in which a seed is planted."""
+        return next((seat for seat in self.all() if seat.taken), None)
+
+    def runs(self) -> list[Seat]:
+        """The seats that run in a pass: all of them, but for a pass without compilation or gradients those that act."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return self.all()
+        return [seat for seat in self.all() if seat.mode == Mode.ON]
+
+
+class _Valve(torch.autograd.Function):
+    """A tensor, bit for bit, whose gradient passes where `open` () is true and is 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, passes: Tensor) -> Tensor:
+        """value (...); passes () bool."""
+        ctx.save_for_backward(passes)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient or 0, selected and not multiplied: 0 times nan is nan."""
+        (passes,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return torch.where(passes, gradients[0], torch.zeros_like(gradients[0])), None
+
+
+class _Join(torch.autograd.Function):
+    """y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, y: Tensor, change: Tensor, on: Tensor, straight: Tensor
+    ) -> Tensor:
+        """y, change (B, ...); on, straight () bool."""
+        ctx.save_for_backward(on | straight)
+        return torch.where(on, y + change, y)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """The gradient for y, and for the change that or 0."""
+        (learns,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradients[0], torch.where(learns, gradients[0], torch.zeros_like(gradients[0])), None, None

@@ -1,0 +1,268 @@
+"""The seeds in one network that a person's own loop trains, and in its moving averages. S slots."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.kasmina.arena import Bank, Seat
+from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.grafted import bank_at, plant, planted_at, uproot
+from esper.kasmina.grown import sites_of
+from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.sharding import is_sharded, reshard, shard_like
+from esper.kasmina.slot import Seed
+from esper.kasmina.survey import Reading
+from esper.leyline.actions import Blend
+from esper.leyline.sites import Site
+from esper.leyline.stages import Stage
+from esper.leyline.view import Bools, Seeds
+from esper.tolaria.compilations import Compilations
+from esper.tolaria.groups import Groups
+from esper.tolaria.ranks import Ranks
+
+GrowthMode = Literal["live", "reserve"]
+"""How seeds get into a network: as submodules of their own, or into seats that are there from the start."""
+
+
+class Grafts:
+    """Plants seeds, gives their parameters to the optimizer, and takes both away again.
+
+    In mode 'live' a seed becomes a submodule when it is planted, which changes the graph of a compiled network. In mode 'reserve'
+    a seat for each blueprint is at each site from the start (`kasmina.arena`), and a seed that is planted gives its
+    weights to the seat. Either way its parameters are in the optimizer from its birth to its removal alone.
+
+    network: the grafted network. copies: its moving averages, grafted as well, which get every seed that it gets.
+    compilations: of the process, and changes of the graph by growing.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        copies: Sequence[nn.Module],
+        groups: Groups,
+        menu: Sequence[Blueprint],
+        readings: Sequence[Reading],
+        ranks: Ranks,
+    ) -> None:
+        """`readings` are of the sites, in their order."""
+        self.network, self.copies, self.groups, self.menu = network, tuple(copies), groups, tuple(menu)
+        self.readings, self.ranks, self.reserved = readings, ranks, False
+        self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
+        self.host = list(network.parameters())
+        self.compilations = Compilations(network)
+        self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
+        self._seats: list[Seat] = []  # of the network and of its copies
+        self._handles: list[RemovableHandle] = []
+        self._due = False
+
+    def reserve(self, fits: Bools) -> None:
+        """Put a seat at each site for each blueprint of the menu that can be planted there, (S, blueprints)."""
+        self.reserved = True
+        for slot, each in enumerate(fits):
+            if each.any():
+                self._reserve(slot, [entry for entry, fit in zip(self.menu, each, strict=True) if fit])
+
+    def fits(self, slot: int, entry: Blueprint) -> bool:
+        """Whether a blueprint can be planted at a site."""
+        site = self.sites[slot]
+        return self.readings[slot].widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
+
+    def cost(self, slot: int, blueprint: int, blend: Blend = Blend.ADD) -> int:
+        """Parameters of a seed."""
+        reads = self.readings[slot].widths[self.menu[blueprint].tap]
+        gate = reads + 1 if blend == Blend.GATE else 0
+        return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
+
+    def planted(self) -> dict[str, list[int]]:
+        """By site, in the order of the optimizer's groups: the blueprint and the blend of the seed."""
+        found = {}
+        for name in self.groups.names():
+            seed = self.at(name)
+            assert seed is not None, "every group of a seed is that of one in the network"
+            found[name] = [self._blueprint_of[name], int(seed.blend)]
+        return found
+
+    def at(self, name: str) -> Planted | Seat | None:
+        """The seed at a site of the network; None where there is none."""
+        return planted_at(self.network, name)
+
+    def everywhere(self, name: str) -> list[Planted | Seat]:
+        """The seed at a site of the network, and then of its copies."""
+        found = [planted_at(network, name) for network in (self.network, *self.copies)]
+        return [each for each in found if each is not None]
+
+    def add(self, slot: int, blueprint: int, blend: Blend, key: int) -> None:
+        """Plant a seed that acts on nothing yet, drawn by a key."""
+        site, entry = self.sites[slot], self.menu[blueprint]
+        made = self._made(slot, entry, blend, key)
+        self.ranks.spread(made.parameters())
+        for network in (*self.copies, self.network):
+            if network is self.network and is_sharded(network):
+                shard_like(made, network)
+            bank = bank_at(network, site.name)
+            if bank is not None:
+                bank.seat(entry.name).take(made)
+            elif network is self.network:
+                plant(network, site.name, made)
+            else:
+                plant(network, site.name, copy.deepcopy(made).requires_grad_(False))
+        planted = self.at(site.name)
+        assert planted is not None, "it was planted"
+        self._blueprint_of[site.name] = blueprint
+        after = self.network.get_submodule(site.after)
+        self.groups.add(site.name, planted.trained(), [*after.parameters(), *self.host])
+        self.edited()
+
+    def free(self, name: str) -> None:
+        """Remove a seed and all that the optimizer remembers of it."""
+        self.groups.remove(name)
+        for network in (self.network, *self.copies):
+            planted = planted_at(network, name)
+            if isinstance(planted, Seat):
+                planted.free()
+            else:
+                uproot(network, name)
+        del self._blueprint_of[name]
+        self.edited()
+
+    def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
+        """Have just these seeds, in this order; their weights are for the caller to fill in."""
+        for name in list(self.planted()):
+            self.free(name)
+        slots = {site.name: slot for slot, site in enumerate(self.sites)}
+        for name, (blueprint, blend) in seeds.items():
+            self.add(slots[name], blueprint, Blend(blend), 0)
+
+    def settle(self) -> None:
+        """Replace the seats of every site by the seed that is planted in one of them, if there is one."""
+        for handle in self._handles:
+            handle.remove()
+        self._seats.clear()
+        for network in (self.network, *self.copies) if self.reserved else ():
+            for site in self.sites:
+                seat = planted_at(network, site.name)
+                if bank_at(network, site.name) is not None:
+                    uproot(network, site.name)
+                if isinstance(seat, Seat):
+                    plant(network, site.name, seat.planted())
+
+    def doses(self, dose: NDArray[np.float32]) -> None:
+        """Let the seeds act at these doses (S,), for a measurement."""
+        for slot, site in enumerate(self.sites):
+            planted = self.at(site.name)
+            if planted is not None:
+                planted.mode = Mode.ON if dose[slot] > 0 else Mode.OFF
+                planted.alpha.fill_(float(dose[slot]))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """What the seeds do is restored behind a measurement that changes it."""
+        found = [self.at(site.name) for site in self.sites]
+        before = [(each, each.mode, each.alpha.clone()) for each in found if each is not None]
+        try:
+            yield
+        finally:
+            for each, mode, alpha in before:
+                each.mode = mode
+                each.alpha.copy_(alpha)
+
+    def kept(self, seeds: Seeds) -> dict[str, tuple[Blueprint, int]]:
+        """By site, the blueprint of each seed that is part of the network for good, and the width that it reads."""
+        found = {}
+        for slot, site in enumerate(self.sites):
+            if seeds.stage[0, slot] == Stage.FOSSILIZED:
+                entry = self.menu[int(seeds.blueprint[0, slot])]
+                found[site.name] = entry, self.readings[slot].widths[entry.tap]
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the network and of its copies, by name, without seats that are free; they share memory."""
+        free = {
+            id(tensor) for seat in self._seats if not seat.taken for tensor in (*seat.parameters(), *seat.buffers())
+        }
+        found: dict[str, Tensor] = {}
+        for index, network in enumerate((self.network, *self.copies)):
+            first = f"copy.{index}." if index else ""
+            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+                if id(tensor) not in free:
+                    found[first + name] = tensor
+        return found
+
+    def names(self) -> dict[Tensor, str]:
+        """The name of every parameter that the optimizer holds; one that is not the network's is named by its group."""
+        reshard(self.network)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.network.named_parameters()}
+        for index, group in enumerate(self.groups.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, f"group {index}, parameter {place}")
+        return names
+
+    def trained_params(self) -> int:
+        """Parameters that require a gradient, of the host and of the seeds that are there."""
+        of_seats = {id(parameter) for seat in self._seats for parameter in seat.parameters()}
+        used = {id(parameter) for seat in self._seats if seat.learns for parameter in seat.trained()}
+        return sum(
+            parameter.numel()
+            for parameter in self.network.parameters()
+            if parameter.requires_grad and (id(parameter) in used or id(parameter) not in of_seats)
+        )
+
+    def edited(self) -> None:
+        """What a network without seats computes is another thing now."""
+        if not self.reserved:
+            self.compilations.changed()
+
+    # Inside.
+
+    def _made(self, slot: int, entry: Blueprint, blend: Blend, key: int) -> Planted:
+        """A seed of its own, drawn by a key."""
+        site = self.sites[slot]
+        reads = self.readings[slot].widths[entry.tap]
+        after = self.network.get_submodule(site.after)
+        like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
+        with drawn_with(key):
+            seed = Seed(entry.build(reads, site.stream.width), reads)
+        made = Planted(seed, entry.tap, blend, site.stream.kind)
+        return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
+
+    def _reserve(self, slot: int, menu: Sequence[Blueprint]) -> None:
+        """Put a seat for every blueprint of a menu at a site."""
+        site, seats = self.sites[slot], {}
+        for entry in menu:
+            made = self._made(slot, entry, Blend.GATE, 0)
+            seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind).train(made.training)
+        bank = Bank(seats)
+        for seat in bank.all():
+            for parameter in seat.parameters():
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, seat)))
+        for network in (self.network, *self.copies):
+            own = bank if network is self.network else copy.deepcopy(bank).requires_grad_(False)
+            plant(network, site.name, own)
+            self._seats += own.all()
+
+    def _arrived(self, seat: Seat, parameter: Tensor) -> None:
+        """Drop a gradient that is of no use as soon as it is there."""
+        if seat.drops(parameter):
+            parameter.grad = None
+        if self.ranks.size > 1 and not self._due:
+            self._due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._queue)
+
+    def _queue(self) -> None:
+        """DistributedDataParallel fills in gradients in a callback of its own, which is queued by now: drop them behind it."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._drop)
+
+    def _drop(self) -> None:
+        self._due = False
+        for seat in self._seats:
+            for parameter in seat.parameters():
+                if seat.mode != Mode.ON or seat.drops(parameter):
+                    parameter.grad = None
