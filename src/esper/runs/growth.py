@@ -111,8 +111,8 @@ class Growth:
             raise InputError(f"mode is {mode!r}; give 'live' or 'reserve'")
         if mode == "reserve" and (sharded or wrapper is not None):
             raise InputError(
-                "mode='reserve' adds parameters that DistributedDataParallel or fully_shard would not know; give Growth the module "
-                "itself, and wrap it afterwards"
+                "mode='reserve' adds parameters that DistributedDataParallel or fully_shard would not know; give Growth the "
+                "module itself, and wrap it afterwards"
             )
         self.every, self.calls, self.finished = whole("every", every), 0, False
         self.model, self.mode = network, mode
