@@ -44,8 +44,9 @@ class EsperEnv(_Named, Env[Arrays, Heads]):
     An action that the masks forbid acts as WAIT, and `info["accepted"]` is False. The episode terminates after `config.steps`
     steps. It is never truncated, because the time left is part of the observation.
 
-    If the governor restores the host to a snapshot, the reward is minus `governor.penalty` and the step terminates. The next
-    `reset()` without seed and options then continues the same episode as a new sequence of steps.
+    If the governor restores the host to a snapshot, the step terminates. Its reward is J of the restored host minus J before the
+    step, minus `governor.penalty`. The next `reset()` without seed and options then continues the same episode as a new sequence
+    of steps.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # gymnasium has no ClassVar
