@@ -1,16 +1,21 @@
-"""What growing costs a training loop: between decisions, at a decision, and while a seed incubates.
+"""What growing costs a training loop: between decisions, at a decision, while a seed incubates, and in compilations.
 
-    python scripts/benchmark_growth.py                 # a transformer of 1 million parameters
-    python scripts/benchmark_growth.py --layers 2 5 10
+    python scripts/benchmark_growth.py
+    python scripts/benchmark_growth.py --sizes 128x5 --steps 200
 
-Steps of the plain and of the grafted models alternate. Each is compared with the plain one beside it, and the median
-over `--steps` of these is shown. A decision measures the network on `--probe` batches of the size of a training batch.
+A size is the width and the number of layers of a transformer. Steps of the plain and of the grafted models alternate. Each is
+compared with the plain one beside it, and the median over `--steps` of these ratios is shown, with its quartiles where it is
+small. Seconds are those of the processor, of one thread, so that other work on the machine counts little. A decision measures
+the network on `--probe` batches of the size of a training batch. At the end, a small compiled network grows by a fixed schedule
+in both modes, and the graphs that torch.compile makes are counted.
 """
 
 import argparse
 import copy
 import statistics
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +24,40 @@ from torch import Tensor, nn
 import esper
 from esper.leyline.actions import Actions, Op
 
-VOCABULARY, LENGTH, WIDTH, HEADS = 256, 64, 128, 4
+VOCABULARY, LENGTH, HEAD = 256, 64, 32
+SIZES = ("64x2", "128x2", "128x5", "256x4", "384x6")
+WORK = 20_000_000
+"""Steps of a model are at most this number divided by its parameters, and at least 4."""
+WARM = 2
+"""Steps that are not timed."""
+LIFE = {  # by decision: operation, slot, blueprint, blend, tempo index, target index
+    0: (Op.GERMINATE, 0, 0, 0, 1, 3),
+    2: (Op.ADVANCE, 0, 0, 0, 0, 0),
+    4: (Op.FOSSILIZE, 0, 0, 0, 0, 0),
+    5: (Op.GERMINATE, 1, 0, 0, 2, 3),
+    7: (Op.ADVANCE, 1, 0, 0, 0, 0),
+    10: (Op.PRUNE, 1, 0, 0, 2, 0),
+    14: (Op.GERMINATE, 2, 0, 0, 1, 3),
+    16: (Op.ADVANCE, 2, 0, 0, 0, 0),
+    18: (Op.FOSSILIZE, 2, 0, 0, 0, 0),
+}
+"""Three seeds: one is kept, one is blended slowly and removed slowly, and one is kept again."""
 
 
 class Block(nn.Module):
     """A pre-norm block with causal attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = width // HEAD
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, C) -> (B, L, C)."""
         q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
         )
         read = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(read.transpose(1, 2).flatten(-2))
@@ -44,11 +67,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Reads tokens and scores the next one at each position."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(layers)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, L) int64 -> (B, L, V)."""
@@ -63,18 +86,18 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-class Plants:
-    """A controller that plants one seed at its first decision where it is told to, and waits."""
+class Schedule:
+    """A controller that carries out decisions by their number, and waits elsewhere."""
 
-    def __init__(self, plants: bool) -> None:
-        self.plants = plants
+    def __init__(self, script: Mapping[int, tuple[int, ...]]) -> None:
+        self.script = script
 
     def act(self, view: esper.View) -> Actions:
-        """GERMINATE at the first slot, or WAIT."""
+        """The decision of the script."""
         actions = Actions.wait(1)
-        if self.plants and view.step == 0:
-            actions.op[:], actions.blueprint[:] = Op.GERMINATE, int(view.masks.blueprint[0, 0].argmax())
-            actions.tempo[:], actions.target[:] = 1, 3
+        if view.step in self.script:
+            for head, value in zip(actions, self.script[view.step], strict=True):
+                head[:] = value
         return actions
 
     def store(self, outcome: esper.Outcome) -> None:
@@ -90,6 +113,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.model, self.batch = model, batch
+        self.call: Callable[[Tensor], Tensor] = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.growth: esper.Growth | None = None
         self.seconds: list[float] = []
@@ -97,76 +121,135 @@ class Trainer:
     def step(self, shadow: bool = False) -> None:
         """One training step, growth included."""
         ids = torch.randint(0, VOCABULARY, (self.batch, LENGTH + 1))
-        begin = time.perf_counter()
-        loss(self.model(ids[:, :-1]), ids[:, 1:]).backward()
+        begin = time.process_time()
+        loss(self.call(ids[:, :-1]), ids[:, 1:]).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.growth is not None:
             self.growth.step(*((ids[:, :-1], ids[:, 1:]) if shadow else ()))
-        self.seconds.append(time.perf_counter() - begin)
+        self.seconds.append(time.process_time() - begin)
 
 
-def ratio(trainer: Trainer, base: Trainer) -> float:
-    """Median over steps of how many times as long a step takes; the first five warm up."""
-    return statistics.median(one / other for one, other in zip(trainer.seconds[5:], base.seconds[5:], strict=False))
+def ratio(trainer: Trainer, base: Trainer) -> list[float]:
+    """Quartiles over steps of how many times as long a step takes; the first WARM ones warm up."""
+    ratios = [one / other for one, other in zip(trainer.seconds[WARM:], base.seconds[WARM:], strict=True)]
+    return statistics.quantiles(ratios, n=4)
 
 
-def grown(plain: nn.Module, batch: int, probe: int, *, every: int, plants: bool = False) -> Trainer:
-    """A trainer of a grafted copy of a model."""
+def grown(
+    plain: nn.Module, batch: int, probe: int, *, every: int, script: Mapping[int, tuple[int, ...]], mode: Any = "live"
+) -> Trainer:
+    """A trainer of a grafted copy of a model, whose controller follows a script."""
     trainer = Trainer(copy.deepcopy(plain), batch)
     ids = torch.randint(0, VOCABULARY, (probe, batch, LENGTH + 1))
     batches = [(each[:, :-1], each[:, 1:]) for each in ids]
+    gates = {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1}
     trainer.growth = esper.Growth(
-        trainer.model, trainer.optimizer, probe=batches, loss=loss, controller=Plants(plants), every=every, budget=1.0
-    )
+        trainer.model, trainer.optimizer, probe=batches, loss=loss, controller=Schedule(script), every=every, budget=1.0,
+        mode=mode, settings={"gates": gates, "blueprints": ["bypass-mlp"]},
+    )  # fmt: skip
     return trainer
 
 
-def measure(layers: int, batch: int, steps: int, probe: int) -> None:
-    """Print the figures of a model with so many layers."""
-    plain = Decoder(layers)
+def measure(width: int, layers: int, batch: int, steps: int, probe: int) -> None:
+    """Print the figures of one model, as a row of a table."""
+    plain = Decoder(width, layers)
     size = sum(parameter.numel() for parameter in plain.parameters())
+    steps = min(steps, max(4, WORK // size))
+    birth = {0: LIFE[0]}
     trainers = {
         "plain": Trainer(copy.deepcopy(plain), batch),
-        "idle": grown(plain, batch, probe, every=10**6),
-        "straight-through": grown(plain, batch, probe, every=10**6, plants=True),
-        "shadow": grown(plain, batch, probe, every=10**6, plants=True),
-        "decision": grown(plain, batch, probe, every=1),
+        "idle": grown(plain, batch, probe, every=10**6, script={}),
+        "straight": grown(plain, batch, probe, every=10**6, script=birth),
+        "shadow": grown(plain, batch, probe, every=10**6, script=birth),
+        "reserve": grown(plain, batch, probe, every=10**6, script={}, mode="reserve"),
+        "decision": grown(plain, batch, probe, every=1, script={}),
     }
-    for name in ("straight-through", "shadow"):
+    for name in ("straight", "shadow"):
         growth = trainers[name].growth
         assert growth is not None
         growth.engine.close()  # the seed has germinated, and incubates from here on
         growth.engine.apply(Actions.wait(1))
-    for step in range(steps + 5):
+    for _ in range(steps + WARM):
         for name, trainer in trainers.items():
-            if name != "decision" or step < 25:
-                trainer.step(shadow=name == "shadow")
-    base = trainers["plain"]
-    growth = trainers["idle"].growth
+            trainer.step(shadow=name == "shadow")
+    base, growth = trainers["plain"], trainers["idle"].growth
     assert growth is not None
-    print(f"{layers} layers, {size:,} parameters, {len(growth.population.sites)} sites")
-    print(f"  a training step              {1e3 * statistics.median(base.seconds[5:]):8.2f} ms")
-    for name, words in (
-        ("idle", "grafted, between decisions"),
-        ("straight-through", "with a seed, straight-through"),
-        ("shadow", "with a seed, shadow"),
-    ):
-        print(f"  {words:<30} {ratio(trainers[name], base) - 1:+8.1%}")
-    print(f"  a decision on {probe} batches {ratio(trainers['decision'], base) - 1:17.2f} training steps")
+    idle, straight, shadow, reserve = (
+        ratio(trainers[name], base) for name in ("idle", "straight", "shadow", "reserve")
+    )
+    step = 1e3 * statistics.median(base.seconds[WARM:])
+    print(
+        f"| {width} x {layers} | {size:,} | {len(growth.population.sites)} | {step:.1f} | "
+        f"{idle[1] - 1:+.1%} ({idle[0] - 1:+.1%} to {idle[2] - 1:+.1%}) | {straight[1] - 1:+.0%} | {shadow[1] - 1:+.0%} | "
+        f"{reserve[1] - 1:+.0%} | {ratio(trainers['decision'], base)[1] - 1:.2f} |",
+        flush=True,
+    )
+
+
+def rest(width: int, layers: int, batch: int, steps: int, probe: int) -> None:
+    """Print what a grafted model costs between decisions, beside a second copy of the plain one, which costs nothing."""
+    plain = Decoder(width, layers)
+    base, again = (Trainer(copy.deepcopy(plain), batch) for _ in range(2))
+    idle = grown(plain, batch, probe, every=10**6, script={})
+    for _ in range(steps + WARM):
+        for trainer in (base, again, idle):
+            trainer.step()
+    for name, trainer in (("the plain model again", again), ("grafted, between decisions", idle)):
+        low, middle, high = ratio(trainer, base)
+        total = sum(trainer.seconds[WARM:]) / sum(base.seconds[WARM:])
+        print(f"| {name} | {middle - 1:+.1%} | {low - 1:+.1%} to {high - 1:+.1%} | {total - 1:+.1%} |", flush=True)
+
+
+def count(mode: str, backend: str) -> None:
+    """Print what torch.compile makes of a network that grows by LIFE, as a row of a table."""
+    torch.compiler.reset()
+    trainer = grown(Decoder(64, 2), 4, 2, every=1, script=LIFE, mode=mode)
+    growth = trainer.growth
+    assert growth is not None
+    trainer.call = torch.compile(trainer.model, backend=backend, fullgraph=True)
+    trainer.step()
+    first = growth.compilations["graphs"]
+    for _ in range(21):
+        trainer.step()
+    found, summary = growth.compilations, growth.summary()
+    lives = " | ".join(str(len(summary[name])) for name in ("plantings", "keeps", "prunes"))
+    print(f"| {mode} | {lives} | {first} | {found['graphs'] - first} | {found['changes']} | {found['emptied']} |")
 
 
 def main() -> None:
     """Read the arguments and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[5], help="layers of each model (default: 5)")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help=f"width x layers (default: {' '.join(SIZES)})")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
-    parser.add_argument("--steps", type=int, default=100, help="steps of each kind (default: 100)")
+    parser.add_argument("--steps", type=int, default=30, help="most steps of each kind (default: 30)")
     parser.add_argument("--probe", type=int, default=4, help="batches of the probe (default: 4)")
+    parser.add_argument("--idle", default="128x5", help="size at which rest is measured (default: 128x5)")
+    parser.add_argument("--idle-steps", type=int, default=60, help="steps of that (default: 60)")
+    parser.add_argument("--backend", default="aot_eager", help="of torch.compile (default: aot_eager)")
+    parser.add_argument("--quick", action="store_true", help="one small model and few steps")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.sizes, arguments.batch, arguments.steps, arguments.probe = ["32x1"], 2, 4, 2
+        arguments.idle_steps = 4
     torch.manual_seed(0)
-    for layers in arguments.layers:
-        measure(layers, arguments.batch, arguments.steps, arguments.probe)
+    torch.set_num_threads(1)
+    print(
+        "| width x layers | parameters | sites | step [ms] | idle (quartiles) | straight | shadow | reserve | decision [steps] |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for size in arguments.sizes:
+        width, layers = map(int, size.split("x"))
+        measure(width, layers, arguments.batch, arguments.steps, arguments.probe)
+    width, layers = map(int, (arguments.sizes[0] if arguments.quick else arguments.idle).split("x"))
+    print(f"\n| {width} x {layers}, {arguments.idle_steps} steps | median | quartiles | sum |\n|---|---|---|---|")
+    rest(width, layers, arguments.batch, arguments.idle_steps, arguments.probe)
+    print(
+        "\n| mode | planted | kept | removed | graphs of the first step | graphs after it | changes | caches emptied |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for mode in ("live", "reserve"):
+        count(mode, arguments.backend)
 
 
 if __name__ == "__main__":

@@ -201,3 +201,11 @@ def test_the_study_of_lengths_sets_runs_with_and_without_early_stopping_beside_s
         [f" {steps} ", f" {enabled} "] for steps in (2, 4) for enabled in ("off", "on")
     ]
     assert lines[-1].startswith("scikit-learn's MLP: ")
+
+
+def test_the_benchmark_of_growth_counts_no_compilation_of_a_reserve(tmp_path):
+    printed = run("benchmark_growth.py", "--backend", "eager", cwd=tmp_path)
+    live, reserve = ([int(cell) for cell in line.split("|")[2:-1]] for line in printed.splitlines()[-2:])
+    assert live[:4] == reserve[:4] == [3, 2, 1, 1]
+    assert live[4] > 3
+    assert reserve[4:] == [0, 0, 0]
