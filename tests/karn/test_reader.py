@@ -76,6 +76,14 @@ def test_a_journal_read_in_any_chunks_gives_the_rows_of_one_that_is_read_at_once
         assert tail.restarts == 0
 
 
+@pytest.mark.parametrize("most", [1, 500, 10**9])
+def test_a_tail_that_is_read_in_parts_gives_every_row_once(run, most):
+    tail, found = Tail(run / "events.jsonl"), []
+    while rows := tail.read(most):
+        found += rows
+    assert found == list(read_events(run / "events.jsonl"))
+
+
 def test_after_rows_were_cut_off_and_written_again_a_tail_begins_anew(run, tmp_path):
     path, lines = tmp_path / "events.jsonl", (run / "events.jsonl").read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:6]))

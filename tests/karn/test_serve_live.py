@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import urllib.request
 from urllib.parse import urlsplit
 
@@ -16,12 +17,16 @@ from served import begin, make_runs, serving
 
 pytest.importorskip("starlette", reason="the extra web is not installed")
 
+from starlette.testclient import TestClient
+
 from esper.cli import main
 from esper.karn.reader import open_run
 from esper.karn.report.frame import render_content
 from esper.karn.report.model import Gathered, read_model
 from esper.karn.report.page import content_of
 from esper.karn.serve import following
+from esper.karn.serve.access import Door
+from esper.karn.serve.app import create_app
 from esper.karn.serve.following import Followed, Following
 from esper.karn.serve.library import Library, key_of
 from esper.store.lock import LOCK, describe_process
@@ -106,6 +111,21 @@ def test_a_page_is_not_made_again_before_it_is_due_or_where_nothing_changed(grow
     monkeypatch.setattr(followed, "_due", 0.0)
     followed.page()
     assert len(made) == 2
+
+
+def test_a_report_that_takes_long_comes_after_the_page(runs, growing, monkeypatch):
+    run, _ = growing
+    ready = threading.Event()
+    monkeypatch.setattr(following, "render_content", lambda content: ready.wait(HANDSHAKE) and render_content(content))
+    monkeypatch.setattr("esper.karn.serve.app.PATIENCE", 0.0)
+    browser = TestClient(
+        create_app(Library([run]), Door(None, "127.0.0.1", True, 1), threading.Event()), "http://127.0.0.1:1"
+    )
+    shown = browser.get(f"/runs/{key_of(run)}")
+    assert "its report appears here" in shown.text
+    assert 'data-version=""' in shown.text
+    ready.set()
+    assert "What was asked" in browser.get(f"/runs/{key_of(run)}/content").text
 
 
 def test_the_rows_of_runs_that_nobody_looks_at_any_more_are_forgotten(runs, tmp_path):

@@ -45,8 +45,11 @@ class Tail:
         self._last = b""  # the last of them, to recognise a file that was cut and written again
         self._place = 0  # bytes up to its end
 
-    def read(self) -> list[Row]:
-        """The complete rows since the last call, in order; all of them after a restart. InputError if a line is not a row."""
+    def read(self, most: int | None = None) -> list[Row]:
+        """The complete rows since the last call, in order; all of them after a restart. InputError if a line is not a row.
+
+        With `most`, the rows of that many bytes and of the rest of a line; further calls give the others, and the last none.
+        """
         if not self.path.exists():
             return []
         with open_regular(self.path, _MEND) as file:
@@ -55,7 +58,7 @@ class Tail:
                 self._seen, self._last, self._place = 0, b"", 0
                 self.restarts += 1
                 file.seek(0)
-            data = file.read()
+            data = file.read() if most is None else file.read(most) + file.readline()
         lines = data.splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()

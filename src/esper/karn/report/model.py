@@ -134,7 +134,8 @@ class Gathered:
     def __init__(self) -> None:
         self._heads: list[RunRow] = []
         self._steps: list[StepRow] = []  # of the last episode
-        self._changes: list[LifecycleRow] = []
+        self._changes: list[LifecycleRow] = []  # of that episode, and of later ones
+        self._decided: list[Decided] = []
         self._rollbacks: list[RollbackRow] = []
         self._episodes: list[EpisodeRow] = []
         self._rounds: list[RoundRow] = []
@@ -153,13 +154,23 @@ class Gathered:
                 self._steps.append(row)
                 self._refused.update(reason for reason in row.refused if reason is not None)
             case LifecycleRow():
-                self._changes.append(row)
+                self._write_change(row)
             case RollbackRow():
                 self._rollbacks.append(row)
             case EpisodeRow():
                 self._episodes.append(row)
             case RoundRow():
                 self._rounds.append(row)
+
+    def _write_change(self, row: LifecycleRow) -> None:
+        if row.to_stage in ("FOSSILIZED", "PRUNED") and row.blueprint and row.why:
+            self._decided.append(_decided(row))
+        if row.cohort is not UNSET:
+            return  # a training has no step rows that its changes would be drawn with
+        if self._changes and self._steps and self._changes[-1].episode != row.episode:
+            shown = self._steps[-1].episode
+            self._changes = [change for change in self._changes if change.episode >= shown]
+        self._changes.append(row)
 
     def model(self, run: OpenRun) -> RunModel:
         """The model of the rows so far and of the other files of their run. InputError if one of these is damaged."""
@@ -176,11 +187,7 @@ class Gathered:
             population,
             _stays(population, head, [row for row in changes if row.episode == episode]) if head and population else [],
             self._analytics.tallies(),
-            [
-                _decided(row)
-                for row in changes
-                if row.to_stage in ("FOSSILIZED", "PRUNED") and row.blueprint and row.why
-            ],
+            list(self._decided),
             dict(self._refused.most_common()),
             list(self._rollbacks),
             list(self._episodes),

@@ -33,6 +33,8 @@ LOOK = 0.5
 """Pause between two looks at the files of a run that is followed [seconds]."""
 SILENCE = 15.0
 """Longest time without a word to a page that follows [seconds]; proxies close a connection that is silent for long."""
+PATIENCE = 1.0
+"""Longest wait for the report of a run before a page without it is sent, which gets it later [seconds]."""
 MOST_COMPARED = 16
 """Most runs in one comparison."""
 
@@ -77,9 +79,10 @@ class Site:
     def run(self, request: Request) -> Response:
         """The report of one run, which follows it."""
         folder, key = self.folder(request), request.path_params["key"]
-        shown = self.following.run(folder).page()
-        live = (f"/runs/{key}/live", f"/runs/{key}/content", shown.version)
-        return pages.shell(folder.name, shown.content, links=pages.run_links(key), here="Report", live=live)
+        shown = self.following.run(folder).page_within(PATIENCE)
+        content, version = (pages.reading_content(folder.name), "") if shown is None else (shown.content, shown.version)
+        live = (f"/runs/{key}/live", f"/runs/{key}/content", version)
+        return pages.shell(folder.name, content, links=pages.run_links(key), here="Report", live=live)
 
     def run_content(self, request: Request) -> Response:
         """The report of one run without the page around it."""

@@ -4,6 +4,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +21,13 @@ SHARE = 0.1
 """Largest share of the time in which the page of a run is made again."""
 LEAST = 1.0
 """Least time between two pages of a run [seconds]."""
+PART = 2**22
+"""Events that are read at once, so that memory holds few rows of a long run [bytes]."""
 KEPT = 8
 """Runs whose rows are kept in memory, those that were asked for last."""
+
+
+_makers = ThreadPoolExecutor(4, "page")
 
 
 class Shown(NamedTuple):
@@ -64,24 +70,31 @@ class Followed:
     def page(self) -> Shown:
         """The page of what the run has written. InputError if a file is damaged."""
         with self._lock:
-            version, start = self._state(), time.monotonic()
-            if self._shown is not None and (version == self._shown.version or start < self._due):
+            version = self._state()
+            if self._shown is not None and (version == self._shown.version or time.monotonic() < self._due):
                 return self._shown
-            self._read()
+            self._read()  # each row once, which is not held against the next page
+            start = time.monotonic()
             model = self._gathered.model(self.run)
             content = render_content(content_of(model, self.run.folder.name))
             self._shown = Shown(version, model.status, content)
-            took = time.monotonic() - start
-            self._due = start + max(LEAST, took / SHARE)
+            self._due = start + max(LEAST, (time.monotonic() - start) / SHARE)
             return self._shown
+
+    def page_within(self, seconds: float) -> Shown | None:
+        """The page, or None if making it takes longer; it is made nevertheless. Raises as `page`."""
+        try:
+            return _makers.submit(self.page).result(seconds)
+        except TimeoutError:
+            return None
 
     def _read(self) -> None:
         restarts = self._tail.restarts
-        rows = self._tail.read()
-        if self._tail.restarts != restarts:  # a resume cut rows off, and all of them come again
-            self._gathered = Gathered()
-        for row in rows:
-            self._gathered.write(row)
+        while rows := self._tail.read(PART):
+            if self._tail.restarts != restarts:  # a resume cut rows off, and all of them come again
+                self._gathered, restarts = Gathered(), self._tail.restarts
+            for row in rows:
+                self._gathered.write(row)
 
     def _state(self) -> str:
         return hashlib.sha256(repr(file_state(self.run.folder)).encode()).hexdigest()[:16]

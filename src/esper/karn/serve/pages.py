@@ -15,7 +15,7 @@ from esper.karn.report.frame import asset as report_asset
 from esper.karn.serve.decisions import FATES, OPERATIONS, Filter, where
 from esper.karn.serve.downloads import File
 from esper.karn.serve.library import Entry, Selection
-from esper.leyline.text import counted, printable
+from esper.leyline.text import counted, printable, rounded
 from esper.nissa.rows import DecisionRow
 
 ASSETS = {
@@ -75,7 +75,7 @@ def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
 
 def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
     """A page with one sentence."""
-    return shell(title, _render("error.html", title=title, sentence=printable(sentence)), status=status)
+    return shell(title, _render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
 
 
 def runs_content(entries: Sequence[Entry], chosen: Selection) -> str:
@@ -132,6 +132,12 @@ def decisions_content(
     )
 
 
+def reading_content(name: str) -> str:
+    """What stands for the report of a run whose events are still being read."""
+    sentence = "The events of this run are being read; its report appears here."
+    return _render("error.html", title=printable(name), sentence=sentence, role="status")
+
+
 def files_content(name: str, key: str, found: Sequence[File], archives: Sequence[str]) -> str:
     """The files of a run that can be downloaded."""
     return _render("files.html", name=name, key=key, files=found, archives=archives)
@@ -140,7 +146,7 @@ def files_content(name: str, key: str, found: Sequence[File], archives: Sequence
 def _measured(mean: float | None, error: float | None) -> str:
     if mean is None:
         return "-"
-    return f"{mean:+.4f}" + ("" if error is None or math.isnan(error) else f" ± {error:.4f}")
+    return rounded(mean, "+.4f") + ("" if error is None or math.isnan(error) else f" ± {error:.4f}")
 
 
 def _known(value: object) -> str:

@@ -84,7 +84,7 @@
       if (answer.ok) {
         const text = await answer.text(), next = answer.headers.get("X-Version");
         if (next !== version) { version = next; update(text); }
-      }
+      } else say("The run cannot be shown as it is now; reload the page to see why.");
     } catch (error) {
       if (!(error instanceof TypeError)) throw error;
       say(LOST);  // the events say when there is a connection again
