@@ -26,7 +26,16 @@ from esper.kasmina.regrow import RegrownHost, as_host
 from esper.kasmina.slot import Seed
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
-from esper.leyline.batches import Batch, Shapes, arguments, cast, leaf_names, map_leaves, shape_leaves
+from esper.leyline.batches import (
+    Batch,
+    arguments,
+    cast,
+    leaf_names,
+    map_leaves,
+    shape_leaves,
+    shapes_from_json,
+    shapes_to_json,
+)
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import parse_json
 from esper.leyline.stages import IN_BUDGET, Stage
@@ -134,7 +143,7 @@ def grown_network(
         "format": _format(interface),
         "host": _saved_host(factory),
         "dtype": str(body.dtype).removeprefix("torch."),
-        "input": _json_shapes(interface.inputs),
+        "input": shapes_to_json(interface.inputs),
         "standardize": None if interface.scaling is None else list(interface.scaling.mean.shape),
         "classes": None if interface.classes is None else list(interface.classes),
         "target": list(interface.target),
@@ -156,26 +165,12 @@ def _format(interface: Interface) -> int:
     return 3 if several or whole or (interface.classes is not None and interface.target) else 2
 
 
-def _json_shapes(inputs: Shapes) -> Any:
-    if isinstance(inputs, dict):
-        return {name: list(shape) for name, shape in inputs.items()}
-    return [list(part) if isinstance(part, tuple) else part for part in inputs]
-
-
-def _shapes(saved: Any) -> Shapes:
-    """Return the shapes that `_json_shapes` wrote."""
-    if isinstance(saved, dict):
-        return {name: tuple(shape) for name, shape in saved.items()}
-    shapes: Shapes = tuple(tuple(part) if isinstance(part, list) else part for part in saved)
-    return shapes
-
-
 def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch:
     """Return two examples of zeros with the shapes and dtypes of a topology.
 
     Raises InputError if they would hold more than `largest` numbers.
     """
-    inputs = _shapes(topology["input"])
+    inputs = shapes_from_json(topology["input"])
     if sum(math.prod(shape) for shape in shape_leaves(inputs)) > largest:
         raise InputError(f"{folder / TOPOLOGY} is damaged at 'input': {topology['input']}; export the network again")
     made = [
@@ -365,7 +360,7 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     Raises InputError if the entries of the topology do not fit together.
     """
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
-    shapes, example = _shapes(inputs), topology["example"]
+    shapes, example = shapes_from_json(inputs), topology["example"]
     several = leaf_names(shapes) != ["x"]
     alike = example.keys() == inputs.keys() if isinstance(inputs, dict) and isinstance(example, dict) else not several
     if isinstance(inputs, list) and several:

@@ -53,6 +53,21 @@ def shape_leaves(inputs: Shapes) -> list[Shape]:
     return [inputs]  # type: ignore[list-item]
 
 
+def shapes_to_json(inputs: Shapes) -> Any:
+    """Return the shapes as lists and mappings, which JSON can hold."""
+    if isinstance(inputs, dict):
+        return {name: list(shape) for name, shape in inputs.items()}
+    return [list(part) if isinstance(part, tuple) else part for part in inputs]
+
+
+def shapes_from_json(saved: Any) -> Shapes:
+    """Return the shapes that `shapes_to_json` gave as lists and mappings."""
+    if isinstance(saved, dict):
+        return {name: tuple(shape) for name, shape in saved.items()}
+    shapes: Shapes = tuple(tuple(part) if isinstance(part, list) else part for part in saved)
+    return shapes
+
+
 def leaf_names(inputs: Shapes) -> list[str]:
     """What sentences call each leaf: 'x', 'x[0]', or "x['image']"."""
     if isinstance(inputs, dict):

@@ -63,7 +63,7 @@ class Engine(Generic[P]):
         self.timer = PhaseTimer(self.device, population.label)
         self._env = population.environment
         space = population.space
-        self.space = self._visible()
+        self.space = _of_environments(self.population.space, self.config.envs)
         shape = len(self._env), len(space.slots)
         seeds, measurements = dormant(*shape), unmeasured(*shape, len(space.sensors))
         self.state = ParallelEnvState(
@@ -104,7 +104,7 @@ class Engine(Generic[P]):
         state.seeds = dormant(*state.seeds.stage.shape)
         state.measurements = unmeasured(*state.measurements.sensors.shape)
         population.begin(state.instance, state.episode)
-        self.space = self._visible()
+        self.space = _of_environments(self.population.space, self.config.envs)
         if planted is not None:
             self._plant(planted)
         with self.timer.phase("probe"):
@@ -146,7 +146,7 @@ class Engine(Generic[P]):
         instance = from_tree(state.instance, tree["instance"], "instance")
         state.episode, state.step, state.instance = tree["episode"], tree["step"], instance
         self.population.load(tree, instance, state.episode)
-        self.space = self._visible()
+        self.space = _of_environments(self.population.space, self.config.envs)
         state.seeds, state.measurements, state.scores = seeds, measurements, scores
         state.opened = None
         if (opened := tree.get("opened")) is not None:
@@ -376,12 +376,6 @@ class Engine(Generic[P]):
             state.coalitions = measured.coalitions
         state.masks = self._legal(state.seeds, state.measurements)
 
-    def _visible(self) -> Space:
-        """Return the space of the environments alone."""
-        envs, space = slice(0, self.config.envs), self.population.space
-        of_envs = ("cost", "width", "number", "instance", "floor", "ceiling")
-        return space._replace(**{name: getattr(space, name)[envs] for name in of_envs})
-
     def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
         return legal(seeds, judge(seeds, measurements, self.config.gates), self.population.space, self.config.lifecycle)
 
@@ -396,6 +390,12 @@ class Engine(Generic[P]):
         twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
         reads = 1 + bool((found != Vital.GOOD).any())
         return Trace(tuple(changes), measured.scores, found[: self.rows], path[-1], governed, twins, reads)
+
+
+def _of_environments(space: Space, envs: int) -> Space:
+    """Return the space of the environments alone, which come before their twins."""
+    of_rows = ("cost", "width", "number", "instance", "floor", "ceiling")
+    return space._replace(**{name: getattr(space, name)[:envs] for name in of_rows})
 
 
 class VectorizedEngine(Engine[StackedPopulation]):

@@ -3,14 +3,11 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.arena import Bank, Seat
 from esper.kasmina.blueprints import Blueprint, drawn_with
@@ -27,6 +24,7 @@ from esper.leyline.view import Bools, Seeds
 from esper.tolaria.compilations import Compilations
 from esper.tolaria.groups import Groups
 from esper.tolaria.ranks import Ranks
+from esper.tolaria.seats import Seats
 
 GrowthMode = Literal["live", "reserve"]
 """How seeds get into a network: as submodules of their own, or into seats that are there from the start."""
@@ -59,9 +57,7 @@ class Grafts:
         self.host = list(network.parameters())
         self.compilations = Compilations(network)
         self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
-        self._seats: list[Seat] = []  # of the network and of its copies
-        self._handles: list[RemovableHandle] = []
-        self._due = False
+        self._seats = Seats(shared=ranks.size > 1)
 
     def reserve(self, fits: Bools) -> None:
         """Put a seat at each site for each blueprint of the menu that can be planted there, (S, blueprints)."""
@@ -143,8 +139,6 @@ class Grafts:
 
     def settle(self) -> None:
         """Replace the seats of every site by the seed that is planted in one of them, if there is one."""
-        for handle in self._handles:
-            handle.remove()
         self._seats.clear()
         for network in (self.network, *self.copies) if self.reserved else ():
             for site in self.sites:
@@ -185,9 +179,7 @@ class Grafts:
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers of the network and of its copies, by name, without seats that are free; they share memory."""
-        free = {
-            id(tensor) for seat in self._seats if not seat.taken for tensor in (*seat.parameters(), *seat.buffers())
-        }
+        free = self._seats.free()
         found: dict[str, Tensor] = {}
         for index, network in enumerate((self.network, *self.copies)):
             first = f"copy.{index}." if index else ""
@@ -207,12 +199,11 @@ class Grafts:
 
     def trained_params(self) -> int:
         """Parameters that require a gradient, of the host and of the seeds that are there."""
-        of_seats = {id(parameter) for seat in self._seats for parameter in seat.parameters()}
-        used = {id(parameter) for seat in self._seats if seat.learns for parameter in seat.trained()}
+        idle = self._seats.idle()
         return sum(
             parameter.numel()
             for parameter in self.network.parameters()
-            if parameter.requires_grad and (id(parameter) in used or id(parameter) not in of_seats)
+            if parameter.requires_grad and id(parameter) not in idle
         )
 
     def edited(self) -> None:
@@ -240,29 +231,7 @@ class Grafts:
             made = self._made(slot, entry, Blend.GATE, 0)
             seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind).train(made.training)
         bank = Bank(seats)
-        for seat in bank.all():
-            for parameter in seat.parameters():
-                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, seat)))
-        for network in (self.network, *self.copies):
-            own = bank if network is self.network else copy.deepcopy(bank).requires_grad_(False)
+        copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
+        self._seats.add(bank.all(), [seat for each in copies for seat in each.all()])
+        for network, own in zip((self.network, *self.copies), (bank, *copies), strict=True):
             plant(network, site.name, own)
-            self._seats += own.all()
-
-    def _arrived(self, seat: Seat, parameter: Tensor) -> None:
-        """Drop a gradient that is of no use as soon as it is there."""
-        if seat.drops(parameter):
-            parameter.grad = None
-        if self.ranks.size > 1 and not self._due:
-            self._due = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._queue)
-
-    def _queue(self) -> None:
-        """DistributedDataParallel fills in gradients in a callback of its own, which is queued by now: drop them behind it."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._drop)
-
-    def _drop(self) -> None:
-        self._due = False
-        for seat in self._seats:
-            for parameter in seat.parameters():
-                if seat.mode != Mode.ON or seat.drops(parameter):
-                    parameter.grad = None
