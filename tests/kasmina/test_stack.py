@@ -59,7 +59,7 @@ def trained(module, mapping, dtype, steps=20):
         loss = stack(x, rows).square().mean((1, 2))
         loss.sum().backward()
         gradient = stack.columns["gradient"].clone()
-        optimizer.step(stack, rows, optimizer.plan(stack, rows, 1)[0])
+        optimizer.begin(stack, rows).step()
         losses.append(loss.detach())
     return torch.stack(losses), gradient, stack.columns["value"]
 
@@ -222,7 +222,7 @@ def test_a_parameter_that_needs_no_gradient_never_moves():
     before = stack.parameter("inner.weight").clone()
     optimizer = StackedOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.5))
     stack(torch.randn(3, 6, 5), rows).square().sum().backward()
-    optimizer.step(stack, rows, optimizer.plan(stack, rows, 1)[0])
+    optimizer.begin(stack, rows).step()
     assert torch.equal(stack.parameter("inner.weight"), before)
     assert stack.parameter("inner.bias").count_nonzero()
 

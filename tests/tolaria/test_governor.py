@@ -54,13 +54,30 @@ class Uneven(StackedOptimizer):
 
     def __init__(self, config, host, row, times):
         super().__init__(config)
-        self.host, self.row, self.times = host, row, times
+        self.host, self.row = host, row
+        self.other = StackedOptimizer(config.model_copy(update={"lr": config.lr * times}))
 
-    def plan(self, stack, rows, count):
-        factors = super().plan(stack, rows, count)
-        if stack is self.host:
-            factors[:, 0, np.flatnonzero(np.arange(stack.capacity)[rows] == self.row)] *= self.times
-        return factors
+    def begin(self, stack, rows):
+        if stack is not self.host:
+            return super().begin(stack, rows)
+        parts = slice(rows.start, self.row), slice(self.row, self.row + 1), slice(self.row + 1, rows.stop)
+        return Parts(
+            [
+                (self.other if index == 1 else super(Uneven, self)).begin(stack, part)
+                for index, part in enumerate(parts)
+                if part.stop > part.start
+            ]
+        )
+
+
+class Parts:
+    """The updates of rows that stand beside each other."""
+
+    def __init__(self, updates):
+        self.updates = updates
+
+    def step(self):
+        return torch.cat([each.step() for each in self.updates])
 
 
 def learn_at(engine, times, row=BAD):
