@@ -20,7 +20,7 @@ def test_the_examples_of_the_readme_print_what_stands_below_them(tmp_path, monke
     pairs = re.findall(
         r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", README.read_text(), re.DOTALL | re.MULTILINE
     )
-    assert len(pairs) == 4
+    assert len(pairs) == 5
     namespace = {}
     known = dict(BLUEPRINTS)
     try:
