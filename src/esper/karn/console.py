@@ -57,7 +57,7 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
         *split_lines(summary),
         *objective_lines(summary),
         *growth_lines(summary),
-        *_time_lines(summary, folder),
+        *time_lines(summary, folder),
     ):
         print_line(console, line)
 
@@ -163,7 +163,7 @@ def table_notes(summary: Mapping[str, Any]) -> list[str]:
         )
     if "twin" in summary.get("baselines", {}):
         lines.append(
-            "the twins train in the same population as the grown networks; the seconds of `grown` are those of both"
+            "the twins train in the same population as the grown networks; the seconds of the grown networks are those of both"
         )
     for name, static in summary.get("baselines", {}).items():
         lines += [
@@ -306,7 +306,8 @@ def _difference(grown: float | None, host: float | None) -> float | None:
     return None if grown is None or host is None else grown - host
 
 
-def _time_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
+def time_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
+    """Lines with where the time of a run went, and with its folder if that is given."""
     eps, growing = summary["env_steps_per_second"], _growth_seconds(summary)
     static = sum(static.get("seconds") or 0.0 for static in summary.get("baselines", {}).values())
     took = f"took: {summary['seconds']:.1f} seconds"

@@ -276,8 +276,8 @@ class Heuristic(Rule):
         if trials.unpaid[env, slot]:
             return f"{figures[0]} is not above {figures[1]} (heuristic.keep_above)"
         if trials.holding[env, slot]:
-            return f"its gate refused it at {self.config.holding_patience} decisions (heuristic.holding_patience)"
-        return f"its gate refused it at {self.config.training_patience} decisions (heuristic.training_patience)"
+            return f"it did not pass its gate at {self.config.holding_patience} decisions (heuristic.holding_patience)"
+        return f"it did not pass its gate at {self.config.training_patience} decisions (heuristic.training_patience)"
 
     def _sentence(self, obstacle: PlantingObstacle, share: Floats) -> str:
         config = self.config

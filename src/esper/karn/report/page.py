@@ -13,9 +13,10 @@ from esper.karn import console
 from esper.karn.examples import split_lines
 from esper.karn.reader import open_run
 from esper.karn.report.frame import Content, Section, Table, flat_settings, render, write_page
-from esper.karn.report.model import NO_SEED, RunModel, read_model
+from esper.karn.report.model import NO_SEED, Population, RunModel, read_model
 from esper.karn.report.svg import Series, curves, forest, text, timeline
 from esper.leyline.arguments import to_path
+from esper.leyline.config import Config
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.stages import Stage
 from esper.leyline.text import counted, printable
@@ -25,6 +26,17 @@ DRAWN_DECISIONS = 60
 """Most decisions that the figure of contributions shows; the largest contributions and the smallest."""
 LISTED = 200
 """Most rows of a table of single decisions or rollbacks."""
+SIGNS: Mapping[str, str] = {
+    "batch": "examples of a batch are not finite",
+    "loss": "a loss is not finite",
+    "gradient": "a gradient is not finite",
+    "parameter": "a parameter is not finite",
+    "rise": "the loss rose far above its past values",
+    "collapse": "the outputs hardly differ between examples",
+    "fall": "the metric fell far below its best value",
+    "metric": "the metric is not finite",
+}
+"""The reasons of rollbacks (`esper.Vital`) in words."""
 
 
 def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
@@ -127,7 +139,10 @@ def _asked(model: RunModel) -> Section:
         lines.append(f"J is the metric less rent for added parameters; reward.rent is {rent:g}.")
     if model.changed:
         lines.append(f"Changed when the run was resumed: {', '.join(map(printable, model.changed))}.")
-    return Section("asked", "What was asked", lines)
+    usual = dict(flat_settings(Config().model_dump(mode="json")))
+    own = [(key, value, usual[key]) for key, value in flat_settings(config) if key in usual and usual[key] != value]
+    tables = [Table("Settings that differ from the defaults of Esper", ("key", "value", "default"), own, texts=(1, 2))]
+    return Section("asked", "What was asked", lines, tables if own else [])
 
 
 def _result(model: RunModel) -> Section:
@@ -239,12 +254,35 @@ def _growth(model: RunModel) -> Section | None:
     shown = [stage for stage in Stage if stage != Stage.DORMANT]
     keys = "".join(f'<span class="key"><i class="swatch stage{stage.value}"></i>{stage.name}</span>' for stage in shown)
     lines = [
+        *_limit_lines(model, population),
         "One line for each environment, time to the right; a paler colour is a smaller alpha. Point at a stage, or move to a "
-        "figure with the tab key and through it with the arrow keys, to read what it is and why."
+        "figure with the tab key and through it with the arrow keys, to read what it is and why.",
     ]
     return Section(
         "growth", "What grew, where and when", lines, figures=figures, extra=Markup(f'<p class="legend">{keys}</p>')
     )
+
+
+def _limit_lines(model: RunModel, population: Population) -> list[str]:
+    """Whether the limits on seeds and parameters were reached."""
+    limit = (model.config.get("lifecycle") or {}).get("max_seeds")
+    lines = []
+    if limit is not None:
+        full = (population.seed != NO_SEED).sum(2) >= limit
+        lines.append(
+            f"The limit of {counted(limit, 'seed')} (lifecycle.max_seeds) was reached in {full.any(0).sum()} of "
+            f"{counted(full.shape[1], 'environment')}, for {full.mean():.0%} of the steps of all environments. No seed can be "
+            "planted while it is reached."
+        )
+    caps = {
+        "reward.param_budget": (model.config.get("reward") or {}).get("param_budget"),
+        "governor.param_limit": (model.config.get("governor") or {}).get("param_limit"),
+    }
+    known = [f"{key} is {value}" for key, value in caps.items() if value is not None]
+    lines.append(
+        f"Limits on parameters: {'; '.join(known) or 'none'}. Most that were added at once: {population.added.max():,}."
+    )
+    return lines
 
 
 def _decisions(model: RunModel) -> Section | None:
@@ -282,7 +320,8 @@ def _decisions(model: RunModel) -> Section | None:
     if measured:
         figures.append(Markup(forest(measured)))
         lines.append(
-            "Contributions when seeds were kept (green) or pruned (red), with one standard error to each side."
+            "The figure below has the contributions when seeds were kept (green) or pruned (red), in units of the metric, "
+            "with one standard error to each side."
         )
     if model.refused:
         refusals = [(printable(reason.replace("_", " ")), f"{count:,}") for reason, count in model.refused.items()]
@@ -316,23 +355,28 @@ def _faults(model: RunModel) -> Section | None:
         (
             f"{row.step}",
             f"{row.env}" + (" (twin)" if row.twin else ""),
-            printable(row.reason.replace("_", " ")),
+            SIGNS.get(row.reason, printable(row.reason.replace("_", " "))),
             "not finite" if row.loss is None else f"{row.loss:.4g}",
             ", ".join(map(printable, row.pruned)) or "none",
         )
         for row in model.rollbacks[:LISTED]
     ]
-    columns = ("step", "environment", "vital sign", "loss before", "seeds lost")
+    columns = ("step", "environment", "what failed", "loss before it was restored", "slots whose seed was lost")
     table = Table("Environments restored to a snapshot", columns, rows, texts=(1, 2, 4))
-    return Section("faults", "Rollbacks", [counted(len(model.rollbacks), "rollback")], [table])
+    lost = sum(len(row.pruned) for row in model.rollbacks)
+    line = (
+        f"{counted(len(model.rollbacks), 'rollback')}. Seeds that were lost in them: {lost}; they count as pruned, without a "
+        "decision of the controller. docs/governor.md has the limits behind each reason."
+    )
+    return Section("faults", "Rollbacks", [line], [table])
 
 
 def _machine(model: RunModel) -> Section:
     tables, lines, summary = [], [], model.summary or {}
-    if summary.get("seconds") is not None:
-        eps = summary.get("env_steps_per_second")
-        pace = "" if eps is None else f", {eps:,.0f} environment steps a second"
-        lines.append(f"The run took {summary['seconds']:,.1f} seconds{pace}.")
+    if "grown_params" in summary:
+        lines += console.time_lines(summary)
+    elif summary.get("seconds") is not None:
+        lines.append(f"The run took {summary['seconds']:,.1f} seconds.")
     phases = summary.get("phase_seconds")
     if phases:
         whole = sum(phases.values())

@@ -39,7 +39,10 @@
     slots.forEach((slot, s) => {
       const place = at(e, s), planted = seed[place] >= 0;
       add(network, "span", `host up to ${slot}`);
-      if (!planted) return;
+      if (!planted) {
+        if (stages[stage[place]] === "EMBARGOED") add(network, "span", `${slot} is EMBARGOED: empty, not to be planted yet`, "open");
+        return;
+      }
       const line = `+ ${blueprints[seed[place]]} (${stages[stage[place]]}, alpha ${alpha[place] / 100})`;
       add(network, "span", line, stages[stage[place]] === "FOSSILIZED" ? "seed" : "seed open");
       said.push(`${slot}: ${line}`);

@@ -81,7 +81,7 @@ def timeline(slot: str, stays: Sequence[Stay], envs: int, first: int, last: int)
             f'width="{max(right - left - 0.5, 1):.1f}" height="{row - 1}" fill-opacity="{_opacity(stay):.2f}" '
             f'data-words="{text(words)}"><title>{text(words)}</title></rect>'
         )
-    for env in range(0, envs, max(1, envs // 8)):
+    for env in range(0, envs, max(1, envs // 32)):
         parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{TOP + row * env + row - 1}">{env}</text>')
     parts += _steps(first, last, across, height)
     parts.append(f'<text class="name" transform="translate(14 {TOP + row * envs / 2}) rotate(-90)">environment</text>')
