@@ -18,21 +18,16 @@ from esper.kasmina.grafted import graft, is_grafted, planted_at
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
-from esper.leyline.stages import Stage
 from esper.leyline.streams import Vector
 from esper.runs.growth import Growth
+from loops import LIFE as KEPT_AND_REMOVED
+from loops import equal, stages
 from populations import Script
 
 WIDTH, EVERY = 6, 2
 SITES = {name: Site(name, path, path, Vector(WIDTH)) for name, path in (("stem", "0"), ("one", "2"), ("two", "5"))}
 GATES = {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1}
-LIFE = {  # a seed is kept, one is removed slowly, one is still blending
-    (0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3),
-    (2, 0): (Op.ADVANCE, 0),
-    (4, 0): (Op.FOSSILIZE, 0),
-    (5, 0): (Op.GERMINATE, 1, 2, 1, 2, 3),
-    (7, 0): (Op.ADVANCE, 1),
-    (10, 0): (Op.PRUNE, 1, 0, 0, 2, 0),
+LIFE = KEPT_AND_REMOVED | {  # and one is still blending at the end
     (13, 0): (Op.GERMINATE, 2, 0, 2, 2, 1),
     (15, 0): (Op.ADVANCE, 2),
 }
@@ -110,21 +105,6 @@ def loop(script=None, *, grown=True, averaged=False, scheduled=True, **options):
 
 def host_of(model):
     return {name: value for name, value in model.state_dict().items() if ".esper." not in name}
-
-
-def equal(one, other):
-    """Whether two trees hold the same, bit for bit."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5))
-    return one == other
-
-
-def stages(growth):
-    return [Stage(int(stage)).name for stage in growth.engine.state.seeds.stage[0]]
 
 
 # The host is untouched.

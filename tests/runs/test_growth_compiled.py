@@ -19,23 +19,21 @@ from esper.leyline.sites import Site
 from esper.leyline.streams import Vector
 from esper.runs.growth import Growth
 from esper.tolaria.compilations import graphs
+from loops import LIFE as KEPT_AND_REMOVED
 from populations import Script
 
 WIDTH, EVERY, DECISIONS = 6, 2, 24
 PATHS = {"stem": ("0", "0"), "one": ("2", "0"), "two": ("5", "5")}
-LIFE = {  # every blueprint and blend: kept, removed slowly, removed at once, kept again at a site that is free again
-    (0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3),
-    (2, 0): (Op.ADVANCE, 0),
-    (4, 0): (Op.FOSSILIZE, 0),
-    (5, 0): (Op.GERMINATE, 1, 2, 1, 2, 3),
-    (7, 0): (Op.ADVANCE, 1),
-    (10, 0): (Op.PRUNE, 1, 0, 0, 2, 0),
-    (13, 0): (Op.GERMINATE, 2, 0, 2, 2, 1),
-    (15, 0): (Op.ADVANCE, 2),
-    (16, 0): (Op.GERMINATE, 1, 0, 0, 1, 3),
-    (18, 0): (Op.ADVANCE, 1),
-    (20, 0): (Op.FOSSILIZE, 1),
-}
+LIFE = (
+    KEPT_AND_REMOVED
+    | {  # every blueprint and blend; one is removed at once, one is kept at a site that is free again
+        (13, 0): (Op.GERMINATE, 2, 0, 2, 2, 1),
+        (15, 0): (Op.ADVANCE, 2),
+        (16, 0): (Op.GERMINATE, 1, 0, 0, 1, 3),
+        (18, 0): (Op.ADVANCE, 1),
+        (20, 0): (Op.FOSSILIZE, 1),
+    }
+)
 SETTINGS = {
     "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
     "lifecycle": {"embargo": 2, "max_training_seeds": 2},
