@@ -1,6 +1,7 @@
 """The probe of a live network: fixed batches of a person's own, and the loss of each example where it can be had."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -87,17 +88,10 @@ class Probe:
 
     def first_output(self, network: nn.Module) -> Any:
         """The output for the first input of the probe. InputError where the network does not take it."""
-        try:
+        with _in_words(
+            "the model cannot run on the first input of the probe", "give (input, target) pairs as the loop has them"
+        ):
             return call(network, self.first)
-        except InputError:
-            raise
-        except Exception as error:  # a person's network can raise anything; its first line says why
-            if is_out_of_memory(error):
-                raise
-            raise InputError(
-                f"the model cannot run on the first input of the probe: {typed_line(error).rstrip('.')}; give (input, target) "
-                "pairs as the loop has them"
-            ) from error
 
     def settle(self, network: nn.Module) -> None:
         """Find out how the loss of an example is had. InputError where there is none, or where no standard error could be."""
@@ -120,15 +114,11 @@ class Probe:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), tree)
 
     def _way(self, output: Any, target: Any) -> Way:
-        try:
+        with _in_words(
+            "the loss cannot take the output and the target of the probe's first batch",
+            "give loss(output, target) and targets that go with it",
+        ):
             value, examples = self.loss(output, target), _examples(target, output)
-        except Exception as error:  # a person's loss can raise anything; its first line says why
-            if is_out_of_memory(error):
-                raise
-            raise InputError(
-                f"the loss cannot take the output and the target of the probe's first batch: {typed_line(error).rstrip('.')}; "
-                "give loss(output, target) and targets that go with it"
-            ) from error
         _check_loss(value, examples)
         if value.dim():
             return "given"
@@ -155,6 +145,19 @@ class Probe:
         value = self.loss(output, target)
         _check_loss(value, examples)
         return value.double().reshape(len(value), -1).mean(1) if value.dim() else value.double().reshape(1)
+
+
+@contextmanager
+def _in_words(what: str, mend: str) -> Iterator[None]:
+    """Raise InputError in one sentence if the person's model or loss, which can raise anything, fails inside the block."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"{what}: {typed_line(error).rstrip('.')}; {mend}") from error
 
 
 def _ignores_examples(loss: Loss, output: Any, target: Any, examples: int) -> bool:
