@@ -129,7 +129,7 @@ def test_changes_that_hold_no_number_of_steps_are_refused(stopped, capsys, steps
 
 def test_a_lock_that_is_a_pipe_is_refused_and_stays(stopped, capsys):
     os.mkfifo(stopped / "lock")
-    assert f"{stopped / 'lock'} is no regular file" in sentence(capsys, "resume", stopped)
+    assert f"{stopped / 'lock'} is not a regular file" in sentence(capsys, "resume", stopped)
     assert stat.S_ISFIFO((stopped / "lock").stat().st_mode)
 
 
@@ -140,7 +140,7 @@ def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(stopped, capsys, n
     path = stopped / name
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     os.mkfifo(path)
-    assert f"{path} is no regular file" in sentence(capsys, "resume", stopped)
+    assert f"{path} is not a regular file" in sentence(capsys, "resume", stopped)
 
 
 def test_a_sparse_model_is_refused_by_its_size(network, capsys):

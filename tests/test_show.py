@@ -18,5 +18,5 @@ def test_show_prints_the_closing_table_of_a_summary(capsys):
 
 @pytest.mark.parametrize("value", [5, {}, {"status": "finished"}])
 def test_show_refuses_what_is_no_summary(value):
-    with pytest.raises(esper.InputError, match=r"that is no summary; give what esper\.grow"):
+    with pytest.raises(esper.InputError, match=r"that is not a summary; give what esper\.grow"):
         esper.show(value)

@@ -50,8 +50,8 @@ def show(summary: Mapping[str, Any]) -> None:
     kind = next((key for key in keys if isinstance(summary, Mapping) and key in summary), None)
     if kind is None:
         raise InputError(
-            f"show was given a {type(summary).__name__} that is no summary; give what esper.grow, esper.train, esper.resume or "
-            "esper.evaluate returned"
+            f"show was given a {type(summary).__name__} that is not a summary; give what esper.grow, esper.train, "
+            "esper.resume or esper.evaluate returned"
         )
     console = Console()
     keys[kind](summary, console)

@@ -316,9 +316,9 @@ def test_downloads_are_the_files(runs, browser):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere"], "nowhere is no folder"),
+        (["nowhere"], "nowhere is not a folder"),
         ([".", "--port", "70000"], "--port is 70000"),
-        ([".", "--host", "192.0.2.1"], "no address of this machine"),
+        ([".", "--host", "192.0.2.1"], "not an address of this machine"),
         ([".", "--token-file", "short"], "holds no token: write one line of at least 16"),
         ([".", "--token-file", "missing"], "missing: No such file"),
     ],

@@ -440,7 +440,7 @@ def test_a_compiled_network_follows_births_doses_and_prunes():
         planted.alpha.fill_(dose)
         assert torch.allclose(run(batch()), model(batch()))
         assert not torch.allclose(run(batch()), plain(batch()))
-    assert len(graphs) == before, "a dose is no part of a graph"
+    assert len(graphs) == before, "a dose is not a part of a graph"
     uproot(model, "stem")
     assert torch.equal(run(batch()), plain(batch()))
 
@@ -664,7 +664,7 @@ def test_sites_are_found_on_an_example():
     assert list(survey(model, lambda: model(batch()))) == list(model.sites)
     assert list(copy.deepcopy(model).sites) == list(model.sites)
     assert list(graft(net(), ["blocks.1"], example=batch()).sites) == ["blocks.1"]
-    with pytest.raises(InputError, match=r"'head' is no site that find_sites finds: a head"):
+    with pytest.raises(InputError, match=r"'head' is not a site that find_sites finds: a head"):
         graft(net(), ["head"], example=batch())
 
 

@@ -136,5 +136,5 @@ def test_a_damaged_row_is_named_by_its_line(events, tmp_path):
 
 def test_events_that_are_a_pipe_are_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
-    with pytest.raises(InputError, match="is no regular file"):
+    with pytest.raises(InputError, match="is not a regular file"):
         next(read_events(tmp_path / "events.jsonl"))

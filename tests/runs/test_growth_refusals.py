@@ -130,8 +130,8 @@ def quantised():
     ("build", "sites", "said"),
     [
         (host, of("22"), r"site 'a' names submodule '22', which is not there; the nearest are '2'"),
-        (host, ["22"], r"'22' is no site that find_sites finds: the nearest are '2', '0'; give it as an esper.Site"),
-        (host, ["4"], r"'4' is no site that find_sites finds: a head"),
+        (host, ["22"], r"'22' is not a site that find_sites finds: the nearest are '2', '0'; give it as an esper.Site"),
+        (host, ["4"], r"'4' is not a site that find_sites finds: a head"),
         (Branches, of("idle"), "'idle', which no forward pass in evaluation mode calls"),
         (Branches, of("helper"), "'helper', which no forward pass in evaluation mode calls"),
         (host, of("2", "vector"), r"has stream 'vector'; give esper.Vector\(width\)"),
@@ -195,12 +195,12 @@ def test_bad_schedulers_are_refused_by_name():
 
     model = graft(host(), SITES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InputError, match="str is no scheduler whose rates for a new group"):
+    with pytest.raises(InputError, match="str is not a scheduler whose rates for a new group"):
         grow(model, optimizer, scheduler="cosine")
     with pytest.raises(InputError, match="StepLR schedules another optimizer"):
         grow(model, optimizer, scheduler=lr_scheduler.StepLR(torch.optim.SGD(host().parameters()), 3))
     own = Own(optimizer)
-    with pytest.raises(InputError, match="Own is no scheduler whose rates for a new group"):
+    with pytest.raises(InputError, match="Own is not a scheduler whose rates for a new group"):
         grow(model, optimizer, scheduler=own)
     with pytest.raises(InputError, match="a learning rate scheduler that Growth was not given"):
         grow(model, optimizer)

@@ -41,7 +41,7 @@ def test_what_esper_kept_is_no_link_and_no_pipe_but_what_a_person_names_may_be(t
     link.symlink_to(path)
     os.mkfifo(pipe)
     assert refusal(read_kept, link, 9, "mend it") == f"{link} is a link, which is not followed; mend it"
-    assert refusal(read_kept, pipe, 9, "mend it") == f"{pipe} is no regular file; mend it"
+    assert refusal(read_kept, pipe, 9, "mend it") == f"{pipe} is not a regular file; mend it"
     assert read_named(link, 9, "mend it") == b"1"
 
 

@@ -120,7 +120,7 @@ def test_files_of_another_format_are_refused(tmp_path):
     assert "TinyStoriesV2-GPT4-train.txt is empty; copy the file again" in refusal(tmp_path)
     write_tokens(tmp_path)
     (place / "val.bin").write_bytes(bytes(7))
-    assert "val.bin holds 7 bytes, which are no whole number of 2-byte tokens" in refusal(tmp_path)
+    assert "val.bin holds 7 bytes, which are not a whole number of 2-byte tokens" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ from esper.callbacks import LightningGrowth  # noqa: E402  # needs lightning
 pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
 
 EVERY, BATCHES, EPOCHS = 2, 2, 15  # one decision an epoch
-PLAIN = SETTINGS | {"lifecycle": {"embargo": 2, "proximal": 0.0}}  # |c|^2 / |h|^2 of a batch is no mean over its parts
+PLAIN = SETTINGS | {
+    "lifecycle": {"embargo": 2, "proximal": 0.0}
+}  # |c|^2 / |h|^2 of a batch is not a mean over its parts
 
 
 def examples(key, count):

@@ -182,7 +182,7 @@ class Own(lr_scheduler.LRScheduler):
 def test_what_cannot_be_kept_in_step_is_refused_in_a_sentence():
     model = Pair()
     optimizer = sgd(model)
-    with pytest.raises(InputError, match="Own is no scheduler whose rates for a new group"):
+    with pytest.raises(InputError, match="Own is not a scheduler whose rates for a new group"):
         Groups(optimizer, Own(optimizer), model)
     with pytest.raises(InputError, match="that Growth was not given"):
         Groups(optimizer, None, model)

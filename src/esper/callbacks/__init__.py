@@ -10,7 +10,7 @@ __all__ = ["HuggingFaceGrowth", "LightningGrowth"]
 
 
 def __getattr__(name: str) -> Any:
-    """A callback, which imports its trainer. InputError where the package of the trainer is not installed."""
+    """A callback, which imports its trainer. InputError if the package of the trainer is not installed."""
     if name == "LightningGrowth":
         from esper.callbacks.lightning import LightningGrowth
 

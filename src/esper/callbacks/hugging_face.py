@@ -31,7 +31,7 @@ Inputs = Sequence[Mapping[str, Any]]
 
 
 def loss_of_model(output: Any, labels: Any) -> Tensor:
-    """() the loss that a model returns where its inputs have labels. InputError where it returns none."""
+    """() the loss that a model returns where its inputs have labels. InputError if it returns none."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is None:
         raise InputError("the model returns no loss for the probe; put 'labels' into its batches, or give a loss")
@@ -151,7 +151,7 @@ class HuggingFaceGrowth(TrainerCallback):
         return [(dict(batch), batch.get("labels")) for batch in batches]
 
     def _resumed(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:
-        """What the checkpoint that is resumed holds. InputError where its host is not the one that the trainer has loaded."""
+        """What the checkpoint that is resumed holds. InputError if its host is not the one that the trainer has loaded."""
         given = self._checkpoint or args.resume_from_checkpoint
         folder = Path(given) if isinstance(given, str | Path) else _folder(args, state.global_step)
         saved, own = _read(folder), model.state_dict()
@@ -167,7 +167,7 @@ class HuggingFaceGrowth(TrainerCallback):
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """InputError where a trainer keeps parameters in a way that growth cannot follow."""
+    """InputError if a trainer keeps parameters in a way that growth cannot follow."""
     if args.n_gpu > 1:
         raise InputError(
             "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
@@ -190,7 +190,7 @@ def _write(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The growth of a checkpoint. InputError where it has none."""
+    """The growth of a checkpoint. InputError if it has none."""
     if not (folder / FILE).is_file():
         raise InputError(
             f"{folder} has no {FILE}, so its growth cannot be resumed; give the folder of a checkpoint that was written "

@@ -124,15 +124,15 @@ class LightningGrowth(Callback):
             self.growth.load_state_dict(state_dict)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError where a checkpoint's seeds are not there."""
+        """InputError if a checkpoint's seeds are not there."""
         self._check_evaluation()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError where a checkpoint's seeds are not there."""
+        """InputError if a checkpoint's seeds are not there."""
         self._check_evaluation()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError where a checkpoint's seeds are not there."""
+        """InputError if a checkpoint's seeds are not there."""
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:
@@ -178,7 +178,7 @@ class LightningGrowth(Callback):
 
 
 def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
-    """InputError where a trainer's steps cannot be followed."""
+    """InputError if a trainer's steps cannot be followed."""
     if not module.automatic_optimization:
         raise InputError(
             "the LightningModule optimizes by hand; make an esper.Growth in it and call its step after optimizer.step()"

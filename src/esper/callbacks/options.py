@@ -13,7 +13,7 @@ FROM_THE_TRAINER = ("model", "optimizer", "scheduler", "ema", "scaler", "shared"
 
 
 def check_options(callback: str, options: Mapping[str, Any]) -> None:
-    """InputError where an argument of a callback is none of `esper.Growth`, or one that the trainer gives."""
+    """InputError if an argument of a callback is none of `esper.Growth`, or one that the trainer gives."""
     known = [name for name in inspect.signature(Growth).parameters if name not in FROM_THE_TRAINER]
     for name in options:
         if name in FROM_THE_TRAINER:

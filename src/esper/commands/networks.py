@@ -41,10 +41,10 @@ _LARGEST_INPUT = 2**26  # numbers in the example with which a program is traced
 def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
     """The folders of the networks of a run, by their names in the target folder; the name is empty if `env` is given.
 
-    InputError if the folder is no run, contains a link, or holds no such network.
+    InputError if the folder is not a run, contains a link, or holds no such network.
     """
     if not is_run(run):
-        raise InputError(f"{run} is no run folder, as it holds no config.yaml; name one that `esper grow` wrote")
+        raise InputError(f"{run} is not a run folder: it has no config.yaml. Name one that `esper grow` wrote")
     check_links(run)
     names = [path.name for path in (run / MODELS).glob("env-*")]
     names += [

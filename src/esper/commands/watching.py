@@ -23,7 +23,7 @@ def watch(
         float, typer.Option(metavar="SECONDS", min=0.05, help="Seconds between two looks at the folder.")
     ] = 0.5,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the run to begin if the folder is no run yet.")
+        bool, typer.Option("--wait", help="Wait for the run to begin if the folder is not a run yet.")
     ] = False,
 ) -> None:
     """Show a run in the terminal: the stage of every slot, curves, and the chosen environment with its events and reasons.

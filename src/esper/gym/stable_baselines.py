@@ -90,7 +90,7 @@ class FlatVecEnv(VecEnv):
 
 
 def _named(heads: Collection[str] | None) -> frozenset[Head]:
-    """The heads that are free; None frees all. InputError where one is no head, or op or slot is missing."""
+    """The heads that are free; None frees all. InputError if one is no head, or op or slot is missing."""
     if heads is None:
         return frozenset(Head)
     names = [head.name.lower() for head in Head]

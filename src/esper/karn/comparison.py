@@ -107,7 +107,7 @@ class Comparison(NamedTuple):
 
 
 def read_comparison(folders: Sequence[str | PathLike[str]]) -> Comparison:
-    """Compare run folders. InputError if there are fewer than two, one is given twice, or a folder is no run or is damaged."""
+    """Compare run folders. InputError if there are fewer than two, one is given twice, or a folder is not a run or is damaged."""
     opened = [open_run(folder) for folder in folders]
     paths = [run.folder.resolve() for run in opened]
     if len(paths) < 2:

@@ -142,7 +142,7 @@ def search_lines(search: Record) -> list[str]:
 def draw_evaluation(record: Record, path: Path) -> None:
     """Write a figure of J by controller and of the paired differences, for each task. InputError if `path` cannot be written."""
     if path.suffix not in FORMATS:
-        raise InputError(f"{path} is no figure that can be drawn; give a name that ends in {', '.join(FORMATS)}")
+        raise InputError(f"{path} is not a figure that can be drawn; give a name that ends in {', '.join(FORMATS)}")
     from matplotlib.figure import Figure  # imported here because it takes 1 s; without pyplot it opens no window
 
     tasks = record["tasks"]

@@ -144,7 +144,7 @@ class Candidates:
                 found[path] = f"{'widens' if after > before else 'narrows'} {before} to {after} in {block}"
         return found
 
-    # Submodules that are no sites.
+    # Submodules that are not sites.
 
     def sifted(self, choice: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
         """Split a set of candidates: the sites with their reasons, and all other submodules with parameters with theirs."""

@@ -50,7 +50,7 @@ def graft(
     times in a pass has its seed behind every call; one that is not called takes no part in the pass, and neither does its seed.
     Within `torch.utils.checkpoint` a seed can read what was computed within it.
 
-    Raises InputError where a site cannot be: its submodule is not there, is scripted or quantised, or cannot have a seed.
+    Raises InputError if a site cannot be: its submodule is not there, is scripted or quantised, or cannot have a seed.
     """
     _check_network(module)
     if not isinstance(sites, Mapping):
@@ -183,7 +183,7 @@ def _found(
             near = difflib.get_close_matches(str(name), found, 3, 0.0)
             reason = found.left_out.get(name, f"the nearest are {', '.join(map(repr, near))}")
             raise InputError(
-                f"{name!r} is no site that find_sites finds: {reason}; give it as an esper.Site, or another"
+                f"{name!r} is not a site that find_sites finds: {reason}; give it as an esper.Site, or another"
             )
     return {name: found[name] for name in names}
 
@@ -195,7 +195,7 @@ def _at(module: nn.Module, name: str) -> tuple[nn.Module, Point]:
 
 
 def _check_sites(sites: Any) -> None:
-    """InputError where sites are no mapping of names to sites."""
+    """InputError if sites are not a mapping of names to sites."""
     if not isinstance(sites, Mapping) or not sites:
         raise InputError(f"sites is {sites!r}; give at least one, as {{'block': esper.Site('block', ...)}}")
     for name, site in sites.items():
@@ -210,7 +210,7 @@ def _check_sites(sites: Any) -> None:
 
 
 def _check_network(module: nn.Module) -> None:
-    """InputError where a network is no plain module."""
+    """InputError if a network is not a plain module."""
     if not isinstance(module, nn.Module):
         raise InputError(f"graft was given a {type(module).__name__}; give an nn.Module")
     name = type(module).__name__
@@ -234,7 +234,7 @@ def _submodule(paths: Mapping[str, nn.Module], path: str, site: str) -> nn.Modul
 
 
 def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -> None:
-    """InputError where a submodule cannot have a grown class, or is not called in every mode."""
+    """InputError if a submodule cannot have a grown class, or is not called in every mode."""
     of = f"submodule {path!r} of site {site!r}"
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(f"{of} is scripted by torch.jit, so that its forward cannot change; choose another")

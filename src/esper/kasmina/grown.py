@@ -118,7 +118,7 @@ def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> 
 
 
 def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
-    """What a seed reads at a tap of this value. InputError where the pass has not computed it."""
+    """What a seed reads at a tap of this value. InputError if the pass has not computed it."""
     if tap == _HERE:
         return h
     wire = source_of(point, tap)

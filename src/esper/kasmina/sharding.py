@@ -29,7 +29,7 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def check_sharding(network: nn.Module) -> None:
-    """InputError where a sharded network has parameters that no seed could be like."""
+    """InputError if a sharded network has parameters that no seed could be like."""
     for name, parameter in network.named_parameters():
         if not in_parts(parameter):
             raise InputError(

@@ -89,7 +89,7 @@ def check_callable(value: Any, name: str, what: str) -> None:
 
 
 def check_task(task: Any) -> None:
-    """InputError if the value is no task."""
+    """InputError if the value is not a task."""
     if not isinstance(task, Task | Mixture):
         raise InputError(
             f"the task is {show(task)}; give the name of one of `esper tasks`, or make one with esper.task(...)"
@@ -97,7 +97,7 @@ def check_task(task: Any) -> None:
 
 
 def check_settings(settings: Any, tasks: Sequence[AnyTask]) -> None:
-    """InputError if the settings are no mapping, or name a task that is not one of the given tasks."""
+    """InputError if the settings are not a mapping, or name a task that is not one of the given tasks."""
     if not isinstance(settings, Mapping):
         raise InputError(f"config is {show(settings)}; give a mapping of keys to values, such as {{'steps': 24}}")
     names = [task.name for task in tasks]

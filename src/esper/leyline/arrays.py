@@ -24,7 +24,7 @@ class Frame(Protocol):
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
-    """Numbers as a detached tensor on the CPU; float64 values that are no tensor become `dtype`. InputError if not numbers."""
+    """Numbers as a detached tensor on the CPU; float64 values that are not a tensor become `dtype`. InputError if not numbers."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     tensor = torch.from_numpy(np.array(numeric_array(value, what)))
@@ -32,7 +32,7 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
 
 
 def numeric_array(value: Any, what: str) -> NDArray[Any]:
-    """An array, list or data frame as an array of numbers, NaN for missing values. InputError if a value is no number."""
+    """An array, list or data frame as an array of numbers, NaN for missing values. InputError if a value is not a number."""
     if isinstance(value, Frame):
         names = list(value.columns)
         if len(set(names)) < len(names):
@@ -45,7 +45,7 @@ def numeric_array(value: Any, what: str) -> NDArray[Any]:
 
 
 def column_names(value: Any) -> tuple[str, ...] | None:
-    """The names of a data frame's columns; None if the value is no data frame, or if a name is no text."""
+    """The names of a data frame's columns; None if the value is not a data frame, or if a name is not a text."""
     names = tuple(value.columns) if isinstance(value, Frame) else ()
     return tuple(map(str, names)) if names and all(isinstance(name, str) for name in names) else None
 
@@ -87,7 +87,7 @@ def is_missing(value: object) -> bool:
 
 
 def _column(values: NDArray[Any], what: str) -> NDArray[Any]:
-    """An array of numbers unchanged; an array of objects as float64. InputError if an entry is no number."""
+    """An array of numbers unchanged; an array of objects as float64. InputError if an entry is not a number."""
     if values.dtype.kind in "biufc":
         return values
     if values.dtype.kind != "O":

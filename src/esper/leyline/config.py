@@ -179,7 +179,7 @@ def build_config(*layers: Mapping[str, Any]) -> Config:
 
 
 def merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings merged into one; where several set a key, the last one wins. InputError if a layer is no mapping.
+    """Nested mappings merged into one; where several set a key, the last one wins. InputError if a layer is not a mapping.
 
     `steps` and `epochs` are two ways to set one length: a layer that sets one of them removes the other of earlier layers.
     """

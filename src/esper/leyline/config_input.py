@@ -39,12 +39,12 @@ SHOWN = 60
 def to_sections(layer: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
     """A layer of settings with dotted keys nested: `{"optimizer.lr": 1}` becomes `{"optimizer": {"lr": 1}}`.
 
-    InputError if a key is no text, or if a setting is given twice.
+    InputError if a key is not a text, or if a setting is given twice.
     """
     nested: dict[str, Any] = {}
     for name, value in layer.items():
         if not isinstance(name, str):
-            raise InputError(f"the config key {show(name)} is no text; give keys such as {_example(model)!r}")
+            raise InputError(f"the config key {show(name)} is not a text; give keys such as {_example(model)!r}")
         first, dot, rest = name.partition(".")
         inner = {rest: value} if dot else value
         section = _section(model, first)
@@ -124,7 +124,7 @@ def _limits(metadata: Any) -> str:
 
 
 def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class of a section; None if the field is no section, or does not exist."""
+    """The class of a section; None if the field is not a section, or does not exist."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 

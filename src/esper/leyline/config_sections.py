@@ -447,7 +447,7 @@ class HeuristicConfig(Section):
     def _refuse_removed_keys(cls, data: Any) -> Any:
         for name in data if isinstance(data, Mapping) else ():
             if name in cls.removed:
-                raise ValueError(f"{name} is no key any more; {cls.removed[name]}")
+                raise ValueError(f"{name} is no longer a key; {cls.removed[name]}")
         return data
 
 

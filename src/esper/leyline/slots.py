@@ -88,7 +88,7 @@ class SlotSpec:
 
 
 def _set_whole(slot: SlotSpec, name: str, least: int, sentence: str) -> None:
-    """Make a field an int, of NumPy's integers too. InputError where it is no whole number from `least` on."""
+    """Make a field an int, of NumPy's integers too. InputError if it is not a whole number from `least` on."""
     value = getattr(slot, name)
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"{sentence}, a whole number from {least} on")

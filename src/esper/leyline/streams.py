@@ -48,7 +48,7 @@ class Stream:
 
     @classmethod
     def width_of(cls, x: object) -> int:
-        """The width of one network's tensor x (B, ...), or 0 where x is no floating-point stream of this kind."""
+        """The width of one network's tensor x (B, ...), or 0 where x is not a floating-point stream of this kind."""
         if not isinstance(x, torch.Tensor) or x.dim() != 1 + cls.axes or not x.is_floating_point():
             return 0
         return x.shape[cls.features]

@@ -431,7 +431,7 @@ def _read(pixels: Pixels | None, scaling: Scaling | None, x: Batch, dtype: torch
 
 
 def one_tensor(x: Batch, what: str) -> Tensor:
-    """x itself. InputError where examples are several tensors, of which a task's `pixels` or `scaling` does not say which."""
+    """x itself. InputError if examples are several tensors, of which a task's `pixels` or `scaling` does not say which."""
     if isinstance(x, Tensor):
         return x
     raise InputError(

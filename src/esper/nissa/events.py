@@ -151,7 +151,7 @@ def encode(row: Row) -> bytes:
 
 
 def decode(line: bytes | str) -> Row:
-    """The row of a line of events.jsonl. InputError if the line is no row of version `SCHEMA`."""
+    """The row of a line of events.jsonl. InputError if the line is not a row of version `SCHEMA`."""
     try:
         return _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -161,7 +161,7 @@ def decode(line: bytes | str) -> Row:
 def read_events(path: Path) -> Iterator[Row]:
     """The rows of an events.jsonl, in order. A last line without a newline, which is still being written, is left out.
 
-    InputError if the file cannot be read, has another version, or has a line that is no row.
+    InputError if the file cannot be read, has another version, or has a line that is not a row.
     """
     with open_regular(path, "name the events.jsonl of a run folder") as file:
         yield from decode_lines(path, file)
@@ -183,7 +183,7 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0) -> Iterator
 
 
 def _version(line: bytes) -> int | None:
-    """The version in a run row, 1 if it has none; None if the line is no run row."""
+    """The version in a run row, 1 if it has none; None if the line is not a run row."""
     try:
         first = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -28,7 +28,7 @@ class ValidRows(NamedTuple):
     """The content of an events.jsonl."""
 
     rows: dict[int, bytes]  # valid rows by number, each a line
-    invalid: int  # number of lines that are no row, or whose number is out of order
+    invalid: int  # number of lines that are not rows, or whose number is out of order
 
 
 class _Numbered(msgspec.Struct):
@@ -52,7 +52,7 @@ def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[st
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         side = free_path(folder, "damaged")
         os.rename(path, side)
-        note(f"{path} is no regular file; it was moved to {side}")
+        note(f"{path} is not a regular file; it was moved to {side}")
     data = path.read_bytes() if path.exists() else b""
     if mark is not None and _is_marked(data, mark):
         _cut(folder, int(mark["bytes"]), data, note)
@@ -78,7 +78,7 @@ def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[st
     lost = (
         f"{'row' if rows - len(kept) == 1 else 'rows'} {missing} of {rows} cannot be read"
         if missing
-        else "lines of it are no rows"
+        else "lines of it are not rows"
     )
     note(
         f"{path} {'is damaged' if data else 'is missing or empty'}: {lost}; {counted(len(kept), 'whole row')} kept"
@@ -92,7 +92,7 @@ def check_events(folder: Path) -> str | None:
     if not os.path.lexists(path):
         return f"{path} is missing; the rows of this run are lost"
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        return f"{path} is no regular file; the rows of this run are lost"
+        return f"{path} is not a regular file; the rows of this run are lost"
     found = read_rows(path.read_bytes())
     count = max(found.rows, default=-1) + 1
     missing = describe_ranges(missing_ranges(found.rows, count))
@@ -145,7 +145,7 @@ def _lines(data: bytes) -> Iterator[bytes]:
 
 
 def _number(line: bytes) -> int | None:
-    """The number of the row in a line; None if the line is no row."""
+    """The number of the row in a line; None if the line is not a row."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -152,7 +152,7 @@ class Growth:
     def step(self, *batch: Any) -> bool:
         """Take note of a step of the optimizer; returns whether a decision was made.
 
-        batch: nothing, or the input and the target of the step. InputError where it is anything else, or after `finish`.
+        batch: nothing, or the input and the target of the step. InputError if it is anything else, or after `finish`.
         """
         if self.finished:
             raise InputError("the network is finished; make another esper.Growth to grow it further")
@@ -291,7 +291,7 @@ class Growth:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, with a model, an optimizer and schedulers that are made as they were then.
 
-        InputError where they are others.
+        InputError if they are others.
         """
         tree: dict[str, Any] = _loaded(state)
         population = self.population
@@ -384,7 +384,7 @@ def _loaded(tree: Any) -> Any:
 
 @torch.no_grad()
 def _fill(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved values into tensors of the same names. InputError where they are others."""
+    """Copy saved values into tensors of the same names. InputError if they are others."""
     for name in (*tensors, *saved):
         mine, theirs = tensors.get(name), saved.get(name)
         if mine is None or theirs is None or mine.shape != theirs.shape:

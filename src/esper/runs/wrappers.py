@@ -13,7 +13,7 @@ from esper.tolaria.ranks import Ranks
 
 
 def unwrap(model: Any) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """The module that grows, and the DistributedDataParallel around it, if there is one. InputError where none can grow."""
+    """The module that grows, and the DistributedDataParallel around it, if there is one. InputError if none can grow."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
     network, wrapper = model, None
@@ -41,7 +41,7 @@ def unwrap(model: Any) -> tuple[nn.Module, DistributedDataParallel | None]:
 
 
 def check_frozen(wrapper: DistributedDataParallel | None, freeze: Freeze) -> None:
-    """InputError where DistributedDataParallel would wait for gradients that do not come any more."""
+    """InputError if DistributedDataParallel would wait for gradients that do not come any more."""
     if wrapper is not None and freeze != "none" and not wrapper.find_unused_parameters:
         raise InputError(
             f"freeze={freeze!r} takes gradients away for which DistributedDataParallel waits; make it with "

@@ -270,7 +270,7 @@ class PPO:
 
     @torch.no_grad()
     def _check(self, data: Sequence[TrainingBatch]) -> None:
-        """Raise LearningError where the current weights do not reproduce the log-probabilities of the rollout."""
+        """Raise LearningError if the current weights do not reproduce the log-probabilities of the rollout."""
         for part in data:
             judged, _ = self._judge(part.rollout, part.batch)
             off = float((judged.log_prob - part.rollout.log_prob).abs().max())

@@ -49,7 +49,7 @@ def worth(scores: Scores, host_params: NDArray[np.int64], config: RewardConfig) 
 def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Components]:
     """The worth before a step and after it. At the end of an episode, the worth after it is that of the exported network.
 
-    Where the baseline is twin, the worth of the twin is subtracted. Raises InputError where no twins are trained.
+    Where the baseline is twin, the worth of the twin is subtracted. Raises InputError if no twins are trained.
     """
     final = outcome.after if outcome.exported is None else outcome.exported
     before, after = (worth(scores, outcome.host_params, config) for scores in (outcome.before, final))

@@ -128,7 +128,7 @@ def _entry(entry: Any) -> Entry:
         entry.get("origin"),
     )
     if not isinstance(known.origin, dict | None):
-        raise TypeError("origin is no mapping")
+        raise TypeError("origin is not a mapping")
     if not _DIGEST.fullmatch(known.source) or not _DIGEST.fullmatch(known.target):
         raise ValueError("no sha256")
     return known

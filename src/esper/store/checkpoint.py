@@ -362,7 +362,7 @@ def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):  # checked here, because `open` raises another error for a folder
         os.close(descriptor)
-        raise Damaged(f"{path} is no regular file")
+        raise Damaged(f"{path} is not a regular file")
     with open(descriptor, "rb") as file:
         if found.st_size > largest:
             raise Damaged(f"{path} has {found.st_size:,} bytes, more than any of its kind")

@@ -44,7 +44,7 @@ def check_links(folder: Path) -> None:
                 f"{path} is a link, which is not followed; replace it by the file or folder that it points to"
             )
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise InputError(f"{path} is no regular file; remove it, or restore the original file")
+            raise InputError(f"{path} is not a regular file; remove it, or restore the original file")
 
 
 def is_run(folder: Path) -> bool:

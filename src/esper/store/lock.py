@@ -106,7 +106,7 @@ class Lock:
         while True:
             file = io.FileIO(self.path, "r+", opener=_open)
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{self.path} is no regular file; remove it, or name another run folder")
+                raise InputError(f"{self.path} is not a regular file; remove it, or name another run folder")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -152,7 +152,7 @@ class Lock:
 
 
 def owner_of(path: Path) -> dict[str, Any] | None:
-    """The process that a lock file names; None if the file is empty, as just after its creation, or is no lock file of Esper."""
+    """The process that a lock file names; None if the file is empty, as just after its creation, or not of Esper."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

@@ -33,7 +33,7 @@ def _opened(path: Path, mend: str, flags: int) -> BinaryIO:
     found = os.fstat(descriptor).st_mode
     if stat.S_ISDIR(found) or (flags and not stat.S_ISREG(found)):
         os.close(descriptor)
-        raise InputError(f"{path} is no regular file; {mend}")
+        raise InputError(f"{path} is not a regular file; {mend}")
     return os.fdopen(descriptor, "rb")
 
 

@@ -30,7 +30,7 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
 def get_controller(name_or_path: str, config: Config) -> PolicyClient:
     """A new controller, by name, from a schedule file, or from the folder of a trained controller.
 
-    Raises InputError where there is no such name, file or folder.
+    Raises InputError if there is no such name, file or folder.
     """
     if not isinstance(name_or_path, str):
         raise InputError(f"the controller is {show(name_or_path)}; give a name or a path as text")

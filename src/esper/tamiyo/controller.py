@@ -54,7 +54,7 @@ class Language(NamedTuple):
 
     @classmethod
     def of(cls, spaces: Sequence[Space]) -> "Language":
-        """The language of several spaces, with the blueprints of all. InputError where sensors, tempos or targets differ."""
+        """The language of several spaces, with the blueprints of all. InputError if sensors, tempos or targets differ."""
         names = dict.fromkeys(info.name for space in spaces for info in space.blueprints)
         first = spaces[0]
         language = cls(first.sensors, tuple(names), first.tempos, first.targets)
@@ -63,7 +63,7 @@ class Language(NamedTuple):
         return language
 
     def check(self, space: Space) -> None:
-        """Raise InputError where a space has other sensors or choices."""
+        """Raise InputError if a space has other sensors or choices."""
         for what, mine, theirs, advice in (
             ("growth sensors", self.sensors, space.sensors, ""),
             ("tempos", self.tempos, space.tempos, "set lifecycle.tempos to those of the controller, or "),
@@ -121,7 +121,7 @@ class Policy:
         return {"network": dict(self.network.state_dict()), "normaliser": moments}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`. ValueError where it belongs to a policy of other shapes."""
+        """Restore a `state`. ValueError if it belongs to a policy of other shapes."""
         try:
             self.network.load_state_dict(state["network"])
         except RuntimeError as error:  # torch raises it for missing names and other shapes
@@ -252,7 +252,7 @@ class Learned(Rule):
         return f"{type(self).__name__}({self.actor.policy!r})"
 
     def act(self, view: View) -> Actions:
-        """One decision per environment. InputError where the policy was trained with other sensors or choices."""
+        """One decision per environment. InputError if the policy was trained with other sensors or choices."""
         self._output = self.actor.act(view, greedy=True)
         return self._output.decision.actions
 
@@ -295,7 +295,7 @@ def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None
 
 
 def load_policy(folder: Path) -> Policy:
-    """Read a folder that `save_policy` wrote. InputError where a file is missing, damaged, or of another format."""
+    """Read a folder that `save_policy` wrote. InputError if a file is missing, damaged, or of another format."""
     folder = find_folder(folder)
     facts = _read_facts(folder)
     weights = folder / WEIGHTS
@@ -366,7 +366,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 
 def _check_rows(state: Mapping[str, Tensor], language: Language) -> None:
-    """Raise ValueError where the weights have other numbers of rows than the language has names, before a network is built."""
+    """Raise ValueError if the weights have other numbers of rows than the language has names, before a network is built."""
     for name, count in (
         ("blueprint.weight", len(language.blueprints) + 1),
         ("tempo_head.2.bias", len(language.tempos)),
@@ -383,7 +383,7 @@ def _checksum(facts: Mapping[str, Any]) -> str:
 
 
 def _moments(known: Mapping[str, Any], features: int) -> Moments:
-    """Moments from JSON. ValueError where they are not finite, or of another number of features."""
+    """Moments from JSON. ValueError if they are not finite, or of another number of features."""
     moments = Moments(*(np.array(known[name], np.float64) for name in Moments._fields))
     if any(field.shape != (features,) or not np.isfinite(field).all() for field in moments):
         raise ValueError(f"the normaliser does not hold finite moments of {features} features")

@@ -142,7 +142,7 @@ class Schedule(Rule):
         self._steps = 0
 
     def act(self, view: View) -> Actions:
-        """The operation of an entry, or WAIT, per environment. InputError where the space lacks a name of an entry."""
+        """The operation of an entry, or WAIT, per environment. InputError if the space lacks a name of an entry."""
         if self._plan is None or view.step == 0:
             self._plan = _plan(self.entries, view.space, self.source)
         plan = self._plan
@@ -239,7 +239,7 @@ class Schedule(Rule):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`. InputError where the entries of the schedule have changed."""
+        """Restore a `state`. InputError if the entries of the schedule have changed."""
         if state["entries"] != self._listed():
             raise InputError(f"{self.source} is not the schedule that the run began with; restore the old entries")
         self._plan, self._pending, self._refused = None, state["pending"], state["refused"]
@@ -330,7 +330,7 @@ def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
 
 
 def _check(entry: Entry, space: Space, where: str) -> None:
-    """Raise InputError where the space lacks a name or a value of an entry, or the blueprint does not fit the slot."""
+    """Raise InputError if the space lacks a name or a value of an entry, or the blueprint does not fit the slot."""
     menu = [blueprint.name for blueprint in space.blueprints]
     for name, given, known in (
         ("slot", entry.slot, space.slots),

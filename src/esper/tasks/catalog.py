@@ -48,7 +48,7 @@ def task_names() -> dict[str, str]:
 def get_task(name: str) -> AnyTask:
     """Build the built-in task of this name, or the task that the function at `path.py:function` or `module:function` returns.
 
-    Raises InputError for an unknown name, and UserCodeError where the referenced code raises an error of its own.
+    Raises InputError for an unknown name, and UserCodeError if the referenced code raises an error of its own.
     """
     if is_reference(name):
         return load_task(name)

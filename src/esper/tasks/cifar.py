@@ -36,7 +36,7 @@ def read_cifar10(folder: Path | None = None) -> tuple[Split, Split]:
 
     folder: the folder of data sets. None takes the one that the environment variable ESPER_DATA names, or `data`.
 
-    Raises InputError where the folder holds neither format, a file is missing, or a file is truncated or damaged.
+    Raises InputError if the folder holds neither format, a file is missing, or a file is truncated or damaged.
     """
     root = folder or Path(os.environ.get(VARIABLE) or "data")
     for place in (root / BINARY, root):

@@ -82,7 +82,7 @@ class CNN(_Convolutional):
     torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
     elsewhere; biases are 0.
 
-    Raises InputError where a size is not a positive integer, `hidden` has neither no entry nor one per block, there is no
+    Raises InputError if a size is not a positive integer, `hidden` has neither no entry nor one per block, there is no
     block, or the input is too small to be halved in every block.
     """
 
@@ -123,7 +123,7 @@ class ResidualCNN(_Convolutional):
     drawn from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU,
     SCALE / sqrt(fan in * blocks) in the last layer of f, and 1 / sqrt(fan in) elsewhere; biases are 0.
 
-    Raises InputError where a size is not a positive integer, there is no block, or the input is too small to be halved in
+    Raises InputError if a size is not a positive integer, there is no block, or the input is too small to be halved in
     every block.
     """
 

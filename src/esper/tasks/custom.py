@@ -158,7 +158,7 @@ def _goal(
     class_weights: Any,
     standardize: bool | Literal["features"],
 ) -> _Goal:
-    """Fit examples, host and objective together. InputError where they do not fit; warns of what is probably a mistake."""
+    """Fit examples, host and objective together. InputError if they do not fit; warns of what is probably a mistake."""
     base = _objective(data, loss, metric, class_weights)
     splits = as_the_host_takes(data.splits, host, standardized=bool(standardize))
     if data.source is not None and standardize:
@@ -184,7 +184,7 @@ def _goal(
 def _check_settings(
     name: Any, menu: Any, splits: Mapping[str, Any] | None, fractions: Sequence[float], seed: Any, standardize: Any
 ) -> None:
-    """Check the arguments that can be checked without the examples. InputError where one cannot be used."""
+    """Check the arguments that can be checked without the examples. InputError if one cannot be used."""
     if not isinstance(name, str) or not name:
         raise InputError(
             f"the task's name is {name!r}; give it one in quotes, as in task('wine', ...)"

@@ -25,7 +25,7 @@ def check_custom_host(
     target_scaling: Scaling | None,
     wanted: str,
 ) -> None:
-    """Run the host, and a user's loss and metric on its outputs. InputError where one of them cannot be used."""
+    """Run the host, and a user's loss and metric on its outputs. InputError if one of them cannot be used."""
     sizes = {base.outputs, *splits.train.y.shape[1:]}
     few = next(
         size for size in range(5, 1, -1) if size not in sizes or size == 2
@@ -76,7 +76,7 @@ def draw_host(host: Callable[[], SegmentedHost]) -> SegmentedHost:
 
 
 def _check_arguments(host: Callable[[], nn.Module]) -> None:
-    """Raise InputError where a host factory cannot be called without arguments."""
+    """Raise InputError if a host factory cannot be called without arguments."""
     if isinstance(host, nn.Module) or not callable(host):
         raise InputError(
             f"host is a {type(host).__name__}; give a function that returns a fresh one, as lambda: MyHost()"
@@ -92,7 +92,7 @@ def _check_arguments(host: Callable[[], nn.Module]) -> None:
 
 
 def read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
-    """The result of `host_factory` for a user's factory. InputError where the factory cannot be called, or raises."""
+    """The result of `host_factory` for a user's factory. InputError if the factory cannot be called, or raises."""
     _check_arguments(host)
     try:
         return host_factory(host)
@@ -103,7 +103,7 @@ def read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
 
 
 def _check_factory(host: Callable[[], SegmentedHost], x: Batch, objective: Objective, y: Tensor, wanted: str) -> Tensor:
-    """The outputs (B, ..., C) of a host for a few examples x (B, ...). InputError where the host cannot be used.
+    """The outputs (B, ..., C) of a host for a few examples x (B, ...). InputError if the host cannot be used.
 
     objective, y: the outputs must fit them. wanted: why the host needs that number of outputs, for the message.
     """

@@ -252,7 +252,7 @@ def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
 def check_objective(objective: Objective, output: Tensor, target: Tensor) -> None:
     """Call a user's loss and metric on outputs (B, ..., C) and targets (B, ...) of training examples.
 
-    Raises InputError where either raises, does not return a finite number for each example, or lets examples depend on each
+    Raises InputError if either raises, does not return a finite number for each example, or lets examples depend on each
     other, and where the loss has no finite gradient.
     """
     if not isinstance(objective, CustomObjective):
@@ -272,7 +272,7 @@ def check_objective(objective: Objective, output: Tensor, target: Tensor) -> Non
 
 
 def _numbers(what: str, function: Function, output: Tensor, target: Tensor) -> Tensor:
-    """The numbers that a user's function returns: (B,), (B, ...) or (B, ..., C). InputError where they cannot be used."""
+    """The numbers that a user's function returns: (B,), (B, ...) or (B, ..., C). InputError if they cannot be used."""
     allowed = output.shape[:1], output.shape[: max(output.dim() - 1, 1)], output.shape
     shapes = f"outputs {tuple(output.shape)} and y {tuple(target.shape)}"
     try:
@@ -302,7 +302,7 @@ def weights_of_classes(given: Any, classes: Sequence[Label], counts: Sequence[in
     weights in the order of the classes.
     counts: number of training examples of each class.
 
-    Raises InputError where `given` is none of these.
+    Raises InputError if `given` is none of these.
     """
     if isinstance(given, str) and given == "balanced":
         present = sum(count > 0 for count in counts)

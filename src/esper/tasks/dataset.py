@@ -27,7 +27,7 @@ def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
 
     workers: number of worker processes; 0 reads in this process.
 
-    Raises InputError where the Dataset has no length, examples differ in shape, or a worker ends, and UserCodeError, with the
+    Raises InputError if the Dataset has no length, examples differ in shape, or a worker ends, and UserCodeError, with the
     original error as its cause, where the Dataset raises.
     """
     count = length_of(dataset)
@@ -40,7 +40,7 @@ def read_chosen(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Batch, T
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """The number of examples of a map-style Dataset. InputError where it is 0 or not known."""
+    """The number of examples of a map-style Dataset. InputError if it is 0 or not known."""
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise InputError(
@@ -64,7 +64,7 @@ def _here(dataset: Dataset[Any], indices: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def _stacked(examples: Iterator[tuple[int, Example]]) -> tuple[Batch, Tensor]:
-    """Examples in one tensor for each leaf and one for the labels or targets. InputError where two differ in shape."""
+    """Examples in one tensor for each leaf and one for the labels or targets. InputError if two differ in shape."""
     features: list[Batch] = []
     targets: list[Tensor] = []
     first = None
@@ -87,7 +87,7 @@ def _shapes(example: Batch) -> Any:
 
 
 def _by_workers(dataset: Dataset[Any], count: int, workers: int) -> Iterator[Example]:
-    """Every example in order, read by worker processes. InputError where a worker cannot be started, or ends."""
+    """Every example in order, read by worker processes. InputError if a worker cannot be started, or ends."""
     chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
     loader = DataLoader(
         _Chunks(dataset, torch.get_default_dtype()),
@@ -176,7 +176,7 @@ def _identity(chunk: Any) -> Any:
 
 
 def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> Example:
-    """Features and target of one example. UserCodeError where the Dataset raises, InputError where the item is not a pair."""
+    """Features and target of one example. UserCodeError if the Dataset raises, InputError where the item is not a pair."""
     try:
         item = dataset[index]
     except Exception as error:
@@ -205,7 +205,7 @@ def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> Example:
 
 
 def check_names(features: Mapping[Any, Any], what: str) -> None:
-    """Raise InputError where a mapping of tensors is empty, or a name is none that a forward can take."""
+    """Raise InputError if a mapping of tensors is empty, or a name is none that a forward can take."""
     if not features:
         raise InputError(f"{what} is an empty mapping; give at least one tensor")
     odd = [name for name in features if not isinstance(name, str) or not name.isidentifier()]

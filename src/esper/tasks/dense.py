@@ -79,7 +79,7 @@ class MLP(_Dense):
     from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
     elsewhere; biases are 0.
 
-    Raises InputError where a size is not a positive integer, or there is no hidden size.
+    Raises InputError if a size is not a positive integer, or there is no hidden size.
     """
 
     name: ClassVar[str] = "mlp"
@@ -101,7 +101,7 @@ class ResidualMLP(_Dense):
     with standard deviation sqrt(2 / fan in) in front of a ReLU, SCALE / sqrt(fan in * blocks) in the last layer of a block,
     and 1 / sqrt(fan in) elsewhere; biases are 0.
 
-    Raises InputError where a size is not a positive integer, or there is no hidden size.
+    Raises InputError if a size is not a positive integer, or there is no hidden size.
     """
 
     name: ClassVar[str] = "residual-mlp"
@@ -137,7 +137,7 @@ class DamagedMLP:
 
     The parameters of block k do not require a gradient where frozen[k]. The initial weights are those of the MLP.
 
-    Raises InputError where a size is not a positive integer, or `linear` or `frozen` does not have one bool per block.
+    Raises InputError if a size is not a positive integer, or `linear` or `frozen` does not have one bool per block.
     """
 
     name: ClassVar[str] = "damaged-mlp"
@@ -212,7 +212,7 @@ class BridgedMLP:
     Without a skip the initial weights are those of an `MLP`. The last layer of a block with a skip starts at SCALE times that.
     No parameter requires a gradient where `frozen` is true.
 
-    Raises InputError where a size is not a positive integer, `skips` does not have one bool per block, or `frozen` is no bool.
+    Raises InputError if a size is not a positive integer, `skips` does not have one bool per block, or `frozen` is not a bool.
     """
 
     name: ClassVar[str] = "bridged-mlp"

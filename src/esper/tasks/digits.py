@@ -26,7 +26,7 @@ def digits_narrow(hidden: tuple[int, ...] = (4, 12, 5), width: int = 16) -> Task
     With the default sizes, bypasses around the first and the last block restore what the host loses, and a bypass around the
     middle block adds almost nothing.
 
-    Raises InputError where a width is under 1.
+    Raises InputError if a width is under 1.
     """
     host = MLP(inputs=64, width=width, hidden=hidden, outputs=10)
     return replace(digits(), name="digits-narrow", summary=NARROW, host=host, room=room_for(host))

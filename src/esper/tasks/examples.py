@@ -41,7 +41,7 @@ class Examples(NamedTuple):
 
 
 def read_examples(x: Any, y: Any, splits: Any, sample_weights: Any, workers: int) -> Examples:
-    """Read these arguments of `esper.task`. InputError where one cannot be read, or they do not fit together."""
+    """Read these arguments of `esper.task`. InputError if one cannot be read, or they do not fit together."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
     if splits is not None:
@@ -232,7 +232,7 @@ def _weights(given: Any, examples: int, of: str) -> NDArray[np.float64]:
 
 
 def check_classes_train(splits: Splits, names: Sequence[Any]) -> None:
-    """Raise InputError where a class of another split has no example in the train split."""
+    """Raise InputError if a class of another split has no example in the train split."""
     for name, split in zip(Splits._fields[1:], splits[1:], strict=True):
         unseen = np.setdiff1d(split.y.numpy(), splits.train.y.numpy())
         if len(unseen):

@@ -74,7 +74,7 @@ def largest() -> BridgedMLP:
 def trained_weights(number: int) -> Weights:
     """Parameters of the trained host of a number, by name, float32. They are read from the cache, or trained and written to it.
 
-    InputError where the file of the cache is damaged.
+    InputError if the file of the cache is damaged.
     """
     group, place = divmod(number, GROUP)
     start = f"{place}."
@@ -106,7 +106,7 @@ def write_group(path: Path, weights: Weights) -> None:
 
 
 def read_group(path: Path) -> Weights:
-    """The weights of a file that `write_group` wrote. InputError where it is damaged."""
+    """The weights of a file that `write_group` wrote. InputError if it is damaged."""
     mend = "delete it, and its hosts are trained again"
     digest, _, content = read_kept(path, LARGEST, mend).partition(b"\n")
     if hashlib.sha256(content).hexdigest().encode() != digest:

@@ -45,7 +45,7 @@ def mlp(
     classes: number of classes. For a regression give `outputs`, the number of targets, instead.
     blocks: number of residual blocks. The slots behind them are named "block0", "block1" and so on.
 
-    Raises InputError where a size is not a positive integer, or where both or neither of `classes` and `outputs` are given.
+    Raises InputError if a size is not a positive integer, or if both or neither of `classes` and `outputs` are given.
     """
     last = _outputs("esper.mlp", classes, outputs)
     check_sizes("esper.mlp", {"inputs": inputs, "width": width, "blocks": blocks})
@@ -71,7 +71,7 @@ def cnn(
     classes: number of classes. For a regression give `outputs`, the number of targets, instead.
     blocks: number of residual blocks. The slots behind them are named "block0", "block1" and so on.
 
-    Raises InputError where a size is not a positive integer, where both or neither of `classes` and `outputs` are given, or
+    Raises InputError if a size is not a positive integer, where both or neither of `classes` and `outputs` are given, or
     where an image is too small to be halved in every block.
     """
     last = _outputs("esper.cnn", classes, outputs)
@@ -102,7 +102,7 @@ def transformer(
     positions: 'learned' adds a learned vector of each position to that of the token. 'rotary' rotates queries and keys by their
     positions (Su et al., "RoFormer", 2021), which adds no parameters and has no longest sequence.
 
-    Raises InputError where a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
+    Raises InputError if a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
     with an odd number of features.
     """
     return Transformer(vocabulary, width, layers, heads, length, positions)
@@ -119,7 +119,7 @@ def gru(vocabulary: int, width: int = 64, layers: int = 1) -> GRU:
     width: features of every position.
     layers: number of residual GRU layers. The slots behind them are named "block0", "block1" and so on.
 
-    Raises InputError where a size is not a positive integer.
+    Raises InputError if a size is not a positive integer.
     """
     return GRU(vocabulary, width, layers)
 

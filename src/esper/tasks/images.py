@@ -46,7 +46,7 @@ def digits_image() -> Task:
 def digits_image_narrow(channels: tuple[int, ...] = (8, 16), hidden: tuple[int, ...] = (3, 4)) -> Task:
     """`digits-image` on a damaged host without skip connections, both of whose blocks are too narrow: a test of controllers.
 
-    Raises InputError where a size is under 1.
+    Raises InputError if a size is under 1.
     """
     host = CNN(inputs=(1, 8, 8), channels=channels, hidden=hidden, outputs=10)
     return replace(digits_image(), name="digits-image-narrow", summary=DIGITS_NARROW, host=host)
@@ -58,7 +58,7 @@ def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
     A twentieth of the published training images is the probe split, and another twentieth the validation split. The published
     test images are the test split. Training images are shifted by up to 4 pixels and mirrored at random.
 
-    Raises InputError where the files are missing, incomplete, damaged or of a format that docs/images.md does not list.
+    Raises InputError if the files are missing, incomplete, damaged or of a format that docs/images.md does not list.
     """
     published, test = read_cifar10()
     held = max(round(HELD * len(published.y)), 2)

@@ -33,7 +33,7 @@ class Target(NamedTuple):
 def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence[Label] | None) -> Target:
     """Labels or targets from y, an array that `read_y` returns.
 
-    kind, classes: as in `esper.task`. Raises InputError where y is ambiguous or cannot be used.
+    kind, classes: as in `esper.task`. Raises InputError if y is ambiguous or cannot be used.
     """
     if infer_kind(values, kind, classes) == "regression":
         if values.dtype.kind not in "biuf":
@@ -55,7 +55,7 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
 
 
 def infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
-    """Whether y holds class labels or targets: `kind` where it is given. InputError where y is ambiguous."""
+    """Whether y holds class labels or targets: `kind` where it is given. InputError if y is ambiguous."""
     if kind is not None and kind not in ("classification", "regression"):
         raise InputError(f"kind is {kind!r}; give 'classification', 'regression', or leave it out")
     if kind == "regression" and classes is not None:
@@ -241,7 +241,7 @@ def _distinct(values: NDArray[Any]) -> Target:
 
 
 def check_labels(target: Tensor) -> None:
-    """Raise InputError where an example has no label: where an entry of the class indices (N,) is NaN."""
+    """Raise InputError if an example has no label: where an entry of the class indices (N,) is NaN."""
     bad = target.isnan().reshape(len(target), -1).any(1)
     if bad.any():
         raise InputError(

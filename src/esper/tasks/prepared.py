@@ -72,7 +72,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(given: Given, host: Any, length: int | None) -> Prepared:
-    """Read, check and split examples. InputError where they cannot be used. Tokens without labels are cut into windows first."""
+    """Read, check and split examples. InputError if they cannot be used. Tokens without labels are cut into windows first."""
     if not isinstance(given.stream, bool):
         raise InputError(f"stream is {given.stream!r}; give True or False")
     if are_tokens(given.x, given.y, given.splits):

@@ -22,7 +22,7 @@ def load_task(reference: str) -> AnyTask:
 
     A module is imported from the current folder or from `sys.path`. A file can import the modules of its own folder.
 
-    Raises InputError where the file, module or function does not exist, the function takes arguments, or it does not return
+    Raises InputError if the file, module or function does not exist, the function takes arguments, or it does not return
     a task, and UserCodeError, with the original error as its cause, where the code raises another error.
     """
     place, _, name = reference.rpartition(":")

@@ -106,7 +106,7 @@ class Transformer(_Sequential):
     of the ReLU, divided by sqrt(2 layers) in layers that return to the stream, and .02 for the vectors of tokens and positions;
     biases are 0.
 
-    Raises InputError where a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
+    Raises InputError if a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
     of odd width.
     """
 
@@ -172,7 +172,7 @@ class GRU(_Sequential):
     The logits at a position are those of the next token. Rows of a population run one after the other, because vmap has no rule
     for a recurrence. Weights of a GRU are those of torch.
 
-    Raises InputError where a size is not a positive integer.
+    Raises InputError if a size is not a positive integer.
     """
 
     name: ClassVar[str] = "gru"

@@ -46,7 +46,7 @@ def spirals() -> Task:
 def spirals_narrow(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Task:
     """`spirals` on a damaged host without skip connections whose first block is too narrow: a test of controllers.
 
-    Raises InputError where a width is under 1.
+    Raises InputError if a width is under 1.
     """
     host = MLP(inputs=2, width=width, hidden=hidden, outputs=2)
     return replace(spirals(), name="spirals-narrow", summary=NARROW, host=host, room=None)

@@ -29,7 +29,7 @@ class Splits(NamedTuple):
 def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
     """Check features x (N, ...) and labels y (N, ...) int64, or where `classes` is None floating-point targets y (N, ...).
 
-    Raises InputError where lengths or shapes do not fit, a feature or a target is not finite, or a label is not in 0 to
+    Raises InputError if lengths or shapes do not fit, a feature or a target is not finite, or a label is not in 0 to
     `classes` - 1.
     """
     for name, leaf in zip(leaf_names(shapes(x)), leaves(x), strict=True):
@@ -68,7 +68,7 @@ def _check_leaf(name: str, leaf: Tensor, examples: int, *, several: bool) -> Non
 def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, int]:
     """Numbers of examples in train, probe, validation and test, which sum to `examples`.
 
-    Raises InputError where `fractions` is not four positive numbers that sum to 1.
+    Raises InputError if `fractions` is not four positive numbers that sum to 1.
     """
     numbers = isinstance(fractions, Sequence) and all(isinstance(f, Real) for f in fractions)
     if not numbers or len(fractions) != 4 or not all(f > 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-6:
@@ -90,7 +90,7 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
     gets the position (i + 1/2) / n; all examples are sorted by position and cut into the splits. Every split
     therefore has nearly the same share of every class. Examples with several labels are not stratified.
 
-    Raises InputError where a split has fewer than two examples, or a target is constant in a split.
+    Raises InputError if a split has fewer than two examples, or a target is constant in a split.
     """
     splits = cut(x, y, dealt(y, sizes, seed))
     check_targets(splits)
@@ -98,7 +98,7 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
 
 
 def cut(x: Batch, y: Tensor, parts: Sequence[Tensor]) -> Splits:
-    """The splits with the examples of these indices, each a copy. InputError where a split has fewer than two examples."""
+    """The splits with the examples of these indices, each a copy. InputError if a split has fewer than two examples."""
     for name, part in zip(Splits._fields, parts, strict=True):
         if len(part) < 2:
             raise InputError(
@@ -109,7 +109,7 @@ def cut(x: Batch, y: Tensor, parts: Sequence[Tensor]) -> Splits:
 
 
 def check_targets(splits: Splits) -> None:
-    """Raise InputError where a target is constant in a split, and therefore has no R2."""
+    """Raise InputError if a target is constant in a split, and therefore has no R2."""
     for name, part in zip(Splits._fields, splits, strict=True):
         if part.y.is_floating_point():
             constant = (part.y == part.y[0]).reshape(len(part.y), -1).all(0).nonzero().flatten().tolist()
@@ -133,7 +133,7 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
 def scaling_of(x: Batch) -> Scaling:
     """Mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1.
 
-    InputError where an example is several tensors.
+    InputError if an example is several tensors.
     """
     x = one_tensor(x, "scaling")
     mean, deviation = x.mean(0), x.std(0, correction=0)

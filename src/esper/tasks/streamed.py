@@ -42,7 +42,7 @@ class DatasetSource:
         return len(self.indices)
 
     def read(self, places: Indices) -> Split:
-        """The examples at these places (n,), checked. InputError where one cannot be used, UserCodeError where it raises."""
+        """The examples at these places (n,), checked. InputError if one cannot be used, UserCodeError where it raises."""
         index = self.indices.numpy()[places]
         if isinstance(self.dataset, Windows):
             windows = Split(*self.dataset.stacked(index))
@@ -70,7 +70,7 @@ class DatasetSource:
             raise InputError(f"example {index[int(bad.nonzero()[0])]} of the {type(self.dataset).__name__} {reason}")
 
     def _as_like(self, x: Batch, y: Tensor, like: Split, index: Indices) -> Split:
-        """Examples in the dtypes of others. InputError where shapes differ, or fractions would be whole numbers."""
+        """Examples in the dtypes of others. InputError if shapes differ, or fractions would be whole numbers."""
         of = f"example {index[0]} of the {type(self.dataset).__name__}"
         if shapes(x) != shapes(like.x) or y.shape[1:] != like.y.shape[1:]:
             raise InputError(

@@ -27,7 +27,7 @@ def stdlib_text() -> Task:
     """Modules and help topics of the standard library that this Python runs with, split by file: no two splits share one.
 
     The help topics are the English pages that `help("assert")` prints; each counts as a file. The data are those of the Python
-    version: another version has other sources. InputError where the sources are not files.
+    version: another version has other sources. InputError if the sources are not files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     return text_task("stdlib-text", SUMMARY, {**sources(folder), **topics()}, str(folder), HOST, SIZES)
@@ -74,7 +74,7 @@ def text_splits(files: Mapping[str, bytes], length: int, sizes: Iterable[int], o
     """Splits of sequences x (N, L) int64, with the byte that follows each of their bytes as y (N, L) int64.
 
     A hash of its name decides which split a file belongs to. Files are cut into sequences that do not overlap, and of those of
-    its files a split takes as many as `sizes` says, evenly apart. InputError where a split would have too few.
+    its files a split takes as many as `sizes` says, evenly apart. InputError if a split would have too few.
     """
     parts: list[list[Tensor]] = [[], [], [], []]
     for name, content in files.items():

@@ -57,7 +57,7 @@ def tinystories() -> Task:
 
     The training file is the train split; consecutive thirds of the validation file are the probe, validation and test splits.
 
-    Raises InputError where the files are missing, too short, or of a format that docs/sequences.md does not list.
+    Raises InputError if the files are missing, too short, or of a format that docs/sequences.md does not list.
     """
     stories = read_stories()
     host = Transformer(stories.vocabulary, WIDTH, LAYERS, HEADS, LENGTH, "rotary")
@@ -108,7 +108,7 @@ def read_stories(folder: Path | None = None) -> Stories:
     folder: the folder of data sets, of which `tinystories` is read, or the folder itself where it holds the files. None takes
     the one that the environment variable ESPER_DATA names, or `data`.
 
-    Raises InputError where the folder holds none of the formats, or a file is missing, empty or of another format.
+    Raises InputError if the folder holds none of the formats, or a file is missing, empty or of another format.
     """
     root = folder or Path(os.environ.get(VARIABLE) or "data")
     for place in (root / FOLDER, root):
@@ -140,10 +140,10 @@ def _both(folder: Path, names: Sequence[str]) -> list[Path]:
 
 
 def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
-    """The content of a file as numbers, read where it is used. InputError where it is empty or ends within a number."""
+    """The content of a file as numbers, read where it is used. InputError if it is empty or ends within a number."""
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if not size or size % item:
-        what = f"holds {size:,} bytes, which are no whole number of {item}-byte tokens" if size else "is empty"
+        what = f"holds {size:,} bytes, which are not a whole number of {item}-byte tokens" if size else "is empty"
         raise InputError(f"{path} {what}; {_MEND}")
     try:
         return np.memmap(path, dtype, "r")
@@ -152,7 +152,7 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _check_text(text: NDArray[Any], path: Path) -> None:
-    """Raise InputError where a text holds no end of a story."""
+    """Raise InputError if a text holds no end of a story."""
     if SEPARATOR not in text[:SEEN].tobytes():
         raise InputError(
             f"{path} has no {SEPARATOR.decode()} in its first {min(len(text), SEEN):,} bytes, by which stories are parted; give "

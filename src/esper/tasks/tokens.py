@@ -37,7 +37,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return x[0], y[0]
 
     def stacked(self, index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The windows of these indices (n,): x, y (n, L) int64. InputError where a token is not in the vocabulary."""
+        """The windows of these indices (n,): x, y (n, L) int64. InputError if a token is not in the vocabulary."""
         places = index if self.tokens.ndim == 2 else index[:, None] * self.length + np.arange(self.length + 1)
         windows = np.asarray(self.tokens[places]).astype(np.int64)
         outside = (windows < 0) | (windows >= self.vocabulary)
@@ -74,7 +74,7 @@ def is_tokens(value: Any) -> bool:
 def windows_of(value: Any, of: str, host: Any, length: int | None, classes: Any) -> Windows:
     """Tokens as windows. `of` names them in messages; host, length and classes are those of `esper.task`.
 
-    InputError where the length of a window or the vocabulary is not known, or there are too few tokens for a window.
+    InputError if the length of a window or the vocabulary is not known, or there are too few tokens for a window.
     """
     if isinstance(value, bytes | bytearray):
         tokens = np.frombuffer(value, np.uint8)

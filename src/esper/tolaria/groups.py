@@ -54,7 +54,7 @@ class Groups:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
-        """scheduler: one, several in a list, or None. InputError where one of them cannot be kept in step."""
+        """scheduler: one, several in a list, or None. InputError if one of them cannot be kept in step."""
         optimizer = unwrapped(optimizer)
         _check_optimizer(optimizer, model)
         self.optimizer = optimizer
@@ -138,7 +138,7 @@ class Groups:
         }
 
     def load_state(self, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-        """Go on from what `state` gave, with the same parameters in any order of groups. InputError where they are others."""
+        """Go on from what `state` gave, with the same parameters in any order of groups. InputError if they are others."""
         own = [self._named(group, names) for group in self.optimizer.param_groups]
         saved = [list(group["names"]) for group in state["groups"]]
         if sorted(map(sorted, own)) != sorted(map(sorted, saved)):
@@ -265,13 +265,13 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """InputError where a scheduler is of another optimizer, or of a kind whose rates for new groups are not known."""
+    """InputError if a scheduler is of another optimizer, or of a kind whose rates for new groups are not known."""
     for each in _parts([scheduler]):
         name = type(each).__name__
         if not isinstance(each, (*_KNOWN, *_MADE_OF_OTHERS)):
             known = ", ".join(kind.__name__ for kind in (*_KNOWN, *_MADE_OF_OTHERS))
             raise InputError(
-                f"{name} is no scheduler whose rates for a new group of parameters are known; use one of {known}"
+                f"{name} is not a scheduler whose rates for a new group of parameters are known; use one of {known}"
             )
         if unwrapped(getattr(each, "optimizer", optimizer)) is not optimizer:
             raise InputError(

@@ -50,7 +50,7 @@ class LivePopulation:
         ranks: Ranks,
         shared: SharedGradients,
     ) -> None:
-        """InputError where a site cannot be one, or where the loss gives no standard error."""
+        """InputError if a site cannot be one, or where the loss gives no standard error."""
         self.network, self.groups, self.probe_batches, self.config = network, groups, probe, config
         self.device = probe.device
         self.environment = np.zeros(1, np.int64)

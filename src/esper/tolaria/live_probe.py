@@ -37,7 +37,7 @@ class Probe:
     """
 
     def __init__(self, batches: Batches, loss: Loss, device: torch.device) -> None:
-        """InputError where there is no batch, or where the loss is no function."""
+        """InputError if there is no batch, or if the loss is not a function."""
         if not callable(loss):
             raise InputError(f"loss is a {type(loss).__name__}; give a function of the output and the target")
         self.source, self.loss, self.device = batches, loss, device
@@ -46,7 +46,7 @@ class Probe:
         self.first = self.batches()[0][0]
 
     def batches(self) -> list[tuple[Any, Any]]:
-        """The batches, on the device. InputError where there are none, or others than before."""
+        """The batches, on the device. InputError if there are none, or others than before."""
         found = self.source() if callable(self.source) else self.source
         if not isinstance(found, list | tuple):
             raise InputError(
@@ -81,20 +81,20 @@ class Probe:
         return Seen(torch.cat(losses), torch.stack(spreads).mean())
 
     def mean(self, output: Any, target: Any) -> Tensor:
-        """The loss of a batch as one number. InputError where it is none."""
+        """The loss of a batch as one number. InputError if it is none."""
         value = self.loss(output, target)
         _check_loss(value, _examples(target, output))
         return value.mean()
 
     def first_output(self, network: nn.Module) -> Any:
-        """The output for the first input of the probe. InputError where the network does not take it."""
+        """The output for the first input of the probe. InputError if the network does not take it."""
         with _in_words(
             "the model cannot run on the first input of the probe", "give (input, target) pairs as the loop has them"
         ):
             return call(network, self.first)
 
     def settle(self, network: nn.Module) -> None:
-        """Find out how the loss of an example is had. InputError where there is none, or where no standard error could be."""
+        """Find out how the loss of an example is had. InputError if there is none, or if no standard error could be."""
         _, y = self.batches()[0]
         with torch.no_grad():
             self.way = self._way(self.first_output(network), y)

@@ -35,8 +35,8 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
     seed and number. Runs that share none are compared as independent samples. `out` names an HTML file to write with tables,
     curves and the settings that differ; it makes no request to any network.
 
-    Raises InputError if fewer than two runs are named, one is named twice, a folder is no run folder or is damaged, or the page
-    cannot be written.
+    Raises InputError if fewer than two runs are named, one is named twice, a folder is not a run folder or is damaged, or the
+    page cannot be written.
     """
     comparison = read_comparison(runs)
     if out is not None:

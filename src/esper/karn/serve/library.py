@@ -87,11 +87,11 @@ class Library:
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """InputError if a root is no folder."""
+        """InputError if a root is not a folder."""
         for root in roots:
             if not root.is_dir():
                 raise InputError(
-                    f"{root} is no folder; name run folders, or folders that hold some, as in `esper serve runs`"
+                    f"{root} is not a folder; name run folders, or folders that hold some, as in `esper serve runs`"
                 )
         self.roots = [root.resolve() for root in roots]
         self._lock = threading.Lock()
