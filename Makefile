@@ -1,5 +1,6 @@
 # `make demo` grows eight small networks that were trained before; `make test` runs the tests; `make test-third-party` runs those
-# with other packages; `make docs` builds the documentation into site/. Each makes a virtual environment first.
+# with other packages; `make test-browser` runs those in chromium, which must be installed, as must npm; `make docs` builds the
+# documentation into site/. Each makes a virtual environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +8,7 @@ VENV ?= .venv
 # One thread a process: the arrays are small, and sums then come in one order.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-third-party docs install install-dev install-third-party install-docs
+.PHONY: demo test test-third-party test-browser docs install install-dev install-third-party install-browser install-docs
 
 demo: install
 	$(VENV)/bin/esper grow spirals-trained --envs 8 --controller heuristic --run runs/demo --overwrite
@@ -18,6 +19,9 @@ test: install-dev
 test-third-party: install-third-party
 	$(VENV)/bin/python -m pytest -m third_party tests/third_party
 
+test-browser: install-dev install-browser
+	$(VENV)/bin/python -m pytest -m browser tests/browser
+
 docs: install-docs
 	$(VENV)/bin/mkdocs build --strict --quiet
 
@@ -26,6 +30,8 @@ install: $(VENV)/installed
 install-dev: $(VENV)/installed-dev
 
 install-third-party: $(VENV)/installed-third-party
+
+install-browser: tests/browser/node_modules/axe-core
 
 install-docs: $(VENV)/installed-docs
 
@@ -49,3 +55,8 @@ $(VENV)/installed-docs: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[docs]'
 	touch $@ $(VENV)/installed
+
+# The rules of accessibility, of the version and the content that package-lock.json names; no script of a package runs.
+tests/browser/node_modules/axe-core: tests/browser/package-lock.json
+	npm ci --prefix tests/browser --ignore-scripts --no-audit --no-fund
+	touch $@

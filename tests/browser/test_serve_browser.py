@@ -3,66 +3,32 @@
 import json
 import re
 import shutil
-from contextlib import contextmanager
+import signal
+import sys
 from urllib.parse import urlsplit
 
 import pytest
 
-from served import begin, make_runs, serving
+from processes import begun
+from served import begin
 
 pytest.importorskip("starlette", reason="the extra web is not installed")
 pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 
-from playwright.sync_api import sync_playwright
-
 from esper.karn.serve.library import key_of
 from esper.store.lock import LOCK, describe_process
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs the browser chromium")]
+pytestmark = pytest.mark.browser
+PATIENCE = 60_000
+"""Longest wait for something that a run writes, on a machine with much else to do [milliseconds]."""
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return make_runs(tmp_path_factory.mktemp("browsed").resolve())
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as player:
-        opened = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser):
-    """A page whose console and requests are watched; what a page of ours never does fails the test."""
-    context = browser.new_context(service_workers="block")
-    opened, faults, hosts = context.new_page(), [], set()
-    opened.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
-    opened.on("pageerror", lambda error: faults.append(str(error)))
-    opened.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
-    yield opened
-    assert faults == []
-    assert hosts == {"127.0.0.1"}
-    context.close()
-
-
-@contextmanager
-def open_page(page, *arguments):
-    """The address of a server, and the page is left before it ends, because a browser says so where a server goes away."""
-    with serving(*arguments) as (process, address):
-        yield process, address
-        page.goto("about:blank")
-
-
-def test_the_page_of_a_run_moves_with_it_and_keeps_what_the_reader_chose(runs, tmp_path, page):
+def test_the_page_of_a_run_moves_with_it_and_keeps_what_the_reader_chose(runs, tmp_path, page, open_page):
     run = tmp_path / "growing"
     shutil.copytree(runs / "finished", run)
     lines = begin(run, 24)
     (run / LOCK).write_text(json.dumps(describe_process()))
-    with open_page(page, tmp_path) as (_, address):
+    with open_page(tmp_path) as (_, address):
         page.goto(f"{address}/runs/{key_of(run)}")
         curve = page.locator("#curves polyline.line").first
         before, steps = curve.get_attribute("points"), int(page.locator("#step").get_attribute("max"))
@@ -90,8 +56,48 @@ def test_the_page_of_a_run_moves_with_it_and_keeps_what_the_reader_chose(runs, t
         assert "Grown networks beside static ones" in page.content()
 
 
-def test_the_slider_draws_the_network_of_every_step(runs, page):
-    with open_page(page, runs) as (_, address):
+def test_the_curves_of_a_run_that_grows_at_this_moment_move_until_it_ends(tmp_path, page, open_page, violations):
+    run = tmp_path / "now"
+    settings = ["--envs", "8", "--steps", "5000", "--set", "models=none", "--set", "baselines=[]"]
+    with (
+        open_page(tmp_path) as (_, address),
+        begun(
+            [
+                sys.executable,
+                "-m",
+                "esper",
+                "grow",
+                "iris",
+                "--controller",
+                "random-valid",
+                *settings,
+                "--run",
+                str(run),
+            ]
+        ) as process,
+    ):
+        page.goto(address)
+        page.get_by_role("link", name="now", exact=True).click(timeout=PATIENCE)
+        curve, moved = "#curves polyline.line", set()
+        page.locator(curve).first.wait_for(timeout=PATIENCE)
+        for _ in range(3):
+            before = page.locator(curve).first.get_attribute("points")
+            moved.add(before)
+            page.wait_for_function(
+                "before => document.querySelector('#curves polyline.line').getAttribute('points') !== before",
+                arg=before,
+                timeout=PATIENCE,
+            )
+        assert len(moved) == 3
+        assert "still goes on" in page.locator("#result").inner_text()
+        assert violations(page) == []
+        process.send_signal(signal.SIGTERM)
+        page.get_by_text("The run has ended").wait_for(timeout=PATIENCE)
+        assert violations(page) == []
+
+
+def test_the_slider_draws_the_network_of_every_step(runs, page, open_page):
+    with open_page(runs) as (_, address):
         page.goto(f"{address}/runs/{key_of(runs / 'finished')}")
         seen = set()
         for step in range(8):
@@ -104,8 +110,8 @@ def test_the_slider_draws_the_network_of_every_step(runs, page):
         assert "environment" in page.locator("#words").inner_text()
 
 
-def test_runs_are_found_compared_and_their_decisions_filtered(runs, page):
-    with open_page(page, runs) as (_, address):
+def test_runs_are_found_compared_and_their_decisions_filtered(runs, page, open_page):
+    with open_page(runs) as (_, address):
         page.goto(address)
         page.get_by_label("Search").fill("iris")
         page.get_by_role("button", name="Show").click()
@@ -126,9 +132,9 @@ def test_runs_are_found_compared_and_their_decisions_filtered(runs, page):
         assert [json.loads(line) for line in download.value.path().read_text().splitlines()] == refused
 
 
-def test_a_new_run_appears_in_the_list_and_ticks_stay(runs, tmp_path, page):
+def test_a_new_run_appears_in_the_list_and_ticks_stay(runs, tmp_path, page, open_page):
     shutil.copytree(runs / "finished", tmp_path / "first")
-    with open_page(page, tmp_path) as (_, address):
+    with open_page(tmp_path) as (_, address):
         page.goto(address)
         page.get_by_label("Compare first").check()
         shutil.copytree(runs / "finished", tmp_path / "second")
@@ -136,8 +142,8 @@ def test_a_new_run_appears_in_the_list_and_ticks_stay(runs, tmp_path, page):
         assert page.get_by_label("Compare first").is_checked()
 
 
-def test_the_form_of_the_token_opens_the_pages(runs, tmp_path, page):
-    with open_page(page, runs, "--host", "0.0.0.0") as (process, address):
+def test_the_form_of_the_token_opens_the_pages(runs, tmp_path, page, open_page):
+    with open_page(runs, "--host", "0.0.0.0") as (process, address):
         token = process.stdout.readline().split()[1]
         local = f"http://127.0.0.1:{urlsplit(address).port}/"
         page.goto(local + "login")

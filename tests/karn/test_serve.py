@@ -3,10 +3,10 @@
 import io
 import json
 import re
+import shutil
 import threading
 import zipfile
-from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import pytest
 
@@ -43,52 +43,56 @@ def browser(runs):
     return client([runs])
 
 
-def pages_of(run):
-    """Every route with an address that it answers; a test checks that none is missing."""
-    key = key_of(run)
-    return {
-        "/": "/",
-        "/content": "/content",
-        "/live": "/live",
-        "/compare": f"/compare?run={key}&run={key_of(run.parent / NAME)}",
-        "/assets/{name}": "/assets/serve.js",
-        "/runs/{key}": f"/runs/{key}",
-        "/runs/{key}/content": f"/runs/{key}/content",
-        "/runs/{key}/live": f"/runs/{key}/live",
-        "/runs/{key}/decisions": f"/runs/{key}/decisions",
-        "/runs/{key}/decisions.jsonl": f"/runs/{key}/decisions.jsonl",
-        "/runs/{key}/files": f"/runs/{key}/files",
-        "/runs/{key}/files/{name}": f"/runs/{key}/files/summary.json",
-        "/runs/{key}/archives/{name}": f"/runs/{key}/archives/env-000.zip",
-    }
+ROUTES = [route.path for route in create_app(Library([]), Door(None, "", True, 8712), threading.Event()).app.routes]
+"""Every route of the application: one that is added is tested with the others."""
+NAMES = {"assets": "serve.js", "files": "summary.json", "archives": "env-000.zip"}
+
+
+def address_of(route, run):
+    """An address of a route that is answered for a run; KeyError if a new route has another kind of name, which belongs here."""
+    kind = route.split("/")[-2]
+    address = route.format(key=key_of(run), name=NAMES[kind] if "{name}" in route else "")
+    return f"{address}?run={key_of(run)}&run={key_of(run.parent / NAME)}" if route == "/compare" else address
+
+
+def addresses_of(run):
+    return [address_of(route, run) for route in ROUTES]
 
 
 def test_every_route_answers_with_headers_that_let_nothing_in(runs, browser):
-    pages = pages_of(runs / "finished")
-    assert set(pages) == {route.path for route in browser.app.app.routes}
-    for address in [*pages.values(), "/none", "/runs/none", "/assets/none"]:
+    assert len(ROUTES) > 10
+    for address in [*addresses_of(runs / "finished"), "/none", "/runs/none", "/assets/none"]:
         answer = browser.get(address)
         assert answer.status_code == (404 if "none" in address else 200), address
         assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+        assert browser.head(address).headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
     assert "unsafe" not in HEADERS["Content-Security-Policy"]
 
 
-@pytest.mark.parametrize("route", pages_of(Path("x")))
+@pytest.mark.parametrize("route", ROUTES)
 def test_no_route_answers_without_the_token(runs, route):
-    address, guarded = pages_of(runs / "finished")[route], client([runs], TOKEN, "0.0.0.0")
-    with_query = f"{address}{'&' if '?' in address else '?'}token={TOKEN}"
-    for path in (address, with_query):
+    address, guarded = address_of(route, runs / "finished"), client([runs], TOKEN, "0.0.0.0")
+    mark = "&" if "?" in address else "?"
+    in_address = [f"{address}{mark}{name}={TOKEN}" for name in ("token", "access_token", "authorization", "esper-8712")]
+    for path in (address, *in_address, f"{address}#{TOKEN}", f"http://user:{TOKEN}@127.0.0.1:8712{address}"):
         for headers in (
             {},
             {"Authorization": f"Bearer {TOKEN}x"},
+            {"Authorization": f"Bearer {TOKEN[:-1]}"},
+            {"Authorization": "Bearer "},
             {"Authorization": f"Basic {TOKEN}"},
             {"Authorization": "Bearer é"},
             {"Cookie": f"esper-8712={TOKEN}"},
+            {"Cookie": "esper-8712="},
         ):
-            answer = guarded.get(path, headers={name: text.encode() for name, text in headers.items()})
-            assert answer.status_code == 401, (path, headers)
-            assert answer.headers["www-authenticate"] == "Bearer"
-            assert TOKEN not in answer.text
+            sent = {name: text.encode() for name, text in headers.items()}
+            if "@" in path:
+                sent |= {"Authorization": sent.get("Authorization", b"")}  # the client would make one of the address
+            for method in ("GET", "HEAD"):
+                answer = guarded.request(method, path, headers=sent)
+                assert answer.status_code == 401, (path, headers)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert TOKEN not in answer.text
     assert guarded.get(address, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
@@ -104,7 +108,7 @@ def test_the_form_of_the_token_gives_a_cookie_that_opens_every_route(runs):
     assert "HttpOnly" in cookie
     assert "samesite=strict" in cookie.lower()
     assert TOKEN not in cookie
-    for address in pages_of(runs / "finished").values():
+    for address in addresses_of(runs / "finished"):
         assert guarded.get(address).status_code == 200
 
 
@@ -112,7 +116,7 @@ def test_the_form_of_the_token_gives_a_cookie_that_opens_every_route(runs):
     "host", ["evil.example", "evil.example:8712", "127.0.0.1.evil.example", "u@127.0.0.1", "", "::"]
 )
 def test_a_request_under_another_name_is_turned_away(runs, host):
-    for address in pages_of(runs / "finished").values():
+    for address in addresses_of(runs / "finished"):
         assert client([runs]).get(address, headers={"Host": host}).status_code == 421
 
 
@@ -129,7 +133,7 @@ def test_a_token_file_makes_a_token_that_loopback_needs_too(runs, tmp_path):
 
 
 def test_only_get_is_answered(runs, browser):
-    for address in [*pages_of(runs / "finished").values(), "/login"]:
+    for address in [*addresses_of(runs / "finished"), "/login"]:
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
             assert browser.request(method, address).status_code == 405
 
@@ -148,15 +152,30 @@ UP = [
 
 
 @pytest.mark.parametrize("text", UP)
-def test_no_text_in_an_address_leads_out_of_a_run_or_into_a_header(runs, browser, text):
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_text_in_an_address_leads_out_of_a_run_or_into_a_header(runs, browser, route, text):
     key = key_of(runs / "finished")
     (runs / "secret").write_text("a secret")
-    for route in pages_of(runs / "finished"):
-        for address in {route.replace("{key}", text).replace("{name}", text), route.format(key=key, name=text)}:
-            answer = browser.get(f"{address}?run={text}&start={text}&q={text}")
-            assert "a secret" not in answer.text
-            assert "root:" not in answer.text
-            assert "x=1" not in str(answer.headers)
+    for address in {route.replace("{key}", text).replace("{name}", text), route.format(key=key, name=text)}:
+        answer = browser.get(f"{address}?run={text}&start={text}&q={text}&env={text}&op={text}")
+        assert answer.status_code in (200, 404, 422)
+        assert "a secret" not in answer.text
+        assert "root:" not in answer.text
+        assert "x=1" not in str(answer.headers)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_name_of_a_folder_gets_into_a_header(runs, tmp_path, monkeypatch, route):
+    evil = 'a\r\nSet-Cookie: x=1\u202e\x1b";é'
+    run = tmp_path / evil
+    shutil.copytree(runs / "finished", run)
+    shutil.copytree(runs / NAME, tmp_path / NAME)
+    (run / "models" / "env-000").rename(run / "models" / evil)
+    monkeypatch.setitem(NAMES, "archives", quote(f"{evil}.zip"))
+    answer = client([tmp_path]).get(address_of(route, run))
+    assert answer.status_code == 200
+    assert "set-cookie" not in answer.headers
+    assert all(text.isascii() and text.isprintable() for text in answer.headers.values())
 
 
 def test_a_link_in_a_run_folder_is_not_followed(runs, tmp_path):
