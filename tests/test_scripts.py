@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -209,3 +210,23 @@ def test_the_benchmark_of_growth_counts_no_compilation_of_a_reserve(tmp_path):
     assert live[:4] == reserve[:4] == [3, 2, 1, 1]
     assert live[4] > 3
     assert reserve[4:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "passed", "tried"),
+    [((0.81,), True, 1), ((0.5, 0.79, 0.9), True, 3), ((0.79, 0.79, 0.79, 0.9), False, 3)],
+    ids=["fast", "the third try", "slow three times"],
+)
+def test_the_check_of_speed_fails_only_if_three_tries_are_a_fifth_slower(ratios, passed, tried, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    check = runpy.run_path(str(SCRIPTS / "check_speed.py"))["check"]
+    left = iter(ratios)
+    assert check("a case", lambda: next(left), recorded=1.0) is passed
+    assert len(ratios) - len(list(left)) == tried
+    assert ("SLOWER" in capsys.readouterr().out) is not passed
+
+
+def test_every_case_of_the_check_of_speed_has_a_recorded_ratio(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    recorded = json.loads((SCRIPTS / "speed_ratios.json").read_text())["ratios"]
+    assert set(recorded) == set(runpy.run_path(str(SCRIPTS / "check_speed.py"))["CASES"])

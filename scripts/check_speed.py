@@ -1,0 +1,78 @@
+"""Fail if the engine became slower: compare its speed beside the bare stack with ratios that were recorded.
+
+A ratio is the process seconds of a bare stack's step (scripts/floors.py) over those of the engine's step, the median over
+turns. Both run in one process and take turns, so the ratio depends little on the machine and on what else runs there. A case is
+tried up to three times, and fails only if every try is more than 20 % below the recorded ratio.
+
+    python scripts/check_speed.py            # exit code 1 if a case fails
+    python scripts/check_speed.py --record   # write the ratios of this machine to speed_ratios.json
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmark_hot_path import Case, machine, measure
+
+RECORDED = Path(__file__).with_name("speed_ratios.json")
+CASES = {
+    "digits, no seeds": Case("speed", envs=16, plain=False),
+    "digits, two live seeds": Case("speed", envs=16, live=2, plain=False),
+    "repair, a quarter incubating": Case("speed", "repair", envs=16, incubating="quarter", plain=False),
+    "width 64, no seeds": Case("speed", envs=16, slots=4, width=64, plain=False),
+}
+TURNS = 7
+TRIES = 3
+TOLERANCE = 0.2
+"""A case fails if each of its tries is below (1 - TOLERANCE) times the recorded ratio."""
+
+
+def ratio(case: Case) -> float:
+    """The bare stack's seconds a step over the engine's, each case in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return float(pool.apply(measure, (case, TURNS, "cpu"))["table"]["engine auto"]["of_floor"])
+
+
+def check(name: str, measure_ratio: Callable[[], float], recorded: float) -> bool:
+    """Whether one of at most three tries reaches the lowest ratio that is accepted."""
+    least, tries = (1 - TOLERANCE) * recorded, [measure_ratio()]
+    while len(tries) < TRIES and tries[-1] < least:
+        tries.append(measure_ratio())
+    passed = tries[-1] >= least
+    shown = ", ".join(f"{value:.3f}" for value in tries)
+    print(f"{name}: {shown}; recorded {recorded:.3f}, at least {least:.3f}: {'ok' if passed else 'SLOWER'}", flush=True)
+    return passed
+
+
+def record() -> None:
+    """Write the median of three ratios of each case, with the machine that measured them."""
+    ratios = {name: round(statistics.median(ratio(case) for _ in range(TRIES)), 3) for name, case in CASES.items()}
+    report = {"machine": machine("cpu"), "ratios": ratios}
+    RECORDED.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(ratios, indent=2))
+
+
+def main() -> None:
+    """Record, or check every case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--record", action="store_true", help="write the ratios of this machine instead of checking them"
+    )
+    if parser.parse_args().record:
+        record()
+        return
+    begin, recorded = time.perf_counter(), json.loads(RECORDED.read_text(encoding="utf-8"))["ratios"]
+    passed = [check(name, partial(ratio, case), recorded[name]) for name, case in CASES.items()]
+    print(f"{sum(passed)} of {len(passed)} cases as fast as recorded, in {time.perf_counter() - begin:.0f} s")
+    if not all(passed):
+        sys.exit("the engine became slower beside the bare stack; scripts/profile_hot_path_operations.py shows where")
+
+
+if __name__ == "__main__":
+    main()
