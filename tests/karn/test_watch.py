@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from textual.widgets import Static
 
 import esper
 from esper.cli import main
@@ -109,6 +110,38 @@ def test_a_window_follows_what_is_added_and_begins_anew_where_rows_were_cut_off(
         assert app.model.rows == 12
 
     driven(folder, between=restart)
+
+
+def test_what_has_not_changed_is_not_drawn_again(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("esper.karn.watch.PART", 4096)
+    folder, drawn = tmp_path / "still", []
+    lines = cut(run, folder, 40)
+
+    def draws(app, act):
+        """How many lines of the grid and how many texts are drawn for something that happens."""
+        drawn.clear()
+        act()
+        return len(drawn)
+
+    async def drive():
+        app = Watch(folder, every=1000)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.pause()
+            line, say = app.grid._line, Static.update
+            monkeypatch.setattr(app.grid, "refresh_line", lambda env: drawn.append(line(env)))
+            monkeypatch.setattr(
+                Static, "update", lambda self, *args, **kwargs: drawn.append(self.id) or say(self, *args)
+            )
+            assert draws(app, app.look) == 0
+            with open(folder / "events.jsonl", "ab") as file:
+                file.writelines(lines[40:])
+            while draws(app, app.look):
+                await pilot.pause()
+            assert app.model.rows == len(lines)
+            assert draws(app, app.look) == 0
+            assert draws(app, lambda: app.action_next_curve()) == 1
+
+    asyncio.run(drive())
 
 
 def test_a_killed_run_is_called_killed(run, tmp_path):

@@ -135,12 +135,16 @@ class LiveModel:
 
     def cell(self, env: int, slot: int) -> Cell:
         """One slot of one environment as it is now."""
-        stage = Stage(int(self._stages[env, slot]))
+        stage, alpha = self.state(env, slot)
         seed = None if stage in EMPTY else self._seeds.get((env, self.slots[slot]))
         value = error = float("nan")
         if seed is not None and env < len(self._contributions):
             value, error = float(self._contributions[env, slot]), float(self._errors[env, slot])
-        return Cell(stage, float(self._alphas[env, slot]), seed, value, error)
+        return Cell(stage, alpha, seed, value, error)
+
+    def state(self, env: int, slot: int) -> tuple[Stage, float]:
+        """Stage and dose of one slot of one environment as it is now."""
+        return Stage(int(self._stages[env, slot])), float(self._alphas[env, slot])
 
     def log(self, env: int) -> list[str]:
         """The last events of an environment, the newest first."""

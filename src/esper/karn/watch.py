@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,8 +47,19 @@ SIGNS: Mapping[Stage, tuple[str, str, str]] = {
 
 CELL = 3
 """Width of a cell of the grid: the letter of the stage, the dose in tenths, a space [characters]."""
+PART = 2**22
+"""Events that are read at once [bytes]."""
 MARGIN = 5
 """Width of the numbers of the environments in front of the grid [characters]."""
+
+
+PLAIN, BOLD = Style(), Style(bold=True)
+
+
+@cache
+def style(colour: str, chosen: bool) -> Style:
+    """The style of a cell."""
+    return Style(color=colour, reverse=chosen, bold=chosen)
 
 
 def dose(stage: Stage, alpha: float) -> str:
@@ -81,33 +93,45 @@ class Grid(ScrollView, can_focus=True):
         super().__init__(id="grid")
         self.model = LiveModel()
         self.env = self.slot = 0
+        self._drawn: dict[int, list[Segment]] = {}  # the lines of environments that are on the screen
 
     def show(self, model: LiveModel) -> None:
-        """Draw the state of a model."""
+        """Draw what differs between the state of a model and the screen."""
         self.model = model
         self.env, self.slot = min(self.env, max(model.envs - 1, 0)), min(self.slot, max(len(model.slots) - 1, 0))
-        self.virtual_size = Size(MARGIN + CELL * len(model.slots), max(model.envs, 1))
-        self.refresh()
+        size = Size(MARGIN + CELL * len(model.slots), max(model.envs, 1))
+        if size != self.virtual_size:
+            self.virtual_size = size
+            self.refresh()
+            return
+        for y in range(self.size.height):
+            env = y + self.scroll_offset.y
+            if self._line(env) != self._drawn.get(env):
+                self.refresh_line(env)
 
     def render_line(self, y: int) -> Strip:
         """One line of what is visible."""
+        if y == 0:
+            shown = range(self.scroll_offset.y, self.scroll_offset.y + self.size.height)
+            self._drawn = {env: line for env, line in self._drawn.items() if env in shown}
         env = y + self.scroll_offset.y
-        if not self.model.envs:
-            words = "no step yet" if y == 0 else ""
-            return Strip([Segment(words.ljust(self.size.width), Style())])
+        line = self._drawn[env] = self._line(env)
+        return Strip(line).crop_extend(self.scroll_offset.x, self.scroll_offset.x + self.size.width, PLAIN)
+
+    def _line(self, env: int) -> list[Segment]:
+        """One line of the whole grid. Every segment has a style: without colours, textual reads the style of each."""
         if env >= self.model.envs:
-            return Strip.blank(self.size.width, Style())
-        # Every segment has a style: without colours, textual reads the style of each.
-        segments = [Segment(f"{env:>{MARGIN - 1}} ", Style(bold=env == self.env))]
+            return [Segment("" if self.model.envs or env else "no step yet", PLAIN)]
+        segments = [Segment(f"{env:>{MARGIN - 1}} ", BOLD if env == self.env else PLAIN)]
         for slot in range(len(self.model.slots)):
-            cell = self.model.cell(env, slot)
-            sign, colour, _ = SIGNS[cell.stage]
+            stage, alpha = self.model.state(env, slot)
+            sign, colour, _ = SIGNS[stage]
             chosen = (env, slot) == (self.env, self.slot)
             segments += [
-                Segment(sign + dose(cell.stage, cell.alpha), Style(color=colour, reverse=chosen, bold=chosen)),
-                Segment(" ", Style()),
+                Segment(sign + dose(stage, alpha), style(colour, chosen)),
+                Segment(" ", PLAIN),
             ]
-        return Strip(segments).crop_extend(self.scroll_offset.x, self.scroll_offset.x + self.size.width, Style())
+        return segments
 
     def action_go(self, env: int, slot: int) -> None:
         """Choose another environment or slot."""
@@ -155,6 +179,7 @@ class Watch(App[None]):
         self.view = "detail"  # or troubles, or explain
         self.figure = 0
         self._restarts = 0
+        self._shown: dict[str, str] = {}  # the text of each part
 
     def compose(self) -> ComposeResult:
         """The widgets."""
@@ -190,13 +215,21 @@ class Watch(App[None]):
                 return
             self.run_folder = OpenRun(self.folder)
             self.model = self._new_model()
-        rows = self.tail.read()
+        rows, before = self.tail.read(PART), self.state
         if self.tail.restarts != self._restarts:
             self._restarts, self.model = self.tail.restarts, self._new_model()
         self.model.update(rows)
         self.state = self._status()
-        self.grid.show(self.model)
-        self.show(None)
+        if rows or self.state != before:
+            self.grid.show(self.model)
+            self.show(None)
+        if rows:
+            self.call_later(self.look)  # a long run is read in parts, and keys are answered between them
+
+    def on_resize(self) -> None:
+        """Draw the curve in the room that it has now."""
+        if self.run_folder is not None:
+            self.call_after_refresh(self.show, None)
 
     def _status(self) -> str:
         """The status of the run. A run whose process is gone although its rows do not say so was killed."""
@@ -218,15 +251,23 @@ class Watch(App[None]):
     # What is shown.
 
     def show(self, waiting: str | None) -> None:
-        """Write every text anew."""
-        self.query_one("#head", Static).update(waiting or self.head())
-        slots = self.model.slots
-        self.query_one("#names", Static).update(
-            " " * MARGIN + "".join(f"{slot % 100:<{CELL}}" for slot in range(len(slots)))
-        )
-        curve = self.query_one("#curve", Static)
-        curve.update(self.curve(curve.content_size.width or 40, curve.content_size.height or 8))
-        self.query_one("#words", Static).update(Text("\n".join(map(printable, self.words()))))
+        """Write every text that has changed."""
+        self._say("#head", waiting or self.head())
+        self._say("#names", " " * MARGIN + "".join(f"{slot % 100:<{CELL}}" for slot in range(len(self.model.slots))))
+        room = self.query_one("#curve", Static).content_size
+        self._say("#curve", self.curve(room.width or 40, room.height or 8))
+        self._say("#words", "\n".join(map(printable, self.words())))
+
+    def _say(self, part: str, words: str) -> None:
+        """Write a text if it has changed. Only the last part takes the height that its text needs."""
+        before = self._shown.get(part)
+        if words == before:
+            return
+        self._shown[part] = words
+        target = self.query_one(part, Static)
+        room = target.content_size.width
+        grown = before is None or _long_lines(words, room) != _long_lines(before, room)
+        target.update(Text(words), layout=grown and part == "#words")
 
     def head(self) -> str:
         """Three lines: what runs, how far it is, and what became of the seeds."""
@@ -330,6 +371,11 @@ class Watch(App[None]):
     def _toggle(self, view: str) -> None:
         self.view = "detail" if self.view == view else view
         self.show(None)
+
+
+def _long_lines(words: str, width: int) -> list[str]:
+    """What the height of a text depends on: an empty text for each line that fits, and the lines that are wrapped."""
+    return [line if len(line) > width else "" for line in words.split("\n")]
 
 
 def _trouble(row: RollbackRow) -> str:

@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
-from esper.leyline.task import AnyTask, Mixture, Task
+
+if TYPE_CHECKING:
+    from esper.leyline.task import AnyTask
 
 _Arguments = ParamSpec("_Arguments")
 _Returned = TypeVar("_Returned")
@@ -90,13 +92,15 @@ def check_callable(value: Any, name: str, what: str) -> None:
 
 def check_task(task: Any) -> None:
     """InputError if the value is not a task."""
+    from esper.leyline.task import Mixture, Task  # which load torch; what reads run folders does not need it
+
     if not isinstance(task, Task | Mixture):
         raise InputError(
             f"the task is {show(task)}; give the name of one of `esper tasks`, or make one with esper.task(...)"
         )
 
 
-def check_settings(settings: Any, tasks: Sequence[AnyTask]) -> None:
+def check_settings(settings: Any, tasks: Sequence["AnyTask"]) -> None:
     """InputError if the settings are not a mapping, or name a task that is not one of the given tasks."""
     if not isinstance(settings, Mapping):
         raise InputError(f"config is {show(settings)}; give a mapping of keys to values, such as {{'steps': 24}}")
