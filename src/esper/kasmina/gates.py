@@ -34,7 +34,7 @@ class Gate(NamedTuple):
         failed = [
             f"{check.name} not measured"
             if np.isnan(check.margin[env, slot])
-            else check.failure.format(value=float(check.value[env, slot]))
+            else check.failure.format(value=float(check.value[env, slot]) + 0.0)  # no -0
             for check in self.checks
             if not check.margin[env, slot] > 0
         ]
@@ -94,8 +94,9 @@ def _dwell(name: str, seeds: Seeds, steps: int) -> Check:
 
 def _bound(name: str, bound: Floats, z: float, least: float, keys: str) -> Check:
     """Return the check that a measured quantity, less z standard errors, exceeds `least`."""
-    errors = "its standard error" if z == 1 else f"{z:g} standard errors"
-    return Check(name, bound - least, bound, f"{name} less {errors} is {{value:+.4g}}, not above {least:g} ({keys})")
+    amount = "its standard error" if abs(z) == 1 else f"{abs(z):g} standard errors"
+    errors = f"{'less' if z >= 0 else 'plus'} {amount}"
+    return Check(name, bound - least, bound, f"{name} {errors} is {{value:+.4g}}, not above {least:g} ({keys})")
 
 
 def _measured(name: str, mean: Floats) -> Check:
