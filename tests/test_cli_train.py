@@ -147,6 +147,7 @@ def test_eval_compares_a_trained_controller_with_the_rules(esper, trained):
     (task,) = record["tasks"]
     assert [row["name"] for row in task["controllers"]][-1] == str(trained)
     assert (folder / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    assert "evaluation of never" in (folder / "report.html").read_text()
     assert "spirals-narrow: never, seed 0, 2 of 2 instances" in err
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.calls import evaluate, resume, show
     from esper.karn.reader import open_run
     from esper.karn.report.compared import compare
+    from esper.karn.report.page import draw_report
     from esper.karn.report.page import write_report as report
     from esper.kasmina.adapter import attach
     from esper.kasmina.blueprints import blueprint
@@ -119,6 +120,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "cnn",
     "compare",
     "draw",
+    "draw_report",
     "evaluate",
     "find_sites",
     "get_controller",

@@ -13,7 +13,7 @@ from rich.console import Console
 from esper.karn.console import can_print, print_error, print_summary, print_training
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.progress import Shown, evaluation_progress, growth_progress, training_progress
-from esper.karn.report.page import report_at_end
+from esper.karn.report.page import report_at_end, report_of_evaluation
 from esper.leyline.arguments import check_choice, to_path
 from esper.leyline.config import BASELINES, parse_setting
 from esper.leyline.errors import InputError, RunWarning, warn
@@ -24,12 +24,12 @@ from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.recovery import check_events
 from esper.runs.contenders import Contender, named
 from esper.runs.evaluation import run_evaluation
-from esper.runs.evaluation_folder import FIGURE, RECORD, ROOT, EvaluationFolder
+from esper.runs.evaluation_folder import FIGURE, ROOT, EvaluationFolder
 from esper.runs.grow import grow as grow_run
 from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config
 from esper.runs.train import train as train_run
 from esper.store.disk import write_atomic
-from esper.store.files import to_json
+from esper.store.files import EVALUATION, to_json
 from esper.tamiyo.catalog import CONTROLLERS, get_controller
 from esper.tasks.catalog import TASKS, get_task
 
@@ -148,13 +148,14 @@ def evaluate(
     `controllers` are names, schedule files or run folders of trained controllers; `tasks` are tasks or names. `settings` are
     config keys for all of them, as {"steps": 12} or ["steps=12"]. `baselines` are static networks to compare with
     (docs/baselines.md), of the size that the first controller grew to, or the heuristic without controllers; () for none. With
-    `out`, the record, the figure and the grown networks are written to that folder, and a later call uses the networks again;
-    `overwrite` allows to replace a record there. Returns the record, the object that `esper eval --json` prints. Raises
-    InputError before anything is grown.
+    `out`, the record, the figure, the report and the grown networks are written to that folder, and a later call uses
+    the networks again; `overwrite` allows to replace a record there. Returns the record, the object that `esper eval --json`
+    prints. Raises InputError before anything is grown.
     """
     listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
     say = evaluation_progress(progress)
+    layers = [parse_setting(setting) for setting in _as_settings(settings)]
 
     def compare(grown: Path | None) -> dict[str, Any]:
         return run_evaluation(
@@ -163,7 +164,7 @@ def evaluate(
             instances=instances,
             seeds=seeds,
             first=first,
-            settings=[parse_setting(setting) for setting in _as_settings(settings)],
+            settings=layers,
             searched=searched,
             baselines=baselines,
             folder=grown,
@@ -175,8 +176,10 @@ def evaluate(
     path = to_path(out, "out")
     with EvaluationFolder(path, say or (lambda line: None), overwrite=overwrite, shared=path.parent == ROOT) as folder:
         record = compare(folder.grown)
-        write_atomic(path / RECORD, to_json(record))
+        write_atomic(path / EVALUATION, to_json(record))
         draw_evaluation(record, path / FIGURE)
+        if all(layer.get("report", True) for layer in layers):
+            report_of_evaluation(path)
     return record
 
 

@@ -141,9 +141,9 @@ def test_the_rate_is_over_the_seconds_beside_it_and_those_of_the_baselines_are_s
 
 
 def test_the_length_is_said_in_steps_and_in_epochs_where_the_task_has_a_train_split_of_one_size():
-    assert "3 environments, 24 of 24 steps (12.5 epochs), seed 0" in printed(SUMMARY)
-    assert "24 of 24 steps (1 epoch), seed 0" in printed(SUMMARY, epochs_done=1.0)
-    assert "24 of 24 steps, seed 0" in printed(SUMMARY, epochs_done=None)
+    assert "3 environments, 24 of 24 steps (12.5 epochs), run seed 0" in printed(SUMMARY)
+    assert "24 of 24 steps (1 epoch), run seed 0" in printed(SUMMARY, epochs_done=1.0)
+    assert "24 of 24 steps, run seed 0" in printed(SUMMARY, epochs_done=None)
 
 
 @pytest.mark.parametrize(

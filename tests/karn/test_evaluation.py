@@ -1,12 +1,15 @@
 import io
+import json
 from typing import Any
 
 import pytest
 import yaml
 from rich.console import Console
 
+import esper
 from esper.karn.evaluation import compared, draw_evaluation, plain, print_evaluation, search_lines, spread
 from esper.leyline.errors import InputError
+from pages import EVIL, Page
 
 ABSENT = {"value": None, "low": None, "high": None}
 RULES = ["never", "random-valid", "heuristic", "best schedule"]
@@ -208,3 +211,32 @@ def test_what_is_absent_is_left_out_of_the_figure(tmp_path):
 def test_where_no_figure_can_be_written_it_is_refused_in_one_sentence(tmp_path, name, sentence):
     with pytest.raises(InputError, match=sentence):
         draw_evaluation(record(RULES), tmp_path / name)
+
+
+def test_the_page_of_an_evaluation_has_a_verdict_for_every_pair_and_escapes_names(tmp_path):
+    environment = {"esper": "0", "command": [EVIL]}
+    asked = {
+        "named": [EVIL],
+        "settings": [{"steps": 4}],
+        "environment": environment,
+        "instances": 200,
+        "first_instance": 0,
+    }
+    kept = record(["never", EVIL]) | asked
+    (tmp_path / "evaluation.json").write_text(json.dumps(kept))
+    text = esper.report(tmp_path).read_text()
+    page = Page(text)
+    assert page.tags.count("script") == 1  # that of the page itself
+    assert "onload" not in {name for name, _ in page.attributes}
+    assert "\u202e" not in text
+    assert "No difference was found between" in page.said
+    assert "steps 4" in page.said
+    assert [path.name for path in esper.draw_report(tmp_path, tmp_path / "p").paths] == [
+        "01-task0-j-on-the-test-split.png",
+        "02-task0-paired-differences-of-j.png",
+    ]
+    (tmp_path / "evaluation.json").write_text("{}")
+    with pytest.raises(
+        InputError, match=r"evaluation\.json does not hold an evaluation \(.*\); put back what esper eval wrote"
+    ):
+        esper.report(tmp_path)

@@ -11,12 +11,12 @@ from torch import nn
 
 import esper
 from esper.cli import main
-from esper.karn.report.model import NO_SEED, read_model
-from esper.karn.report.page import page
+from esper.karn.report.model import NO_SEED, Gathered, read_model
+from esper.karn.report.page import content_of, page
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.stages import Stage
 from esper.nissa.events import read_events
-from esper.nissa.rows import LifecycleRow, StepRow
+from esper.nissa.rows import LifecycleRow, MeasurementRow, SensorsRow, StepRow
 from pages import EVIL, Page
 
 
@@ -59,6 +59,73 @@ def test_the_stays_of_the_timeline_make_up_the_stages_of_the_step_rows(run):
     assert drawn.tolist() == [row.stages for row in rows]
     assert {stay.blueprint is None for stay in model.stays if stay.stage in (Stage.TRAINING, Stage.HOLDING)} == {False}
     assert ((model.population.seed == NO_SEED) | (model.population.stage != Stage.DORMANT)).all()
+
+
+def test_every_planting_and_every_prune_has_a_mark_beside_the_stages(run):
+    model = read_model(esper.open_run(run))
+    rows = [row for row in read_events(run / "events.jsonl") if isinstance(row, LifecycleRow)]
+    shown = {(mark.env, model.head.slots[mark.slot], mark.step, mark.planted) for mark in model.marks}
+    assert shown == {
+        (row.env, row.slot, row.step, row.to_stage == "GERMINATED")
+        for row in rows
+        if row.to_stage in ("GERMINATED", "PRUNED")
+    }
+    assert Page(page(model, "x")).tags.count("polygon") >= len(shown) > 0
+
+
+def test_a_limit_that_closed_planting_is_told_from_one_that_was_never_met(tmp_path):
+    for limit, sentence in ((1, "it closed planting at "), (3, "it was never what stood against planting")):
+        settings = {"envs": 3, "steps": 10, "models": "none", "baselines": [], "lifecycle": {"max_seeds": limit}}
+        esper.grow("iris", settings, controller="random-valid", run=tmp_path / str(limit), progress=False)
+        said = Page((tmp_path / str(limit) / "report.html").read_text()).said
+        assert f"(lifecycle.max_seeds): {sentence}" in said
+    opened = esper.open_run(tmp_path / "1")
+    stages = opened.steps["stages"][:-1]  # before every decision but the first
+    free = (stages == Stage.DORMANT).any(2)
+    full = ((stages >= Stage.GERMINATED) & (stages <= Stage.FOSSILIZED)).any(2)
+    said = Page((tmp_path / "1" / "report.html").read_text()).said
+    assert f"closed planting at {(free & full).sum()} of {free.sum()} decisions with an empty slot" in said
+
+
+def test_results_are_listed_by_environment_with_every_static_network(run):
+    summary = json.loads((run / "summary.json").read_text())
+    model = read_model(esper.open_run(run))
+    result = next(section for section in content_of(model, "x").sections if section.key == "result")
+    table = next(table for table in result.tables if table.caption == "Results by environment")
+    for env, row in enumerate(table.rows):
+        grown, twin = summary["test_accuracy"]["grown"][env], summary["baselines"]["twin"]["test_accuracy"][env]
+        assert row[:3] == (str(env), f"{grown:.4f}", f"{twin:.4f}")
+        assert row[3] == f"{summary['grown_params'][env] - summary['host_params']:,}"
+
+
+def test_shapley_values_and_interactions_are_the_last_that_were_measured_in_each_environment(run):
+    gathered, nothing = Gathered(), [[None, None]] * 3
+    for row in read_events(run / "events.jsonl"):
+        if not isinstance(row, MeasurementRow | SensorsRow):
+            gathered.write(row)
+    measured = {
+        4: (
+            [[0.5, None], [0.1, 0.3], [None, None]],
+            [[[None, None]] * 2, [[None, 0.2], [0.2, None]], [[None, None]] * 2],
+        ),
+        5: ([[0.7, None], [None, None], [None, None]], [[[None, None]] * 2] * 3),
+    }
+    for step, (shapley, interactions) in measured.items():
+        figures = dict.fromkeys(("contribution_means", "contribution_ses", "gain_means", "gain_ses"), nothing)
+        worth = {"shapley_means": shapley, "shapley_ses": nothing, "interactions": interactions}
+        gathered.write(MeasurementRow(episode=0, step=step, participations=nothing, **figures, **worth))
+        readings = [[[1.0], [None]], [[2.0], [None]], [[6.0], [None]]]
+        gathered.write(SensorsRow(episode=0, step=step, sensors=["participation"], readings=readings))
+    model = gathered.model(esper.open_run(run))
+    nan = np.nan
+    assert np.array_equal(model.worths.shapley, [[0.7, nan], [0.1, 0.3], [nan, nan]], equal_nan=True)
+    assert np.array_equal(model.worths.interaction[1], [[nan, 0.2], [0.2, nan]], equal_nan=True)
+    assert np.array_equal(model.sensed.medians, [[[2.0], [nan]]] * 2, equal_nan=True)
+    said = Page(page(model, "x")).said
+    first, second = model.head.slots
+    assert "Interactions of pairs of seeds: means over environments ± standard error" in said
+    assert f"slots interaction environments {first} with {second} +0.2000 1" in said
+    assert f"{first}, 2 environments: +0.4000" in said
 
 
 def test_the_table_of_blueprints_counts_what_the_lifecycle_rows_say(run):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from esper.commands.options import Json, say
+from esper.commands.options import Json, PictureFormat, PicturesFolder, say, say_pictures
 
 
 def compare(
@@ -16,6 +16,8 @@ def compare(
             metavar="FILE", help="HTML file to write, with curves and the settings that differ; none by default."
         ),
     ] = None,
+    png: PicturesFolder = None,
+    form: PictureFormat = "png",
     json_: Json = False,
 ) -> None:
     """Compare runs: how every pair differs on the test split, with 95 % intervals.
@@ -30,11 +32,13 @@ def compare(
 
     from esper.karn import comparison
     from esper.karn.report import compared
+    from esper.karn.report.pictures import write_pictures
     from esper.karn.tables import print_line, print_table
     from esper.leyline.text import printable
     from esper.store.files import to_json
 
     found = compared.compare(*runs, out=out)
+    drawn = None if png is None else write_pictures(compared.content_of(found), png, form)
     if json_:
         typer.echo(to_json({"verdicts": [comparison.as_record(verdict) for verdict in found.verdicts]}), nl=False)
         return
@@ -49,3 +53,5 @@ def compare(
         print_line(console, line)
     if out is not None:
         say(f"page: {out}")
+    if drawn is not None and png is not None:
+        say_pictures(drawn, png)

@@ -57,8 +57,8 @@ def evaluate(
     from esper.karn.evaluation import print_evaluation
     from esper.leyline.config import parse_setting
     from esper.runs.contenders import named
-    from esper.runs.evaluation_folder import FIGURE, RECORD, default_folder
-    from esper.store.files import to_json
+    from esper.runs.evaluation_folder import FIGURE, default_folder
+    from esper.store.files import EVALUATION, REPORT, to_json
 
     names = split_names(tasks) or []
     numbers: dict[str, Any] = {"instances": instances, "seeds": seeds, "first": first, "searched": searched}
@@ -73,4 +73,6 @@ def evaluate(
         typer.echo(to_json(record), nl=False)
         return
     print_evaluation(record, Console())
-    say(f"record and figure: {out / RECORD}, {out / FIGURE}")
+    say(f"record and figure: {out / EVALUATION}, {out / FIGURE}")
+    if (out / REPORT).exists():
+        say(f"report: {out / REPORT}")

@@ -6,12 +6,15 @@ Numbers of the config are taken as text, so that the config alone defines which 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from esper.leyline.errors import InputError
-from esper.leyline.text import printable
+from esper.leyline.text import counted, printable
+
+if TYPE_CHECKING:
+    from esper.karn.report.pictures import Pictures
 
 PLACE = "path.py:function or module:function, whose return is a task"
 """How the help describes a task of the user's own."""
@@ -34,6 +37,13 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of `esper config`; may be repeated.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")]
+PicturesFolder = Annotated[
+    Path | None,
+    typer.Option("--png", metavar="DIR", help="Folder to which the figures are written as pictures, for papers."),
+]
+PictureFormat = Annotated[
+    str, typer.Option("--format", metavar="png|pdf|svg", help="Format of the pictures that --png writes.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder.")]
 
 NOT_BY_SET: Mapping[str, Mapping[str, str]] = {
@@ -82,6 +92,13 @@ def split_names(text: str | None) -> list[str] | None:
 def say(line: str, err: bool = False) -> None:
     """Print a line; control characters in it are escaped, because parts of it may come from files of other people."""
     typer.echo(printable(line), err=err)
+
+
+def say_pictures(drawn: "Pictures", folder: Path) -> None:
+    """Say which pictures were written, and what there was nothing to draw of."""
+    say(f"{counted(len(drawn.paths), 'picture')}: {folder}")
+    for sentence in drawn.absent:
+        say(f"not drawn: {sentence}")
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:

@@ -76,7 +76,7 @@ def heading_line(summary: Mapping[str, Any]) -> str:
         length += f" ({shown} {'epoch' if epochs == 1 else 'epochs'})"
     names = f"{summary['task']}, {summary['controller']}: {counted(summary['envs'], 'environment')}"
     status = "" if summary["status"] == "finished" else f", {summary['status']}"
-    return f"{names}, {length}, seed {summary['seed']}, {summary['device']}{status}"
+    return f"{names}, {length}, run seed {summary['seed']}, {summary['device']}{status}"
 
 
 def can_print(summary: Mapping[str, Any], trained: bool) -> bool:

@@ -26,7 +26,7 @@ def print_evaluation(record: Record, console: Console) -> None:
     """Print controllers, comparisons and the schedule search of each task, and of all tasks together."""
     print_line(console, "J: the metric of a task less rent for added parameters (reward.rent)")
     for task in record["tasks"]:
-        print_line(console, f"{task['task']}: {_sample(record, task)}; J and {task['metric']} on the test split")
+        print_line(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
         _print_estimates(console, task, task["metric"], record)
         for line in static_lines(record, task):
             print_line(console, line)
@@ -154,11 +154,11 @@ def draw_evaluation(record: Record, path: Path) -> None:
         names = [row["name"] for row in controllers]
         _points(left, names, [row["objective"] for row in controllers], 0.12, "o", "mean")
         _points(left, names, [row["objective_iqm"] for row in controllers], -0.12, "d", "interquartile mean")
-        left.set(title=_drawn(f"{task['task']}: {_sample(record, task)}"), xlabel="J on the test split")
+        left.set(title=drawn_text(f"{task['task']}: {sample_words(record, task)}"), xlabel="J on the test split")
         pairs = [f"{row['controller']} - {row['rule']}" for row in comparisons]
         _points(right, pairs, [row["difference"] for row in comparisons], 0.0, "o", "paired difference")
         right.axvline(0, color="0.6", linewidth=1)
-        right.set(title=_drawn(f"{task['task']}: paired differences"), xlabel="difference of J")
+        right.set(title=drawn_text(f"{task['task']}: paired differences"), xlabel="difference of J")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:], dpi=150)
@@ -198,11 +198,11 @@ def _points(
     colour = axes.lines[-1].get_color()
     lows, highs = ([estimate[name] for _, estimate in bounded] for name in ("low", "high"))
     axes.hlines([line for line, _ in bounded], lows, highs, colors=colour, linewidth=1.5)
-    axes.set_yticks(range(len(names)), [_drawn(name) for name in names], fontsize="small")
+    axes.set_yticks(range(len(names)), [drawn_text(name) for name in names], fontsize="small")
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
-def _sample(record: Record, task: Record) -> str:
+def sample_words(record: Record, task: Record) -> str:
     """The number of runs of each controller."""
     if task["sampled"]:
         return f"{counted(task['problems'], record['part'] + ' problem')} by {counted(len(record['seeds']), 'seed')}"
@@ -229,6 +229,6 @@ def _cell(text: str) -> Text:
     return Text(printable(text))
 
 
-def _drawn(text: str) -> str:
+def drawn_text(text: str) -> str:
     """Text for matplotlib, which reads text between two dollar signs as a formula."""
     return printable(text).replace("$", r"\$")

@@ -11,6 +11,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "show": "calls",
         "open_run": "karn.reader",
         "report": "karn.report.page:write_report",
+        "draw_report": "karn.report.page",
         "compare": "karn.report.compared",
     },
     "Grow in your own training loop": {

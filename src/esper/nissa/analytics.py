@@ -23,6 +23,7 @@ class Tally(NamedTuple):
         pruned (int): seeds removed by a decision or by a rollback
         contribution (float): mean contribution to the metric when a seed was kept or removed; nan if never measured
         error (float): standard error of that mean over seeds; nan with fewer than two
+        measured (int): number of seeds over which that mean is taken
         params_bought (int or None): parameters of the seeds that were kept; None if the run has no decision rows
         steps_to_keep (float): mean number of steps from planting to keeping; nan if none was kept
     """
@@ -34,6 +35,7 @@ class Tally(NamedTuple):
     pruned: int
     contribution: float
     error: float
+    measured: int
     params_bought: int | None
     steps_to_keep: float
 
@@ -91,6 +93,7 @@ class BlueprintAnalytics:
                 count["FOSSILIZED"],
                 count["PRUNED"],
                 *_mean_and_error(self._measured[key]),
+                len(self._measured[key]),
                 count["params"] if count["priced"] == count["GERMINATED"] else None,
                 _mean_and_error(self._waited[key])[0],
             )

@@ -9,9 +9,10 @@ from typing import Any, Self
 
 from esper.leyline.errors import InputError
 from esper.runs.contenders import Contender
+from esper.store.files import EVALUATION
 from esper.store.lock import Lock
 
-RECORD, FIGURE, GROWN = "evaluation.json", "evaluation.png", "grown"
+FIGURE, GROWN = "evaluation.png", "grown"
 ROOT = Path("runs/evaluation")
 """The parent of default folders. A default folder is named after the arguments; all of them share the stored populations."""
 
@@ -37,10 +38,10 @@ class EvaluationFolder:
                 f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"
             ) from None
         self.lock.take()
-        if (self.path / RECORD).exists() and not self.overwrite:
+        if (self.path / EVALUATION).exists() and not self.overwrite:
             self.lock.release()
             raise InputError(
-                f"{self.path / RECORD} is the record of an evaluation; name another folder (--out, out=), or replace "
+                f"{self.path / EVALUATION} is the record of an evaluation; name another folder (--out, out=), or replace "
                 "it (--overwrite, overwrite=True), which keeps the networks that were grown"
             )
         return self

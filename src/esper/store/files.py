@@ -16,6 +16,7 @@ CHECKPOINTS = "checkpoints"
 CONTROLLER = "controller"
 SUMMARY = "summary.json"
 REPORT = "report.html"
+EVALUATION = "evaluation.json"  # the record of an evaluation, in a folder that is no run
 NAMES = (CONFIG, CHANGES, ENVIRONMENT, EVENTS, SUMMARY, REPORT, MODELS, CHECKPOINTS, CONTROLLER)
 """What Esper writes into a run folder, except the lock; `runs.contents.OWN` lists the content of its subfolders."""
 

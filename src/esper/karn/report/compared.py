@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 
 import numpy as np
-from markupsafe import Markup
 
 from esper.karn.comparison import (
     RESULT_COLUMNS,
@@ -16,9 +15,9 @@ from esper.karn.comparison import (
     result_rows,
     settings_that_differ,
 )
+from esper.karn.report.figures import Curves, Series
 from esper.karn.report.frame import Content, Section, Table, flat_settings, render, write_page
 from esper.karn.report.model import Floats, Population
-from esper.karn.report.svg import Series, curves, text
 from esper.leyline.arguments import to_path
 from esper.leyline.text import printable
 
@@ -116,7 +115,7 @@ def _curves(runs: Sequence[Compared]) -> Section | None:
             Series(run.name, _on_axis(steps, population.steps.tolist(), read(population)), f"run{index % COLOURS}")
             for index, run, population in shown
         ]
-        figures.append(Markup(f"<h3>{text(title.capitalize())}</h3>{curves(title, steps, series, 'step', title)}"))
+        figures.append(Curves(title.capitalize(), steps, series, "step", title))
     lines = ["Lines are medians over environments; bands reach from the 10th to the 90th percentile."]
     left_out = [printable(run.name) for _, run, population in drawn if population is None]
     if left_out:
@@ -171,8 +170,8 @@ def _trainings(runs: Sequence[Compared]) -> Section | None:
             values = np.array([[np.nan if value is None else value] for _, value in known])
             where = [number for number, _ in known]
             series.append(Series(run.name, _on_axis(rounds, where, values), f"run{index % COLOURS}"))
-        if any(np.isfinite(each.values).any() for each in series):
-            shown = name.replace("_", " ")
-            figures.append(Markup(f"<h3>{text(shown)}</h3>{curves(shown, rounds, series, 'round', '', height=180)}"))
+        figure = Curves(name.replace("_", " "), rounds, series, "round", "", height=180)
+        if figure.absent is None:
+            figures.append(figure)
     line = "Rounds below 0 are imitation. docs/training.md explains every figure."
     return Section("training", "Trainings", [line], figures=figures)

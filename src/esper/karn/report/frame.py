@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FunctionLoader, Template
 from markupsafe import Markup
+from rich.table import Table as RichTable
 
+from esper.karn.report.figures import Figure
+from esper.karn.report.svg import draw
 from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
@@ -25,6 +28,13 @@ class Table(NamedTuple):
     texts: Sequence[int] = ()
 
 
+def table_of(caption: str, table: RichTable) -> Table:
+    """A table that is printed elsewhere, with its header and cells as they are."""
+    columns = [printable(str(column.header)) for column in table.columns]
+    cells = [[printable(str(cell)) for cell in column.cells] for column in table.columns]
+    return Table(caption, columns, list(zip(*cells, strict=True)))
+
+
 class Section(NamedTuple):
     """A part of the page under its own heading.
 
@@ -33,18 +43,20 @@ class Section(NamedTuple):
         name (str): heading
         lines (sentences): plain text at the beginning
         tables (list of Table): tables
-        figures (list of Markup): SVG with its legend
+        figures (list of Figure): drawn below the tables
         extra (Markup): what follows them
         notes (sentences): plain text at the end
+        papers (list of Figure): figures that are drawn as pictures alone, because the page shows the same with a slider
     """
 
     key: str
     name: str
     lines: Sequence[str] = ()
     tables: Sequence[Table] = ()
-    figures: Sequence[Markup] = ()
+    figures: Sequence[Figure] = ()
     extra: Markup = Markup()
     notes: Sequence[str] = ()
+    papers: Sequence[Figure] = ()
 
 
 class Content(NamedTuple):
@@ -56,6 +68,7 @@ class Content(NamedTuple):
         sections (list of Section): parts
         data (Markup or None): JSON of the slider in the section "growth"; None without it
         last_step (int): last place of the slider
+        missing (sentences): what the page leaves out because the run has none of it
     """
 
     title: str
@@ -63,6 +76,7 @@ class Content(NamedTuple):
     sections: Sequence[Section]
     data: Markup | None = None
     last_step: int = 0
+    missing: Sequence[str] = ()
 
 
 def render(content: Content) -> str:
@@ -82,7 +96,7 @@ def render_content(content: Content) -> Markup:
 
 
 def _named(content: Content) -> dict[str, Any]:
-    return {**content._asdict(), "title": printable(content.title)}
+    return {**content._asdict(), "title": printable(content.title), "draw": draw}
 
 
 def write_page(path: Path, content: str) -> Path:

@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 from esper.karn.reader import OpenRun, Status
 from esper.leyline.stages import Stage
 from esper.nissa.analytics import BlueprintAnalytics, Tally
-from esper.nissa.rows import EpisodeRow, LifecycleRow, RollbackRow, RoundRow, Row, RunRow, StepRow
+from esper.nissa.rows import (
+    DecisionRow,
+    EpisodeRow,
+    LifecycleRow,
+    MeasurementRow,
+    PhasesRow,
+    RollbackRow,
+    RoundRow,
+    Row,
+    RunRow,
+    SensorsRow,
+    StepRow,
+)
 
 Floats = NDArray[np.float64]
 NO_SEED = -1
@@ -41,6 +53,26 @@ class Stay(NamedTuple):
     stage: Stage
     blueprint: str | None
     alpha: float
+    why: str | None
+
+
+class SeedMark(NamedTuple):
+    """A seed that was planted (GERMINATED) or removed (PRUNED). Neither stage lasts as long as a step.
+
+    Attributes:
+        env (int): environment
+        slot (int): index of the slot
+        step (int): step
+        planted (bool): true if it was planted, false if it was removed
+        blueprint (str or None): the seed
+        why (str or None): the reason; a rollback gives none
+    """
+
+    env: int
+    slot: int
+    step: int
+    planted: bool
+    blueprint: str | None
     why: str | None
 
 
@@ -94,6 +126,49 @@ class Population(NamedTuple):
     seed: NDArray[np.int64]
 
 
+class Worths(NamedTuple):
+    """What seeds were worth, of the episode of the population. R rows, in the order in which they were measured.
+
+    Attributes:
+        steps ((R,) int): numbers of the steps
+        contribution ((R, E, S) float): contribution of every seed to the metric
+        shapley ((E, S) float or None): the last Shapley value of every seed, after the last step at which coalitions were
+            measured there; None if they never were
+        interaction ((E, S, S) float or None): the last interaction of every pair of seeds; None likewise
+    """
+
+    steps: NDArray[np.int64]
+    contribution: Floats
+    shapley: Floats | None
+    interaction: Floats | None
+
+
+class Sensed(NamedTuple):
+    """The growth sensors, of the episode of the population. R rows, F sensors.
+
+    Attributes:
+        steps ((R,) int): steps after which they were measured
+        names (names): (F,) the sensors
+        medians ((R, S, F) float): medians over environments
+    """
+
+    steps: NDArray[np.int64]
+    names: Sequence[str]
+    medians: Floats
+
+
+class Times(NamedTuple):
+    """Where the time went, of the episode of the population. R rows.
+
+    Attributes:
+        steps ((R,) int): last step of each row
+        seconds (mapping): by phase, (R,) seconds
+    """
+
+    steps: NDArray[np.int64]
+    seconds: Mapping[str, Floats]
+
+
 class RunModel(NamedTuple):
     """A run, ready to be shown.
 
@@ -103,9 +178,14 @@ class RunModel(NamedTuple):
         config, summary, environment (mappings): the files of the folder; None if they are missing
         population (Population or None): the last episode with steps; None if step rows were not recorded
         stays (list of Stay): of that episode
+        marks (list of SeedMark): likewise
+        worths (Worths or None): likewise; None if no seed was measured
+        sensed (Sensed or None): likewise; None if no sensors were measured
+        times (Times or None): likewise; None if no times were recorded
         tallies (list of Tally): of all episodes, the blueprint that was tried most first
         decided (list of Decided): keeps and prunes of all episodes
         refused (mapping): number of refused decisions by reason
+        operations (mapping): in a training, the decisions other than WAIT of each round by operation
         rollbacks (list of RollbackRow): all
         episodes (list of EpisodeRow): ends of episodes
         rounds (list of RoundRow): of a training
@@ -119,9 +199,14 @@ class RunModel(NamedTuple):
     environment: Mapping[str, Any] | None
     population: Population | None
     stays: list[Stay]
+    marks: list[SeedMark]
+    worths: Worths | None
+    sensed: Sensed | None
+    times: Times | None
     tallies: list[Tally]
     decided: list[Decided]
     refused: Mapping[str, int]
+    operations: Mapping[int, Mapping[str, int]]
     rollbacks: list[RollbackRow]
     episodes: list[EpisodeRow]
     rounds: list[RoundRow]
@@ -139,7 +224,13 @@ class Gathered:
         self._rollbacks: list[RollbackRow] = []
         self._episodes: list[EpisodeRow] = []
         self._rounds: list[RoundRow] = []
+        self._episode = -1  # of the next four
+        self._measured: list[tuple[int, Floats]] = []  # step, contributions
+        self._worth: dict[str, Floats] = {}  # the last Shapley values and interactions
+        self._sensed: list[tuple[int, Sequence[str], Floats]] = []  # step, names, medians
+        self._phases: list[tuple[int, Mapping[str, float]]] = []  # step, seconds
         self._refused: Counter[str] = Counter()
+        self._operations: dict[int, Counter[str]] = {}
         self._analytics = BlueprintAnalytics()
 
     def write(self, row: Row) -> None:
@@ -152,7 +243,10 @@ class Gathered:
                 if self._steps and self._steps[-1].episode != row.episode:
                     self._steps = []
                 self._steps.append(row)
-                self._refused.update(reason for reason in row.refused if reason is not None)
+            case DecisionRow():
+                self._write_decision(row)
+            case MeasurementRow() | SensorsRow() | PhasesRow() if row.cohort is UNSET:
+                self._write_figures(row)
             case LifecycleRow():
                 self._write_change(row)
             case RollbackRow():
@@ -161,6 +255,31 @@ class Gathered:
                 self._episodes.append(row)
             case RoundRow():
                 self._rounds.append(row)
+
+    def _write_decision(self, row: DecisionRow) -> None:
+        if row.cohort is UNSET:
+            if row.refusal is not None:
+                self._refused[row.refusal] += 1
+        elif row.cohort == "training" and isinstance(row.round, int) and row.op != "WAIT":
+            self._operations.setdefault(row.round, Counter())[row.op] += 1
+
+    def _write_figures(self, row: MeasurementRow | SensorsRow | PhasesRow) -> None:
+        """Measurements, sensors and times of a step, which comes before or after the row of that step."""
+        if row.episode != self._episode:
+            self._episode, self._measured, self._sensed, self._phases, self._worth = row.episode, [], [], [], {}
+        match row:
+            case PhasesRow():
+                self._phases.append((row.step, row.phase_seconds))
+            case SensorsRow():
+                self._sensed.append((row.step, row.sensors, _medians(_floats(row.readings))))
+            case MeasurementRow():
+                if row.contribution_means is not None:
+                    self._measured.append((row.step, _floats(row.contribution_means)))
+                for name, values in (("shapley", row.shapley_means), ("interaction", row.interactions)):
+                    if values is not None:
+                        found = _floats(values)
+                        before = self._worth.get(name, np.full(found.shape, np.nan))
+                        self._worth[name] = np.where(np.isfinite(found), found, before)
 
     def _write_change(self, row: LifecycleRow) -> None:
         if row.to_stage in ("FOSSILIZED", "PRUNED") and row.blueprint and row.why:
@@ -177,7 +296,7 @@ class Gathered:
         heads, steps, changes = self._heads, self._steps, self._changes
         head = heads[0] if heads else None
         population = _population(head, steps, changes) if head is not None and steps else None
-        episode = steps[-1].episode if steps else -1
+        shown = [row for row in changes if steps and row.episode == steps[-1].episode]
         return RunModel(
             run.status_after(heads[-1].status if heads else None),
             head,
@@ -185,15 +304,32 @@ class Gathered:
             run.summary,
             run.environment,
             population,
-            _stays(population, head, [row for row in changes if row.episode == episode]) if head and population else [],
+            _stays(population, head, shown) if head and population else [],
+            _marks(head, shown) if head else [],
+            self._measurements(),
+            self._sensors(),
+            _times(self._phases),
             self._analytics.tallies(),
             list(self._decided),
             dict(self._refused.most_common()),
+            {number: dict(counts) for number, counts in sorted(self._operations.items())},
             list(self._rollbacks),
             list(self._episodes),
             list(self._rounds),
             [setting for row in heads for setting in row.changed],
         )
+
+    def _measurements(self) -> Worths | None:
+        if not self._measured:
+            return None
+        steps, values = zip(*self._measured, strict=True)
+        return Worths(np.array(steps), np.array(values), self._worth.get("shapley"), self._worth.get("interaction"))
+
+    def _sensors(self) -> Sensed | None:
+        if not self._sensed:
+            return None
+        steps, names, medians = zip(*self._sensed, strict=True)
+        return Sensed(np.array(steps), names[0], np.array(medians))
 
 
 def read_model(run: OpenRun) -> RunModel:
@@ -260,6 +396,35 @@ def _stays(population: Population, head: RunRow, changes: Iterable[LifecycleRow]
                     )
                 )
     return stays
+
+
+def _marks(head: RunRow, changes: Iterable[LifecycleRow]) -> list[SeedMark]:
+    slots = {name: index for index, name in enumerate(head.slots)}
+    return [
+        SeedMark(row.env, slots[row.slot], row.step, row.to_stage == "GERMINATED", row.blueprint, row.why)
+        for row in changes
+        if row.to_stage in ("GERMINATED", "PRUNED")
+    ]
+
+
+def _times(phases: Sequence[tuple[int, Mapping[str, float]]]) -> Times | None:
+    if not phases:
+        return None
+    steps, spent = zip(*phases, strict=True)
+    names = dict.fromkeys(name for each in spent for name in each)
+    return Times(np.array(steps), {name: np.array([each.get(name, np.nan) for each in spent]) for name in names})
+
+
+def _floats(values: Any) -> Floats:
+    """Numbers with None for what was not measured, as an array with nan."""
+    return np.array(values, np.float64)
+
+
+def _medians(values: Floats) -> Floats:
+    """(E, ...) -> (...) medians of the finite values; nan where there are none."""
+    known = np.isfinite(values)
+    filled = np.where(known.any(0), values, 0.0)  # numpy warns of a median of no values
+    return np.where(known.any(0), np.nanmedian(np.where(np.isfinite(filled), filled, np.nan), axis=0), np.nan)
 
 
 def _decided(row: LifecycleRow) -> Decided:

@@ -1,6 +1,7 @@
 """The page about one run, from its model: sections of sentences, tables and figures, in one file without requests."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -12,9 +13,14 @@ from markupsafe import Markup
 from esper.karn import console
 from esper.karn.examples import split_lines
 from esper.karn.reader import open_run
-from esper.karn.report.frame import Content, Section, Table, flat_settings, render, write_page
-from esper.karn.report.model import NO_SEED, Population, RunModel, read_model
-from esper.karn.report.svg import Series, curves, forest, text, timeline
+from esper.karn.report.decided import decisions_section, faults_section
+from esper.karn.report.evaluated import evaluation_content, is_evaluation
+from esper.karn.report.figures import Curves, Series
+from esper.karn.report.frame import Content, Section, Table, flat_settings, render, table_of, write_page
+from esper.karn.report.grown import COLOURS, curves_section, growth_section, sensors_section, worth_section
+from esper.karn.report.model import NO_SEED, RunModel, read_model
+from esper.karn.report.pictures import Pictures, write_pictures
+from esper.karn.report.trained import training_sections
 from esper.leyline.arguments import to_path
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, RunWarning, warn
@@ -22,32 +28,64 @@ from esper.leyline.stages import Stage
 from esper.leyline.text import counted, printable
 from esper.store.files import REPORT, SUMMARY
 
-DRAWN_DECISIONS = 60
-"""Most decisions that the figure of contributions shows; the largest contributions and the smallest."""
-LISTED = 200
-"""Most rows of a table of single decisions or rollbacks."""
-SIGNS: Mapping[str, str] = {
-    "batch": "examples of a batch are not finite",
-    "loss": "a loss is not finite",
-    "gradient": "a gradient is not finite",
-    "parameter": "a parameter is not finite",
-    "rise": "the loss rose far above its past values",
-    "collapse": "the outputs hardly differ between examples",
-    "fall": "the metric fell far below its best value",
-    "metric": "the metric is not finite",
+WORDS: Mapping[str, str] = {
+    "added parameters": "parameters of the seeds that act on a network or were kept",
+    "alpha": "strength of a seed, from 0 to 1; in BLENDING it moves to its target, step by step",
+    "blueprint": "a kind of seed; the menu names those that may be planted",
+    "contribution": "metric of a network less its metric with the seed switched off, on the probe split",
+    "environment": "one network in training with its seeds; all of them together are the population",
+    "gate": "the conditions on a seed before it may act (ADVANCE) or be kept (FOSSILIZE)",
+    "incubation gain": "loss of a network less its loss with the seed switched on, for a seed in TRAINING",
+    "interaction": "what two seeds bring together beyond what each brings alone",
+    "J": "the metric less rent",
+    "probe split": "examples on which gates and contributions are measured; networks do not train on them",
+    "rent": "a price for added parameters: reward.rent * ln(1 + added parameters / host parameters)",
+    "rollback": "a network that failed is restored to its last healthy snapshot",
+    "run seed": "the number from which all random numbers of the run are drawn; no seed of a network",
+    "seed": "a small module that is planted in a slot of the host, and kept or pruned",
+    "slot": "a place in the host where one seed can be planted",
+    "standard error": "how much a mean would vary if it were measured anew; z is a number of standard errors",
+    "twin": "the same host on the same data that never grows",
+    "DORMANT": "the slot is empty",
+    "GERMINATED": "the seed was built in this step",
+    "TRAINING": "the seed trains and does not change the network's output yet",
+    "BLENDING": "alpha moves to its target, so the seed begins to act, or stops acting",
+    "HOLDING": "alpha is at its target, and the seed is on trial",
+    "FOSSILIZED": "the seed was kept for good",
+    "PRUNED": "the seed was removed in this step",
+    "EMBARGOED": "the slot is empty and cannot be planted again yet",
 }
-"""The reasons of rollbacks (`esper.Vital`) in words."""
+"""The words of a report that have a meaning of their own."""
 
 
 def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
     """Write one self-contained page about a run, whether it goes on, has ended or was killed, and return its path.
 
-    The page is `report.html` in the run folder, or `out`. It makes no request to any network. Raises InputError if the folder
-    is not a run folder, a file of it is damaged, or the page cannot be written.
+    The page is `report.html` in the folder, or `out`. It makes no request to any network. `run` may also be the folder of an
+    evaluation (`esper eval`). Raises InputError if the folder is neither, a file of it is damaged, or the page cannot be
+    written.
     """
-    opened = open_run(run)
-    path = opened.folder / REPORT if out is None else to_path(out, "out")
-    return write_page(path, page(read_model(opened), opened.folder.resolve().name))
+    folder = to_path(run, "run")
+    path = folder / REPORT if out is None else to_path(out, "out")
+    return write_page(path, render(read_content(folder)))
+
+
+def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str = "png") -> Pictures:
+    """Draw every figure of the report as a picture for papers, and return the paths and what there was nothing to draw of.
+
+        esper.draw_report("runs/demo", "figures", "pdf").paths
+
+    `form` is png, pdf or svg. Raises as `esper.report`, and InputError if the folder cannot be written or `form` is unknown.
+    """
+    return write_pictures(read_content(to_path(run, "run")), to_path(folder, "folder"), form)
+
+
+def read_content(folder: Path) -> Content:
+    """What the page of a run folder, or of the folder of an evaluation, shows. InputError as `write_report`."""
+    if is_evaluation(folder):
+        return evaluation_content(folder)
+    opened = open_run(folder)
+    return content_of(read_model(opened), opened.folder.resolve().name)
 
 
 def report_at_end(folder: Path) -> None:
@@ -66,6 +104,14 @@ def report_at_end(folder: Path) -> None:
         warn(f"no report was written: {error}", RunWarning)
 
 
+def report_of_evaluation(folder: Path) -> None:
+    """Write the report of an evaluation. Its record is safe by then, so an error only issues a RunWarning."""
+    try:
+        write_report(folder)
+    except (InputError, OSError) as error:
+        warn(f"no report was written: {error}", RunWarning)
+
+
 def page(model: RunModel, name: str) -> str:
     """The page of a model; `name` is that of the run folder."""
     return render(content_of(model, name))
@@ -73,23 +119,38 @@ def page(model: RunModel, name: str) -> str:
 
 def content_of(model: RunModel, name: str) -> Content:
     """What the page of a model shows."""
-    sections = [
-        section
-        for section in (
-            _asked(model),
-            _result(model),
-            _curves(model),
-            _training(model),
-            _growth(model),
-            _decisions(model),
-            _faults(model),
-            _machine(model),
-        )
-        if section is not None
-    ]
+    found = (
+        _asked(model),
+        _result(model),
+        curves_section(model),
+        *training_sections(model),
+        growth_section(model),
+        decisions_section(model),
+        worth_section(model),
+        sensors_section(model),
+        faults_section(model),
+        _machine(model),
+        _words(),
+    )
+    sections = [section for section in found if section is not None]
     population = model.population
     last_step = 0 if population is None else len(population.steps) - 1
-    return Content(name, _heading(model), sections, _data(model), last_step)
+    return Content(name, _heading(model), sections, _data(model), last_step, missing_parts(model))
+
+
+def missing_parts(model: RunModel) -> list[str]:
+    """What a page leaves out because the run has none of it, with the reason."""
+    if model.head is None:
+        return ["everything over time: the run kept no events (telemetry.level)"]
+    if model.rounds:
+        return ["curves, stages and sensors of single networks: the page of a training shows its rounds"]
+    why = {
+        "curves, stages and seeds over time: the run kept no rows of steps (telemetry.level)": model.population,
+        "contributions over time: no seed was measured, or the run kept no rows of it (telemetry.level)": model.worths,
+        "sensors: none were measured (probe.sensors_every), or the run kept no rows of them": model.sensed,
+        "seconds of each step: the run kept no rows of them (telemetry.level)": model.times,
+    }
+    return [sentence for sentence, found in why.items() if found is None]
 
 
 def head_of(model: RunModel, name: str) -> str:
@@ -114,7 +175,7 @@ def _heading(model: RunModel) -> str:
         return f"{model.status}; the run kept no events (telemetry.level)"
     return (
         f"{printable(head.task)}, {printable(head.controller)}: {counted(head.envs, 'environment')}, "
-        f"{counted(head.steps, 'step')} an episode, seed {head.seed}, {head.device}, {model.status}"
+        f"{counted(head.steps, 'step')} an episode, run seed {head.seed}, {head.device}, {model.status}"
     )
 
 
@@ -132,11 +193,17 @@ def _asked(model: RunModel) -> Section:
     seeds = (config.get("lifecycle") or {}).get("max_seeds")
     if seeds is not None:
         lines.append(
-            f"At most {seeds} seeds may be in an environment at once, kept ones included (lifecycle.max_seeds)."
+            f"At most {counted(seeds, 'seed')} may be in an environment at once, kept ones included (lifecycle.max_seeds)."
         )
+    lines.append(
+        "A seed is a small module that is planted in a slot of the host, and kept or pruned; the words are explained at the end."
+    )
     rent = (config.get("reward") or {}).get("rent")
     if rent is not None:
-        lines.append(f"J is the metric less rent for added parameters; reward.rent is {rent:g}.")
+        lines.append(
+            "J is the metric less rent, a price for added parameters: reward.rent * ln(1 + added / host parameters); "
+            f"reward.rent is {rent:g}, so a network of twice the size pays {rent * np.log(2):.3g}."
+        )
     if model.changed:
         lines.append(f"Changed when the run was resumed: {', '.join(map(printable, model.changed))}.")
     usual = dict(flat_settings(Config().model_dump(mode="json")))
@@ -158,10 +225,6 @@ def _result(model: RunModel) -> Section:
         if best is not None:
             lines = [f"The best controller reached a validation J of {best:.4f} in round {summary['best_round'] + 1}."]
         return Section("result", "What came out", lines)
-    table = console.comparison_table(summary)
-    columns = [printable(column.header) for column in table.columns]
-    cells = [[str(cell) for cell in column.cells] for column in table.columns]
-    rows = list(zip(*cells, strict=True))
     lines = _verdicts(summary)
     if "error" in summary:
         lines.insert(0, f"The run failed: {printable(summary['error']['message'])}")
@@ -173,7 +236,33 @@ def _result(model: RunModel) -> Section:
     ]
     caption = "Grown networks beside static ones, on the test split"
     notes = [*console.objective_lines(summary), *console.table_notes(summary), *split_lines(summary)]
-    return Section("result", "What came out", lines, [Table(caption, columns, rows)], notes=notes)
+    return Section(
+        "result",
+        "What came out",
+        lines,
+        [table_of(caption, console.comparison_table(summary)), _by_environment(model)],
+        notes=notes,
+    )
+
+
+def _by_environment(model: RunModel) -> Table:
+    """What came out of every environment."""
+    summary = model.summary or {}
+    metric = f"test_{summary['metric']}"
+    grown, whole, hosts = summary[metric]["grown"], summary["grown_params"], summary["host_params"]
+    static = {name: each[metric] for name, each in summary.get("baselines", {}).items() if each.get(metric) is not None}
+    failed = Counter(row.env for row in model.rollbacks if not row.twin)
+    sizes = hosts if isinstance(hosts, list) else [hosts] * len(whole)
+    rows = []
+    for env, seeds in enumerate(summary["grown"]):
+        kept = ", ".join(f"{printable(blueprint)} at {printable(slot)}" for slot, blueprint in seeds.items())
+        others = (_number(values[env]) for values in static.values())
+        rows.append(
+            (str(env), _number(grown[env]), *others, f"{whole[env] - sizes[env]:,}", kept or "none", f"{failed[env]}")
+        )
+    names = (f"grown, test {printable(summary['metric'])}", *map(printable, static))
+    columns = ("environment", *names, "added parameters", "seeds kept", "rollbacks")
+    return Table("Results by environment", columns, rows, texts=(len(columns) - 2,))
 
 
 def _verdicts(summary: Mapping[str, Any]) -> list[str]:
@@ -195,182 +284,6 @@ def _verdicts(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _curves(model: RunModel) -> Section | None:
-    population = model.population
-    if population is None:
-        return None
-    metric = str((model.summary or {}).get("metric", "metric"))
-    steps = population.steps.tolist()
-    grown = [Series("grown", population.metric, "grown")]
-    if population.twin is not None:
-        grown.append(Series("twin, which never grows", population.twin, "twin"))
-    figures = [
-        curves(f"{metric} on the probe split", steps, grown, "step", metric),
-        curves(
-            "loss",
-            steps,
-            [Series("probe", population.loss, "grown"), Series("training", population.train_loss, "third")],
-            "step",
-            "loss",
-        ),
-        curves(
-            "added parameters", steps, [Series("added", population.added.astype(float), "grown")], "step", "parameters"
-        ),
-    ]
-    line = "Lines are medians over environments; bands reach from the 10th to the 90th percentile."
-    titles = (f"{printable(metric)} on the probe split", "Loss", "Added parameters")
-    drawn = [Markup(f"<h3>{text(title)}</h3>{figure}") for title, figure in zip(titles, figures, strict=True)]
-    return Section("curves", "Over time", [line], figures=drawn)
-
-
-def _training(model: RunModel) -> Section | None:
-    if not model.rounds:
-        return None
-    x = [row.round for row in model.rounds]
-    names = list(dict.fromkeys(name for row in model.rounds for name in row.figures))
-    figures = []
-    for name in names:
-        values = np.array([[_or_nan(row.figures.get(name))] for row in model.rounds])
-        if np.isfinite(values).any():
-            series = [Series(name.replace("_", " "), values, "grown")]
-            shown = name.replace("_", " ")
-            figures.append(Markup(f"<h3>{text(shown)}</h3>{curves(shown, x, series, 'round', '', height=180)}"))
-    line = f"{counted(len(x), 'round')}; rounds below 0 are imitation. docs/training.md explains every figure."
-    return Section("training", "Training", [line], figures=figures)
-
-
-def _growth(model: RunModel) -> Section | None:
-    population, head = model.population, model.head
-    if population is None or head is None:
-        return None
-    first, last = int(population.steps[0]), int(population.steps[-1]) + 1
-    envs = population.metric.shape[1]
-    figures = [
-        Markup(
-            f"<h3>{text(slot)}</h3>{timeline(slot, [stay for stay in model.stays if stay.slot == s], envs, first, last)}"
-        )
-        for s, slot in enumerate(head.slots)
-    ]
-    shown = [stage for stage in Stage if stage != Stage.DORMANT]
-    keys = "".join(f'<span class="key"><i class="swatch stage{stage.value}"></i>{stage.name}</span>' for stage in shown)
-    lines = [
-        *_limit_lines(model, population),
-        "One line for each environment, time to the right; a paler colour is a smaller alpha. Point at a stage, or move to a "
-        "figure with the tab key and through it with the arrow keys, to read what it is and why.",
-    ]
-    return Section(
-        "growth", "What grew, where and when", lines, figures=figures, extra=Markup(f'<p class="legend">{keys}</p>')
-    )
-
-
-def _limit_lines(model: RunModel, population: Population) -> list[str]:
-    """Whether the limits on seeds and parameters were reached."""
-    limit = (model.config.get("lifecycle") or {}).get("max_seeds")
-    lines = []
-    if limit is not None:
-        full = (population.seed != NO_SEED).sum(2) >= limit
-        lines.append(
-            f"The limit of {counted(limit, 'seed')} (lifecycle.max_seeds) was reached in {full.any(0).sum()} of "
-            f"{counted(full.shape[1], 'environment')}, for {full.mean():.0%} of the steps of all environments. No seed can be "
-            "planted while it is reached."
-        )
-    caps = {
-        "reward.param_budget": (model.config.get("reward") or {}).get("param_budget"),
-        "governor.param_limit": (model.config.get("governor") or {}).get("param_limit"),
-    }
-    known = [f"{key} is {value}" for key, value in caps.items() if value is not None]
-    lines.append(
-        f"Limits on parameters: {'; '.join(known) or 'none'}. Most that were added at once: {population.added.max():,}."
-    )
-    return lines
-
-
-def _decisions(model: RunModel) -> Section | None:
-    if model.head is None:
-        return None
-    tables, figures, lines = [], [], []
-    if model.tallies:
-        rows = [
-            (
-                printable(each.blueprint),
-                printable(each.slot),
-                f"{each.tried:,}",
-                f"{each.kept:,}",
-                f"{each.pruned:,}",
-                _with_error(each.contribution, each.error),
-                "-" if np.isnan(each.steps_to_keep) else f"{each.steps_to_keep:.1f}",
-            )
-            for each in model.tallies
-        ]
-        columns = ("blueprint", "slot", "tried", "kept", "pruned", "contribution", "steps until kept")
-        caption = (
-            "What became of the seeds; contributions are means over seeds ± standard error, when they were decided on"
-        )
-        tables.append(Table(caption, columns, rows, texts=(1,)))
-    else:
-        lines += ["No seed was planted.", *(model.summary or {}).get("explanations", [])]
-    measured = sorted(
-        (each for each in model.decided if not np.isnan(each.contribution)), key=lambda d: -d.contribution
-    )
-    if len(measured) > DRAWN_DECISIONS:
-        lines.append(
-            f"The figure shows {DRAWN_DECISIONS} of {len(measured):,} measured decisions: both ends of the order."
-        )
-        measured = measured[: DRAWN_DECISIONS // 2] + measured[-DRAWN_DECISIONS // 2 :]
-    if measured:
-        figures.append(Markup(forest(measured)))
-        lines.append(
-            "The figure below has the contributions when seeds were kept (green) or pruned (red), in units of the metric, "
-            "with one standard error to each side."
-        )
-    if model.refused:
-        refusals = [(printable(reason.replace("_", " ")), f"{count:,}") for reason, count in model.refused.items()]
-        tables.append(Table("Decisions that were refused", ("reason", "decisions"), refusals))
-    elif model.population is not None:
-        lines.append("No decision was refused.")
-    listed = [
-        (
-            f"{each.step}",
-            f"{each.env}",
-            printable(each.slot),
-            printable(each.blueprint),
-            _fate(each.kept),
-            printable(each.why),
-        )
-        for each in model.decided[:LISTED]
-    ]
-    if listed:
-        more = f", the first {LISTED} of {len(model.decided):,}" if len(model.decided) > LISTED else ""
-        names = ("step", "environment", "slot", "blueprint", "decision", "reason")
-        tables.append(Table(f"Keeps and prunes with their reasons{more}", names, listed, texts=(2, 3, 4, 5)))
-    return Section("decisions", "Decisions and why", lines, tables, figures)
-
-
-def _faults(model: RunModel) -> Section | None:
-    if model.head is None:
-        return None
-    if not model.rollbacks:
-        return Section("faults", "Rollbacks", ["No environment failed, so none was restored."])
-    rows = [
-        (
-            f"{row.step}",
-            f"{row.env}" + (" (twin)" if row.twin else ""),
-            SIGNS.get(row.reason, printable(row.reason.replace("_", " "))),
-            "not finite" if row.loss is None else f"{row.loss:.4g}",
-            ", ".join(map(printable, row.pruned)) or "none",
-        )
-        for row in model.rollbacks[:LISTED]
-    ]
-    columns = ("step", "environment", "what failed", "loss before it was restored", "slots whose seed was lost")
-    table = Table("Environments restored to a snapshot", columns, rows, texts=(1, 2, 4))
-    lost = sum(len(row.pruned) for row in model.rollbacks)
-    line = (
-        f"{counted(len(model.rollbacks), 'rollback')}. Seeds that were lost in them: {lost}; they count as pruned, without a "
-        "decision of the controller. docs/governor.md has the limits behind each reason."
-    )
-    return Section("faults", "Rollbacks", [line], [table])
-
-
 def _machine(model: RunModel) -> Section:
     tables, lines, summary = [], [], model.summary or {}
     if "grown_params" in summary:
@@ -385,10 +298,22 @@ def _machine(model: RunModel) -> Section:
             for name, seconds in phases.items()
         ]
         tables.append(Table("Time by phase of a step", ("phase", "seconds", "share"), rows))
+    figures = []
+    if model.times is not None:
+        series = [
+            Series(name, seconds[:, None], f"run{index % COLOURS}")
+            for index, (name, seconds) in enumerate(model.times.seconds.items())
+        ]
+        figures.append(Curves("Seconds of a step by phase", model.times.steps.tolist(), series, "step", "seconds"))
     if model.environment is not None:
         tables.append(Table("Machine", ("name", "value"), flat_settings(model.environment), texts=(1,)))
     tables.append(Table("Config", ("key", "value"), flat_settings(model.config), texts=(1,)))
-    return Section("machine", "Time, machine and config", lines, tables)
+    return Section("machine", "Time, machine and config", lines, tables, figures)
+
+
+def _words() -> Section:
+    rows = list(WORDS.items())
+    return Section("glossary", "Words", tables=[Table("Words of this page", ("word", "meaning"), rows, texts=(1,))])
 
 
 def _data(model: RunModel) -> Markup | None:
@@ -410,15 +335,5 @@ def _data(model: RunModel) -> Markup | None:
     return Markup(json.dumps(known, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def _with_error(mean: float, error: float) -> str:
-    if np.isnan(mean):
-        return "not measured"
-    return f"{mean:+.4f}" + ("" if np.isnan(error) else f" ± {error:.4f}")
-
-
-def _fate(kept: bool) -> str:
-    return "kept" if kept else "pruned"
-
-
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value
+def _number(value: float | None) -> str:
+    return "absent" if value is None else f"{value:.4f}"

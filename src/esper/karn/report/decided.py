@@ -1,0 +1,236 @@
+"""The sections of a report on what was decided and why, and on what went wrong."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from esper.karn.report.figures import Forest, ForestRow, Integers, with_error
+from esper.karn.report.frame import Section, Table
+from esper.karn.report.model import Decided, RunModel
+from esper.leyline.stages import Stage
+from esper.leyline.text import counted, printable
+
+DRAWN_DECISIONS = 60
+"""Most decisions that the figure of contributions shows; the largest contributions and the smallest."""
+LISTED = 200
+"""Most rows of a table of single decisions or rollbacks."""
+NAMED = 8
+"""Most environments or steps that a sentence names."""
+SLOW = 5
+"""A step is named as slow if it took this many times the median time of a step."""
+SIGNS: Mapping[str, str] = {
+    "batch": "examples of a batch are not finite",
+    "loss": "a loss is not finite",
+    "gradient": "a gradient is not finite",
+    "parameter": "a parameter is not finite",
+    "rise": "the loss rose far above its past values",
+    "collapse": "the outputs hardly differ between examples",
+    "fall": "the metric fell far below its best value",
+    "metric": "the metric is not finite",
+}
+"""The reasons of rollbacks (`esper.Vital`) in words."""
+REFUSALS: Mapping[str, str] = {
+    "masked": "not open at that time",
+    "seed_cap": "lifecycle.max_seeds was reached",
+    "param_budget": "the seed's parameters would exceed governor.param_limit",
+    "memory": "the seed's modules would not fit into the free memory",
+}
+"""The reasons of refusals (`esper.Refusal`) in words."""
+
+
+def decisions_section(model: RunModel) -> Section | None:
+    """What was decided and why, and what was refused."""
+    if model.head is None:
+        return None
+    tables, figures, lines = [], [], _gate_lines(model)
+    if model.tallies:
+        rows = [
+            (
+                printable(each.blueprint),
+                printable(each.slot),
+                f"{each.tried:,}",
+                f"{each.kept:,}",
+                f"{each.pruned:,}",
+                with_error(each.contribution, each.error),
+                f"{each.measured:,}",
+                "-" if np.isnan(each.steps_to_keep) else f"{each.steps_to_keep:.1f}",
+            )
+            for each in model.tallies
+        ]
+        columns = ("blueprint", "slot", "tried", "kept", "pruned", "contribution", "seeds measured", "steps until kept")
+        caption = (
+            "What became of the seeds. A contribution here is the mean over the seeds that were measured, when they were kept "
+            "or pruned, ± its standard error over seeds"
+        )
+        tables.append(Table(caption, columns, rows, texts=(1,)))
+    else:
+        lines = ["No seed was planted.", *(model.summary or {}).get("explanations", [])]
+    measured = [each for each in model.decided if not np.isnan(each.contribution)]
+    if measured:
+        figures.append(_contributions(measured))
+        lines.append(
+            "The figure has the contribution of every seed when it was kept (green) or pruned (red), with one standard error "
+            "to each side"
+            + (
+                f"; {DRAWN_DECISIONS} of {len(measured):,}, both ends of the order."
+                if len(measured) > DRAWN_DECISIONS
+                else "."
+            )
+        )
+    if model.refused:
+        refusals = [(REFUSALS.get(name, printable(name)), f"{count:,}") for name, count in model.refused.items()]
+        tables.append(Table("Decisions that were refused", ("reason", "decisions"), refusals))
+    elif model.population is not None:
+        lines.append("No decision was refused.")
+    if model.decided:
+        tables.append(_decided(model.decided))
+    return Section("decisions", "Decisions and why", lines, tables, figures)
+
+
+def _gate_lines(model: RunModel) -> list[str]:
+    """What a contribution and a gate are, with the numbers of this run."""
+    gates, sizes = model.config.get("gates") or {}, ((model.summary or {}).get("examples") or {}).get("probe")
+    examples = f"the {counted(sizes, 'example')} of the probe split" if isinstance(sizes, int) else "the probe split"
+    lines = [
+        f"The contribution of a seed is the metric of its network less the metric with the seed switched off, on {examples}; in "
+        "the reasons of single decisions, ± is its standard error over these examples.",
+        "The incubation gain of a seed in TRAINING is the loss of its network less the loss with the seed switched on, so more "
+        "than 0 is good.",
+    ]
+    if gates.get("permissive"):
+        return [
+            *lines,
+            "Gates, the conditions on a seed before it may act or be kept, ask only that it was measured (gates.permissive).",
+        ]
+    bounds = [
+        f"{what} {_errors(gates[key])} must exceed {least:g} (gates.{key})"
+        for what, key, least in (
+            ("before a seed acts, its gain", "gain_z", 0.0),
+            ("before it is kept, its contribution", "contribution_z", gates.get("min_contribution", 0.0)),
+        )
+        if key in gates
+    ]
+    return [*lines, f"Gates are conditions on a seed: {'; '.join(bounds)}."] if bounds else lines
+
+
+def _errors(z: float) -> str:
+    """A number of standard errors that is taken off, or added where it is negative."""
+    amount = "its standard error" if abs(z) == 1 else f"{abs(z):g} of its standard errors"
+    return f"{'less' if z >= 0 else 'plus'} {amount}"
+
+
+def _contributions(measured: Sequence[Decided]) -> Forest:
+    ordered = sorted(measured, key=lambda each: -each.contribution)
+    if len(ordered) > DRAWN_DECISIONS:
+        ordered = ordered[: DRAWN_DECISIONS // 2] + ordered[-DRAWN_DECISIONS // 2 :]
+    rows = []
+    for each in ordered:
+        name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
+        ends = each.contribution - each.error, each.contribution + each.error
+        words = f"{name}: {with_error(each.contribution, each.error)}, {each.why}"
+        rows.append(ForestRow(name, each.contribution, *ends, "kept" if each.kept else "pruned", words))
+    return Forest(
+        "Contributions when seeds were kept or pruned", rows, "contribution to the metric, with one standard error"
+    )
+
+
+def _decided(decided: Sequence[Decided]) -> Table:
+    rows = [
+        (
+            f"{each.step}",
+            f"{each.env}",
+            printable(each.slot),
+            printable(each.blueprint),
+            "kept" if each.kept else "pruned",
+            printable(each.why),
+        )
+        for each in decided[:LISTED]
+    ]
+    more = f", the first {LISTED} of {len(decided):,}" if len(decided) > LISTED else ""
+    names = ("step", "environment", "slot", "blueprint", "decision", "reason")
+    return Table(f"Keeps and prunes with their reasons{more}", names, rows, texts=(2, 3, 4, 5))
+
+
+def faults_section(model: RunModel) -> Section | None:
+    """Rollbacks, and what is out of the ordinary."""
+    if model.head is None:
+        return None
+    lines, tables = [], []
+    if model.rollbacks:
+        rows = [
+            (
+                f"{row.step}",
+                f"{row.env}" + (" (twin)" if row.twin else ""),
+                SIGNS.get(row.reason, printable(row.reason.replace("_", " "))),
+                "not finite" if row.loss is None else f"{row.loss:.4g}",
+                ", ".join(map(printable, row.pruned)) or "none",
+            )
+            for row in model.rollbacks[:LISTED]
+        ]
+        columns = ("step", "environment", "what failed", "loss before it was restored", "slots whose seed was lost")
+        tables.append(Table("Environments restored to a snapshot", columns, rows, texts=(1, 2, 4)))
+        lost = sum(len(row.pruned) for row in model.rollbacks)
+        lines.append(
+            f"{counted(len(model.rollbacks), 'rollback')}. Seeds that were lost in them: {lost}; they count as pruned, without "
+            "a decision of the controller. docs/governor.md has the limits behind each reason."
+        )
+    else:
+        lines.append("No environment failed, so none was restored.")
+    odd = [line for line in (_not_finite(model), _worse(model), _harmful(model), _slow(model)) if line]
+    return Section("faults", "Rollbacks and anomalies", [*lines, *(odd or ["No other anomaly was found."])], tables)
+
+
+def _not_finite(model: RunModel) -> str | None:
+    population = model.population
+    if population is None:
+        return None
+    bad = ~np.isfinite(population.metric) | ~np.isfinite(population.loss)
+    if not bad.any():
+        return None
+    steps, envs = counted(int(bad.sum()), "step"), _named(np.flatnonzero(bad.any(0)))
+    return f"The metric or the loss was not finite at the end of {steps}, in {envs}."
+
+
+def _worse(model: RunModel) -> str | None:
+    """Environments that ended worse than the host alone."""
+    summary = model.summary or {}
+    scores = summary.get(f"test_{summary.get('metric')}") or {}
+    if not scores.get("host"):
+        return None
+    pairs = zip(scores["grown"], scores["host"], strict=True)
+    worse = [env for env, (grown, host) in enumerate(pairs) if None not in (grown, host) and grown < host]
+    return f"Grown networks that ended worse than their twin on the test split: {_named(worse)}." if worse else None
+
+
+def _harmful(model: RunModel) -> str | None:
+    """Kept seeds without which the metric would be higher at the end."""
+    measured, population = model.worths, model.population
+    if measured is None or population is None:
+        return None
+    kept = population.stage[-1] == Stage.FOSSILIZED
+    bad = kept & (measured.contribution[-1] < 0)
+    if not bad.any():
+        return None
+    return (
+        f"Kept seeds whose last contribution was below 0: {bad.sum()} of {kept.sum()}, in "
+        f"{_named(np.flatnonzero(bad.any(1)))}. A contribution close to 0 may be so by chance."
+    )
+
+
+def _slow(model: RunModel) -> str | None:
+    if model.times is None:
+        return None
+    whole = np.nansum(list(model.times.seconds.values()), axis=0)
+    slow = model.times.steps[whole > SLOW * np.median(whole)]
+    if not slow.size:
+        return None
+    return f"Steps that took more than {SLOW} times the median of {np.median(whole):.2g} seconds: {_listed(slow)}."
+
+
+def _named(envs: Sequence[int] | Integers) -> str:
+    return f"environment{'s' * (len(envs) != 1)} {_listed(envs)}"
+
+
+def _listed(numbers: Sequence[int] | Integers) -> str:
+    shown = ", ".join(str(number) for number in list(numbers)[:NAMED])
+    return shown + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

@@ -1,0 +1,130 @@
+"""What the page of an evaluation shows, from its record (`esper eval`)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from esper.karn.evaluation import (
+    Record,
+    compared,
+    comparisons_table,
+    costs_table,
+    interval_lines,
+    objectives_table,
+    sample_words,
+    search_lines,
+    spread,
+    static_lines,
+)
+from esper.karn.report.figures import Forest, ForestRow
+from esper.karn.report.frame import Content, Section, Table, flat_settings, table_of
+from esper.leyline.errors import InputError
+from esper.leyline.parsing import parse_json
+from esper.leyline.text import counted, printable
+from esper.store.files import EVALUATION, is_run
+from esper.store.reading import read_kept
+
+_LARGEST = 256 * 2**20  # bytes of a record that are read
+_MEND = "put back what esper eval wrote, or evaluate again with --overwrite"
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Whether the folder holds the record of an evaluation, and no run."""
+    return (folder / EVALUATION).is_file() and not is_run(folder)
+
+
+def evaluation_content(folder: Path) -> Content:
+    """What the page of an evaluation shows. InputError if the record is damaged."""
+    path = folder / EVALUATION
+    record = parse_json(read_kept(path, _LARGEST, _MEND), path, _MEND)
+    try:
+        return content_of(record, folder.resolve().name)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} does not hold an evaluation ({error!r}); {_MEND}") from None
+
+
+def content_of(record: Record, name: str) -> Content:
+    """What the page of a record shows; `name` is that of its folder."""
+    tasks = record["tasks"]
+    sections = [
+        Section("asked", "What was asked", _asked(record), [_settings(record)] if record["settings"] else []),
+        *(_task(record, task, f"task{index}") for index, task in enumerate(tasks)),
+    ]
+    if record["together"] is not None:
+        tables, figures = _estimates(record["together"], tasks[0]["metric"], record)
+        title = f"All {counted(len(tasks), 'task')} together"
+        line = "Every task has the same weight."
+        sections.append(Section("together", title, [line], tables, figures, notes=interval_lines(record)))
+    machine = Table("Machine", ("name", "value"), flat_settings(record["environment"]), texts=(1,))
+    sections.append(Section("machine", "Machine", tables=[machine]))
+    controllers = ", ".join(printable(row["name"]) for row in tasks[0]["controllers"])
+    return Content(name, f"evaluation of {controllers}", sections)
+
+
+def _asked(record: Record) -> list[str]:
+    names = ", ".join(map(printable, record.get("named") or [])) or "none, only the rules"
+    part = "problems held out from every training" if record["part"] == "heldout" else f"{record['part']} problems"
+    return [
+        f"Controllers that were named: {names}. Rules to compare with: {', '.join(map(printable, record['rules']))}.",
+        f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
+        f"under the run seeds {', '.join(map(str, record['seeds']))}.",
+        "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
+    ]
+
+
+def _settings(record: Record) -> Table:
+    rows = [row for layer in record["settings"] for row in flat_settings(layer)]
+    return Table("Settings of all controllers", ("key", "value"), rows, texts=(1,))
+
+
+def _task(record: Record, task: Record, key: str) -> Section:
+    metric = task["metric"]
+    tables, figures = _estimates(task, metric, record)
+    verdicts = [_verdict(row) for row in compared(task, record)]
+    lines = [f"{sample_words(record, task)}.", *(line for line in verdicts if line)]
+    notes = [
+        *interval_lines(record),
+        "Interquartile mean: the mean over the middle half of the runs. P(better): of one run of each on the same problem, how "
+        "probably the controller's has the higher J.",
+        *static_lines(record, task),
+        *search_lines(task["search"]),
+    ]
+    return Section(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
+
+
+def _verdict(row: Record) -> str | None:
+    """A comparison of two controllers as a sentence; None without an interval."""
+    found = row["difference"]
+    if found["low"] is None:
+        return None
+    first, second = printable(row["controller"]), printable(row["rule"])
+    shown = f"J differs by {spread(found, '+.3f')}"
+    if found["low"] <= 0 <= found["high"]:
+        return f"No difference was found between {first} and {second}: {shown}."
+    return f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}."
+
+
+def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Table], list[Forest]]:
+    tables = [
+        table_of("J of every controller, mean and interquartile mean", objectives_table(estimates)),
+        table_of(
+            "What J is made of: means over runs, and the seconds of all of its training", costs_table(estimates, metric)
+        ),
+        table_of("Paired differences of J, controller less rule", comparisons_table(estimates, record)),
+    ]
+    controllers = [(row["name"], row["objective"]) for row in estimates["controllers"]]
+    pairs = [(f"{row['controller']} less {row['rule']}", row["difference"]) for row in compared(estimates, record)]
+    figures = [
+        Forest("J on the test split", _points(controllers, ".4f"), "J, with its interval"),
+        Forest("Paired differences of J", _points(pairs, "+.4f"), "difference of J, with its interval"),
+    ]
+    return tables, figures
+
+
+def _points(named: Sequence[tuple[str, Record]], form: str) -> list[ForestRow]:
+    rows = []
+    for name, estimate in named:
+        if estimate["value"] is None:
+            continue
+        low, high = (float("nan") if estimate[end] is None else estimate[end] for end in ("low", "high"))
+        rows.append(ForestRow(name, estimate["value"], low, high, "plain", f"{name}: {spread(estimate, form)}"))
+    return rows

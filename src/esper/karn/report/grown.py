@@ -1,0 +1,258 @@
+"""The sections of a report on what grew: curves, stages, what seeds were worth, and sensors."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from markupsafe import Markup
+
+from esper.karn.console import mean_and_error, t_factor
+from esper.karn.report.decided import REFUSALS
+from esper.karn.report.figures import (
+    Bools,
+    Curves,
+    Floats,
+    Forest,
+    ForestRow,
+    HeatMap,
+    Integers,
+    Series,
+    Timeline,
+    with_error,
+)
+from esper.karn.report.frame import Section, Table
+from esper.karn.report.model import NO_SEED, Population, RunModel, Worths
+from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.text import counted, printable
+
+DRAWN_READINGS = 48
+"""Most columns of a figure of sensors."""
+COLOURS = 8
+"""Colours of slots, phases and runs in figures; after that many they repeat."""
+BANDS = "Lines are medians over environments; bands reach from the 10th to the 90th percentile."
+
+
+def curves_section(model: RunModel) -> Section | None:
+    """Metric, loss and added parameters over the steps."""
+    population = model.population
+    if population is None:
+        return None
+    metric = str((model.summary or {}).get("metric", "metric"))
+    steps = population.steps.tolist()
+    grown = [Series("grown", population.metric, "grown")]
+    if population.twin is not None:
+        grown.append(Series("twin, which never grows", population.twin, "twin"))
+    losses = [Series("probe", population.loss, "grown"), Series("training", population.train_loss, "third")]
+    added = [Series("added", population.added.astype(float), "grown")]
+    figures = [
+        Curves(f"{metric} on the probe split", steps, grown, "step", metric),
+        Curves("Loss", steps, losses, "step", "loss"),
+        Curves("Added parameters", steps, added, "step", "parameters"),
+    ]
+    return Section("curves", "Over time", [BANDS], figures=figures)
+
+
+def growth_section(model: RunModel) -> Section | None:
+    """The stages of every slot, and whether a limit held growth back."""
+    population, head = model.population, model.head
+    if population is None or head is None:
+        return None
+    first, last = int(population.steps[0]), int(population.steps[-1]) + 1
+    envs = population.metric.shape[1]
+    figures = [
+        Timeline(
+            slot,
+            [stay for stay in model.stays if stay.slot == s],
+            [mark for mark in model.marks if mark.slot == s],
+            envs,
+            first,
+            last,
+        )
+        for s, slot in enumerate(head.slots)
+    ]
+    lasting = [stage for stage in Stage if stage not in (Stage.DORMANT, Stage.GERMINATED, Stage.PRUNED)]
+    keys = [f'<i class="swatch stage{stage.value}"></i>{stage.name}' for stage in lasting]
+    keys += [
+        f'<i class="letter stage{Stage.GERMINATED.value}">▶</i>GERMINATED: planted at this step',
+        f'<i class="letter stage{Stage.PRUNED.value}">◆</i>PRUNED: removed at this step',
+    ]
+    legend = "".join(f'<span class="key">{key}</span>' for key in keys)
+    lines = [
+        *_limit_lines(model, population),
+        "One line for each environment, time to the right; a paler colour is a smaller alpha, the strength at which a seed "
+        "acts. GERMINATED and PRUNED last less than a step and are drawn as marks. Point at a stage or a mark, or move to a "
+        "figure with the tab key and through it with the arrow keys, to read what it is and why.",
+    ]
+    return Section(
+        "growth",
+        "What grew, where and when",
+        lines,
+        figures=figures,
+        extra=Markup(f'<p class="legend">{legend}</p>'),
+        papers=[_frequencies(model, population)],
+    )
+
+
+def _frequencies(model: RunModel, population: Population) -> HeatMap:
+    """How many environments have which seed in which slot after the last step."""
+    assert model.head is not None
+    seeds, names = population.seed[-1], list(model.head.blueprints)
+    counts = np.array(
+        [[(seeds[:, s] == k).sum() for k in (*range(len(names)), NO_SEED)] for s in range(seeds.shape[1])]
+    )
+    title = f"Environments with each seed in each slot, after step {population.steps[-1]}"
+    return HeatMap(title, list(model.head.slots), [*names, "empty"], counts.astype(float), "blueprint")
+
+
+def _limit_lines(model: RunModel, population: Population) -> list[str]:
+    """Whether the limits on seeds and parameters were reached, and how many decisions they closed or refused."""
+    lifecycle = model.config.get("lifecycle") or {}
+    seeds, incubating = lifecycle.get("max_seeds"), lifecycle.get("max_training_seeds")
+    stage = population.stage[:-1]  # before every decision but the first
+    free = (stage == Stage.DORMANT).any(2)
+    full = among(stage, IN_BUDGET).sum(2) >= seeds if seeds is not None else np.zeros(free.shape, bool)
+    busy = np.zeros(free.shape, bool)
+    if incubating is not None:
+        busy = ~full & (((stage == Stage.TRAINING) | (stage == Stage.GERMINATED)).sum(2) >= incubating)
+    lines = []
+    for name, limit, closed in (
+        ("in an environment at once (lifecycle.max_seeds)", seeds, full & free),
+        ("in TRAINING at once (lifecycle.max_training_seeds)", incubating, busy & free),
+    ):
+        if limit is not None:
+            lines.append(_closed_line(f"At most {counted(limit, 'seed')} {name}", closed, free, population.seed))
+    reward, governor = (model.config.get(key) or {} for key in ("reward", "governor"))
+    caps = {
+        "governor.param_limit, which refuses seeds": governor.get("param_limit"),
+        "reward.param_budget, above which the reward has a penalty": reward.get("param_budget"),
+    }
+    known = [f"{value} of the host's parameters ({key})" for key, value in caps.items() if value is not None]
+    most = population.added.max()
+    lines.append(f"Limits on parameters: {'; '.join(known) or 'none'}. Most that were added at once: {most:,}.")
+    held = {reason: model.refused.get(reason, 0) for reason in ("seed_cap", "param_budget", "memory")}
+    counts = ", ".join(f"{count:,} because {REFUSALS[reason]}" for reason, count in held.items() if count)
+    lines.append(
+        f"Plantings that the controller chose and a limit refused: {counts or 'none'}. A controller is shown which decisions "
+        "are open and chooses among them, so a limit mostly shows in the decisions that it closed."
+    )
+    return lines
+
+
+def _closed_line(limit: str, closed: Bools, free: Bools, seed: Integers) -> str:
+    """How often a limit closed the planting into an empty slot, and whether seeds followed as soon as it was open again."""
+    if not closed.any():
+        return f"{limit}: it was never what stood against planting into an empty slot."
+    opened = closed[:-1] & ~closed[1:] & free[1:]
+    planted = (seed[1:-1] == NO_SEED) & (seed[2:] != NO_SEED)
+    followed = (opened & planted.any(2)).sum()
+    line = (
+        f"{limit}: it closed planting at {closed.sum():,} of {free.sum():,} decisions with an empty slot, in "
+        f"{closed.any(0).sum()} of {counted(closed.shape[1], 'environment')}."
+    )
+    if opened.any():
+        line += (
+            f" Where it opened again, a seed was planted at once in {followed} of {counted(int(opened.sum()), 'case')}."
+        )
+    return line
+
+
+def worth_section(model: RunModel) -> Section | None:
+    """Contributions over time, Shapley values and interactions."""
+    measured, head = model.worths, model.head
+    if measured is None or head is None:
+        return None
+    series = [Series(slot, measured.contribution[:, :, s], f"run{s % COLOURS}") for s, slot in enumerate(head.slots)]
+    figures: list[Curves | Forest | HeatMap] = [
+        Curves("Contribution of the seeds in each slot", measured.steps.tolist(), series, "step", "contribution")
+    ]
+    lines = [BANDS, "A contribution counts for seeds that act, with alpha above 0."]
+    if measured.shapley is None or not np.isfinite(measured.shapley).any():
+        lines.append(
+            "Shapley values and interactions were not measured (probe.coalitions_every, or never two seeds at once)."
+        )
+        return Section("worth", "What the seeds were worth", lines, figures=figures)
+    figures.append(_shapley(measured.shapley, head.slots))
+    lines.append(
+        "A Shapley value shares the metric that all seeds of a network brought together fairly among them. It is the last that "
+        "was measured in an environment; the figure has means over environments with 95 % t intervals."
+    )
+    table, sentence = _interactions(measured, head.slots)
+    return Section("worth", "What the seeds were worth", [*lines, sentence], table, figures)
+
+
+def _shapley(values: Floats, slots: Sequence[str]) -> Forest:
+    rows = []
+    for slot, column in zip(slots, values.T, strict=True):
+        known = column[np.isfinite(column)]
+        if not known.size:
+            continue
+        mean, error = mean_and_error(known.tolist())
+        half = t_factor(known.size) * error if known.size > 1 else float("nan")
+        name = f"{slot}, {counted(known.size, 'environment')}"
+        rows.append(
+            ForestRow(name, mean, mean - half, mean + half, "kept" if mean > 0 else "pruned", f"{name}: {mean:+.4f}")
+        )
+    return Forest("Shapley values by slot", rows, "Shapley value, with its 95 % interval over environments")
+
+
+def _interactions(measured: Worths, slots: Sequence[str]) -> tuple[list[Table], str]:
+    found = measured.interaction
+    rows = []
+    for first in range(len(slots)):
+        for second in range(first + 1, len(slots)):
+            known = [] if found is None else [each for each in found[:, first, second].tolist() if np.isfinite(each)]
+            if known:
+                mean, error = mean_and_error(known)
+                pair = f"{printable(slots[first])} with {printable(slots[second])}"
+                rows.append((pair, with_error(mean, error), f"{len(known)}"))
+    if not rows:
+        return [], "No environment had two seeds that acted together when interactions were measured."
+    caption = "Interactions of pairs of seeds: means over environments ± standard error, of the last that were measured"
+    sentence = (
+        "An interaction above 0 says that two seeds bring more together than each alone would let expect; below 0, that they do "
+        "the same work twice."
+    )
+    return [Table(caption, ("slots", "interaction", "environments"), rows)], sentence
+
+
+def sensors_section(model: RunModel) -> Section | None:
+    """The growth sensors of every slot over time, beside what was decided there."""
+    sensed, head = model.sensed, model.head
+    if sensed is None or head is None:
+        return None
+    chosen = np.unique(
+        np.linspace(0, len(sensed.steps) - 1, min(len(sensed.steps), DRAWN_READINGS)).round().astype(int)
+    )
+    steps = sensed.steps[chosen]
+    figures = []
+    for s, slot in enumerate(head.slots):
+        kept = [each for each in model.decided if each.slot == slot and each.kept and model.rounds == []]
+        events = (
+            ("planted", [mark.step for mark in model.marks if mark.slot == s and mark.planted]),
+            ("pruned", [mark.step for mark in model.marks if mark.slot == s and not mark.planted]),
+            ("kept", [each.step for each in kept]),
+        )
+        counts = np.array([_counts_since(steps, at) for _, at in events], float)
+        values = np.vstack([counts, sensed.medians[chosen, s].T])
+        ranges = [_range(row) for row in sensed.medians[chosen, s].T]
+        names = [name for name, _ in events] + [
+            f"{name}{shown}" for name, shown in zip(sensed.names, ranges, strict=True)
+        ]
+        figures.append(HeatMap(slot, names, [str(step) for step in steps.tolist()], values, "step", by_row=True))
+    lines = [
+        "Sensors are measurements of the stream at a slot that show where a network is short of something; docs/observation.md "
+        "explains each. A cell is the median over environments, darker where it is larger; every row has its own scale, from "
+        "its least to its largest value in brackets.",
+        "The rows above the sensors count the seeds that were planted, pruned and kept since the column before.",
+    ]
+    return Section("sensors", "Sensors beside what was decided", lines, figures=figures)
+
+
+def _counts_since(steps: Integers, at: Sequence[int]) -> list[int]:
+    """How many events fall between the step before and each step, this one included."""
+    place = np.searchsorted(steps, np.array(at, int))
+    return np.bincount(place[place < len(steps)], minlength=len(steps)).tolist()  # type: ignore[no-any-return]
+
+
+def _range(values: Floats) -> str:
+    known = values[np.isfinite(values)]
+    return f" ({known.min():.3g} to {known.max():.3g})" if known.size else ""

@@ -1,0 +1,151 @@
+"""The sections of a report on the training of a controller: learning, health, and what the policy does and reads."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from esper.karn.report.figures import Curves, Forest, ForestRow, Series
+from esper.karn.report.frame import Section
+from esper.karn.report.model import RunModel
+from esper.leyline.text import counted
+from esper.nissa.rows import RoundRow
+
+COLOURS = 8
+"""Colours of operations in figures."""
+DRAWN_INPUTS = 24
+"""Most inputs of the policy that the figure shows."""
+LEARNING = (
+    "return",
+    "validation_objective",
+    "validation_kept",
+    "kept",
+    "kept_share",
+    "decisions",
+    "wait",
+    "rollbacks",
+    "log_likelihood",
+)
+"""The figures of a round that say what the policy achieves; the others say how the learner is."""
+MEANINGS: Mapping[str, str] = {
+    "return": "return: sum of the rewards of an episode, mean over environments",
+    "validation_objective": "validation J of the networks that the greedy controller grows",
+    "validation_kept": "seeds kept in a network of the validation",
+    "kept": "seeds kept in an environment",
+    "kept_share": "seeds kept, of those planted",
+    "decisions": "decisions of an episode other than WAIT",
+    "wait": "share of decisions that are WAIT",
+    "rollbacks": "rollbacks in all environments together",
+    "log_likelihood": "log likelihood of the teacher's decisions, in imitation [nats]",
+    "explained_variance": "explained variance: 1 is a critic that is right, 0 or less one that knows nothing",
+    "entropy": "entropy of a decision: 0 is a policy that has stopped exploring [nats]",
+    "kl": "kl: how far the last pass of an update moved the policy [nats]",
+    "clip_fraction": "share of decisions whose probability was clipped",
+    "env_steps_per_second": "environment steps per second",
+    "controller_share": "share of the time for deciding and learning",
+}
+"""Headings of figures; the others have their name."""
+
+
+def training_sections(model: RunModel) -> list[Section]:
+    """Learning curves, the health of the learner, and what the policy does; empty if the run is no training."""
+    if not model.rounds:
+        return []
+    names = list(dict.fromkeys(name for row in model.rounds for name in row.figures))
+    learning = [name for name in LEARNING if name in names]
+    health = [name for name in names if name not in LEARNING]
+    line = (
+        f"{counted(len(model.rounds), 'round')}; rounds below 0 are imitation. docs/training.md explains every figure."
+    )
+    return [
+        Section("training", "Training", [line, *_validation_lines(model)], figures=_drawn(model, learning)),
+        Section("health", "Health of the learner", _health_lines(model), figures=_drawn(model, health)),
+        _policy(model),
+    ]
+
+
+def _drawn(model: RunModel, names: Sequence[str]) -> list[Curves]:
+    figures = (_curve(model, name) for name in names)
+    return [figure for figure in figures if figure.absent is None]
+
+
+def _curve(model: RunModel, name: str) -> Curves:
+    values = np.array([[_or_nan(row.figures.get(name))] for row in model.rounds])
+    title = MEANINGS.get(name, name.replace("_", " "))
+    return Curves(
+        title, [row.round for row in model.rounds], [Series(name.replace("_", " "), values, "grown")], "round", "", 180
+    )
+
+
+def _validation_lines(model: RunModel) -> list[str]:
+    found = [(row.round, row.figures.get("validation_objective")) for row in model.rounds]
+    known = [(number, value) for number, value in found if value is not None]
+    if not known:
+        return ["The controller was not validated."]
+    first, last, best = known[0], known[-1], max(known, key=lambda each: each[1])
+    return [
+        f"Validated {len(known)} times: J {first[1]:.4f} at first (round {first[0]}), {best[1]:.4f} at best (round {best[0]}), "
+        f"{last[1]:.4f} at last (round {last[0]})."
+    ]
+
+
+def _health_lines(model: RunModel) -> list[str]:
+    """What is wrong with the learner, if anything is; rounds of imitation are left out."""
+    rounds = [row for row in model.rounds if row.round >= 0]
+    target = (model.config.get("ppo") or {}).get("target_kl")
+    lines = ["The critic should explain some of the variance of returns (above 0), and the entropy should fall slowly."]
+    checks: Mapping[str, Callable[[RoundRow], bool]] = {
+        "the critic explained no variance": lambda row: _or_nan(row.figures.get("explained_variance")) <= 0,
+        f"the policy moved further than ppo.target_kl, {target}": lambda row: (
+            target is not None and _or_nan(row.figures.get("kl")) > target
+        ),
+        "the entropy was below 0.01": lambda row: _or_nan(row.figures.get("entropy")) < 0.01,
+    }
+    for what, test in checks.items():
+        bad = [row.round for row in rounds if test(row)]
+        if bad:
+            shown = ", ".join(map(str, bad[:8])) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+            lines.append(f"In {len(bad)} of {counted(len(rounds), 'round')} {what}: {shown}.")
+    return lines
+
+
+def _policy(model: RunModel) -> Section:
+    """What the policy decides, round by round, and which inputs its decisions depend on."""
+    rounds = [row.round for row in model.rounds]
+    operations = list(dict.fromkeys(name for counts in model.operations.values() for name in counts))
+    series = [
+        Series(
+            name,
+            np.array([[float(model.operations.get(number, {}).get(name, 0))] for number in rounds]),
+            f"run{index % COLOURS}",
+        )
+        for index, name in enumerate(operations)
+    ]
+    lines: list[str] = []
+    figures: list[Curves | Forest] = []
+    if operations:
+        figures.append(Curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
+    else:
+        lines.append("The run kept no rows of decisions (telemetry.level).")
+    shares = (model.summary or {}).get("policy_inputs")
+    if shares:
+        figures.append(_inputs(shares))
+        lines.append(
+            "The last figure says what the controller reads: how strongly its choices change with each of its inputs, as a share "
+            f"of all; the {min(len(shares), DRAWN_INPUTS)} strongest of {len(shares)}. docs/observation.md explains every input."
+        )
+    else:
+        lines.append(
+            "What the policy depends on was not measured: that is done when a training ends with a controller."
+        )
+    return Section("policy", "What the policy does and reads", lines, figures=figures)
+
+
+def _inputs(shares: Mapping[str, float]) -> Forest:
+    strongest = sorted(shares.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
+    nothing = float("nan")
+    rows = [ForestRow(name, share, nothing, nothing, "plain", f"{name}: {share:.1%}") for name, share in strongest]
+    return Forest("What the policy looks at", rows, "share of the sensitivity of its choices")
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
