@@ -170,6 +170,8 @@ def test_the_studies_write_their_pages(tmp_path):
     assert "unbiased oracle" in (tmp_path / "headroom.md").read_text()
     run("study_exploits.py", "--page", "exploits.md", cwd=tmp_path)
     assert "| honest |" in (tmp_path / "exploits.md").read_text()
+    run("study_certificates.py", "--page", "certificates.md", cwd=tmp_path)
+    assert "| eager | G5, certify 0.05 |" in (tmp_path / "certificates.md").read_text()
     run("study_sandbox.py", "--page", "sandbox.md", cwd=tmp_path)
     assert "| growth | blind | bandit | chain |" in (tmp_path / "sandbox.md").read_text()
 

@@ -112,6 +112,8 @@ def build_view(
             participation=full(participation),
             sensors=np.zeros((*shape, 0)) if inner is None else np.stack([full(0.5), full(inner)], 2),
             sensor_age=0,
+            evidence=full(np.nan),
+            fresh=np.full(envs, np.nan),
         ),
         coalitions=None,
         host_params=np.full(envs, 1000),

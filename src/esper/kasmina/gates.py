@@ -55,10 +55,11 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)
     trained = _dwell("min_training_steps", seeds, config.min_training_steps)
     held = _dwell("min_holding_steps", seeds, config.min_holding_steps)
+    certified = _certified(measurements, config) if config.certify is not None else ()
     if config.permissive:
         return Gates(
             Gate(Stage.TRAINING, (trained, _measured("incubation gain", gain.mean))),
-            Gate(Stage.HOLDING, (held, _measured("contribution", contribution.mean))),
+            Gate(Stage.HOLDING, (held, _measured("contribution", contribution.mean), *certified)),
         )
     gained = gain.mean - config.gain_z * gain.se
     brought = contribution.mean - config.contribution_z * contribution.se
@@ -82,6 +83,7 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
                     config.min_contribution,
                     "gates.contribution_z and gates.min_contribution",
                 ),
+                *certified,
             ),
         ),
     )
@@ -97,6 +99,22 @@ def _bound(name: str, bound: Floats, z: float, least: float, keys: str) -> Check
     amount = "its standard error" if abs(z) == 1 else f"{abs(z):g} standard errors"
     errors = f"{'less' if z >= 0 else 'plus'} {amount}"
     return Check(name, bound - least, bound, f"{name} {errors} is {{value:+.4g}}, not above {least:g} ({keys})")
+
+
+def _certified(measurements: Measurements, config: GatesConfig) -> tuple[Check, Check]:
+    """Return the checks that a seed is certified, or that fresh examples are left with which it can be."""
+    evidence = measurements.evidence
+    left = np.broadcast_to(measurements.fresh[:, None], evidence.shape)
+    return (
+        Check("certificate", evidence, np.exp(evidence), "its e-value is {value:.3g} of what gates.certify asks for"),
+        Check(
+            "fresh examples",
+            np.where(evidence > 0, 1.0, left - config.certify_examples + 1),
+            left,
+            f"it has no certificate, and {{value:.0f}} fresh examples are left of the {config.certify_examples} of a look "
+            "(gates.certify_share and gates.certify_examples)",
+        ),
+    )
 
 
 def _measured(name: str, mean: Floats) -> Check:

@@ -181,6 +181,28 @@ class GatesConfig(Section):
     permissive: bool = Field(
         False, description="true requires only the smallest number of steps and that gain or contribution was measured"
     )
+    certify: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="gate G5: largest chance, over all seeds of an environment's run, of keeping one that does not help on fresh "
+        "examples (docs/lifecycle.md); null keeps without a certificate",
+    )
+    certify_share: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="with certify, share of the probe split that is set aside as fresh examples, each of which is read once",
+    )
+    certify_examples: int = Field(
+        32, ge=1, description="with certify, fresh examples that each look at the seeds on trial uses [examples]"
+    )
+    certify_clip: float = Field(
+        1.0,
+        gt=0,
+        description="with certify and a metric other than the accuracy, bound at which the difference of an example's losses is "
+        "clipped [nats; regression: squared units]",
+    )
 
 
 class ProbeConfig(Section):

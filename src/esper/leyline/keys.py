@@ -35,6 +35,7 @@ class Purpose(IntEnum):
         SAMPLE: instances of a round of training
         VALIDATION: run seed of the validation of a policy
         HEALING: hosts, data and damage of the task `heal`
+        CERTIFY: fresh examples for certified keeps, and the order in which they are read
     """
 
     HOST = 1
@@ -52,6 +53,7 @@ class Purpose(IntEnum):
     SAMPLE = 13
     VALIDATION = 14
     HEALING = 15
+    CERTIFY = 16
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

@@ -104,9 +104,14 @@ def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> l
     moving = among(stage, frozenset({Stage.GERMINATED, Stage.BLENDING}))
     if moving.any():
         sentences.append(_left(int(moving.sum()), "had not been blended in; raise steps, or plant earlier"))
+    alpha = "" if config.certify is None else ", raise gates.certify"
     for gate, op, keys in (
         (gates.advance, Op.ADVANCE, "gates.min_training_steps or gates.gain_z"),
-        (gates.fossilize, Op.FOSSILIZE, "gates.min_holding_steps, gates.min_contribution or gates.contribution_z"),
+        (
+            gates.fossilize,
+            Op.FOSSILIZE,
+            f"gates.min_holding_steps, gates.min_contribution or gates.contribution_z{alpha}",
+        ),
     ):
         here = stage == gate.stage
         passed = here & gate.passed()

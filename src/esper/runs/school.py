@@ -349,6 +349,11 @@ def cohort_of(task: AnyTask, config: Config) -> Cohort:
         )
     if config.early_stopping.enabled:
         raise InputError("early_stopping.enabled is true, but a controller learns from whole episodes; leave it out")
+    if config.gates.certify is not None:
+        raise InputError(
+            "gates.certify is set, but a training plays many episodes on the same fresh examples; leave it out, and set it where "
+            "the trained controller grows"
+        )
     engine = VectorizedEngine(task, config)
     if not engine.space.slots or not engine.space.fits.any() or not config.lifecycle.max_seeds:
         raise InputError(

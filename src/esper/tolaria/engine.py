@@ -34,6 +34,7 @@ from esper.leyline.view import (
     read_only,
     take,
 )
+from esper.tolaria.certifying import Certifier
 from esper.tolaria.coalitions import Sampling
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.fates import Fates
@@ -79,6 +80,7 @@ class Engine(Generic[P]):
         self.governor = Governor(population.keeper(seeds), self.rows, config)
         early = config.early_stopping.enabled
         self.stopping = EarlyStopping(population.keeper(seeds), self.rows, config) if early else None
+        self.certifier = Certifier(population, config) if config.gates.certify is not None else None
         self.fates = Fates()
         self.trace: Trace | None = None  # of the last step
 
@@ -130,6 +132,7 @@ class Engine(Generic[P]):
             **self.population.snapshot(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
+            "certificates": None if self.certifier is None else self.certifier.snapshot(),
             "fates": self.fates.state(),
             **({} if state.opened is None else {"opened": as_tree(state.opened)}),
         }
@@ -159,6 +162,8 @@ class Engine(Generic[P]):
         self.governor.load_state(tree["governor"], seeds)
         if self.stopping is not None:
             self.stopping.load_state(tree["early_stopping"], seeds)
+        if self.certifier is not None:
+            self.certifier.restore(tree["certificates"])
         self.fates.load_state(tree["fates"])
         return self.view()
 
@@ -333,6 +338,7 @@ class Engine(Generic[P]):
             trained=trained,
             sensors=every > 0 and state.step % every == 0,
             validation=self.stopping is not None,
+            certifier=self.certifier,
         )
 
     def _govern(self, before: Seeds, measured: Measured) -> tuple[Measured, Verdicts]:

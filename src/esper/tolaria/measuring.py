@@ -6,6 +6,7 @@ import numpy as np
 
 from esper.leyline.stages import Stage
 from esper.leyline.view import Bools, CoalitionValues, Estimate, Measurements, Scores, Seeds, choose
+from esper.tolaria.certifying import Certifier
 from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
 from esper.tolaria.population import Asked, Figures, Indices, Population
 from esper.tolaria.probe import negated, spread
@@ -59,6 +60,7 @@ def measure(
     sensors: bool = False,
     finite: bool = False,
     validation: bool = False,
+    certifier: Certifier | None = None,
 ) -> Measured:
     """Probe every row after `step` steps. This is the one device read of a step.
 
@@ -66,10 +68,14 @@ def measure(
     sampling: how attribution samples coalitions; None if attribution is not due.
     terminal: whether the episode ends, so that the networks as exported are measured too.
     trained, sensors, finite, validation: as in `Asked`.
+    certifier: looks at the seeds on trial with fresh examples; None if this is not the measurement of a step.
     """
     wanted = coalitions(seeds, sampling, terminal=terminal)
-    figures = population.probe(seeds, Asked(wanted, trained, sensors, finite, validation))
+    look = None if certifier is None else certifier.look(seeds, last)
+    figures = population.probe(seeds, Asked(wanted, trained, sensors, finite, validation, look))
     measurements = _unpack(seeds, wanted, figures, last)
+    if certifier is not None:
+        measurements = certifier.certified(measurements, look, figures.growth)
     scores = Scores(measurements.metric, measurements.loss, population.added_params(seeds))
     kept = population.added_params(seeds, frozenset({Stage.FOSSILIZED}))
     return Measured(
@@ -100,6 +106,8 @@ def unmeasured(rows: int, slots: int, sensors: int) -> Measurements:
         participation=np.full(shape, np.nan),
         sensors=np.full((*shape, sensors), np.nan),
         sensor_age=0,
+        evidence=np.full(shape, np.nan),
+        fresh=nothing,
     )
 
 

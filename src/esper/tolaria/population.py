@@ -21,6 +21,13 @@ from esper.tolaria.coalitions import Coalitions
 Indices = NDArray[np.int64]
 
 
+class Look(NamedTuple):
+    """A look at seeds on trial with fresh examples (kasmina/certificates.py)."""
+
+    due: Bools  # (R, S) the seeds that are looked at
+    used: Indices  # (R,) fresh examples of each row that earlier looks have used
+
+
 class Asked(NamedTuple):
     """The optional measurements of a probe, beside the figures of every row."""
 
@@ -29,6 +36,7 @@ class Asked(NamedTuple):
     sensors: bool = False  # the growth sensors
     finite: bool = False  # whether the data of each row are finite
     validation: bool = False  # the validation split
+    look: Look | None = None  # the growth of the wealth of seeds on trial
 
 
 class TrainedFigures(NamedTuple):
@@ -56,6 +64,7 @@ class Figures(NamedTuple):
     sensors: Floats | None = None  # (R, S, F) growth sensors, if asked for
     finite: Bools | None = None  # (R,) whether a row's data are finite, if asked for
     validation: tuple[Floats, Floats] | None = None  # (R,) metric and loss of the networks as exported, if asked for
+    growth: Floats | None = None  # (n, L) `log_growth` of the seeds that were looked at, if asked for
     trained: TrainedFigures | None = None
 
 
@@ -90,6 +99,7 @@ class Population(Protocol):
     environment (R,): the environment that each row belongs to.
     space: costs, widths and bounds of all rows; known once an episode has begun.
     host_params (R,): parameters of the hosts; known once an episode has begun.
+    fresh (R,): examples that are set aside for `gates.certify`; 0 where there are none.
     label: the population in words, for messages.
     """
 
@@ -98,6 +108,9 @@ class Population(Protocol):
     space: Space
     host_params: Indices
     label: str
+
+    @property
+    def fresh(self) -> Indices: ...
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""

@@ -46,7 +46,7 @@ def probe(
 ) -> Probed:
     """Evaluate every row on its examples of a split; with `signs`, also measure participation and the vital signs."""
     body.train(False)
-    output, branches, streams = _swept(body, seeds, examples, asked.branches, signs=signs)
+    output, branches, streams = passed(body, seeds, examples, asked.branches, signs=signs)
     loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
     widths = torch.from_numpy(body.table.taps[..., HERE]).to(loss).unbind(1)
     ratios = [
@@ -96,7 +96,7 @@ def pieces(examples: Examples, streams: Sequence[type[Stream]]) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
-def _swept(
+def passed(
     body: Body, seeds: Seeds, examples: Examples, branches: Branches, *, signs: bool
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Return outputs (E, N, ...) and those of the branches (X, N, ...); with `signs`, the streams (E, N, D) of all slots."""

@@ -13,6 +13,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.source import SENSED, Source
 from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
 from esper.tolaria.bounds import bounds
+from esper.tolaria.certifying import FreshExamples, set_aside
 from esper.tolaria.data import Examples, SharedBatchIterator, stack_splits
 from esper.tolaria.population import Indices
 
@@ -21,8 +22,9 @@ class ResidentData:
     """The problems of R rows, on the device. A problem that several instances share is held once.
 
     instance (R,): key of the instance of each row. problems: the distinct ones. feed: batches of the train splits. fit,
-    probe: examples for the sensors and the probe. validation: examples for early stopping, None without it. bounds (R,
-    2): metric on the probe split of the best constant prediction, and of the perfect prediction.
+    probe: examples for the sensors and the probe. fresh: examples for certified keeps, None without them. validation:
+    examples for early stopping, None without it. bounds (R, 2): metric on the probe split of the best constant
+    prediction, and of the perfect prediction.
     """
 
     def __init__(
@@ -63,6 +65,13 @@ class ResidentData:
             dtype,
             self._source(),
         )
+        self.fresh = None
+        if config.gates.certify is not None:
+            parts = [set_aside(each.probe, config.gates.certify_share, config.seed) for each in self.problems]
+            self.problems = [each._replace(probe=probe) for each, (probe, _) in zip(self.problems, parts, strict=True)]
+            sizes = np.array([len(fresh.y) for _, fresh in parts])[row]
+            examples = self.stacked([fresh for _, fresh in parts], row, "probe")
+            self.fresh = FreshExamples(examples, sizes, instance, config.seed)
         probes = [problem.probe for problem in self.problems]
         between = [bounds(task.objective, each.probe, each.target_scaling) for each in self.problems]
         self.bounds = np.array(between)[row]

@@ -23,6 +23,7 @@ from esper.leyline.stages import ADDED, Stage
 from esper.leyline.task import AnyTask, Split
 from esper.leyline.text import counted
 from esper.leyline.view import BlueprintInfo, Floats, Seeds, Space
+from esper.tolaria.certifying import growth
 from esper.tolaria.coalitions import coalitions
 from esper.tolaria.data import Examples
 from esper.tolaria.fitting import menu_of, selected
@@ -146,16 +147,26 @@ class StackedPopulation:
             assert self.data.validation is not None, "a validation split is read only with early stopping"
             scored = self._final(seeds, self.data.validation)
             validation = [scored.metric, scored.loss]
-        packet = iter(read_packet([*probed, *sensors, *data, *validation, *training]))
+        grown = []
+        if asked.look is not None:
+            assert self.data.fresh is not None, "fresh examples are set aside for `gates.certify`"
+            grown = [growth(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)]
+        packet = iter(read_packet([*probed, *sensors, *data, *validation, *grown, *training]))
         return Figures._make(
             [
                 *itertools.islice(packet, len(probed)),
                 next(packet) if sensors else None,
                 next(packet) > 0 if data else None,
                 (next(packet), next(packet)) if validation else None,
+                next(packet) if grown else None,
                 _read(trained, packet) if trained is not None else None,
             ]
         )
+
+    @property
+    def fresh(self) -> Indices:
+        """(R,) examples that are set aside for `gates.certify`."""
+        return self.data.fresh.sizes if self.data.fresh is not None else np.zeros(len(self.environment), np.int64)
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
         """Return which of some rows (n,) had batches in this step that are not finite.
