@@ -12,14 +12,16 @@ HEAD = f"""# The events of a run
 `events.jsonl` holds one JSON object a line. `kind` names the kind of row; a field has one type over all kinds, so the
 file can be read as one table, in which a field that a kind does not have is null. Figures of one environment are
 numbers (`metric`); figures of all environments are lists under a name of their own (`metrics`). A quantity that was
-not measured is null. E is the number of environments, S that of slots; the [glossary](glossary.md) explains these and
-the other words.
+not measured is null or left out, never 0: a field is left out where it would have its default, which the lists below name, and
+in a list of lists null stands for a list of nulls. Numbers have the digits that are said of their kind, and a whole one has no
+point. E is the number of environments, S that of slots; the [glossary](glossary.md) explains these and the other words.
 
 The first row is a `run` row, and its `schema` is the version of the rows: {SCHEMA}. `telemetry.level` says which rows are
-written; a training, which grows whole populations, leaves out the rows of every step (`step`, `measurement`, `sensors`,
-`phases` and `gradients`) where it is not asked for them. The level `run` writes them too for
-`telemetry.raise_steps` steps after a network was restored. `gradients` rows are written at level `debug`, or every
-`telemetry.gradients_every` steps.
+written; a training, which grows whole populations, leaves out the rows of every step (`step`, `gate`, `measurement`, `sensors`,
+`reward`, `phases` and `gradients`) where it is not asked for them. After a network was restored, an `anomaly` row says so, and
+for `telemetry.raise_steps` steps the level `run` writes what `step` does, and `step` what `debug` does. `gradients` rows are
+written at level `debug`, or every `telemetry.gradients_every` steps. At level `step`, `sensors` and `phases` rows come every
+`telemetry.sensors_every` steps, which is about 30 times in an episode unless it is set.
 
 ```python
 import json
@@ -93,6 +95,7 @@ VERSIONS = """## Versions
 | 1 | no `schema`; one name could have several types |
 | 2 | `run`: `host_param_counts` for `host_params`; `step`: `metrics`, `losses`, `train_losses`, `ops`, `op_slots`, `stages`, `alphas`, `added_param_counts`, `twin_metrics` for `metric`, `loss`, `train_loss`, `op`, `slot`, `stage`, `alpha`, `added_params`, `twin_metric`; `rollback`: `slot_stages` for `stage` |
 | 3 | new: `decision`, `measurement`, `sensors`, `phases` and `gradients` rows |
+| 4 | new: `environment`, `gate`, `reward`, `anomaly`, `evaluation` and `checkpoint` rows, `rule_sensors` of `decision` and `covered` of `phases`, whose figures are those of all steps covered; `step` without `ops`, `op_slots`, `accepted` and `refused`, which the `decision` rows have; no `measurement` row where nothing was measured, and `participations` at level debug only; a field that has its default is left out, null stands for a list of nulls, and figures have 5 digits |
 """  # noqa: E501 (a row of a table is one line)
 
 NAMES = {

@@ -20,6 +20,7 @@ def make_runs(folder):
     run = folder / "finished"
     esper.grow("iris", settings, controller="random-valid", run=run, progress=False)
     refuse_some(run / "events.jsonl")
+    esper.report(run)
     for env in range(3):
         (run / "models" / f"env-{env:03}").mkdir(parents=True)
         (run / "models" / f"env-{env:03}" / "model.safetensors").write_bytes(bytes([env]) * 1000)

@@ -59,7 +59,8 @@ def test_at_every_step_the_cells_are_those_of_the_rows(rows):
         step = next(r for r in reversed(rows[:index]) if isinstance(r, StepRow))
         for env in range(model.envs):
             for slot, name in enumerate(model.slots):
-                cell, known = model.cell(env, slot), row.contribution_means[env][slot]
+                cell = model.cell(env, slot)
+                known = None if row.contribution_means is None else row.contribution_means[env][slot]
                 assert cell.stage == step.stages[env][slot]
                 assert cell.alpha == step.alphas[env][slot]
                 if cell.blueprint is not None:

@@ -43,7 +43,11 @@ def test_an_ended_run_gives_its_config_its_figures_and_its_steps_as_arrays(run):
     steps = opened.steps
     assert steps["metrics"].shape == (6, 3)
     assert steps["stages"].shape == steps["alphas"].shape == (6, 3, 2)
-    assert steps["ops"][0] == json.loads((run / "events.jsonl").read_text().splitlines()[int(steps["seq"][0])])["ops"]
+    line = json.loads((run / "events.jsonl").read_text().splitlines()[int(steps["seq"][0])])
+    assert steps["metrics"][0].tolist() == line["metrics"]
+    gains = opened.columns("measurement")["gain_means"]
+    assert gains.shape[1:] == (3, 2)
+    assert np.isnan(gains).any()
     assert set(opened.lifecycle["env"]) <= {0, 1, 2}
     assert sorted(opened.episodes["env"]) == [0, 1, 2]
     assert opened.rounds == {}
@@ -152,7 +156,7 @@ def test_csv_and_parquet_hold_what_the_rows_do(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--kind", "stp"], "unknown kind of rows 'stp'; choose one of run, step,"),
+        (["--kind", "stp"], "unknown kind of rows 'stp'; choose one of run, environment, step,"),
         (["--format", "xml"], "--format is 'xml'; choose one of jsonl, csv, parquet"),
         (["--format", "csv"], "--format csv is a table of one kind of rows; add --kind, for example --kind step"),
         (["--kind", "step", "--format", "parquet"], "--format parquet is a binary file; name it with --out FILE"),

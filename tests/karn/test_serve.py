@@ -281,7 +281,7 @@ def test_the_filter_gives_exactly_the_rows_of_the_journal(runs, browser, chosen)
         for line, row in rows
         if all(str(row[name]) == chosen[name] for name in ("env", "slot", "op") if name in chosen)
         and chosen.get("carried_out") in (None, "yes" if row["carried_out"] else "no")
-        and chosen.get("text", "").lower() in f"{row['why']}\n{row['refusal']}".replace("None", "").lower()
+        and chosen.get("text", "").lower() in f"{row.get('why', '')}\n{row.get('refusal', '')}".lower()
     ]
     assert browser.get(f"/runs/{key}/decisions.jsonl", params=chosen).text == "".join(line for line, _ in wanted)
     page = browser.get(f"/runs/{key}/decisions", params=chosen).text

@@ -6,12 +6,13 @@ import runpy
 from collections import defaultdict
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from esper.api import grow
 from esper.leyline.errors import InputError
 from esper.nissa.events import encode, read_events
-from esper.nissa.rows import ROWS, RollbackRow, RoundRow, Row, RunRow
+from esper.nissa.rows import ROWS, AnomalyRow, RewardRow, RollbackRow, RoundRow, Row, RunRow
 from esper.tasks.catalog import get_task
 from populations import small_config
 
@@ -20,7 +21,18 @@ PAGE = runpy.run_path(str(ROOT / "scripts" / "write_events_page.py"))
 ROLLBACK = RollbackRow(
     episode=0, step=1, env=1, twin=True, reason="loss", metric=0.5, loss=float("nan"), pruned=[], slot_stages=[0, 7]
 )
+ANOMALY = AnomalyRow(
+    episode=0, step=1, reason="loss", failed_envs=[1], failed_twins=[0], raised_level="debug", raised_steps=3
+)
+REWARD = RewardRow(episode=0, step=1, rewards=[0.5], components={"governor": [0.5]})
 ROUND = RoundRow(round=-1, seconds=0.25, figures={"kl": None, "loss": 0.5})
+OPTIONAL = {
+    row.__struct_config__.tag: {
+        field.encode_name for field in msgspec.structs.fields(row) if not field.required and field.name != "schema"
+    }
+    for row in ROWS
+}
+"""The fields of each kind of row that a line may lack."""
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +64,18 @@ def json_type(value):
         case str():
             return "string"
         case list():
-            inner = {found for each in value if (found := json_type(each)) is not None}
-            assert len(inner) <= 1, value
-            return f"list of {inner.pop()}" if inner else None
+            return f"list of {_common(value)}" if _common(value) else None
         case dict():
-            inner = {found for each in value.values() if (found := json_type(each)) is not None}
-            assert len(inner) <= 1, value
-            return f"map of string to {inner.pop()}" if inner else None
+            return f"map of string to {_common(value.values())}" if _common(value.values()) else None
     return None
+
+
+def _common(values):
+    """The one type of values, where whole numbers stand beside others; None where nothing in them says."""
+    inner = {found for each in values if (found := json_type(each)) is not None}
+    inner -= {found.replace("number", "integer") for found in inner if "number" in found}
+    assert len(inner) <= 1, values
+    return inner.pop() if inner else None
 
 
 def test_a_field_has_one_type_over_all_kinds_of_rows():
@@ -72,16 +88,18 @@ def test_a_field_has_one_type_over_all_kinds_of_rows():
 
 def test_every_field_of_every_row_that_is_written_has_the_type_of_the_page(events):
     lines = [json.loads(line) for line in events.read_text().splitlines()]
-    lines += [json.loads(encode(row)) for row in (ROLLBACK, ROUND)]
+    lines += [json.loads(encode(row)) for row in (ROLLBACK, ROUND, ANOMALY, REWARD)]
     kinds = {row.__struct_config__.tag: row for row in ROWS}
     assert {line["kind"] for line in lines} == set(kinds)
     for line in lines:
         known = {"kind": ("string", False, "")} | PAGE["fields"](Row) | PAGE["fields"](kinds[line["kind"]])
-        assert set(line) == set(known)
+        assert set(line) <= set(known)
+        assert {"seq", "time", *known} - OPTIONAL[line["kind"]] <= set(line)
         for name, value in line.items():
             kind, null, _ = known[name]
             assert value is not None or null, (line["kind"], name)
-            assert json_type(value) in (None, kind), (line["kind"], name, value)
+            whole = kind.replace("number", "integer")  # a number without a fraction has no point
+            assert json_type(value) in (None, kind, whole), (line["kind"], name, value)
 
 
 def test_the_page_of_the_events_is_what_its_script_writes():
@@ -93,15 +111,15 @@ def test_the_first_row_names_the_version_of_the_rows(events):
     first, *_, last = read_events(events)
     assert isinstance(first, RunRow)
     assert isinstance(last, RunRow)
-    assert (first.schema, first.seq) == (3, 0)
-    assert json.loads(events.read_text().splitlines()[0])["schema"] == 3
+    assert (first.schema, first.seq) == (4, 0)
+    assert json.loads(events.read_text().splitlines()[0])["schema"] == 4
 
 
 @pytest.mark.parametrize(
     ("first", "words"),
     [
         ({"kind": "run", "seq": 0, "task": "iris", "host_params": [5]}, "holds rows of version 1, this Esper reads"),
-        ({"kind": "run", "seq": 0, "task": "iris", "schema": 4}, "holds rows of version 4, this Esper reads"),
+        ({"kind": "run", "seq": 0, "task": "iris", "schema": 5}, "holds rows of version 5, this Esper reads"),
         ({"kind": "step", "seq": 0, "metric": [5]}, "line 1 of "),
         ([1], "line 1 of "),
     ],
@@ -114,8 +132,11 @@ def test_a_file_of_another_version_is_refused_by_its_version(tmp_path, first, wo
 
 def test_rows_of_the_version_before_are_read(events, tmp_path):
     lines = [json.loads(line) for line in events.read_text().splitlines()]
-    old = [line for line in lines if line["kind"] in ("run", "step", "lifecycle", "rollback", "episode", "round")]
-    old[0]["schema"] = 2
+    old = [line for line in lines if line["kind"] not in ("environment", "gate", "evaluation", "checkpoint")]
+    old[0]["schema"] = 3
+    for line in old:
+        if line["kind"] == "step":
+            line |= {"ops": ["WAIT"] * 2, "op_slots": [None] * 2, "accepted": [True] * 2, "refused": [None] * 2}
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
     assert len(list(read_events(tmp_path / "events.jsonl"))) == len(old)
 
@@ -130,7 +151,7 @@ def test_a_damaged_row_is_named_by_its_line(events, tmp_path):
     lines = events.read_bytes().splitlines(keepends=True)
     for damage in (b"\xff\n", b"[" * 3000 + b"\n", b"\n", lines[2].replace(b'"step"', b'"stop"')):
         (tmp_path / "events.jsonl").write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
-        with pytest.raises(InputError, match=r"line 3 of .*events\.jsonl: not a row of version 3"):
+        with pytest.raises(InputError, match=r"line 3 of .*events\.jsonl: not a row of version 4"):
             list(read_events(tmp_path / "events.jsonl"))
 
 

@@ -23,8 +23,12 @@ from esper.leyline.task import Split
 from esper.nissa.events import decode
 from esper.nissa.rows import (
     ROWS,
+    AnomalyRow,
+    CheckpointRow,
     DecisionRow,
+    EnvironmentRow,
     EpisodeRow,
+    EvaluationRow,
     GradientsRow,
     LifecycleRow,
     PlayedRow,
@@ -174,8 +178,11 @@ def test_the_rows_of_a_training_tell_how_many_seeds_it_planted_and_kept(trained)
 @pytest.mark.parametrize(
     ("level", "kinds"),
     [
-        ("run", {RunRow, RoundRow, DecisionRow, LifecycleRow, EpisodeRow}),
-        ("step", {*ROWS} - {RollbackRow, GradientsRow}),
+        (
+            "run",
+            {RunRow, EnvironmentRow, RoundRow, DecisionRow, LifecycleRow, EpisodeRow, EvaluationRow, CheckpointRow},
+        ),
+        ("step", {*ROWS} - {RollbackRow, AnomalyRow, GradientsRow}),
     ],
 )
 def test_a_training_writes_the_rows_that_the_config_asks_for(tmp_path, level, kinds):

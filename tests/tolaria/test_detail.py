@@ -9,12 +9,12 @@ from esper.kasmina.gates import judge
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.stages import ADDED, among
 from esper.leyline.view import Estimate
+from esper.nissa.events import rounded
 from esper.nissa.hub import Hub
 from esper.nissa.rows import DecisionRow, GradientsRow, MeasurementRow, PhasesRow, RollbackRow, SensorsRow, StepRow
 from esper.tamiyo.baselines import RandomValid
 from esper.tamiyo.controller import Language, Learned, Policy
 from esper.tolaria.attribution import attribute
-from esper.tolaria.detail import rounded
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Observer
@@ -68,7 +68,7 @@ def test_a_decision_has_the_measurements_and_margins_before_the_step(random_run)
         for name, estimate in (("contribution", view.measurements.contribution), ("gain", view.measurements.gain)):
             for part in ("mean", "se"):
                 value = getattr(estimate, part)[row.env, slot]
-                assert getattr(row, f"{name}_{part}") == (None if np.isnan(value) else value)
+                assert getattr(row, f"{name}_{part}") == (None if np.isnan(value) else pytest.approx(value, rel=1e-4))
         gates = judge(view.seeds, view.measurements, engine.config.gates)
         gate = {"TRAINING": gates.advance, "HOLDING": gates.fossilize}.get(row.stage)
         assert (gate is None) == (row.gate_checks is None) == (row.margins == {})
@@ -158,32 +158,37 @@ def test_a_policy_tells_its_probabilities_its_entropy_and_its_value():
                 assert 1 / left - 1e-5 <= p <= 1 + 1e-5  # the most probable one was taken
                 assert -1e-5 <= entropy <= np.log(left) + 1e-5
         judged = steps[row.step].decision.judgement
-        assert row.value == pytest.approx(judged.value[row.env], rel=1e-5)
+        assert row.value == pytest.approx(judged.value[row.env], rel=1e-4)
 
 
 def test_the_measurement_rows_hold_what_the_controller_saw_after_the_step(random_run):
     rows, steps, _ = random_run
     measured = rows(MeasurementRow)
-    assert [row.step for row in measured] == [step.outcome.step for step in steps]
-    for row, step in zip(measured, steps, strict=True):
-        seen = step.after.measurements
+    told = {row.step: row for row in measured}
+    for step in steps:
+        seen, row = step.after.measurements, told.get(step.outcome.step)
         for name, estimate in (("contribution", seen.contribution), ("gain", seen.gain)):
             assert isinstance(estimate, Estimate)
-            np.testing.assert_allclose(getattr(row, f"{name}_means"), estimate.mean, rtol=1e-5)
-            np.testing.assert_allclose(getattr(row, f"{name}_ses"), estimate.se, rtol=1e-5)
-        np.testing.assert_allclose(row.participations, seen.participation, rtol=1e-5)
+            for part, values in (("means", estimate.mean), ("ses", estimate.se)):
+                found = None if row is None else getattr(row, f"{name}_{part}")
+                assert (found is None) == np.isnan(values).all()
+                if found is not None:
+                    np.testing.assert_allclose(found, values, rtol=1e-4)
+        assert row is None or row.participations is None  # at level debug only
+    assert 0 < len(measured) <= len(steps)
 
 
 def test_shapley_values_stand_where_coalitions_were_measured(random_run):
     rows, steps, engine = random_run
     fresh = 0
-    for row, step in zip(rows(MeasurementRow), steps, strict=True):
+    for row in rows(MeasurementRow):
+        step = steps[row.step]
         values = step.after.coalitions
         due = values is not None and values.step == step.after.step
-        assert (row.shapley_means is not None) == due
-        if due:
+        assert due or row.shapley_means is None
+        if row.shapley_means is not None:
             found = attribute(values, engine.config.probe.shapley_samples)
-            np.testing.assert_allclose(row.shapley_means, found.shapley.mean[:6], rtol=1e-5)
+            np.testing.assert_allclose(row.shapley_means, found.shapley.mean[:6], rtol=1e-4)
             fresh += np.isfinite(row.shapley_means).any()
     assert fresh
     assert any(row.interactions is not None for row in rows(MeasurementRow))
@@ -194,7 +199,7 @@ def test_sensors_rows_stand_where_sensors_were_measured(random_run):
     found = rows(SensorsRow)
     assert [row.step for row in found] == [4, 9, 14, 19, 24, 29]
     for row in found:
-        np.testing.assert_allclose(row.readings, steps[row.step].after.measurements.sensors, rtol=1e-5)
+        np.testing.assert_allclose(row.readings, steps[row.step].after.measurements.sensors, rtol=1e-4)
 
 
 def test_phases_rows_hold_the_time_of_the_step_alone(random_run):
@@ -216,8 +221,8 @@ def test_gradients_rows_stand_where_they_are_asked_for(level, every, steps):
     assert [row.step for row in rows(GradientsRow)] == list(steps)
     for row in rows(GradientsRow):
         measured = seen[row.step].after.measurements
-        np.testing.assert_allclose(row.host_gradients, measured.gradient_norm, rtol=1e-5)
-        np.testing.assert_allclose(row.seed_gradients, measured.seed_gradient_norm, rtol=1e-5)
+        np.testing.assert_allclose(row.host_gradients, measured.gradient_norm, rtol=1e-4)
+        np.testing.assert_allclose(row.seed_gradients, measured.seed_gradient_norm, rtol=1e-4)
         assert np.isfinite(row.host_gradients).all()
 
 
@@ -257,8 +262,6 @@ def test_a_level_of_run_keeps_the_decisions_and_no_measurements():
     assert rows(StepRow) + rows(MeasurementRow) + rows(SensorsRow) + rows(PhasesRow) == []
 
 
-def test_rounding_keeps_six_digits_and_what_is_no_number():
+def test_rounding_keeps_five_digits_and_what_is_no_number():
     values = np.array([0.0, np.nan, np.inf, -1.23456789, 123456789.0, 1.23456789e-9, 5e-324])
-    np.testing.assert_allclose(
-        rounded(values), [0, np.nan, np.inf, -1.23457, 123457000, 1.23457e-9, 5e-324], rtol=1e-12
-    )
+    np.testing.assert_allclose(rounded(values), [0, np.nan, np.inf, -1.2346, 123460000, 1.2346e-9, 5e-324], rtol=1e-12)

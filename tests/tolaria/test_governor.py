@@ -10,7 +10,7 @@ from esper.leyline.config import build_config
 from esper.leyline.errors import DataFault
 from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Refusal, Vital
-from esper.nissa.rows import EpisodeRow, RollbackRow, StepRow
+from esper.nissa.rows import DecisionRow, EpisodeRow, RollbackRow
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.schedule import load_schedule
 from esper.tasks.catalog import get_task
@@ -393,7 +393,7 @@ def test_a_seed_above_the_cap_is_refused_for_that():
     engine.reset()
     assert engine.step(planting(3))[1].refused.tolist() == [Refusal.NONE] * 3
     assert engine.step(planting(3, slot=1))[1].refused.tolist() == [Refusal.SEED_CAP] * 3
-    assert [row for row in rows if isinstance(row, StepRow)][1].refused == ["seed_cap"] * 3
+    assert [row.refusal for row in rows if isinstance(row, DecisionRow) and row.step == 1] == ["seed_cap"] * 3
     assert engine.governor.record.counts()["refused"] == {"seed_cap": 3}
 
 

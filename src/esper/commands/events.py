@@ -79,13 +79,13 @@ def _write(out: Path | None, lines: Iterator[str], *, flush: bool) -> None:
 
 def _write_csv(out: Path | None, names: list[str], rows: Iterator[Any]) -> None:
     """One line a row; lists and mappings are JSON, and what was not measured is empty."""
-    import msgspec
+    from esper.nissa.events import record
 
     with _opened(out) as file:
         writer = csv.writer(file)
         writer.writerow(names)
         for row in rows:
-            values = msgspec.to_builtins(row)
+            values = record(row)
             writer.writerow([_cell(values.get(name)) for name in names])
 
 

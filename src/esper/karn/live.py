@@ -115,8 +115,9 @@ class LiveModel:
                 case DecisionRow() if row.cohort is UNSET:
                     self._take_decision(row)
                 case MeasurementRow() if row.cohort is UNSET:
-                    self._contributions = np.array(row.contribution_means, np.float64)
-                    self._errors = np.array(row.contribution_ses, np.float64)
+                    if row.contribution_means is not None and row.contribution_ses is not None:
+                        self._contributions = np.array(row.contribution_means, np.float64)
+                        self._errors = np.array(row.contribution_ses, np.float64)
                 case RollbackRow():
                     self._take_rollback(row)
                 case EpisodeRow() if row.cohort is UNSET:
@@ -182,6 +183,8 @@ class LiveModel:
             self.curves.clear()
         self.episode, self.step = row.episode, row.step
         self._stages, self._alphas = np.array(row.stages, np.int64), np.array(row.alphas, np.float64)
+        # a measurement row follows if a seed was measured
+        self._contributions, self._errors = np.full((2, *self._stages.shape), np.nan)
         self._times.append(row.time)
         figures = {
             "metric": row.metrics,
@@ -193,9 +196,6 @@ class LiveModel:
             known = np.array([value for value in (values if values is not None else ()) if value is not None], float)
             if known.size:
                 self.curves.setdefault(name, Curve()).add(row.step, *np.percentile(known, (10, 50, 90)).tolist())
-        for env, (op, slot, refusal) in enumerate(zip(row.ops, row.op_slots, row.refused, strict=True)):
-            if refusal is not None:
-                self._log(env, f"step {row.step}: {op} at {slot or 'no slot'} refused: {refusal.replace('_', ' ')}")
 
     def _take_change(self, row: LifecycleRow) -> None:
         self._seeds[row.env, row.slot] = row.blueprint
@@ -207,6 +207,9 @@ class LiveModel:
         self._log(row.env, f"step {row.step}: {seed}at {row.slot} {row.from_stage} to {row.to_stage}{why}")
 
     def _take_decision(self, row: DecisionRow) -> None:
+        if row.refusal is not None:
+            where = row.slot or "no slot"
+            self._log(row.env, f"step {row.step}: {row.op} at {where} refused: {row.refusal.replace('_', ' ')}")
         if row.probabilities is not None and row.value is not None:
             chosen = next((value for value in row.probabilities if value is not None), None)
             sure = "" if chosen is None else f", probability {chosen:.2f}"

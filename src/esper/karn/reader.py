@@ -14,7 +14,7 @@ from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.nissa.analytics import BlueprintAnalytics, Tally
-from esper.nissa.events import decode_lines, read_events
+from esper.nissa.events import decode_lines, read_events, record
 from esper.nissa.rows import ROWS, Row, RunRow
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
@@ -150,7 +150,7 @@ class OpenRun:
         Numbers become arrays of shape (T,), lists (T, E), and lists of lists (T, E, S). What was not measured is nan, as is a
         field that only trainings write. Fields of text, and lists whose length changes from row to row, become lists of T values.
         """
-        rows = [msgspec.to_builtins(row) for row in self.rows(kind)]
+        rows = [record(row) for row in self.rows(kind)]
         return {name: _column([row.get(name) for row in rows]) for name in fields_of(kind_of(kind))} if rows else {}
 
     @property
@@ -184,7 +184,7 @@ class OpenRun:
             import pandas
         except ImportError:
             raise InputError(f"frames need pandas, which is not installed; run {pip_install('frames')}") from None
-        return pandas.DataFrame([msgspec.to_builtins(row) for row in self.rows(kind)], columns=fields_of(kind_of(kind)))
+        return pandas.DataFrame([record(row) for row in self.rows(kind)], columns=fields_of(kind_of(kind)))
 
     def follow(self, every: float = 0.5) -> Iterator[Row]:
         """The rows so far and then each new one, until the run ends; `every` is the pause between two looks [seconds].
@@ -242,9 +242,15 @@ def kind_of(name: str | None) -> type[Row]:
 
 
 def _column(values: list[Any]) -> Any:
-    """An array of numbers, None as nan, or the list itself if it holds anything else."""
+    """An array of numbers, None as nan, or the list itself if it holds anything else.
+
+    Where a row has no lists, which other rows have, its part of the array is nan.
+    """
     first = next((value for value in values if value is not None), None)
     try:
+        if isinstance(first, list) and None in values:
+            blank = np.full(np.shape(first), np.nan).tolist()
+            values = [blank if value is None else value for value in values]
         array = np.array(values, dtype=object if first is None else None)
         if array.dtype == object:
             array = array.astype(np.float64)

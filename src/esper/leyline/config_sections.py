@@ -283,7 +283,13 @@ class TelemetryConfig(Section):
     level: Literal["off", "run", "step", "debug"] = Field(
         "step",
         description="rows of events.jsonl: off writes none; run leaves out those of every step; step writes all but the "
-        "gradients rows, debug these too",
+        "gradients rows; debug writes these too, every measurement of the sensors, and the decisions to WAIT",
+    )
+    sensors_every: int | None = Field(
+        None,
+        ge=1,
+        description="steps between sensors rows, and between phases rows, at level step, raised to a multiple of "
+        "probe.sensors_every for the sensors; null for about 30 of each in an episode [steps]",
     )
     gradients_every: int | None = Field(
         None,
@@ -293,7 +299,8 @@ class TelemetryConfig(Section):
     raise_steps: int = Field(
         3,
         ge=0,
-        description="steps for which the level run counts as step after a network was restored; 0 for none [steps]",
+        description="steps for which the level run counts as step, and step as debug, after a network was restored; 0 for none "
+        "[steps]",
     )
 
     @pydantic.field_validator("level", mode="before")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions
+from esper.leyline.actions import Actions, Op
 from esper.leyline.view import Outcome, View
 
 
@@ -45,6 +45,13 @@ class Senses(Protocol):
     """A controller that reads the growth sensors, `Measurements.sensors`."""
 
     sensors_every: int  # steps between measurements that it needs; used if `probe.sensors_every` is null [steps]
+
+
+@runtime_checkable
+class Cites(Protocol):
+    """A controller that says which growth sensors its decisions depend on, so that the events hold their values."""
+
+    sensors_read: Mapping[Op, Sequence[str]]  # names of sensors of the slot, by operation
 
 
 @runtime_checkable

@@ -65,6 +65,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "RewardConfig": "leyline.config",
     },
     "Controllers and the engine": {
+        "Cites": "leyline.protocols",
         "PolicyClient": "leyline.protocols",
         "Resumable": "leyline.protocols",
         "Senses": "leyline.protocols",

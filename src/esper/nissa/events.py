@@ -6,49 +6,47 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
+import msgspec.inspect
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.errors import InputError
 from esper.leyline.stages import IN_BUDGET, Stage, among
-from esper.leyline.verdicts import Refusal, Vital
-from esper.leyline.view import Bools, Outcome, Scores, Seeds, Space, Transitions, View
+from esper.leyline.verdicts import Vital
+from esper.leyline.view import Bools, Floats, Outcome, Scores, Seeds, Space, Transitions, View
 from esper.nissa.rows import (
     READABLE,
     ROWS,
     SCHEMA,
+    AnomalyRow,
     EpisodeRow,
     LifecycleRow,
-    Numbers,
+    RewardRow,
     RollbackRow,
     Row,
     StepRow,
 )
 from esper.store.reading import open_regular
 
+DIGITS = 5
+"""Significant digits of measurements."""
+
 _DECIDED = (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
 
 
-def step_row(view: View, outcome: Outcome, *, twin_metrics: Numbers | None = None) -> StepRow:
+def step_row(view: View, outcome: Outcome, *, twin_metrics: Floats | None = None) -> StepRow:
     """The row of the step that `outcome` describes and that led to `view`."""
     measured, seeds = view.measurements, view.seeds
-    ops, slots = _decisions(outcome.actions, view.space)
     return StepRow(
         episode=outcome.episode,
         step=outcome.step,
-        metrics=outcome.after.metric,
-        losses=outcome.after.loss,
-        train_losses=measured.train_loss,
-        ops=ops,
-        op_slots=slots,
-        accepted=outcome.accepted,
-        refused=[Refusal(why).name.lower() if why else None for why in outcome.refused.tolist()],
+        metrics=rounded(outcome.after.metric),
+        losses=rounded(outcome.after.loss),
+        train_losses=rounded(measured.train_loss),
         stages=seeds.stage,
-        alphas=seeds.alpha,
+        alphas=rounded(seeds.alpha),
         added_param_counts=outcome.after.added_params,
-        twin_metrics=twin_metrics,
+        twin_metrics=None if twin_metrics is None else rounded(twin_metrics),
     )
 
 
@@ -91,7 +89,7 @@ def lifecycle_rows(
             from_stage=Stage(source).name,
             to_stage=Stage(target).name,
             blueprint=space.blueprints[index].name if index >= 0 else None,
-            alpha=float(after.alpha[env, slot]),
+            alpha=digits(after.alpha[env, slot]) or 0.0,
             **(bases[env, slot]._asdict() if target in _DECIDED and (env, slot) in bases else {}),
         )
 
@@ -116,6 +114,35 @@ def rollback_rows(
             pruned=[space.slots[slot] for slot in np.flatnonzero(gone)],
             slot_stages=after.stage[row].tolist(),
         )
+
+
+def anomaly_rows(outcome: Outcome, found: NDArray[np.int8], raised: tuple[str, int]) -> Iterator[AnomalyRow]:
+    """One row for each vital sign that failed in a step. `found` (rows,) holds the environments and then their twins.
+
+    raised: the level that the telemetry has risen to, and the steps for which it stays there.
+    """
+    envs, (level, steps) = len(outcome.actions.op), raised
+    for reason in sorted(set(found[found != Vital.GOOD].tolist())):
+        rows = np.flatnonzero(found == reason)
+        yield AnomalyRow(
+            episode=outcome.episode,
+            step=outcome.step,
+            reason=Vital(reason).name.lower(),
+            failed_envs=rows[rows < envs].tolist(),
+            failed_twins=(rows[rows >= envs] - envs).tolist() or (),
+            raised_level=level if steps else None,
+            raised_steps=steps,
+        )
+
+
+def reward_row(outcome: Outcome, components: Mapping[str, Floats]) -> RewardRow:
+    """The row of the rewards of a step. components: (E,) each."""
+    return RewardRow(
+        episode=outcome.episode,
+        step=outcome.step,
+        rewards=rounded(np.sum(list(components.values()), axis=0)),
+        components={name: rounded(values) for name, values in components.items()},
+    )
 
 
 def episode_rows(
@@ -146,16 +173,50 @@ def episode_rows(
 
 
 def encode(row: Row) -> bytes:
-    """The row as one line of strict JSON with its newline."""
-    return _encoder.encode(row) + b"\n"
+    """The row as one line of strict JSON with its newline.
+
+    In a list of lists, null stands for a list of nulls. A field that has its default is left out.
+    """
+    short = {name: _short(value) for name, _ in _DEPTHS[type(row)] if (value := getattr(row, name)) is not None}
+    return _encoder.encode(msgspec.structs.replace(row, **short) if short else row) + b"\n"
 
 
 def decode(line: bytes | str) -> Row:
-    """The row of a line of events.jsonl. InputError if the line is not a row of version `SCHEMA`."""
+    """The row of a line of events.jsonl, with every list at its full length. InputError if the line is no row of this version."""
     try:
-        return _decoder.decode(line)
+        row = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"not a row of version {SCHEMA} of the events ({error})") from None
+    for name, depth in _DEPTHS[type(row)]:
+        value = getattr(row, name)
+        if depth > 1 and value is not None:
+            setattr(row, name, _full(value, _shape(value, depth)))
+    return row
+
+
+def record(row: Row) -> dict[str, Any]:
+    """The fields of a row by their names in the file, with those that have their default.
+
+    Fields that only a training has are left out of the rows of other runs.
+    """
+    names = zip(row.__struct_fields__, row.__struct_encode_fields__, strict=True)
+    return {
+        key: msgspec.to_builtins(value) for name, key in names if (value := getattr(row, name)) is not msgspec.UNSET
+    }
+
+
+def rounded(values: Any) -> Floats:
+    """Round values to `DIGITS` significant digits; 0 and values that are not finite are returned unchanged."""
+    values = np.asarray(values, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.abs(values))))
+        near: Floats = np.round(values * scale) / scale
+    return np.where(np.isfinite(near), near, values)
+
+
+def digits(value: float) -> float | None:
+    """A number to `DIGITS` significant digits; None if it is not finite."""
+    return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
 
 
 def read_events(path: Path) -> Iterator[Row]:
@@ -194,14 +255,33 @@ def _version(line: bytes) -> int | None:
     return version if isinstance(version, int) else None
 
 
-def _decisions(actions: Actions, space: Space) -> tuple[list[str], list[str | None]]:
-    """Names of the operations, and of their slots; None for the slot of an operation that acts on none."""
-    known = (actions.op >= 0) & (actions.op < len(Op))
-    acts = known & RELEVANT[np.where(known, actions.op, 0), Head.SLOT]
-    acts &= (actions.slot >= 0) & (actions.slot < len(space.slots))
-    names = [Op(op).name if there else str(op) for op, there in zip(actions.op.tolist(), known.tolist(), strict=True)]
-    slots = [space.slots[slot] if act else None for slot, act in zip(actions.slot.tolist(), acts.tolist(), strict=True)]
-    return names, slots
+def _short(values: Any) -> list[Any]:
+    """Lists of numbers, with None for a list of nothing, and integers, which take less room, for whole numbers."""
+    array = np.asarray(values, np.float64)
+    if array.ndim < 2:
+        return [int(value) if value.is_integer() else value for value in array.tolist()]
+    if not array.size:
+        return array.tolist()  # type: ignore[no-any-return]
+    return [None if np.isnan(part).all() else _short(part) for part in array]
+
+
+def _shape(values: Any, depth: int) -> tuple[int, ...]:
+    """The lengths of nested lists, some of which are None; shorter than `depth` where all of a level are."""
+    shape, level = [], [values]
+    for _ in range(depth):
+        level = [value for value in level if value is not None]
+        if not level:
+            break
+        shape.append(len(level[0]))
+        level = [inner for value in level for inner in value]
+    return tuple(shape)
+
+
+def _full(values: Any, shape: tuple[int, ...]) -> Any:
+    """Nested lists of a shape, with lists of None for each None in `values`."""
+    if not shape:
+        return values
+    return [_full(value, shape[1:]) for value in (values if values is not None else [None] * shape[0])]
 
 
 def _plain(value: Any) -> Any:
@@ -211,6 +291,28 @@ def _plain(value: Any) -> Any:
         return value.item()
     raise TypeError(f"a row cannot hold a {type(value).__name__}")
 
+
+def _depth(kind: msgspec.inspect.Type) -> int:
+    """How deep lists of numbers are nested in a type; 0 for other types."""
+    match kind:
+        case msgspec.inspect.Metadata(type=inner):
+            return _depth(inner)
+        case msgspec.inspect.UnionType(types=types):
+            return max(map(_depth, types))
+        case msgspec.inspect.ListType(item_type=item):
+            number = isinstance(item, msgspec.inspect.UnionType) and msgspec.inspect.FloatType() in item.types
+            return 1 if number else _depth(item) and 1 + _depth(item)
+    return 0
+
+
+def _depths(row: type[Row]) -> tuple[tuple[str, int], ...]:
+    found = msgspec.inspect.type_info(row)
+    assert isinstance(found, msgspec.inspect.StructType)
+    return tuple((field.name, depth) for field in found.fields if (depth := _depth(field.type)))
+
+
+_DEPTHS = {row: _depths(row) for row in ROWS}
+"""Fields that hold lists of numbers, each with the depth of its lists, by kind of row."""
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 _decoder: msgspec.json.Decoder[Row] = msgspec.json.Decoder(functools.reduce(operator.or_, ROWS))

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from esper.nissa.outputs import Durable, Output
-from esper.nissa.rows import GradientsRow, MeasurementRow, PhasesRow, Row, SensorsRow, StepRow
+from esper.nissa.rows import GateRow, GradientsRow, MeasurementRow, PhasesRow, RewardRow, Row, SensorsRow, StepRow
 
 Level = Literal["off", "run", "step", "debug"]
 
-_OF_STEPS = (StepRow, MeasurementRow, SensorsRow, PhasesRow, GradientsRow)
+_OF_STEPS = (StepRow, GateRow, MeasurementRow, SensorsRow, RewardRow, PhasesRow, GradientsRow)
+_HIGHER: dict[Level, Level] = {"run": "step", "step": "debug"}
 
 
 class Hub:
@@ -18,7 +19,7 @@ class Hub:
 
     There is no queue: when `emit` returns, every output has the row; `emit` raises the error of an output.
     `seq` is the number of the next row. `level` says which rows are kept. After a restoration the level 'run' counts as
-    'step' for `raise_steps` steps, of which `raised` are left.
+    'step', and 'step' as 'debug', for `raise_steps` steps, of which `raised` are left.
     """
 
     def __init__(
@@ -28,9 +29,14 @@ class Hub:
         self._takers = [
             output.write_all if isinstance(output, Durable) else partial(_write_each, output) for output in self.outputs
         ]
-        self.level = level
+        self.asked: Level = level
         self.seq = seq
         self.raise_steps, self.raised = raise_steps, 0
+
+    @property
+    def level(self) -> Level:
+        """The level that holds now."""
+        return _HIGHER.get(self.asked, self.asked) if self.raised else self.asked
 
     def wants(self, kind: type[Row]) -> bool:
         """Whether rows of this kind are kept: none at level 'off', all but those of every step at 'run', all above.
@@ -39,9 +45,8 @@ class Hub:
         """
         if not self.outputs:
             return False
-        if self.level == "run":
-            return self.raised > 0 or not issubclass(kind, _OF_STEPS)
-        return self.level != "off"
+        level = self.level
+        return level != "off" and (level != "run" or not issubclass(kind, _OF_STEPS))
 
     def begin_step(self, *, restored: bool) -> None:
         """The rows of a step follow. restored: whether a network was restored in the step, which raises the level."""
@@ -58,7 +63,7 @@ class Hub:
 
     def extend(self, rows: Iterable[Row]) -> None:
         """`emit` several rows, which an output that has a file writes at once: a call of the system costs more than a row."""
-        kept, now = [row for row in rows if self.wants(type(row))], time.time()
+        kept, now = [row for row in rows if self.wants(type(row))], round(time.time(), 3)
         for place, row in enumerate(kept):
             row.seq, row.time = self.seq + place, now
         for take in self._takers if kept else ():

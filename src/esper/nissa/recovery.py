@@ -24,6 +24,9 @@ Mark = dict[str, Any]
 _LISTED = 3  # largest number of ranges in a sentence
 
 
+_AT_END = ("episode", "evaluation", "checkpoint")
+
+
 class ValidRows(NamedTuple):
     """The content of an events.jsonl."""
 
@@ -162,12 +165,12 @@ def _ends(line: bytes) -> bool:
 
 
 def _is_closing(data: bytes) -> bool:
-    """Whether the data hold exactly the rows that a run writes at its end: episode rows and the last run row."""
-    *episodes, last = _lines(data)
-    numbers = [_number(line) for line in (*episodes, last)]
+    """Whether the data hold exactly the rows that a run writes at its end, the last of which is a run row."""
+    *others, last = _lines(data)
+    numbers = [_number(line) for line in (*others, last)]
     if None in numbers or not _ends(last):
         return False
-    return all(_numbered.decode(line).kind == "episode" for line in episodes)
+    return all(_numbered.decode(line).kind in _AT_END for line in others)
 
 
 def _is_marked(data: bytes, mark: Mapping[str, Any]) -> bool:

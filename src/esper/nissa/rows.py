@@ -1,8 +1,8 @@
 """The rows of events.jsonl, one class per kind. E environments, S slots, F sensors.
 
 A value that was not measured is nan in an array and null in the file. Fields with one value per environment take arrays,
-which the writer converts to lists. A field name has the same type in all kinds of rows, so that the file can be read as one
-table; an array therefore has another name than the number of one environment.
+which the writer converts to lists. A field that has its default is left out of the file. A field name has the same type in all
+kinds of rows, so that the file can be read as one table; an array therefore has another name than the number of one environment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     Table = Sequence[Sequence[int]] | NDArray[np.integer[Any]]
     Flags = Sequence[bool] | NDArray[np.bool_]
     Cube = Sequence[Sequence[Sequence[float | None]]] | NDArray[np.floating[Any]]
-else:  # the types in the file
+else:  # the types in the file, where null stands for a list of nulls
     Numbers = list[float | None]
-    Matrix = list[list[float | None]]
+    Matrix = list[list[float | None] | None]
     Integers = list[int]
     Table = list[list[int]]
     Flags = list[bool]
-    Cube = list[list[list[float | None]]]
+    Cube = list[list[list[float | None] | None] | None]
 
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the rows, in every `run` row. Rows of version 1 have no such field; docs/events.md lists what changed."""
-READABLE = (2, SCHEMA)
+READABLE = (3, SCHEMA)
 """The versions whose rows are rows of the present version too."""
 
 
-class Row(msgspec.Struct, kw_only=True, tag_field="kind"):
+class Row(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
     """Fields of every row, beside `kind`."""
 
     seq: Annotated[int, Meta(description="place in the file, from 0, without a gap")] = -1
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, kw_only=True, tag_field="kind"):
 class RunRow(Row, tag="run", kw_only=True):
     """The first and the last row of a run. A run that is resumed with a changed config has one more at that place."""
 
-    schema: Annotated[int, Meta(description="version of the rows")] = SCHEMA
+    schema: Annotated[int, Meta(description="version of the rows")] = msgspec.field(default_factory=lambda: SCHEMA)
     status: Annotated[Literal["running", "finished", "interrupted", "failed"], Meta(description="of the run")]
     task: Annotated[str, Meta(description="name of the task")]
     controller: Annotated[str, Meta(description="name of the controller; ppo in a training")]
@@ -79,21 +79,13 @@ class PlayedRow(Row, kw_only=True):
 
 
 class StepRow(PlayedRow, tag="step", kw_only=True):
-    """One step of every environment. All lists are over environments."""
+    """One step of every environment, to 5 digits. An environment without a `decision` row at this step chose WAIT."""
 
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
     metrics: Annotated[Numbers, Meta(description="(E,) task metric on the probe split, after the step")]
     losses: Annotated[Numbers, Meta(description="(E,) loss on the probe split, after the step")]
     train_losses: Annotated[Numbers, Meta(description="(E,) mean loss over the batches of the step")]
-    ops: Annotated[Sequence[str], Meta(description="(E,) operation that the controller chose")]
-    op_slots: Annotated[
-        Sequence[str | None], Meta(description="(E,) slot of the operation; null where it acts on none")
-    ]
-    accepted: Annotated[Flags, Meta(description="(E,) whether the operation was carried out")]
-    refused: Annotated[
-        Sequence[str | None], Meta(description="(E,) why the operation was not carried out; null where it was")
-    ]
     stages: Annotated[Table, Meta(description="(E, S) stage of every slot, 0 DORMANT to 7 EMBARGOED")]
     alphas: Annotated[Matrix, Meta(description="(E, S) dose of every slot")]
     added_param_counts: Annotated[
@@ -113,7 +105,7 @@ class LifecycleRow(PlayedRow, tag="lifecycle", kw_only=True, rename={"from_stage
     slot: Annotated[str, Meta(description="name of the slot")]
     from_stage: Annotated[str, Meta(description="stage before")]
     to_stage: Annotated[str, Meta(description="stage after")]
-    blueprint: Annotated[str | None, Meta(description="blueprint of the seed; null where the slot held none")]
+    blueprint: Annotated[str | None, Meta(description="blueprint of the seed; null where the slot held none")] = None
     alpha: Annotated[float, Meta(description="dose after the change")]
     why: Annotated[
         str | None,
@@ -147,41 +139,54 @@ class RollbackRow(PlayedRow, tag="rollback", kw_only=True):
 
 
 class DecisionRow(PlayedRow, tag="decision", kw_only=True):
-    """One decision other than WAIT of one environment, with what it was based on. The measurements are those before the step."""
+    """One decision of one environment, with what it was based on: the measurements before the step, to 5 digits.
+
+    Decisions to WAIT have rows at level debug only.
+    """
 
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
     env: Annotated[int, Meta(description="environment")]
     op: Annotated[str, Meta(description="operation that the controller chose")]
-    slot: Annotated[str | None, Meta(description="name of the slot; null where the controller named none that exists")]
-    stage: Annotated[str | None, Meta(description="stage of the slot before the decision")]
+    slot: Annotated[
+        str | None, Meta(description="name of the slot; null where the controller named none that exists")
+    ] = None
+    stage: Annotated[str | None, Meta(description="stage of the slot before the decision")] = None
     blueprint: Annotated[
         str | None,
         Meta(description="blueprint to be planted, or of the seed in the slot; null where the slot is empty"),
-    ]
-    blend: Annotated[str | None, Meta(description="how the seed enters the stream; null where there is no seed")]
-    tempo: Annotated[int | None, Meta(description="length of the ramp; null where the operation has none [steps]")]
-    target: Annotated[float | None, Meta(description="dose at the end of the ramp; null where the operation has none")]
-    price: Annotated[int | None, Meta(description="parameters of the seed; null where there is no seed")]
+    ] = None
+    blend: Annotated[str | None, Meta(description="how the seed enters the stream; null where there is no seed")] = None
+    tempo: Annotated[int | None, Meta(description="length of the ramp; null where the operation has none [steps]")] = (
+        None
+    )
+    target: Annotated[
+        float | None, Meta(description="dose at the end of the ramp; null where the operation has none")
+    ] = None
+    price: Annotated[int | None, Meta(description="parameters of the seed; null where there is no seed")] = None
     carried_out: Annotated[bool, Meta(description="whether the decision was carried out")]
-    refusal: Annotated[str | None, Meta(description="why it was not carried out; null where it was")]
-    why: Annotated[str | None, Meta(description="reason that the controller gives; null where it gives none")]
+    refusal: Annotated[str | None, Meta(description="why it was not carried out; null where it was")] = None
+    why: Annotated[str | None, Meta(description="reason that the controller gives; null where it gives none")] = None
     gate_checks: Annotated[
         str | None, Meta(description="result of the gate that the seed must pass next; null at a stage without a gate")
-    ]
+    ] = None
     margins: Annotated[
         Mapping[str, float | None],
         Meta(
             description="by check of that gate: how far the seed is above the limit, in the unit of the check; a check passes "
             "above 0, and null is not measured"
         ),
-    ]
+    ] = msgspec.field(default_factory=dict)
     contribution_mean: Annotated[
         float | None, Meta(description="contribution of the seed to the metric; null where not measured")
-    ]
-    contribution_se: Annotated[float | None, Meta(description="its standard error")]
-    gain_mean: Annotated[float | None, Meta(description="incubation gain of the seed; null where not measured")]
-    gain_se: Annotated[float | None, Meta(description="its standard error")]
+    ] = None
+    contribution_se: Annotated[float | None, Meta(description="its standard error")] = None
+    gain_mean: Annotated[float | None, Meta(description="incubation gain of the seed; null where not measured")] = None
+    gain_se: Annotated[float | None, Meta(description="its standard error")] = None
+    rule_sensors: Annotated[
+        Mapping[str, float | None],
+        Meta(description="by name: the sensors of the slot that the controller's rule looked at; absent for a policy"),
+    ] = msgspec.field(default_factory=dict)
     choice_counts: Annotated[
         Sequence[int],
         Meta(
@@ -204,22 +209,49 @@ class DecisionRow(PlayedRow, tag="decision", kw_only=True):
     ] = None
 
 
+class GateRow(PlayedRow, tag="gate", kw_only=True):
+    """The gate that a seed must pass next gave another answer after the step than before it, or it is the first answer."""
+
+    episode: Annotated[int, Meta(description="counted from 0")]
+    step: Annotated[int, Meta(description="counted from 0")]
+    env: Annotated[int, Meta(description="environment")]
+    slot: Annotated[str, Meta(description="name of the slot")]
+    gate: Annotated[str, Meta(description="advance, which ends TRAINING, or fossilize, which ends HOLDING")]
+    passed: Annotated[bool, Meta(description="whether the seed passes")]
+    margins: Annotated[
+        Mapping[str, float | None],
+        Meta(
+            description="by check: how far the seed is above the limit; a check passes above 0, and null is not measured"
+        ),
+    ]
+
+
 class MeasurementRow(PlayedRow, tag="measurement", kw_only=True):
-    """The measurements of every seed after a step, to 6 digits. Contributions and Shapley values are in units of the metric."""
+    """The measurements of every seed after a step, to 5 digits. Contributions and Shapley values are in units of the metric.
+
+    A step at which no seed was measured has no row.
+    """
 
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
     contribution_means: Annotated[
-        Matrix, Meta(description="(E, S) metric minus metric without the seed, of seeds with a dose above 0")
-    ]
-    contribution_ses: Annotated[Matrix, Meta(description="(E, S) standard errors of the contributions")]
+        Matrix | None,
+        Meta(
+            description="(E, S) metric minus metric without the seed, of seeds with a dose above 0; null where none was measured"
+        ),
+    ] = None
+    contribution_ses: Annotated[Matrix | None, Meta(description="(E, S) standard errors of the contributions")] = None
     gain_means: Annotated[
-        Matrix, Meta(description="(E, S) loss minus loss with the seed at dose 1, of seeds in TRAINING")
-    ]
-    gain_ses: Annotated[Matrix, Meta(description="(E, S) standard errors of the gains")]
+        Matrix | None,
+        Meta(
+            description="(E, S) loss minus loss with the seed at dose 1, of seeds in TRAINING; null where none was measured"
+        ),
+    ] = None
+    gain_ses: Annotated[Matrix | None, Meta(description="(E, S) standard errors of the gains")] = None
     participations: Annotated[
-        Matrix, Meta(description="(E, S) participation ratio of the stream at the slot / width of the stream")
-    ]
+        Matrix | None,
+        Meta(description="(E, S) participation ratio of the stream at the slot / width of the stream; at level debug"),
+    ] = None
     shapley_means: Annotated[
         Matrix | None, Meta(description="(E, S) Shapley values; null at steps at which no coalitions are measured")
     ] = None
@@ -233,7 +265,10 @@ class MeasurementRow(PlayedRow, tag="measurement", kw_only=True):
 
 
 class SensorsRow(PlayedRow, tag="sensors", kw_only=True):
-    """The growth sensors, to 6 digits, after a step at which they were measured. docs/observation.md explains each."""
+    """The growth sensors, to 5 digits, after a step at which they were measured and due. docs/observation.md explains each.
+
+    `telemetry.sensors_every` says how often they are due.
+    """
 
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
@@ -242,20 +277,36 @@ class SensorsRow(PlayedRow, tag="sensors", kw_only=True):
 
 
 class PhasesRow(PlayedRow, tag="phases", kw_only=True):
-    """Where the time of a step went."""
+    """Where the time of the last steps went. `telemetry.sensors_every` says how many steps a row covers."""
+
+    episode: Annotated[int, Meta(description="counted from 0")]
+    step: Annotated[int, Meta(description="last of the steps, counted from 0")]
+    covered: Annotated[int, Meta(description="number of steps that the row covers")] = msgspec.field(
+        default_factory=lambda: 1
+    )
+    phase_seconds: Annotated[
+        Mapping[str, float],
+        Meta(description="by phase: its time in all of these steps, to 4 digits; deciding is the controller [seconds]"),
+    ]
+    device_reads: Annotated[
+        int,
+        Meta(
+            description="reads of the device in all of these steps: 1 a step, and 1 more where an environment was restored"
+        ),
+    ]
+
+
+class RewardRow(PlayedRow, tag="reward", kw_only=True):
+    """The rewards that a training paid for a step, to 5 digits."""
 
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
-    phase_seconds: Annotated[
-        Mapping[str, float], Meta(description="by phase of the step; deciding is the controller [seconds]")
-    ]
-    device_reads: Annotated[
-        int, Meta(description="reads of the device: 1, and 1 more where an environment was restored")
-    ]
+    rewards: Annotated[Numbers, Meta(description="(E,) sum of the components")]
+    components: Annotated[Mapping[str, Numbers], Meta(description="by name of the component (docs/training.md): (E,)")]
 
 
 class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
-    """Gradient norms of a step, to 6 digits, one for each group of parameters: the host and every seed."""
+    """Gradient norms of a step, to 5 digits, one for each group of parameters: the host and every seed."""
 
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
@@ -263,6 +314,20 @@ class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
     seed_gradients: Annotated[
         Matrix, Meta(description="(E, S) gradient norm of the seed, mean over the step; null where no seed trained")
     ]
+
+
+class AnomalyRow(PlayedRow, tag="anomaly", kw_only=True):
+    """A vital sign failed in a step. The level of the telemetry rises for some steps, if a higher one writes more."""
+
+    episode: Annotated[int, Meta(description="counted from 0")]
+    step: Annotated[int, Meta(description="counted from 0")]
+    reason: Annotated[str, Meta(description="the vital sign that failed")]
+    failed_envs: Annotated[Sequence[int], Meta(description="environments in which it failed")]
+    failed_twins: Annotated[Sequence[int], Meta(description="environments in whose never-grow twin it failed")] = ()
+    raised_level: Annotated[
+        str | None, Meta(description="level that holds from this step on; null if it did not rise")
+    ] = None
+    raised_steps: Annotated[int, Meta(description="steps for which it holds, this one included")] = 0
 
 
 class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
@@ -281,6 +346,40 @@ class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
     rollbacks: Annotated[int, Meta(description="restorations of the environment in the episode")]
 
 
+class EvaluationRow(PlayedRow, tag="evaluation", kw_only=True):
+    """An evaluation of the networks as they are exported: at the end of a run, and in a training after a round."""
+
+    split: Annotated[str, Meta(description="test or validation")]
+    metrics: Annotated[Numbers, Meta(description="(E,) task metric on the split")]
+    losses: Annotated[Numbers, Meta(description="(E,) loss on the split")]
+    objectives: Annotated[Numbers, Meta(description="(E,) J: metric or minus loss, less the rent of the parameters")]
+    twin_metrics: Annotated[Numbers | None, Meta(description="(E,) metric of the never-grow twins; null without")] = (
+        None
+    )
+
+
+class CheckpointRow(Row, tag="checkpoint", kw_only=True):
+    """A checkpoint was written. The row follows when it is complete, at the latest at the end of the run."""
+
+    steps: Annotated[int, Meta(description="steps that were taken before it; in a training those of all rounds")]
+    file: Annotated[str, Meta(description="its folder within the run folder")]
+    bytes: Annotated[int, Meta(description="size of its files [bytes]")]
+    seconds: Annotated[float, Meta(description="duration of the writing, beside the run [seconds]")]
+    best: Annotated[bool, Meta(description="whether it is that of the best controller so far")] = False
+
+
+class EnvironmentRow(Row, tag="environment", kw_only=True):
+    """What the run began on, as in environment.json."""
+
+    versions: Annotated[Mapping[str, str | None], Meta(description="by library; null where it is not installed")]
+    platform: Annotated[str, Meta(description="operating system and processor")]
+    device: Annotated[str, Meta(description="device of the networks")]
+    device_name: Annotated[str, Meta(description="name of the device")]
+    threads: Annotated[int, Meta(description="threads of torch")]
+    git_revision: Annotated[str | None, Meta(description="commit of the working directory; null outside a repository")]
+    command: Annotated[Sequence[str], Meta(description="command line")]
+
+
 class RoundRow(Row, tag="round", kw_only=True):
     """One round of a controller's training."""
 
@@ -293,15 +392,21 @@ class RoundRow(Row, tag="round", kw_only=True):
 
 ROWS: tuple[type[Row], ...] = (
     RunRow,
+    EnvironmentRow,
     StepRow,
     DecisionRow,
     LifecycleRow,
+    GateRow,
     MeasurementRow,
     SensorsRow,
+    RewardRow,
     PhasesRow,
     GradientsRow,
     RollbackRow,
+    AnomalyRow,
     EpisodeRow,
+    EvaluationRow,
+    CheckpointRow,
     RoundRow,
 )
 """The kinds of rows."""

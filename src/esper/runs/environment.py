@@ -3,13 +3,14 @@
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from esper.leyline.distribution import installed_version
+from esper.nissa.rows import EnvironmentRow
 
 VERSIONS = ("esper", "python", "torch", "numpy", "safetensors", "scikit-learn")
 """The software whose versions environment.json records."""
@@ -26,6 +27,12 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "git_revision": git_revision(),
         "command": sys.argv,
     }
+
+
+def environment_row(found: Mapping[str, Any]) -> EnvironmentRow:
+    """Return the row of what `describe_environment` found."""
+    names = ("platform", "device", "device_name", "threads", "git_revision", "command")
+    return EnvironmentRow(versions={name: found[name] for name in VERSIONS}, **{name: found[name] for name in names})
 
 
 def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:

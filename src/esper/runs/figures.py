@@ -1,6 +1,6 @@
 """The final figures of a run: its networks on the test and validation splits, their sizes, and the numbers of examples."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -9,6 +9,7 @@ from esper.kasmina.regrow import RegrownHost
 from esper.leyline.config import Config
 from esper.leyline.task import AnyTask, Split, Task
 from esper.leyline.view import Floats
+from esper.nissa.rows import EvaluationRow
 from esper.runs.split_sizes import split_sizes
 from esper.simic.rewards import objective
 from esper.tolaria.engine import VectorizedEngine
@@ -40,6 +41,19 @@ def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
         **{f"validation_{name}": pair for name, pair in validation.items()},
     }
     return figures | {"best": _best(figures, config)}
+
+
+def evaluation_rows(figures: Summary) -> Iterator[EvaluationRow]:
+    """Yield the rows of the evaluation of the test and validation splits, from `final_figures`."""
+    for split in ("test", "validation"):
+        metric, loss, worth = (figures[f"{split}_{name}"] for name in (figures["metric"], "loss", "objective"))
+        yield EvaluationRow(
+            split=split,
+            metrics=metric["grown"],
+            losses=loss["grown"],
+            objectives=worth["grown"],
+            twin_metrics=metric["host"],
+        )
 
 
 def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:

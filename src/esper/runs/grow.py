@@ -31,10 +31,10 @@ from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_ba
 from esper.runs.environment import describe_environment
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
-from esper.runs.figures import Summary, final_figures, test_splits
+from esper.runs.figures import Summary, evaluation_rows, final_figures, test_splits
 from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import NEW, Opening, fitting
-from esper.runs.run_folder import RunFolder
+from esper.runs.run_folder import RunFolder, emit_checkpoints
 from esper.runs.stopping import stopping_figures
 from esper.store.checkpoint import Checkpoints
 from esper.store.files import MODELS
@@ -127,6 +127,8 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
     if exported is not None:
         growth.journal.close(exported, ended)
     figures = final_figures(engine, task, config)
+    for row in evaluation_rows(figures):
+        run.hub.emit(row)
     networks = [engine.export(env) for env in range(config.envs)]
     written = Written([], [])
     if run.path is not None:
@@ -226,6 +228,8 @@ class Keeper(Observer):
             return
         client, engine, run = self.growth.client, self.growth.engine, self.growth.run
         assert isinstance(client, Resumable)
+        store.join()
+        emit_checkpoints(run.hub, store)
         run.hub.flush()
         state = {
             **run.hub.state(),

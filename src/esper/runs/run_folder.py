@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,8 +13,9 @@ from esper.leyline.task import AnyTask
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.recovery import Mark
-from esper.nissa.rows import RunRow
+from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
 from esper.runs.contents import check_folder, create_folder, make_folder, sweep
+from esper.runs.environment import environment_row
 from esper.runs.interrupt import Interrupt
 from esper.runs.origin import DATA, Difference, compare_origin, origin_of
 from esper.runs.resume import NEW, Opening, change_config, fitting, reopen_run, take_up
@@ -125,6 +127,7 @@ class RunFolder:
 
     def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
         """Write the first files and the first row; for a run that continues, write only what is missing or changed."""
+        environment = cache(environment)
         if self.path is not None and self.lock is not None:
             self._make(self.path, self.lock, environment)
             # changes after the checkpoint: the rows that named them were cut from the events
@@ -133,6 +136,8 @@ class RunFolder:
             row.changed = [each for entry in entries for each in (*entry.settings, *entry.noted)]
         if self.found is None or row.changed:
             self.hub.emit(row)
+        if self.found is None and self.hub.wants(EnvironmentRow):
+            self.hub.emit(environment_row(environment()))
 
     def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
         """Write the last row and the summary, after the last checkpoint is complete or, with `at_once`, without waiting
@@ -140,6 +145,8 @@ class RunFolder:
         """
         if self.store is not None and not at_once:
             self.store.join()
+        if self.store is not None:
+            emit_checkpoints(self.hub, self.store)
         self.hub.emit(row)
         self.hub.flush()
         if self.path is not None:
@@ -178,3 +185,9 @@ class RunFolder:
 
     def _write(self, path: Path, content: str) -> None:
         self.retry(path, lambda: write_atomic(path, content))
+
+
+def emit_checkpoints(hub: Hub, store: Checkpoints) -> None:
+    """Emit a row for each checkpoint that was completed since the last call."""
+    while store.written:
+        hub.emit(CheckpointRow(**store.written.popleft()._asdict()))

@@ -17,9 +17,11 @@ from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask
 from esper.leyline.view import View
 from esper.nissa.hub import Hub
+from esper.nissa.rows import EvaluationRow
 from esper.runs.figures import Summary
 from esper.runs.history import History
 from esper.runs.interrupt import Interrupt
+from esper.runs.run_folder import emit_checkpoints
 from esper.simic.client import SimicClient
 from esper.simic.imitation import Apprentice
 from esper.simic.ppo import PPO
@@ -128,6 +130,8 @@ class Keeper(NamedTuple):
         """Write a checkpoint, unless no step was taken since the last. best: whether its validation score is the best so far."""
         if self.store is None or self.school.steps == self.store.last:
             return
+        self.store.join()
+        emit_checkpoints(self.hub, self.store)
         self.hub.flush()
         seconds = time.perf_counter() - self.started
         state = {**self.hub.state(), "seconds": seconds, "school": self.school.state()}
@@ -278,7 +282,10 @@ class School:
             cohort.engine.reset(sample_instances(cohort, self.number, group))
             self.episode = Episode(time.perf_counter() - begin)
         episode, pause = self.episode, Pause(self, interrupt, keeper)
-        play(cohort.engine, client, pause, self._journal(cohort, cohort.engine, "training", self.number), episode)
+        journal = Journal(
+            cohort.engine, self.hub, Source("training", cohort.task.name, self.number), lambda: client.paid
+        )
+        play(cohort.engine, client, pause, journal, episode)
         if pause.asked:
             raise Stop
         view = cohort.engine.view()
@@ -292,16 +299,18 @@ class School:
         """
         engine, reward = cohort.validation, cohort.config.reward
         engine.reset(episode=0)
-        play(engine, Learned(self.policy), self._journal(cohort, engine, "validation", number))
+        source = Source("validation", cohort.task.name, number)
+        play(engine, Learned(self.policy), Journal(engine, self.hub, source))
         view = engine.view()
         metric, loss = engine.evaluate(engine.population.data.validation_splits())
         value = metric if reward.objective == "metric" else -loss
         added = engine.exported_params() - view.host_params
         kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)
-        return objective(value, added, view.host_params, reward.rent, reward.rent_size), kept
-
-    def _journal(self, cohort: Cohort, engine: VectorizedEngine, name: str, number: int) -> Journal:
-        return Journal(engine, self.hub, Source(name, cohort.task.name, number))
+        worth = objective(value, added, view.host_params, reward.rent, reward.rent_size)
+        self.hub.emit(
+            EvaluationRow(**source._asdict(), split="validation", metrics=metric, losses=loss, objectives=worth)
+        )
+        return worth, kept
 
     def _close(
         self, figures: dict[str, float], clients: Sequence[SimicClient], played: Sequence[Played], updating: float

@@ -9,7 +9,7 @@ import torch
 from esper.leyline.actions import Actions, Head
 from esper.leyline.config import GovernorConfig
 from esper.leyline.protocols import Judgement, Reward
-from esper.leyline.view import Outcome, View
+from esper.leyline.view import Floats, Outcome, View
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
 from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
@@ -26,6 +26,7 @@ class SimicClient:
         self.menu: tuple[str, ...] = ()
         self._buffer: TamiyoRolloutBuffer | None = None
         self._output: ActorOutput | None = None
+        self.paid: Mapping[str, Floats] = {}  # components (E,) of the rewards of the last step
 
     def act(self, view: View) -> Actions:
         """A sampled decision per environment, recorded with its observation."""
@@ -49,7 +50,8 @@ class SimicClient:
 
     def store(self, outcome: Outcome) -> None:
         """Record the rewards of the last decisions. A rollback ends the sequence of its row, and empties the row's memory."""
-        self._written().close(total(paid(self.reward, outcome, self.penalty)), outcome.ended)
+        self.paid = paid(self.reward, outcome, self.penalty)
+        self._written().close(total(self.paid), outcome.ended)
         self.actor.store(outcome)
 
     def cut(self, view: View) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -63,6 +64,16 @@ class Checkpoint(NamedTuple):
 
     number: int
     state: Tree
+
+
+class Written(NamedTuple):
+    """A checkpoint that is complete."""
+
+    steps: int  # that were taken before it
+    file: str  # its folder within the run folder
+    bytes: int  # size of its files
+    seconds: float  # duration of the writing
+    best: bool
 
 
 class Writing(NamedTuple):
@@ -140,6 +151,7 @@ class Checkpoints:
         self._started = time.monotonic()  # time of the last checkpoint
         self._background = Background()
         self._writing: Writing | None = None
+        self.written: deque[Written] = deque()  # those of this process, until the run has recorded them
 
     def due(self, number: int) -> bool:
         """Whether a checkpoint is due after `number` steps. Raises the error of the last checkpoint, if it failed."""
@@ -207,7 +219,7 @@ class Checkpoints:
         self.join()
 
     def _put(self, number: int, parts: Sequence[bytes | memoryview], plain: Any, best: bool) -> None:
-        name = _name(number)
+        name, begin = _name(number), time.monotonic()
         facts = {
             "format": FORMAT,
             "run": self.run,
@@ -226,6 +238,8 @@ class Checkpoints:
             if (self.folder / pointer).is_dir() and not (self.folder / pointer).is_symlink():
                 remove(self.folder / pointer)  # a folder of that name cannot be replaced by a file
             write_atomic(self.folder / pointer, f"{name} {_sha256(text)}\n")
+        size = len(text) + sum(map(len, parts))
+        self.written.append(Written(number, f"{CHECKPOINTS}/{name}", size, time.monotonic() - begin, best))
         self._retain(name)
 
     def _retain(self, latest: str) -> None:

@@ -5,6 +5,7 @@ E environments, S slots, K blueprints.
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +85,7 @@ class Heuristic(Rule):
     """
 
     sensors_every = 4
+    sensors_read = MappingProxyType({Op.GERMINATE: ("participation", "participation_inner")})
 
     def __init__(self, config: HeuristicConfig, gates: GatesConfig) -> None:
         self.config = config

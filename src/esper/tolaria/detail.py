@@ -1,6 +1,6 @@
 """Detailed rows of the events: the basis of the decisions of a step, and its measurements. E environments, S slots."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,32 +10,34 @@ from esper.kasmina.gates import Gates, judge
 from esper.leyline.actions import RELEVANT, Blend, Head, Op
 from esper.leyline.config import GatesConfig
 from esper.leyline.masks import offered
-from esper.leyline.stages import Stage
+from esper.leyline.stages import Stage, among
 from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Floats, Outcome, View, take
-from esper.nissa.rows import DecisionRow, GradientsRow, MeasurementRow, SensorsRow
+from esper.leyline.view import Outcome, View, take
+from esper.nissa.events import digits, rounded
+from esper.nissa.rows import DecisionRow, GateRow, GradientsRow, MeasurementRow, SensorsRow
 from esper.tolaria.attribution import attribute
 from esper.tolaria.fates import GATES
 from esper.tolaria.play import Decision
 from esper.tolaria.population import Population
 
-DIGITS = 6
-"""Significant digits of measurements."""
-
 
 def decision_rows(
-    view: View, decision: Decision, outcome: Outcome, gates: GatesConfig, population: Population
+    view: View, decision: Decision, outcome: Outcome, gates: GatesConfig, population: Population, *, full: bool = False
 ) -> Iterator[DecisionRow]:
-    """Yield a row for each environment that chose another operation than WAIT. `view` is what the decision was based on."""
+    """Yield a row for each environment that chose another operation than WAIT. `view` is what the decision was based on.
+
+    full: also rows of decisions to WAIT, and the values of all sensors.
+    """
     actions = outcome.actions
-    acting = np.flatnonzero(actions.op != Op.WAIT)
+    acting = np.flatnonzero((actions.op != Op.WAIT) | full)
     if not len(acting):
         return
     judged = judge(view.seeds, view.measurements, gates)
     counts = _counts(view, outcome)
     for env in acting.tolist():
         op, slot = int(actions.op[env]), int(actions.slot[env])
-        known, there = 0 <= op < len(Op), 0 <= slot < len(view.space.slots)
+        known, there = 0 <= op < len(Op), op != Op.WAIT and 0 <= slot < len(view.space.slots)
+        read = view.space.sensors if full else decision.sensors.get(Op(op), ()) if known else ()
         yield DecisionRow(
             episode=outcome.episode,
             step=outcome.step,
@@ -49,28 +51,58 @@ def decision_rows(
             **_ramp(view, outcome, env, known),
             **(_seed(view, outcome, env, slot, population) if there else _NO_SEED),
             **(_basis(view, judged, env, slot) if there else _NO_BASIS),
+            rule_sensors=_sensors(view, env, slot, read) if there else {},
             **_judgement(decision, env),
         )
 
 
-def measurement_row(view: View, outcome: Outcome, pairs: int) -> MeasurementRow:
-    """Return the measurements of the step that led to `view`. pairs: `probe.shapley_samples`."""
+def gate_rows(before: View, after: View, outcome: Outcome, gates: GatesConfig) -> Iterator[GateRow]:
+    """Yield a row for each seed whose gate gives another answer in one view than in the view before, or has its first."""
+    waiting = among(after.seeds.stage, frozenset(GATES))
+    if not waiting.any():
+        return
+    old, new = (judge(view.seeds, view.measurements, gates) for view in (before, after))
+    for stage, name in GATES.items():
+        gate, previous = getattr(new, name), getattr(old, name)
+        stays = (before.seeds.stage == stage) & (before.seeds.blueprint == after.seeds.blueprint)
+        changed = (after.seeds.stage == stage) & ~(stays & (gate.passed() == previous.passed()))
+        passed = gate.passed()
+        for env, slot in np.argwhere(changed).tolist():
+            yield GateRow(
+                episode=outcome.episode,
+                step=outcome.step,
+                env=env,
+                slot=after.space.slots[slot],
+                gate=name,
+                passed=bool(passed[env, slot]),
+                margins={check.name: digits(check.margin[env, slot]) for check in gate.checks},
+            )
+
+
+def measurement_row(view: View, outcome: Outcome, pairs: int, *, full: bool = False) -> MeasurementRow | None:
+    """Return the measurements of the step that led to `view`, None if there are none. pairs: `probe.shapley_samples`.
+
+    full: also the participation of every stream, which the sensors have less often.
+    """
     measured, values, envs = view.measurements, view.coalitions, len(view.host_params)
-    row = MeasurementRow(
-        episode=outcome.episode,
-        step=outcome.step,
-        contribution_means=rounded(measured.contribution.mean),
-        contribution_ses=rounded(measured.contribution.se),
-        gain_means=rounded(measured.gain.mean),
-        gain_ses=rounded(measured.gain.se),
-        participations=rounded(measured.participation),
-    )
+    found = {
+        "contribution_means": measured.contribution.mean,
+        "contribution_ses": measured.contribution.se,
+        "gain_means": measured.gain.mean,
+        "gain_ses": measured.gain.se,
+        "participations": measured.participation if full else None,
+    }
     if values is not None and values.step == view.step:
-        found = take(attribute(values, pairs), slice(0, envs))
-        row.shapley_means, row.shapley_ses = rounded(found.shapley.mean), rounded(found.shapley.se)
-        if np.isfinite(found.interaction).any():
-            row.interactions = rounded(found.interaction)
-    return row
+        shares = take(attribute(values, pairs), slice(0, envs))
+        found |= {
+            "shapley_means": shares.shapley.mean,
+            "shapley_ses": shares.shapley.se,
+            "interactions": shares.interaction,
+        }
+    known: dict[str, Any] = {
+        name: rounded(value) for name, value in found.items() if value is not None and not np.isnan(value).all()
+    }
+    return MeasurementRow(episode=outcome.episode, step=outcome.step, **known) if known else None
 
 
 def sensors_row(view: View, outcome: Outcome) -> SensorsRow | None:
@@ -94,15 +126,6 @@ def gradients_row(view: View, outcome: Outcome) -> GradientsRow:
         host_gradients=rounded(view.measurements.gradient_norm),
         seed_gradients=rounded(view.measurements.seed_gradient_norm),
     )
-
-
-def rounded(values: NDArray[np.floating[Any]]) -> Floats:
-    """Round values to `DIGITS` significant digits; 0 and values that are not finite are returned unchanged."""
-    values = np.asarray(values, np.float64)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.abs(values))))
-        near: Floats = np.round(values * scale) / scale
-    return np.where(np.isfinite(near), near, values)
 
 
 _NO_SEED: dict[str, Any] = {"stage": None, "blueprint": None, "blend": None, "price": None}
@@ -153,15 +176,15 @@ def _basis(view: View, judged: Gates, env: int, slot: int) -> dict[str, Any]:
     measured, stage = view.measurements, Stage(int(view.seeds.stage[env, slot]))
     basis = {
         **_NO_BASIS,
-        "contribution_mean": _number(measured.contribution.mean[env, slot]),
-        "contribution_se": _number(measured.contribution.se[env, slot]),
-        "gain_mean": _number(measured.gain.mean[env, slot]),
-        "gain_se": _number(measured.gain.se[env, slot]),
+        "contribution_mean": digits(measured.contribution.mean[env, slot]),
+        "contribution_se": digits(measured.contribution.se[env, slot]),
+        "gain_mean": digits(measured.gain.mean[env, slot]),
+        "gain_se": digits(measured.gain.se[env, slot]),
     }
     if stage in GATES:
         gate = getattr(judged, GATES[stage])
         basis["gate_checks"] = gate.reason(env, slot)
-        basis["margins"] = {check.name: _number(check.margin[env, slot]) for check in gate.checks}
+        basis["margins"] = {check.name: digits(check.margin[env, slot]) for check in gate.checks}
     return basis
 
 
@@ -173,9 +196,11 @@ def _judgement(decision: Decision, env: int) -> dict[str, Any]:
     return {
         "probabilities": rounded(found.probability[env]),
         "entropies": rounded(found.entropy[env]),
-        "value": _number(float(rounded(found.value[env]))),
+        "value": digits(found.value[env]),
     }
 
 
-def _number(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+def _sensors(view: View, env: int, slot: int, names: Sequence[str]) -> dict[str, float | None]:
+    """Return the values of sensors of a slot; None for one that was not measured."""
+    values = view.measurements.sensors[env, slot].tolist()
+    return {name: digits(values[view.space.sensors.index(name)]) for name in names if name in view.space.sensors}

@@ -1,22 +1,25 @@
 """The journal: an observer that writes what happens in an episode as rows of the events. E environments, S slots."""
 
-import sys
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from esper.leyline.stages import among
 from esper.leyline.verdicts import Vital
-from esper.leyline.view import Floats, Scores, Seeds, Transitions, View
-from esper.nissa.events import Basis, episode_rows, lifecycle_rows, rollback_rows, step_row
+from esper.leyline.view import Floats, Outcome, Scores, Seeds, Transitions, View
+from esper.nissa.events import Basis, anomaly_rows, episode_rows, lifecycle_rows, reward_row, rollback_rows, step_row
 from esper.nissa.hub import Hub
-from esper.nissa.rows import DecisionRow, GradientsRow, MeasurementRow, PhasesRow, PlayedRow, SensorsRow, StepRow
-from esper.tolaria.detail import decision_rows, gradients_row, measurement_row, sensors_row
+from esper.nissa.rows import DecisionRow, PhasesRow, PlayedRow, StepRow
+from esper.tolaria.detail import decision_rows, gate_rows, gradients_row, measurement_row, sensors_row
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.governor import Verdicts
 from esper.tolaria.play import Observer, Step
 
 if TYPE_CHECKING:
     from esper.tolaria.engine import Engine
+
+
+_SAMPLES = 30  # rows of sensors and of phases in an episode, if the config says nothing else
 
 
 class Changes(NamedTuple):
@@ -56,13 +59,22 @@ class Journal(Observer):
     `source`.
     """
 
-    def __init__(self, engine: "Engine[Any]", hub: Hub, source: Source | None = None) -> None:
-        self.engine, self.hub, self.source = engine, hub, source
+    def __init__(
+        self,
+        engine: "Engine[Any]",
+        hub: Hub,
+        source: Source | None = None,
+        paid: Callable[[], Mapping[str, Floats]] | None = None,
+    ) -> None:
+        """paid: gives the components (E,) of the rewards of the last step, by name; None where no reward is paid."""
+        self.engine, self.hub, self.source, self.paid = engine, hub, source, paid
         self._spent: dict[str, float] = {}  # seconds by phase before the step
-        every = engine.config.telemetry.gradients_every
-        if every is None:
-            every = 1 if hub.level == "debug" else 0
-        self._stride = every or sys.maxsize
+        self._phases: dict[str, float] = {}  # seconds by phase of the steps since the last row
+        self._covered = self._reads = 0  # number of these steps, and their reads of the device
+        telemetry, config = engine.config.telemetry, engine.config
+        self._every = telemetry.sensors_every or math.ceil(config.steps / _SAMPLES)
+        measured = config.probe.sensors_every or 1
+        self._sensors_every = measured * math.ceil(self._every / measured)
 
     def going(self, view: View) -> bool:
         """Note the time before a step."""
@@ -75,33 +87,62 @@ class Journal(Observer):
         trace, config = engine.trace, engine.config
         assert trace is not None, "a step must be played before its rows are written"
         hub.begin_step(restored=bool((trace.found != Vital.GOOD).any()))
+        full = hub.level == "debug"
         if hub.wants(DecisionRow):
-            self._write(decision_rows(step.view, step.decision, outcome, config.gates, engine.population))
-        for transitions, before, after, bases in trace.changes:
-            self._write(lifecycle_rows(outcome.episode, outcome.step, view.space, transitions, before, after, bases))
-        self._write(rollback_rows(outcome, view.space, trace.found, trace.scores, trace.ticked, trace.governed))
-        if hub.wants(StepRow):
-            self._write([step_row(view, outcome, twin_metrics=trace.twins)])
-        if hub.wants(MeasurementRow):
-            self._write([measurement_row(view, outcome, config.probe.shapley_samples)])
-        if hub.wants(SensorsRow) and (sensors := sensors_row(view, outcome)) is not None:
-            self._write([sensors])
-        if hub.wants(PhasesRow):
-            self._write([self._phases(step, trace.reads)])
-        if hub.wants(GradientsRow) and (outcome.step + 1) % self._stride == 0:
-            self._write([gradients_row(view, outcome)])
+            rows: list[PlayedRow] = [
+                *decision_rows(step.view, step.decision, outcome, config.gates, engine.population, full=full)
+            ]
+            for transitions, before, after, bases in trace.changes:
+                rows += lifecycle_rows(outcome.episode, outcome.step, view.space, transitions, before, after, bases)
+            rows += rollback_rows(outcome, view.space, trace.found, trace.scores, trace.ticked, trace.governed)
+            rows += anomaly_rows(outcome, trace.found, (hub.level, hub.raised if hub.level != hub.asked else 0))
+            if hub.wants(StepRow):
+                rows += self._of_step(step, trace, full)
+            self._write(rows)  # at once: a call of the system costs more than a row
         hub.end_step()
         if outcome.terminal and engine.stopping is None:  # else `close` writes the networks that would be exported
             assert outcome.exported is not None, "exported networks are measured at the end of an episode"
             self._close(view, outcome.exported, view.seeds)
 
-    def _phases(self, step: Step, reads: int) -> PhasesRow:
-        """Return the seconds of each phase of the step."""
+    def _of_step(self, step: Step, trace: Trace, full: bool) -> Iterable[PlayedRow]:
+        """Yield the rows that every step has, and those that are due after so many steps."""
+        outcome, view, config = step.outcome, step.after, self.engine.config
+        number = outcome.step + 1
+        yield step_row(view, outcome, twin_metrics=trace.twins)
+        yield from gate_rows(step.view, view, outcome, config.gates)
+        if (measured := measurement_row(view, outcome, config.probe.shapley_samples, full=full)) is not None:
+            yield measured
+        due = full or number % self._sensors_every == 0
+        if due and (sensors := sensors_row(view, outcome)) is not None:
+            yield sensors
+        if self.paid is not None:
+            yield reward_row(outcome, self.paid())
+        self._count(step, trace.reads)
+        if full or number % self._every == 0 or outcome.terminal:
+            yield self._phases_row(outcome)
+        every = config.telemetry.gradients_every
+        if number % every == 0 if every else full and every is None:
+            yield gradients_row(view, outcome)
+
+    def _count(self, step: Step, reads: int) -> None:
+        """Add the seconds of each phase of a step, and its reads of the device."""
         spent = {name: now - self._spent.get(name, 0.0) for name, now in self.engine.timer.seconds.items()}
-        seconds = {name: round(each, 6) for name, each in {"deciding": step.deciding, **spent}.items()}
-        return PhasesRow(
-            episode=step.outcome.episode, step=step.outcome.step, phase_seconds=seconds, device_reads=reads
+        for name, seconds in {"deciding": step.deciding, **spent}.items():
+            self._phases[name] = self._phases.get(name, 0.0) + seconds
+        self._covered, self._reads = self._covered + 1, self._reads + reads
+
+    def _phases_row(self, outcome: Outcome) -> PhasesRow:
+        """Return the row of the steps that were counted, and count from 0 again."""
+        row = PhasesRow(
+            episode=outcome.episode,
+            step=outcome.step,
+            covered=self._covered,
+            phase_seconds={name: float(f"{seconds:.4g}") for name, seconds in self._phases.items()},
+            device_reads=self._reads,
         )
+        self._phases.clear()
+        self._covered = self._reads = 0
+        return row
 
     def close(self, exported: Scores, ended: Seeds) -> None:
         """Write the end of an episode with early stopping, from the scores of the restored networks and the seeds before that."""

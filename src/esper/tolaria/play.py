@@ -1,13 +1,14 @@
 """The loop that plays an episode: a controller decides, the engine steps, and observers follow. E environments."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from esper.leyline.actions import Actions, Op, checked_actions
-from esper.leyline.protocols import Explains, Judgement, Judges, PolicyClient
+from esper.leyline.protocols import Cites, Explains, Judgement, Judges, PolicyClient
 from esper.leyline.view import Outcome, View
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class Decision(NamedTuple):
     actions: Actions  # (E,)
     reasons: Sequence[str | None] | None  # (E,), if the controller gives reasons
     judgement: Judgement | None = None  # if the controller is a policy
+    sensors: Mapping[Op, Sequence[str]] = MappingProxyType({})  # names of those that the controller looked at
 
 
 class Step(NamedTuple):
@@ -76,6 +78,7 @@ def decide(client: PolicyClient, view: View) -> Decision:
         actions,
         client.reasons() if isinstance(client, Explains) else None,
         client.judgement() if isinstance(client, Judges) else None,
+        client.sensors_read if isinstance(client, Cites) else MappingProxyType({}),
     )
 
 
