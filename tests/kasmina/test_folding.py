@@ -22,7 +22,15 @@ KINDS = (Kind.VECTOR, Kind.SEQUENCE)
 NAMES = [key for key, entry in BLUEPRINTS.items() if key[0] in KINDS and entry.tap != Tap.INPUT]
 FOLDS = {
     (Kind.VECTOR, name)
-    for name in ("affine", "low-rank", "bypass-linear", "bypass-rank-1", "bypass-rank-2", "bypass-rank-4")
+    for name in (
+        "affine",
+        "low-rank",
+        "bypass-linear",
+        "bypass-rank-1",
+        "bypass-rank-2",
+        "bypass-rank-4",
+        "bypass-rank-8",
+    )
 } | {(Kind.SEQUENCE, name) for name in ("low-rank", "bypass-linear")}
 
 

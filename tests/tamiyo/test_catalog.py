@@ -37,8 +37,8 @@ def test_an_unknown_controller_gets_the_known_ones_named(name):
     with pytest.raises(InputError) as caught:
         get_controller(name, Config())
     assert str(caught.value) == (
-        f"unknown controller {name!r}; give one of never, random-valid, heuristic, the path of a schedule file "
-        "(.yaml or .yml), or the run folder of a trained controller, which must exist"
+        f"unknown controller {name!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file "
+        "(.yaml or .yml) or of trees (.safetensors), or the run folder of a trained controller, which must exist"
     )
 
 

@@ -286,7 +286,7 @@ def test_growth_sensors_are_shares_held_out_shares_of_the_gradients_energy_or_lo
     view = measured()
     found, sensors = seen(view), dict(zip(NAMES, np.moveaxis(view.measurements.sensors, 2, 0), strict=True))
     for name, value in sensors.items():
-        if name in ("participation", "participation_inner", "dead", "unsaturated"):
+        if name.startswith(("participation", "drift")) or name in ("dead", "unsaturated"):
             expected = value
         elif name.startswith("heldout_"):
             expected = np.clip(value / sensors["gradient_rms"] ** 2, -1, 1)

@@ -5,19 +5,27 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from esper.tolaria import sensors
 from esper.tolaria.sensors import (
     RELU_UNITS,
     SENSORS,
     Sample,
     Widths,
     activity,
-    growth_sensors,
     participation_ratio,
     relu_expansion,
 )
 
-NAMES = [sensor.name for sensor in SENSORS]
 E, S, N, M = 5, 3, 60, 40
+NAMES = [sensor.name for sensor in SENSORS if not sensor.name.startswith("drift")]
+BLIND = [index for index, sensor in enumerate(SENSORS) if sensor.name in NAMES]
+
+
+def growth_sensors(*parts):
+    """The sensors that need no intact network."""
+    return sensors.growth_sensors(*parts)[..., BLIND]
+
+
 WIDTHS = {
     "stream": [[6, 5, 6, 4, 2]] * S,
     "before": [[6, 5, 3, 4, 2], [6, 5, 6, 4, 2], [6, 5, 6, 4, 1]],
@@ -103,6 +111,7 @@ def plain(train, held, row, s, counts):
     width = WIDTHS["stream"][s][row]
     g, g_held = (t.gradient[row, :n].double().numpy()[:, :width] for t, n in ((train, counts[0]), (held, counts[1])))
     found = {"participation": plain_participation(h), "participation_inner": plain_participation(z)}
+    found["participation_before"] = plain_participation(before)
     dead = unsaturated = 0
     for unit in range(z.shape[1]):
         active = sum(value > 0 for value in z[:, unit]) / len(z)
@@ -211,9 +220,26 @@ def test_in_a_row_whose_host_offers_no_inner_features_their_sensors_are_absent(s
     width = [w._replace(inner=torch.where(torch.arange(E) == 2, 0, w.inner)) for w in truth()]
     train = [s._replace(inner=s.inner * (torch.arange(E) != 2)[:, None, None]) for s in samples[0]]
     found, whole = growth_sensors(train, samples[1], width), growth_sensors(*samples, truth())
-    assert found[2, :, 1:4].isnan().all()
+    inner = [NAMES.index(name) for name in ("participation_inner", "dead", "unsaturated")]
+    assert found[2][:, inner].isnan().all()
     rest = [0, 1, 3, 4]
     assert torch.equal(found[rest], whole[rest])
+
+
+def test_drift_is_the_change_relative_to_the_intact_network_and_absent_without_one(samples):
+    train, held = samples
+    other = draw(3, N)
+    taught = [sensors.Taught(s.stream, s.before) for s in other]
+    found = sensors.growth_sensors(train, held, truth(), taught)
+    names = [sensor.name for sensor in SENSORS]
+    for s, (mine, intact) in enumerate(zip(train, other, strict=True)):
+        for name, field in (("drift", "stream"), ("drift_before", "before")):
+            h, h0 = (getattr(of, field).numpy() for of in (mine, intact))
+            expected = [np.linalg.norm(h[row] - h0[row]) / np.linalg.norm(h0[row]) for row in range(E)]
+            np.testing.assert_allclose(found[:, s, names.index(name)], expected, rtol=1e-12)
+    absent = sensors.growth_sensors(train, held, truth())
+    assert absent[..., [names.index("drift"), names.index("drift_before")]].isnan().all()
+    assert torch.equal(absent[..., BLIND], found[..., BLIND])
 
 
 def test_the_segment_that_is_a_bottleneck_has_the_lowest_participation():

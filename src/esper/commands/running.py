@@ -31,7 +31,8 @@ def grow(
     controller: Annotated[
         str | None,
         typer.Option(
-            help="never, random-valid, heuristic, a schedule file, or the run folder of a trained controller."
+            help="The name of a controller (docs/hosts.md#controllers), a schedule file, a file of trees, or the run folder "
+            "of a trained controller."
         ),
     ] = None,
     envs: Envs = None,

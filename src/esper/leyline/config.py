@@ -66,7 +66,8 @@ class Config(Section):
     )
     controller: str = Field(
         "heuristic",
-        description="never, random-valid, heuristic, the path of a schedule file, or the run folder of a trained controller",
+        description="name of a controller (docs/hosts.md#controllers), the path of a schedule file or of fitted trees, or the "
+        "run folder of a trained controller",
     )
     envs: int = Field(8, ge=1, description="environments, twins not counted")
     steps: int = Field(24, ge=1, description="length of an episode [steps]")

@@ -55,6 +55,19 @@ class Cites(Protocol):
 
 
 @runtime_checkable
+class Extends(Protocol):
+    """A controller that makes several decisions for an environment in one step, for example to plant several seeds at once."""
+
+    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
+        """The next decisions of this step, or None to begin the training of the step.
+
+        view: the view after the last decisions; its measurements are those before the step. refused: (E,) a `Refusal` for each
+        environment, of the last decisions of this step.
+        """
+        ...
+
+
+@runtime_checkable
 class Explains(Protocol):
     """A controller that gives reasons for its decisions."""
 

@@ -191,6 +191,8 @@ class Instance(NamedTuple):
         columns (names or None): names of the features, where they came in a frame
         target_scaling (Scaling or None): of targets that a host returns standardized
         source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
+        intact (callable or None): returns a network of the host's shape before it was damaged, and the inputs of the train split
+            as that network reads them; the sensor `drift` compares the host with it
     """
 
     host: Callable[[], nn.Module]
@@ -205,6 +207,7 @@ class Instance(NamedTuple):
     columns: tuple[str, ...] | None = None
     target_scaling: Scaling | None = None
     source: Source | None = None
+    intact: Callable[[], tuple[nn.Module, Batch]] | None = None
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
         """Examples of a split as a host reads them: leaves (N, ...), the floating-point ones in a dtype where it is given."""

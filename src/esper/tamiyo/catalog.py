@@ -12,7 +12,9 @@ from esper.leyline.protocols import PolicyClient, Senses
 from esper.tamiyo.baselines import Never, RandomValid
 from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_settings
 from esper.tamiyo.heuristic import Heuristic
+from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform
 from esper.tamiyo.schedule import load_schedule
+from esper.tamiyo.trees import Trees
 
 FOLDER = "controller"
 """Name of the folder, within a run folder, of the controller that was trained in the run."""
@@ -21,10 +23,31 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
     {
         "never": "always waits, so the host is trained without growth",
         "random-valid": "draws decisions uniformly from the valid ones",
+        "uniform": "plants a bypass of rank 1 at every slot in the first step, and keeps all of them",
+        "participation": "plants a bypass where the participation of the stream drops by more than half, else as uniform does",
+        "collapse": "plants a bypass around a block of dead units, else as participation does",
+        "inner-use": "plants a bypass around a narrow or dead block, else as uniform does",
+        "drift": "plants a bypass where the activations leave those of the intact network, where the task has one (heal-taught)",
+        "tree": "plants what trees fitted on damaged networks expect most of, from sensors before the first step",
         "heuristic": "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
     }
 )
 """Names and summaries of the built-in controllers. The path of a schedule or of a trained controller is accepted as well."""
+
+
+PLACEMENTS: Mapping[str, type[Placement]] = MappingProxyType(
+    {
+        "uniform": Uniform,
+        "participation": ParticipationDrop,
+        "collapse": Collapse,
+        "inner-use": InnerUse,
+        "drift": DriftRise,
+    }
+)
+TREES = ".safetensors"
+"""Suffix of a file of trees."""
+KEEPS: Mapping[str, Any] = MappingProxyType({"gates": {"permissive": True}})
+"""The settings of a placement, which take precedence over the config of a task: it keeps what it planted."""
 
 
 def get_controller(name_or_path: str, config: Config) -> PolicyClient:
@@ -41,6 +64,12 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
             return RandomValid()
         case "heuristic":
             return Heuristic(config.heuristic, config.gates)
+        case "tree":
+            return Trees()
+        case _ if name_or_path in PLACEMENTS:
+            return PLACEMENTS[name_or_path]()
+    if Path(name_or_path).suffix == TREES and Path(name_or_path).is_file():
+        return Trees(Path(name_or_path))
     if Path(name_or_path).suffix in (".yaml", ".yml") and Path(name_or_path).is_file():
         return load_schedule(name_or_path)
     if (folder := trained(name_or_path)) is not None:
@@ -52,14 +81,16 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
         )
     raise InputError(
         f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file "
-        "(.yaml or .yml), or the run folder of a trained controller, which must exist"
+        "(.yaml or .yml) or of trees (.safetensors), or the run folder of a trained controller, which must exist"
     )
 
 
 def settings_of(name_or_path: str) -> Mapping[str, Any]:
-    """The settings of a trained controller, which take precedence over the config of a task; empty for other controllers."""
+    """The settings of a trained controller or a placement, which take precedence over the config of a task; else empty."""
     folder = trained(name_or_path)
-    return {} if folder is None else read_settings(folder)
+    if folder is not None:
+        return read_settings(folder)
+    return KEEPS if name_or_path in (*PLACEMENTS, "tree") or Path(name_or_path).suffix == TREES else {}
 
 
 def with_sensors(config: Config, client: PolicyClient) -> Config:

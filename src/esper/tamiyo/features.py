@@ -359,7 +359,7 @@ def sensor_feature(name: str) -> Feature:
 
 
 def _is_share(name: str) -> bool:
-    return name.startswith("participation") or name in ("dead", "unsaturated")
+    return name.startswith(("participation", "drift")) or name in ("dead", "unsaturated")
 
 
 def _sensed(seen: Seen, name: str) -> Floats:

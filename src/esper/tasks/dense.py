@@ -210,9 +210,10 @@ class BridgedMLP:
         segment k + 1:  skips[k] * x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)
 
     Without a skip the initial weights are those of an `MLP`. The last layer of a block with a skip starts at SCALE times that.
-    No parameter requires a gradient where `frozen` is true.
+    No parameter requires a gradient where `frozen` is true. Where `entry` is true, a slot "embed" lies behind the embedding.
 
-    Raises InputError if a size is not a positive integer, `skips` does not have one bool per block, or `frozen` is not a bool.
+    Raises InputError if a size is not a positive integer, `skips` does not have one bool per block, or `frozen` or `entry` is
+    not a bool.
     """
 
     name: ClassVar[str] = "bridged-mlp"
@@ -223,6 +224,7 @@ class BridgedMLP:
     outputs: int
     skips: tuple[bool, ...]  # blocks with a skip connection
     frozen: bool = False
+    entry: bool = False  # whether there is a slot behind the embedding
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", self._plain().hidden)
@@ -232,8 +234,9 @@ class BridgedMLP:
             raise InputError(
                 f"skips of a bridged MLP host is {given!r}; give True or False for each of its {len(self.hidden)} blocks"
             )
-        if not isinstance(self.frozen, bool):
-            raise InputError(f"frozen of a bridged MLP host is {self.frozen!r}; give True or False")
+        for name in ("frozen", "entry"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} of a bridged MLP host is {getattr(self, name)!r}; give True or False")
         object.__setattr__(self, "skips", tuple(given))
 
     def __call__(self) -> SegmentedHost:
@@ -248,6 +251,9 @@ class BridgedMLP:
                 with torch.no_grad():
                     last.weight.mul_(SCALE)
             host.segments[k + 1] = Bridged(*block, skip=skip)
+        if self.entry:
+            host = SegmentedHost(host.segments, [SlotSpec("embed", after=0, width=self.width), *host.slots])
+            host.stacks = True
         host.requires_grad_(not self.frozen)
         return host
 

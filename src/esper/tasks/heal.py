@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.host import SegmentedHost
+from esper.leyline.batches import Batch
 from esper.leyline.errors import InputError
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
 from esper.tasks.damage import Damage, DamageKind, damage_host, damage_split, draw_damage
@@ -21,6 +22,8 @@ SUMMARY = "trained networks of five blocks, damaged and frozen: repair them with
 UNFROZEN = "the networks of heal without the freeze: training all of their weights on the healing examples"
 SCRATCH = "the networks of heal drawn afresh: training them from scratch on the healing examples"
 
+TAUGHT = "the networks of heal together with the intact ones, from whose activations the sensor drift is measured"
+
 RANGES: Mapping[str, range] = MappingProxyType(
     {
         "training": range(2**20),
@@ -31,13 +34,21 @@ RANGES: Mapping[str, range] = MappingProxyType(
 HOSTS = 512
 """Trained hosts of each part. A host returns with other damage after so many keys."""
 
-MENU = ("bypass-rank-1", "bypass-rank-2", "bypass-rank-4", "bypass-mlp-small", "mlp-small")
+MENU = (
+    "bypass-rank-1",
+    "bypass-rank-2",
+    "bypass-rank-4",
+    "bypass-rank-8",
+    "bypass-mlp-small",
+    "low-rank",
+    "mlp-small",
+)
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "steps": 40,
         "data": {"batch_size": 32, "batches_per_step": 2},
         "optimizer": {"lr": 0.02},
-        "lifecycle": {"max_seeds": BLOCKS, "max_training_seeds": BLOCKS},
+        "lifecycle": {"max_seeds": BLOCKS + 1, "max_training_seeds": BLOCKS + 1},
         "governor": {"param_limit": 0.06},
         "reward": {"rent": 0.1},
         "gates": {
@@ -97,10 +108,7 @@ class DamagedHost:
 
     def __call__(self) -> SegmentedHost:
         """A copy of the damaged host."""
-        host = self.architecture()
-        with torch.no_grad():
-            for name, value in trained_weights(self.number).items():
-                host.get_parameter(name).copy_(value)
+        host = trained_host(self.number, self.architecture)
         damage_host(host, self.damage)
         return host
 
@@ -124,6 +132,22 @@ def heal() -> Mixture:
     80 updates; seeds may have 6 % of the host's parameters (`governor.param_limit`).
     """
     return _mixture("heal", SUMMARY, lambda facts: DamagedHost(facts.number, facts.damage, frozen=True), frozen=True)
+
+
+def heal_taught() -> Mixture:
+    """The instances of `heal` with the intact networks, so that `drift` is measured: what each slot lost by the damage."""
+    mixture = heal()
+    frozen = mixture.sample
+
+    def sample(key: int) -> Instance:
+        facts = describe(key)
+
+        def intact() -> tuple[nn.Module, Batch]:
+            return trained_host(facts.number), examples(facts.problem, Part.HOST, HEALING).x
+
+        return frozen(key)._replace(intact=intact)
+
+    return replace(mixture, name="heal-taught", summary=TAUGHT, sample=sample)
 
 
 def heal_unfrozen() -> Mixture:
@@ -161,6 +185,15 @@ def _mixture(name: str, summary: str, host: Callable[[Facts], Callable[[], nn.Mo
         menu=MENU,
         defaults=DEFAULTS,
     )
+
+
+def trained_host(number: int, of: BridgedMLP | None = None) -> SegmentedHost:
+    """The trained host of a number, as the architecture `of` where it is given."""
+    host = (of or architecture(number))()
+    with torch.no_grad():
+        for name, value in trained_weights(number).items():
+            host.get_parameter(name).copy_(value)
+    return host
 
 
 def describe(key: int) -> Facts:

@@ -63,12 +63,12 @@ def architecture(number: int) -> BridgedMLP:
     of = problem(number)
     hidden = one_of(HIDDEN, once(Draw.HIDDEN))
     skips = (once(Draw.SKIP) < RESIDUAL,) * BLOCKS
-    return BridgedMLP(of.inputs, one_of(WIDTHS, once(Draw.WIDTH)), (hidden,) * BLOCKS, of.classes, skips)
+    return BridgedMLP(of.inputs, one_of(WIDTHS, once(Draw.WIDTH)), (hidden,) * BLOCKS, of.classes, skips, entry=True)
 
 
 def largest() -> BridgedMLP:
     """A host in whose leading corner every host fits."""
-    return BridgedMLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES, (False,) * BLOCKS)
+    return BridgedMLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES, (False,) * BLOCKS, entry=True)
 
 
 def trained_weights(number: int) -> Weights:

@@ -1,7 +1,7 @@
 """The engine: a vector environment whose step edits, trains and measures a whole population. E environments, S slots."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -49,6 +49,9 @@ from esper.tolaria.stacked import StackedPopulation
 from esper.tolaria.state import Opened, ParallelEnvState
 
 P = TypeVar("P", bound=Population)
+
+Further = Callable[[View, Verdicts], tuple[Actions, Sequence[str | None] | None] | None]
+"""From a view and the verdicts on the last decisions to further decisions of the step with their reasons, or None."""
 
 
 class Engine(Generic[P]):
@@ -188,14 +191,19 @@ class Engine(Generic[P]):
             state.masks = self._legal(after, state.measurements)
         return refused[: config.envs]
 
-    def step(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> tuple[View, Outcome]:
+    def step(
+        self, actions: Actions, reasons: Sequence[str | None] | None = None, further: Further | None = None
+    ) -> tuple[View, Outcome]:
         """apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
 
-        `reasons` (E,) say why a decision was made, for the events and the lists of the summary. Returns the view for
-        the next decision, and the outcome of this one, measured after it acted. Raises InputError if a field of the
+        `reasons` (E,) say why a decision was made, for the events and the lists of the summary. `further` is asked for
+        more decisions of this step until it returns None. Returns the view for the next decision, and the outcome of
+        this step, measured after it acted; its actions are the first ones. Raises InputError if a field of the
         decision is not an array of E whole numbers.
         """
-        self.apply(actions, reasons)
+        refused = self.apply(actions, reasons)
+        while further is not None and (more := further(self.view(), refused)) is not None:
+            refused = self._carry_out(*more)
         with self.timer.phase("train"):
             self.population.train(self.state.seeds)
         return self.close()
@@ -211,10 +219,16 @@ class Engine(Generic[P]):
         assert state.opened is None, "call close() to end the step that apply() began"
         actions = checked_actions(actions, config.envs)
         before, decided = state.scores, state.seeds
+        refused = self._carry_out(actions, reasons)
+        state.opened = Opened(actions, refused, before, decided)
+        return refused
+
+    def _carry_out(self, actions: Actions, reasons: Sequence[str | None] | None) -> Verdicts:
+        """Carry out decisions and record their bases. Returns what `apply` returns."""
+        before, measured = self.state.seeds, self.state.measurements
         refused = self.decide(actions)
         accepted = refused == Refusal.NONE
-        self.fates.note(actions.op, actions.slot, accepted, decided, state.measurements, config.gates, reasons)
-        state.opened = Opened(actions, refused, before, decided)
+        self.fates.note(actions.op, actions.slot, accepted, before, measured, self.config.gates, reasons)
         return refused
 
     def abandon(self) -> None:

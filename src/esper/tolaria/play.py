@@ -6,13 +6,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Op, checked_actions
-from esper.leyline.protocols import Cites, Explains, Judgement, Judges, PolicyClient
+from esper.leyline.protocols import Cites, Explains, Extends, Judgement, Judges, PolicyClient
 from esper.leyline.view import Outcome, View
 
 if TYPE_CHECKING:
-    from esper.tolaria.engine import Engine
+    from esper.tolaria.engine import Engine, Further
 
 
 class Decision(NamedTuple):
@@ -82,6 +83,19 @@ def decide(client: PolicyClient, view: View) -> Decision:
     )
 
 
+def _further(client: Extends) -> "Further":
+    """Ask a controller for the further decisions of a step, with its reasons."""
+
+    def ask(view: View, refused: NDArray[np.int8]) -> tuple[Actions, Sequence[str | None] | None] | None:
+        more = client.further(view, refused)
+        if more is None:
+            return None
+        reasons = client.reasons() if isinstance(client, Explains) else None
+        return checked_actions(more, len(view.host_params)), reasons
+
+    return ask
+
+
 def play(
     engine: "Engine[Any]", client: PolicyClient, *observers: Observer, first: Decision | None = None
 ) -> Outcome | None:
@@ -102,7 +116,8 @@ def play(
                     observer.failed(view)
                 raise
         decided = time.perf_counter()
-        after, outcome = engine.step(decision.actions, decision.reasons)
+        further = _further(client) if isinstance(client, Extends) else None
+        after, outcome = engine.step(decision.actions, decision.reasons, further)
         told = time.perf_counter()
         client.store(outcome)
         end = time.perf_counter()

@@ -23,7 +23,7 @@ from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.data import Examples, Targets
-from esper.tolaria.sensors import Sample, Widths, growth_sensors, participation_ratio
+from esper.tolaria.sensors import Sample, Taught, Widths, growth_sensors, participation_ratio
 from esper.tolaria.training import doses
 
 
@@ -169,14 +169,19 @@ def output_spread(output: Tensor, examples: Examples) -> Tensor:
     return (gap.square().sum(1) / size[:, 0]).mean(1).sqrt()
 
 
-def sense(body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Objective) -> Tensor:
-    """Compute the growth sensors of every slot, (E, S, F), fitted on some training examples and tested on others."""
+def sense(
+    body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Objective, taught: Sequence[Taught] = ()
+) -> Tensor:
+    """Compute the growth sensors of every slot, (E, S, F), fitted on some training examples and tested on others.
+
+    taught: the streams of the intact networks for `fit`, one entry per slot; none where the task has no intact network.
+    """
     body.train(False)
     routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
     measured, other = (_samples(body, routes, examples, objective) for examples in (fit, held))
     true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype)
     widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
-    return growth_sensors(measured, other, widths)
+    return growth_sensors(measured, other, widths, taught)
 
 
 def _samples(body: Body, routes: Sequence[Route], examples: Examples, objective: Objective) -> list[Sample]:

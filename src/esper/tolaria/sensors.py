@@ -28,10 +28,15 @@ class SensorInfo(NamedTuple):
 SENSORS: tuple[SensorInfo, ...] = (
     SensorInfo("participation", "1", "participation ratio of the stream / its width; 0 where it is constant"),
     SensorInfo(
+        "participation_before", "1", "participation ratio of the input of the segment before the slot / its width"
+    ),
+    SensorInfo(
         "participation_inner", "1", "participation ratio of the inner features of the segment before the slot / width"
     ),
     SensorInfo("dead", "1", "share of the segment's inner units that are active on under 1 % of examples"),
     SensorInfo("unsaturated", "1", "share of the segment's inner units that are active on over 99 % of examples"),
+    SensorInfo("drift", "1", "|h - h0| / |h0| of the stream h, with h0 in the intact network, where the task has one"),
+    SensorInfo("drift_before", "1", "the same of the input of the segment before the slot"),
     SensorInfo("stream_rms", "stream", "root mean square over examples of |h|"),
     SensorInfo("gradient_rms", "loss / stream", "root mean square over examples of |g|"),
     SensorInfo("map_gradient_here", "loss / weight", "gradient norm of a zero linear map that reads the stream"),
@@ -55,8 +60,8 @@ SENSORS: tuple[SensorInfo, ...] = (
         for name in ("here_linear", "here_relu", "before_linear", "before_relu", "input_relu")
     ),
 )
-"""The columns of `growth_sensors`. Sensors of unit 1 are in [0, 1]. The others span orders of magnitude, and only the held-out
-ones can be negative."""
+"""The columns of `growth_sensors`. Sensors of unit 1 are in [0, 1]; the drifts have no upper bound. The others span orders of
+magnitude, and only the held-out ones can be negative."""
 
 
 class Sample(NamedTuple):
@@ -79,6 +84,18 @@ class Sample(NamedTuple):
     real: Tensor | None
 
 
+class Taught(NamedTuple):
+    """What flows at one slot of the intact networks for the fitted examples; 0 for padding, nan in rows without one.
+
+    Attributes:
+        stream ((E, N, D) tensor): stream at the slot
+        before ((E, N, Db) tensor): input of the segment before the slot
+    """
+
+    stream: Tensor
+    before: Tensor
+
+
 class Widths(NamedTuple):
     """True widths at one slot, (E,) each, in the dtype of the samples. Features beyond them are 0; `inner` 0 means none."""
 
@@ -89,10 +106,13 @@ class Widths(NamedTuple):
 
 
 @torch.no_grad()
-def growth_sensors(fit: Sequence[Sample], held: Sequence[Sample], widths: Sequence[Widths]) -> Tensor:
+def growth_sensors(
+    fit: Sequence[Sample], held: Sequence[Sample], widths: Sequence[Widths], taught: Sequence[Taught] = ()
+) -> Tensor:
     """Compute all sensors, (E, S, F) in the order of `SENSORS`.
 
-    fit, held, widths: one entry per slot; `fit` is the sample that is measured, `held` the held-out sample.
+    fit, held, widths: one entry per slot; `fit` is the sample that is measured, `held` the held-out sample. taught: the same
+    examples in the intact networks, one entry per slot, or none.
 
     Consecutive slots with the same `input` tensor share its factorisation. A sensor is nan where it does not exist, for
     example without inner features, and where its inputs are not finite.
@@ -108,10 +128,12 @@ def growth_sensors(fit: Sequence[Sample], held: Sequence[Sample], widths: Sequen
             source = _read(train.input, other.input, width.input, train.real, other.real)
         found = {
             "participation": participation_ratio(train.stream, width.stream, train.real),
+            "participation_before": participation_ratio(train.before, width.before, train.real),
             "stream_rms": here.rms * width.stream.sqrt(),
             "gradient_rms": (g.square().sum((1, 2)) / counts[0]).sqrt(),
         }
         found |= _of_inner_features(train, width.inner)
+        found |= _drifts(train, taught[slot] if taught else None)
         for name, tap in (("here", here), ("before", before), ("input", source)):
             found[f"map_gradient_{name}"] = _map_gradient(tap, g, counts[0])
             found |= _pair(f"{name}_relu", explained(tap.relu, g, tap.relu_held, g_held, RELU_UNITS, *counts))
@@ -270,6 +292,24 @@ def _of_inner_features(sample: Sample, width: Tensor) -> dict[str, Tensor]:
     dead, unsaturated = activity(z, width, sample.real)
     ratio = torch.where(width > 0, participation_ratio(z, width, sample.real), torch.nan)
     return {"participation_inner": ratio, "dead": dead, "unsaturated": unsaturated}
+
+
+def _drifts(sample: Sample, taught: Taught | None) -> dict[str, Tensor]:
+    if taught is None:
+        absent = torch.full_like(sample.stream[:, 0, 0], torch.nan)
+        return {"drift": absent, "drift_before": absent}
+    return {
+        "drift": drift(_only(sample.stream, sample.real), taught.stream),
+        "drift_before": drift(_only(sample.before, sample.real), taught.before),
+    }
+
+
+def drift(h: Tensor, intact: Tensor) -> Tensor:
+    """|h - h0| / |h0| (E,) of activations h (E, N, D) and those of the intact network, in the norm over examples and features."""
+    size = torch.linalg.vector_norm(intact, dim=(1, 2))
+    change: Tensor = torch.linalg.vector_norm(h - intact, dim=(1, 2))
+    relative: Tensor = change / size.clamp_min(torch.finfo(h.dtype).tiny)
+    return relative
 
 
 def _pair(name: str, energies: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

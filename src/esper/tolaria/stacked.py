@@ -37,7 +37,8 @@ from esper.tolaria.runtime import (
     resolve_device,
     use_deterministic_kernels,
 )
-from esper.tolaria.sensors import SENSORS
+from esper.tolaria.sensors import SENSORS, Taught
+from esper.tolaria.teaching import taught_streams
 from esper.tolaria.training import Trained, train
 
 
@@ -65,6 +66,7 @@ class StackedPopulation:
         self.environment = row_environments(config)
         self._episode = -1
         self._trained: Trained | None = None  # of the last step
+        self._taught: Sequence[Taught] | None = None  # of the present instances
         with drawn_with(0):
             self._dtype = dtype_of(task.largest())
         self._load(instance)
@@ -138,7 +140,9 @@ class StackedPopulation:
         """Measure every row as it is now. This is the one device read of a step."""
         body, objective = self.body, self.objective
         probed = probe(body, seeds, self.data.probe, objective, asked.coalitions, signs=True)
-        sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective)] if asked.sensors else []
+        sensors = []
+        if asked.sensors:
+            sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective, self._teaching())]
         trained = self._trained if asked.trained else None
         training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
         data = [self.feed.finite()] if asked.finite else []
@@ -250,7 +254,14 @@ class StackedPopulation:
         nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
         return probe(self.body, exported(seeds), examples, self.objective, nothing, signs=False)
 
+    def _teaching(self) -> Sequence[Taught]:
+        """Return the streams of the intact networks, which are computed once for the instances of the rows."""
+        if self._taught is None:
+            self._taught = taught_streams(self.data, self.body)
+        return self._taught
+
     def _load(self, instance: Indices) -> None:
+        self._taught = None
         self.data = ResidentData(self.task, self.config, instance, self.device, self._dtype)
         self.feed = self.data.feed
 

@@ -313,6 +313,7 @@ _built_in("bypass-mlp-small", Tap.BEFORE, **_mlp(4), summary="hidden layer of 4 
 _built_in("bypass-rank-1", Tap.BEFORE, **_rank(1), summary="linear map of rank 1 around the segment: width")
 _built_in("bypass-rank-2", Tap.BEFORE, **_rank(2), summary="linear map of rank 2 around the segment: width")
 _built_in("bypass-rank-4", Tap.BEFORE, **_rank(4), summary="linear map of rank 4 around the segment: width")
+_built_in("bypass-rank-8", Tap.BEFORE, **_rank(8), summary="linear map of rank 8 around the segment: width")
 _built_in("skip-mlp", Tap.INPUT, **_mlp(8), summary="hidden layer of 8 units from the host's input")
 
 

@@ -1,0 +1,285 @@
+"""Controllers that read the host once, plant all their seeds in the first step, and keep them.
+
+E environments, S slots, P choices.
+"""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.actions import Actions, Head, Ints, Op
+from esper.leyline.masks import complete, defaults
+from esper.leyline.text import nothing_planted
+from esper.leyline.verdicts import Refusal
+from esper.leyline.view import Bools, Floats, Outcome, View
+from esper.tamiyo.baselines import Rule
+from esper.tamiyo.plans import BYPASS, HERE, MIXED, UNIFORM, Plan, inner_slots, wished
+
+DROP = 0.5
+"""A participation that falls below this share of the participation in front of the segment is a drop."""
+CUT = 0.7
+"""A block in which a larger share of the units is dead is damaged."""
+RISE = 0.3
+"""A rise of the drift behind one segment by more than this is damage."""
+NARROW, DEAD = 0.5, 0.02
+"""Bounds of `participation_inner` at which a block is narrow or dead."""
+DONE = 2**20  # more than any number of choices
+ONCE = 2**31 - 1
+"""`sensors_every` of a controller that reads sensors at the first decision alone [steps]."""
+
+
+class Picks(NamedTuple):
+    """What is planted in each environment.
+
+    Attributes:
+        plans (E Plans): the plan of each environment
+        slot ((E,) int64): the slot that the plan is for; -1 for one that has no slot
+        reasons (E texts): why, in one clause
+    """
+
+    plans: Sequence[Plan]
+    slot: Ints
+    reasons: Sequence[str]
+
+
+class Placement(Rule):
+    """Base of controllers that choose at the first decision of an episode, plant in that step, and keep what they planted.
+
+    Each environment plants the first choice of every slot that the engine accepts. Seeds are advanced and fossilized as soon as
+    their gates pass. The decisions of all slots are made in one step (`protocols.Extends`); where a loop does not ask for further
+    decisions, they are made one a step.
+    """
+
+    sensors_every = ONCE
+
+    def __init__(self) -> None:
+        self._wish: Ints | None = (
+            None  # (E, S, P) indices into the menu, in the order in which they are tried; -1 at the end
+        )
+        self._reasons: Sequence[str] = []
+        self._next: Ints | None = None  # (E, S) the choice that is tried next
+        self._last: Actions | None = None  # decisions whose verdicts were not heard yet
+        self._why: list[str | None] = []
+
+    @abstractmethod
+    def pick(self, view: View) -> Picks:
+        """What to plant where, from the view before the first step."""
+
+    def act(self, view: View) -> Actions:
+        """The first decision of a step."""
+        if view.step == 0 or self._wish is None:
+            picks = self.pick(view)
+            self._wish, self._reasons = _wished(view, picks), picks.reasons
+            self._next = np.zeros(self._wish.shape[:2], np.int64)
+        return self._decide(view)
+
+    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
+        """The next decisions of the step; None where no environment has any."""
+        self._hear(refused)
+        actions = self._decide(view)
+        return actions if (actions.op != Op.WAIT).any() else None
+
+    def store(self, outcome: Outcome) -> None:
+        """Note which decisions were refused, if `further` was not asked."""
+        self._hear(outcome.refused)
+
+    def reasons(self) -> Sequence[str | None]:
+        """For each environment, why the seed of the last decision was planted; None for other decisions."""
+        return self._why
+
+    def explain(self) -> list[str]:
+        """The reasons of the environments in which nothing was to be planted."""
+        if self._wish is None:
+            return []
+        nothing = np.flatnonzero((self._wish < 0).all((1, 2))).tolist()
+        whys = Counter(self._reasons[env] for env in nothing)
+        return [f"{nothing_planted(count, len(self._wish))}: {why}" for why, count in whys.items()]
+
+    def state(self) -> dict[str, Any]:
+        """What is to be planted, and how far it is."""
+        return {"wish": self._wish, "reasons": list(self._reasons), "next": self._next}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`."""
+        self._wish, self._reasons, self._next = state.get("wish"), state.get("reasons", []), state.get("next")
+
+    def _hear(self, refused: NDArray[np.int8]) -> None:
+        """Go on to the next choice of a slot after a refused GERMINATE, and past the last one after an accepted one."""
+        if self._last is None:
+            return
+        assert self._next is not None, "act comes before it"
+        actions, self._last = self._last, None
+        for planted, move in ((refused != Refusal.NONE, 1), (refused == Refusal.NONE, DONE)):
+            rows = np.flatnonzero((actions.op == Op.GERMINATE) & planted)
+            self._next[rows, actions.slot[rows]] += move
+
+    def _decide(self, view: View) -> Actions:
+        """One operation per environment: FOSSILIZE or ADVANCE a seed, or plant the next choice of a slot, the dearest first."""
+        assert self._wish is not None, "act comes before it"
+        assert self._next is not None, "act comes before it"
+        wished, envs = self._wish, np.arange(len(view.masks.op))
+        at = np.minimum(self._next, wished.shape[2] - 1)[..., None]
+        choice = np.take_along_axis(wished, at, 2)[..., 0]
+        open_ = (self._next < wished.shape[2]) & (choice >= 0)
+        fits = np.take_along_axis(view.masks.blueprint, np.maximum(choice, 0)[..., None], 2)[..., 0]
+        cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
+        price = np.take_along_axis(cost, np.maximum(choice, 0)[..., None], 2)[..., 0]
+        op, slot = np.zeros(len(envs), np.int64), np.zeros(len(envs), np.int64)
+        for kind, where in (
+            (Op.GERMINATE, open_ & fits),
+            (Op.ADVANCE, view.masks.slot[:, Op.ADVANCE]),
+            (Op.FOSSILIZE, view.masks.slot[:, Op.FOSSILIZE]),
+        ):
+            some = where.any(1)
+            op, slot = np.where(some, kind, op), np.where(some, (where * (1 + price)).argmax(1), slot)
+        wanted: dict[Head, Ints | int] = {**defaults(view.space), Head.BLUEPRINT: np.maximum(choice[envs, slot], 0)}
+        actions = complete(view.masks, op, slot, wanted)
+        planted = (op == Op.GERMINATE).tolist()
+        self._why = [self._reasons[env] if plants else None for env, plants in enumerate(planted)]
+        self._last = actions
+        return actions
+
+
+class Uniform(Placement):
+    """Plants a bypass of rank 1 around every block, as far as the budget of parameters allows."""
+
+    sensors_every = 0
+
+    def pick(self, view: View) -> Picks:
+        """The same in every environment."""
+        envs = len(view.masks.op)
+        return Picks([UNIFORM] * envs, np.full(envs, -1), ["every block gets a bypass"] * envs)
+
+
+class ParticipationDrop(Placement):
+    """Plants a bypass behind the segment where the participation of the stream drops most, and else around every block.
+
+    The drop of a slot is the participation of the stream there over that in front of its segment. The rule concentrates where
+    the smallest drop of the host is below DROP.
+    """
+
+    def pick(self, view: View) -> Picks:
+        """From the sensors `participation` and `participation_before`, behind segments that keep the width of the stream."""
+        ratio = sensor(view, "participation") / np.maximum(sensor(view, "participation_before"), 1e-9)
+        ratio = np.where(inner_slots(view.space), ratio, np.nan)
+        return concentrate(
+            view, ratio, DROP, MIXED, "the participation of the stream falls to {:.0%} of that in front of {}"
+        )
+
+
+class Collapse(Placement):
+    """Plants a bypass around a block whose units are dead, else where the participation drops, and else around every block.
+
+    Units are dead where the share `dead` is above CUT; the block with the largest share is taken. Otherwise the rule is
+    `ParticipationDrop`.
+    """
+
+    def pick(self, view: View) -> Picks:
+        """From the sensors `dead`, `participation` and `participation_before`."""
+        drops = ParticipationDrop().pick(view)
+        alive = np.where(inner_slots(view.space), 1 - sensor(view, "dead"), np.nan)
+        cut = concentrate(view, alive, 1 - CUT, MIXED, "only {:.0%} of the inner units are active in front of {}")
+        hit = cut.slot >= 0
+        pairs = list(
+            zip(
+                hit.tolist(),
+                zip(cut.plans, cut.reasons, strict=True),
+                zip(drops.plans, drops.reasons, strict=True),
+                strict=True,
+            )
+        )
+        chosen = [mine if own else other for own, mine, other in pairs]
+        return Picks([plan for plan, _ in chosen], np.where(hit, cut.slot, drops.slot), [why for _, why in chosen])
+
+
+class InnerUse(Placement):
+    """Plants a bypass around a narrow or a dead block, the one with the thinnest stream first, and else around every block.
+
+    A block is narrow where at least NARROW of the width of its inner features is in use (`participation_inner`), and dead where
+    less than DEAD is. The rule was found on untrained networks with narrow blocks (`repair`).
+    """
+
+    def pick(self, view: View) -> Picks:
+        """From the sensors `participation_inner` and `participation`."""
+        inner, stream = sensor(view, "participation_inner"), sensor(view, "participation")
+        thin = np.where((inner >= NARROW) | (inner < DEAD), stream, np.nan)
+        return concentrate(
+            view, thin, np.inf, BYPASS, "the block is narrow or dead, and its stream uses {:.0%} of its width, at {}"
+        )
+
+
+class DriftRise(Placement):
+    """Plants a bypass where the activations begin to differ from those of the intact network.
+
+    The rise of a slot is the drift of the stream there less that in front of its segment. The largest rise above RISE names the
+    damaged segment. Where there is none, the inputs may differ from those of the intact network by more than RISE: the bypass is
+    then planted around the first segment that a slot has, an input adapter. Otherwise the network computes what it did, so the
+    head is corrected. Without an intact network (the task `heal-taught` has one), the rule plants around every block.
+    """
+
+    def pick(self, view: View) -> Picks:
+        """From the sensors `drift` and `drift_before`."""
+        before, names = sensor(view, "drift_before"), view.space.slots
+        rise = sensor(view, "drift") - before
+        measured: Bools = np.isfinite(rise).any(1, keepdims=True)
+        rise, given = np.where(np.isnan(rise), -np.inf, rise), np.nan_to_num(before[:, 0])
+        at, most, last = rise.argmax(1), rise.max(1), len(names) - 1
+        choices: list[tuple[Plan, int, str]] = []
+        for env in range(len(rise)):
+            if not measured[env, 0]:
+                choice = UNIFORM, -1, "the task has no intact network to compare with, so every block gets a bypass"
+            elif most[env] > RISE:
+                choice = (
+                    MIXED,
+                    int(at[env]),
+                    f"the drift from the intact network rises by {most[env]:.0%} at {names[at[env]]}",
+                )
+            elif given[env] > RISE:
+                choice = BYPASS, 0, f"the inputs differ from those of the intact network by {given[env]:.0%}"
+            else:
+                choice = HERE, last, "the activations are those of the intact network, so the last layer is corrected"
+            choices.append(choice)
+        return Picks(
+            [plan for plan, _, _ in choices], np.array([slot for _, slot, _ in choices]), [why for _, _, why in choices]
+        )
+
+
+def concentrate(view: View, ratio: Floats, bound: float, plan: Plan, reason: str) -> Picks:
+    """The plan at the slot of the smallest ratio (E, S) where that is below a bound, and else UNIFORM.
+
+    A slot whose ratio is nan is not chosen. `reason` is formatted with the ratio and the name of the slot.
+    """
+    known = np.where(np.isfinite(ratio), ratio, np.inf)
+    slot, low = known.argmin(1), known.min(1)
+    hit = low < bound
+    reasons = [
+        reason.format(value, view.space.slots[at])
+        if concentrated
+        else "no block stands out, so every block gets a bypass"
+        for value, at, concentrated in zip(low.tolist(), slot.tolist(), hit.tolist(), strict=True)
+    ]
+    return Picks([plan if one else UNIFORM for one in hit], np.where(hit, slot, -1), reasons)
+
+
+def _wished(view: View, picks: Picks) -> Ints:
+    """(E, S, P) indices into the menu: what the picks plant, in the order in which it is tried, and -1 at the end."""
+    plans = list(dict.fromkeys(picks.plans))
+    each = [wished(view.space, plan, picks.slot) for plan in plans]
+    most = max(wish.shape[2] for wish in each)
+    whole = np.full((*each[0].shape[:2], most), -1)
+    for plan, wish in zip(plans, each, strict=True):
+        rows = np.array([own == plan for own in picks.plans])
+        whole[rows, :, : wish.shape[2]] = wish[rows]
+    return whole
+
+
+def sensor(view: View, name: str) -> Floats:
+    """The values (E, S) of a growth sensor; nan where the space does not have it."""
+    names = view.space.sensors
+    if name not in names:
+        return np.full(view.seeds.stage.shape, np.nan)
+    return view.measurements.sensors[..., names.index(name)]

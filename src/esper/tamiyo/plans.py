@@ -1,0 +1,69 @@
+"""Named ways to place seeds in a trained host, of which a controller chooses one. E environments, S slots, P choices.
+
+A plan is free of the size of the host: it names what it plants relative to one slot, or at all slots.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from esper.leyline.actions import Ints
+from esper.leyline.view import Bools, Space
+
+RANKS = ("bypass-rank-8", "bypass-rank-4", "bypass-rank-2", "bypass-rank-1")
+"""Bypasses from the largest to the smallest: a plan takes the first that the budget of parameters allows."""
+
+
+class Plan(NamedTuple):
+    """What to plant.
+
+    Attributes:
+        name (str): name of the plan
+        here (names): choices for the slot that the plan is for, in the order in which they are tried
+        others (names): choices for the other slots whose segments keep the width of the stream, after those of the slot
+    """
+
+    name: str
+    here: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+NONE = Plan("none")
+UNIFORM = Plan("uniform", ("bypass-rank-1",), ("bypass-rank-1",))
+BYPASS = Plan("bypass", RANKS)
+"""The largest bypass at one slot: around the embedding it is an input adapter."""
+MIXED = Plan("bypass and uniform", RANKS[1:], ("bypass-rank-1",))
+HERE = Plan("low rank", ("low-rank",))
+"""A linear map of rank 2 of the stream: before the last layer it corrects the head."""
+
+PLACED = (NONE, BYPASS, MIXED, HERE)
+"""The plans that trees choose from beside UNIFORM: NONE has no slot, and HERE takes the last."""
+
+
+def indices(space: Space, names: Sequence[str]) -> list[int]:
+    """Indices of blueprints in the menu, in the order of the names; those that the menu lacks are left out."""
+    menu = [blueprint.name for blueprint in space.blueprints]
+    return [menu.index(name) for name in names if name in menu]
+
+
+def inner_slots(space: Space) -> Bools:
+    """(E, S): slots behind a segment that keeps the width of the stream, by the price of a bypass of rank 1 there."""
+    choice = indices(space, UNIFORM.here)
+    if not choice:
+        return np.zeros(space.width.shape, bool)
+    cost = np.broadcast_to(space.cost[..., choice[0]], space.width.shape)
+    kept: Bools = space.fits[:, choice[0]] & (cost == 2 * space.width)
+    return kept
+
+
+def wished(space: Space, plan: Plan, slot: Ints) -> Ints:
+    """(E, S, P) indices into the menu, -1 at the end: what the plan plants for the slots (E,); all slots where slot is -1."""
+    here, others = indices(space, plan.here), indices(space, plan.others)
+    size = max(len(here), len(others), 1)
+    inner = inner_slots(space)
+    blueprint = np.full((*inner.shape, size), -1)
+    own = np.where(slot[:, None] < 0, inner, np.arange(inner.shape[1]) == slot[:, None])
+    for where, choices in ((inner, others), (own, here)):
+        blueprint[where] = [*choices, *[-1] * (size - len(choices))]
+    return blueprint

@@ -1,0 +1,58 @@
+"""A controller of fitted trees: it plants what the trees expect most of, from sensors before the first step. E environments."""
+
+from pathlib import Path
+
+import numpy as np
+
+from esper.leyline.errors import InputError
+from esper.leyline.view import Floats, View
+from esper.tamiyo.forest import Forests, load_forests
+from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
+from esper.tamiyo.placement import Picks, Placement
+from esper.tamiyo.plans import HERE, NONE, PLACED, UNIFORM, Plan
+
+SHIPPED = Path(__file__).parent / "trees.safetensors"
+"""The trees of the controller `tree`, fitted on training instances of `heal` by scripts/fit_trees.py."""
+
+
+class Trees(Placement):
+    """Plants the plan with the largest expected gain over `uniform`, at the slot with the largest.
+
+    A model of the file has the name of a plan, and predicts the gain in J of that plan at a slot from the features of the slot.
+    The features are free of the size of the host. UNIFORM has the gain 0.
+    """
+
+    def __init__(self, path: Path = SHIPPED) -> None:
+        super().__init__()
+        self.forests: Forests = load_forests(path, TAUGHT_FEATURES)
+        known = [plan.name for plan in PLACED]
+        unknown = [name for name in self.forests.models if name not in known]
+        if unknown:
+            raise InputError(f"the trees of {path} are for the plan {unknown[0]!r}; the plans are {', '.join(known)}")
+
+    def pick(self, view: View) -> Picks:
+        """The argmax of the expected gains; UNIFORM where none is above 0."""
+        options, gains = self.gains(view)
+        best = gains.argmax(1)
+        picks = [options[index] for index in best]
+        reasons = [
+            f"the trees expect {gain:+.3f} in J over a bypass around every block, the most of {len(options)} plans"
+            for gain in gains.max(1).tolist()
+        ]
+        return Picks([plan for plan, _ in picks], np.array([slot for _, slot in picks]), reasons)
+
+    def gains(self, view: View) -> tuple[list[tuple[Plan, int]], Floats]:
+        """The plans with their slots, and the expected gain in J of each over UNIFORM, (E, plans)."""
+        taught = any(name not in FEATURES for name in self.forests.features)
+        x = table(slot_features(view, taught), self.forests.features)
+        slots = x.shape[1]
+        options, columns = [(UNIFORM, -1)], [np.zeros(len(x))]
+        for plan in PLACED:
+            if plan.name not in self.forests.models:
+                continue
+            expected = self.forests.models[plan.name].predict(x)
+            at = range(slots) if plan not in (NONE, HERE) else [slots - 1]
+            for slot in at:
+                options.append((plan, -1 if plan == NONE else slot))
+                columns.append(expected[:, slot])
+        return options, np.stack(columns, 1)

@@ -1,0 +1,233 @@
+"""Controllers that plant all their seeds in the first step, on the hosts of `heal`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.actions import Actions, Op
+from esper.leyline.config import build_config
+from esper.leyline.stages import Stage
+from esper.leyline.view import View
+from esper.tamiyo.catalog import PLACEMENTS, get_controller, settings_of, with_sensors
+from esper.tamiyo.placement import Picks, Placement
+from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM
+from esper.tasks import healing_hosts
+from esper.tasks.damage import DamageKind
+from esper.tasks.heal import describe, heal, heal_taught
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.play import play
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hosts that are trained for a few updates, in a cache of their own."""
+    train = healing_hosts.train_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(healing_hosts.VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(healing_hosts, "train_group", lambda numbers: train(numbers, updates=20, starts=1))
+        healing_hosts._group.cache_clear()
+        yield
+    healing_hosts._group.cache_clear()
+
+
+def keys_of(kind: DamageKind, count: int = 1) -> list[int]:
+    """Plain hosts among the first eight numbers, which are trained together, with one damage of a kind at one block."""
+    found = []
+    for key in range(40_000):
+        facts = describe(key)
+        if facts.number < 8 and facts.plain and facts.damage.kind == kind and len(facts.damage.segments) <= 1:
+            found.append(key)
+        if len(found) == count:
+            return found
+    raise AssertionError(kind)
+
+
+def engine_for(
+    name: str, keys: list[int], taught: bool = False, steps: int = 8, limit: float = 0.06
+) -> tuple[VectorizedEngine, Placement]:
+    task = heal_taught() if taught else heal()
+    fixed: dict[str, object] = {
+        "task": task.name,
+        "envs": len(keys),
+        "baselines": [],
+        "steps": steps,
+        "controller": name,
+    }
+    fixed["governor"] = {"param_limit": limit}
+    config = build_config(task.defaults, settings_of(name), fixed)
+    client = get_controller(name, config)
+    assert isinstance(client, Placement)
+    engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
+    engine.reset(np.array(keys))
+    return engine, client
+
+
+def view_with(engine: VectorizedEngine, **sensors: list[list[float]]) -> View:
+    """The view of an engine with other values of some sensors."""
+    view = engine.view()
+    values = view.measurements.sensors.copy()
+    for name, value in sensors.items():
+        values[..., view.space.sensors.index(name)] = value
+    return view._replace(measurements=view.measurements._replace(sensors=values))
+
+
+def test_uniform_plants_around_every_block_in_the_first_step_and_keeps_all() -> None:
+    engine, client = engine_for("uniform", keys_of(DamageKind.PRUNED), limit=0.2)
+    engine.step(client.act(engine.view()), client.reasons(), lambda view, refused: _more(client, view, refused))
+    seeds = engine.view().seeds
+    assert (seeds.stage[0] != Stage.DORMANT).tolist() == [False, *[True] * 5]
+    assert [entry["step"] for entry in engine.fates.plantings] == [0] * 5
+    assert {entry["reason"] for entry in engine.fates.plantings} == {"every block gets a bypass"}
+    engine.reset()
+    play(engine, client)
+    assert (engine.view().seeds.stage[0] == Stage.FOSSILIZED).tolist() == [False, *[True] * 5]
+
+
+def _more(client: Placement, view: View, refused: np.ndarray) -> tuple[Actions, object] | None:
+    actions = client.further(view, refused)
+    return None if actions is None else (actions, client.reasons())
+
+
+def test_a_loop_that_asks_for_one_decision_a_step_plants_the_same_seeds_one_after_the_other() -> None:
+    engine, client = engine_for("uniform", keys_of(DamageKind.PRUNED), steps=20, limit=0.2)
+    while not engine.over:
+        _, outcome = engine.step(client.act(engine.view()))
+        client.store(outcome)
+    assert (engine.view().seeds.stage[0] == Stage.FOSSILIZED).sum() == 5
+    assert len({entry["step"] for entry in engine.fates.plantings}) == 5
+
+
+def test_a_rank_over_the_budget_is_refused_and_the_next_smaller_one_is_planted() -> None:
+    keys = keys_of(DamageKind.PRUNED, 4)
+    engine, client = engine_for("participation", keys)
+    slots = len(engine.space.slots)
+    low = [[1.0] * 2 + [0.1] + [1.0] * (slots - 3)] * 4
+    client.pick = lambda view: type(client).pick(  # type: ignore[method-assign]
+        client, view_with(engine, participation=low, participation_before=[[1.0] * slots] * 4)
+    )
+    play(engine, client)
+    view = engine.view()
+    added = engine.exported_params() - view.host_params
+    assert (added <= 0.06 * view.host_params).all()
+    assert (view.seeds.stage[:, 2] == Stage.FOSSILIZED).all()
+    names = [view.space.blueprints[index].name for index in view.seeds.blueprint[:, 2]]
+    assert set(names) <= {"bypass-rank-1", "bypass-rank-2", "bypass-rank-4"}
+
+
+def test_the_participation_rule_sees_a_drop_behind_the_first_block_and_spreads_where_there_is_none() -> None:
+    engine, client = engine_for("participation", keys_of(DamageKind.PRUNED, 2))
+    slots = len(engine.space.slots)
+    stream = [[0.9, 0.2, *[0.2] * (slots - 2)], [0.9, *[0.6] * (slots - 1)]]
+    before = [[0.9, 0.9, *[0.2] * (slots - 2)], [0.9, 0.9, *[0.6] * (slots - 2)]]
+    picks = client.pick(view_with(engine, participation=stream, participation_before=before))
+    assert list(picks.plans) == [MIXED, UNIFORM]
+    assert picks.slot.tolist() == [1, -1]
+    assert picks.reasons[0] == "the participation of the stream falls to 22% of that in front of block0"
+
+
+def test_dead_units_come_before_a_drop_of_participation() -> None:
+    engine, client = engine_for("collapse", keys_of(DamageKind.PRUNED))
+    slots = len(engine.space.slots)
+    ones = [[1.0] * slots]
+    stream = [[1.0] * (slots - 1) + [0.3]]
+    dead = [[0.0, 0.0, 0.9, *[0.0] * (slots - 3)]]
+    view = view_with(engine, participation=stream, participation_before=ones, dead=dead)
+    assert client.pick(view).slot.tolist() == [2]
+    view = view_with(engine, participation=stream, participation_before=ones, dead=[[0.1] * slots])
+    assert client.pick(view).slot.tolist() == [slots - 1]
+
+
+def test_a_pruned_block_of_a_real_host_is_found_by_its_dead_units() -> None:
+    keys = keys_of(DamageKind.PRUNED, 6)
+    engine, client = engine_for("collapse", keys)
+    truth = [describe(key).damage.segments[0] for key in keys]
+    assert np.mean(client.pick(engine.view()).slot == truth) >= 0.8
+
+
+def test_a_narrow_block_is_one_whose_inner_units_are_all_in_use() -> None:
+    engine, client = engine_for("inner-use", keys_of(DamageKind.PRUNED))
+    slots = len(engine.space.slots)
+    inner = [[np.nan, 0.1, 0.7, 0.01, *[0.2] * (slots - 4)]]
+    stream = [[0.1, 0.1, 0.4, 0.3, *[0.1] * (slots - 4)]]
+    picks = client.pick(view_with(engine, participation_inner=inner, participation=stream))
+    assert (list(picks.plans), picks.slot.tolist()) == ([BYPASS], [3])
+
+
+# The intact network.
+
+
+def test_drift_names_the_damaged_segment_the_input_and_the_head() -> None:
+    kinds = (DamageKind.PRUNED, DamageKind.LOW_RANK, DamageKind.LABELS, DamageKind.REMOVED)
+    keys = [keys_of(kind)[0] for kind in kinds]
+    engine, client = engine_for("drift", keys, taught=True)
+    picks = client.pick(engine.view())
+    truth = [describe(key).damage.segments for key in keys]
+    last = len(engine.space.slots) - 1
+    assert picks.slot.tolist() == [*truth[0], *truth[1], last, *truth[3]]
+    assert list(picks.plans) == [MIXED, MIXED, HERE, MIXED]
+
+
+def test_drift_of_an_undamaged_network_is_0_and_absent_without_an_intact_one() -> None:
+    keys = keys_of(DamageKind.LABELS)
+    taught, _ = engine_for("drift", keys, taught=True)
+    columns = [taught.space.sensors.index(name) for name in ("drift", "drift_before")]
+    assert taught.view().measurements.sensors[..., columns].max() < 1e-5
+    blind, client = engine_for("drift", keys)
+    assert np.isnan(blind.view().measurements.sensors[..., columns]).all()
+    picks = client.pick(blind.view())
+    assert list(picks.plans) == [UNIFORM]
+    assert "no intact network" in picks.reasons[0]
+
+
+def test_drift_is_that_of_the_two_networks_run_by_hand() -> None:
+    key = keys_of(DamageKind.PRUNED)[0]
+    instance = heal_taught().instance(key)
+    assert instance.intact is not None
+    intact, x = instance.intact()
+    damaged = instance.host()
+    engine, _ = engine_for("drift", [key], taught=True)
+    with torch.no_grad():
+        h, h0 = instance.train.x, x
+        for slot in range(len(engine.space.slots)):
+            h, h0 = damaged.segments[slot](h), intact.segments[slot](h0)  # type: ignore[index, operator]
+            expected = float((h - h0).norm() / h0.norm())
+            found = engine.view().measurements.sensors[0, slot, engine.space.sensors.index("drift")]
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+# Resuming.
+
+
+@pytest.mark.parametrize("name", sorted(PLACEMENTS))
+def test_a_placement_that_is_saved_and_loaded_goes_on_as_before(name: str) -> None:
+    keys = keys_of(DamageKind.PRUNED)
+    engine, client = engine_for(name, keys)
+    engine.step(client.act(engine.view()), None, lambda view, refused: _more(client, view, refused))
+    other = get_controller(name, engine.config)
+    assert isinstance(other, Placement)
+    other.load_state(client.state())
+    while not engine.over:
+        view = engine.view()
+        one, two = client.act(view), other.act(view)
+        assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+        _, outcome = engine.step(one)
+        client.store(outcome)
+        other.store(outcome)
+    assert (engine.view().seeds.stage == Stage.FOSSILIZED).any()
+
+
+def test_a_plan_of_nothing_says_so() -> None:
+    engine, client = engine_for("uniform", keys_of(DamageKind.NONE))
+    client.pick = lambda view: Picks([NONE], np.array([-1]), ["it is sound"])  # type: ignore[method-assign]
+    play(engine, client)
+    assert client.explain() == ["nothing was planted: it is sound"]
+    assert (engine.view().masks.op[:, Op.GERMINATE]).all()
+
+
+def test_the_heal_tasks_have_one_folder_of_hosts(tmp_path: Path) -> None:
+    assert heal_taught().ranges == heal().ranges
+    assert heal_taught().instance(0).intact is not None
+    assert heal().instance(0).intact is None
