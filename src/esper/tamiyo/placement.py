@@ -225,12 +225,12 @@ class DriftRise(Placement):
         """From the sensors `drift` and `drift_before`."""
         before, names = sensor(view, "drift_before"), view.space.slots
         rise = sensor(view, "drift") - before
-        measured: Bools = np.isfinite(rise).any(1, keepdims=True)
+        measured: Bools = np.asarray(np.isfinite(rise).any(1))
         rise, given = np.where(np.isnan(rise), -np.inf, rise), np.nan_to_num(before[:, 0])
         at, most, last = rise.argmax(1), rise.max(1), len(names) - 1
         choices: list[tuple[Plan, int, str]] = []
         for env in range(len(rise)):
-            if not measured[env, 0]:
+            if not measured[env]:
                 choice = UNIFORM, -1, "the task has no intact network to compare with, so every block gets a bypass"
             elif most[env] > RISE:
                 choice = (
