@@ -34,14 +34,14 @@ except ModuleNotFoundError:
     raise InputError(f"esper watch needs textual, which is not installed; run {pip_install('tui')}") from None
 
 SIGNS: Mapping[Stage, tuple[str, str, str]] = {
-    Stage.DORMANT: (".", "bright_black", "the slot is empty"),
+    Stage.DORMANT: (".", "grey62", "the slot is empty"),
     Stage.GERMINATED: ("g", "white", "the seed was built in this step and has not run yet"),
     Stage.TRAINING: ("t", "yellow", "the seed trains, and does not change the output of the host"),
     Stage.BLENDING: ("b", "cyan", "alpha moves along a ramp to its target"),
     Stage.HOLDING: ("h", "magenta", "alpha is at its target, and the seed is on trial"),
     Stage.FOSSILIZED: ("F", "green", "the seed is a permanent part of the network"),
     Stage.PRUNED: ("x", "red", "the seed was removed in this step"),
-    Stage.EMBARGOED: ("e", "bright_black", "the slot is empty and cannot be planted yet"),
+    Stage.EMBARGOED: ("e", "grey62", "the slot is empty and cannot be planted yet"),
 }
 """The letter and the colour of each stage in the grid, and what the stage means."""
 
@@ -116,7 +116,8 @@ class Grid(ScrollView, can_focus=True):
             self._drawn = {env: line for env, line in self._drawn.items() if env in shown}
         env = y + self.scroll_offset.y
         line = self._drawn[env] = self._line(env)
-        return Strip(line).crop_extend(self.scroll_offset.x, self.scroll_offset.x + self.size.width, PLAIN)
+        shown = Strip(line).crop_extend(self.scroll_offset.x, self.scroll_offset.x + self.size.width, PLAIN)
+        return shown.apply_style(self.rich_style)  # the background of the other parts
 
     def _line(self, env: int) -> list[Segment]:
         """One line of the whole grid. Every segment has a style: without colours, textual reads the style of each."""
