@@ -116,8 +116,8 @@ class Grid(ScrollView, can_focus=True):
             self._drawn = {env: line for env, line in self._drawn.items() if env in shown}
         env = y + self.scroll_offset.y
         line = self._drawn[env] = self._line(env)
-        shown = Strip(line).crop_extend(self.scroll_offset.x, self.scroll_offset.x + self.size.width, PLAIN)
-        return shown.apply_style(self.rich_style)  # the background of the other parts
+        strip = Strip(line).crop_extend(self.scroll_offset.x, self.scroll_offset.x + self.size.width, PLAIN)
+        return strip.apply_style(self.rich_style)  # the background of the other parts
 
     def _line(self, env: int) -> list[Segment]:
         """One line of the whole grid. Every segment has a style: without colours, textual reads the style of each."""

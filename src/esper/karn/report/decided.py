@@ -6,14 +6,11 @@ import numpy as np
 
 from esper.karn.report.figures import Forest, ForestRow, Integers, with_error
 from esper.karn.report.frame import Section, Table
-from esper.karn.report.model import Decided, RunModel
+from esper.karn.report.keeps import DRAWN_DECISIONS, LISTED, Decided, Decisions
+from esper.karn.report.model import RunModel
 from esper.leyline.stages import Stage
 from esper.leyline.text import counted, printable
 
-DRAWN_DECISIONS = 60
-"""Most decisions that the figure of contributions shows; the largest contributions and the smallest."""
-LISTED = 200
-"""Most rows of a table of single decisions or rollbacks."""
 NAMED = 8
 """Most environments or steps that a sentence names."""
 SLOW = 5
@@ -65,15 +62,14 @@ def decisions_section(model: RunModel) -> Section | None:
         tables.append(Table(caption, columns, rows, texts=(1,)))
     else:
         lines = ["No seed was planted.", *(model.summary or {}).get("explanations", [])]
-    measured = [each for each in model.decided if not np.isnan(each.contribution)]
-    if measured:
-        figures.append(_contributions(measured))
+    if model.decided.measured:
+        figures.append(_contributions(model.decided.ends))
         lines.append(
             "The figure has the contribution of every seed when it was kept (green) or pruned (red), with one standard error "
             "to each side"
             + (
-                f"; {DRAWN_DECISIONS} of {len(measured):,}, both ends of the order."
-                if len(measured) > DRAWN_DECISIONS
+                f"; {DRAWN_DECISIONS} of {model.decided.measured:,}, both ends of the order."
+                if model.decided.measured > DRAWN_DECISIONS
                 else "."
             )
         )
@@ -82,7 +78,7 @@ def decisions_section(model: RunModel) -> Section | None:
         tables.append(Table("Decisions that were refused", ("reason", "decisions"), refusals))
     elif model.population is not None:
         lines.append("No decision was refused.")
-    if model.decided:
+    if model.decided.total:
         tables.append(_decided(model.decided))
     return Section("decisions", "Decisions and why", lines, tables, figures)
 
@@ -120,11 +116,8 @@ def _errors(z: float) -> str:
 
 
 def _contributions(measured: Sequence[Decided]) -> Forest:
-    ordered = sorted(measured, key=lambda each: -each.contribution)
-    if len(ordered) > DRAWN_DECISIONS:
-        ordered = ordered[: DRAWN_DECISIONS // 2] + ordered[-DRAWN_DECISIONS // 2 :]
     rows = []
-    for each in ordered:
+    for each in measured:
         name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
         ends = each.contribution - each.error, each.contribution + each.error
         words = f"{name}: {with_error(each.contribution, each.error)}, {each.why}"
@@ -134,7 +127,7 @@ def _contributions(measured: Sequence[Decided]) -> Forest:
     )
 
 
-def _decided(decided: Sequence[Decided]) -> Table:
+def _decided(decided: Decisions) -> Table:
     rows = [
         (
             f"{each.step}",
@@ -144,9 +137,9 @@ def _decided(decided: Sequence[Decided]) -> Table:
             "kept" if each.kept else "pruned",
             printable(each.why),
         )
-        for each in decided[:LISTED]
+        for each in decided.first
     ]
-    more = f", the first {LISTED} of {len(decided):,}" if len(decided) > LISTED else ""
+    more = f", the first {LISTED} of {decided.total:,}" if decided.total > LISTED else ""
     names = ("step", "environment", "slot", "blueprint", "decision", "reason")
     return Table(f"Keeps and prunes with their reasons{more}", names, rows, texts=(2, 3, 4, 5))
 

@@ -225,11 +225,10 @@ def sensors_section(model: RunModel) -> Section | None:
     steps = sensed.steps[chosen]
     figures = []
     for s, slot in enumerate(head.slots):
-        kept = [each for each in model.decided if each.slot == slot and each.kept and model.rounds == []]
         events = (
             ("planted", [mark.step for mark in model.marks if mark.slot == s and mark.planted]),
             ("pruned", [mark.step for mark in model.marks if mark.slot == s and not mark.planted]),
-            ("kept", [each.step for each in kept]),
+            ("kept", [step for name, step in model.decided.kept if name == slot]),
         )
         counts = np.array([_counts_since(steps, at) for _, at in events], float)
         values = np.vstack([counts, sensed.medians[chosen, s].T])

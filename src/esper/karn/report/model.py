@@ -12,11 +12,11 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from esper.karn.reader import OpenRun, Status
+from esper.karn.report.keeps import DecisionLog, Decisions
 from esper.leyline.stages import Stage
 from esper.nissa.analytics import BlueprintAnalytics, Tally
 from esper.nissa.rows import (
     DecisionRow,
-    EpisodeRow,
     LifecycleRow,
     MeasurementRow,
     PhasesRow,
@@ -74,30 +74,6 @@ class SeedMark(NamedTuple):
     planted: bool
     blueprint: str | None
     why: str | None
-
-
-class Decided(NamedTuple):
-    """A decision to keep or to remove a seed, and what was measured for it.
-
-    Attributes:
-        env (int): environment
-        step (int): step
-        slot (str): name of the slot
-        blueprint (str): name of the blueprint
-        kept (bool): whether the seed was kept
-        contribution (float): contribution to the metric; nan if it was not measured
-        error (float): its standard error
-        why (str): the reason
-    """
-
-    env: int
-    step: int
-    slot: str
-    blueprint: str
-    kept: bool
-    contribution: float
-    error: float
-    why: str
 
 
 class Population(NamedTuple):
@@ -183,11 +159,10 @@ class RunModel(NamedTuple):
         sensed (Sensed or None): likewise; None if no sensors were measured
         times (Times or None): likewise; None if no times were recorded
         tallies (list of Tally): of all episodes, the blueprint that was tried most first
-        decided (list of Decided): keeps and prunes of all episodes
+        decided (Decisions): keeps and prunes of all episodes
         refused (mapping): number of refused decisions by reason
         operations (mapping): in a training, the decisions other than WAIT of each round by operation
         rollbacks (list of RollbackRow): all
-        episodes (list of EpisodeRow): ends of episodes
         rounds (list of RoundRow): of a training
         changed (sequence of str): settings that were changed when the run was resumed
     """
@@ -204,11 +179,10 @@ class RunModel(NamedTuple):
     sensed: Sensed | None
     times: Times | None
     tallies: list[Tally]
-    decided: list[Decided]
+    decided: Decisions
     refused: Mapping[str, int]
     operations: Mapping[int, Mapping[str, int]]
     rollbacks: list[RollbackRow]
-    episodes: list[EpisodeRow]
     rounds: list[RoundRow]
     changed: Sequence[str]
 
@@ -220,9 +194,8 @@ class Gathered:
         self._heads: list[RunRow] = []
         self._steps: list[StepRow] = []  # of the last episode
         self._changes: list[LifecycleRow] = []  # of that episode, and of later ones
-        self._decided: list[Decided] = []
+        self._decided = DecisionLog()
         self._rollbacks: list[RollbackRow] = []
-        self._episodes: list[EpisodeRow] = []
         self._rounds: list[RoundRow] = []
         self._episode = -1  # of the next four
         self._measured: list[tuple[int, Floats]] = []  # step, contributions
@@ -251,8 +224,6 @@ class Gathered:
                 self._write_change(row)
             case RollbackRow():
                 self._rollbacks.append(row)
-            case EpisodeRow():
-                self._episodes.append(row)
             case RoundRow():
                 self._rounds.append(row)
 
@@ -282,8 +253,7 @@ class Gathered:
                         self._worth[name] = np.where(np.isfinite(found), found, before)
 
     def _write_change(self, row: LifecycleRow) -> None:
-        if row.to_stage in ("FOSSILIZED", "PRUNED") and row.blueprint and row.why:
-            self._decided.append(_decided(row))
+        self._decided.write(row)
         if row.cohort is not UNSET:
             return  # a training has no step rows that its changes would be drawn with
         if self._changes and self._steps and self._changes[-1].episode != row.episode:
@@ -310,11 +280,10 @@ class Gathered:
             self._sensors(),
             _times(self._phases),
             self._analytics.tallies(),
-            list(self._decided),
+            self._decided.decisions(),
             dict(self._refused.most_common()),
             {number: dict(counts) for number, counts in sorted(self._operations.items())},
             list(self._rollbacks),
-            list(self._episodes),
             list(self._rounds),
             [setting for row in heads for setting in row.changed],
         )
@@ -425,17 +394,3 @@ def _medians(values: Floats) -> Floats:
     known = np.isfinite(values)
     filled = np.where(known.any(0), values, 0.0)  # numpy warns of a median of no values
     return np.where(known.any(0), np.nanmedian(np.where(np.isfinite(filled), filled, np.nan), axis=0), np.nan)
-
-
-def _decided(row: LifecycleRow) -> Decided:
-    nothing = float("nan")
-    return Decided(
-        row.env,
-        row.step,
-        row.slot,
-        row.blueprint or "",
-        row.to_stage == "FOSSILIZED",
-        nothing if row.contribution_mean is None else row.contribution_mean,
-        nothing if row.contribution_se is None else row.contribution_se,
-        row.why or "",
-    )
