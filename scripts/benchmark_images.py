@@ -4,7 +4,8 @@ The *bare loop* trains one network after another and does nothing else: channels
 multi-tensor (foreach) AdamW, gradients set to None, no `.item()` but one read of the probe's figures at the end. It runs the
 same host modules on the same number of batches and probe images. Both take turns, step by step, so that a machine whose
 speed drifts slows them alike; medians and the median of the ratio over turns are printed, of wall-clock time and of the
-processor time of the one thread, which does not count how long others held the processor. No seeds, no twins.
+processor time of the one thread, which does not count how long others held the processor. No seeds, no twins. If the device
+multiplies bfloat16, the engine also runs with `amp: bf16`; the bare loop always computes in float32.
 
     python scripts/benchmark_images.py [--quick] [--json FILE] [--envs E ...] [--repeats N] [--device cpu]
 """
@@ -31,6 +32,7 @@ from esper.tasks.hosts import CNN, MAP_MENU
 from esper.tasks.images import digits_image_narrow, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.precision import multiplies_bfloat16
 from esper.tolaria.reads import counted_reads
 from esper.tolaria.runtime import hold_freed_memory
 
@@ -61,11 +63,10 @@ def photographs(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
     )
 
 
-def engine_step(task: Task, envs: int, device: str) -> tuple[Callable[[], None], VectorizedEngine]:
+def engine_step(task: Task, envs: int, device: str, amp: str = "off") -> tuple[Callable[[], None], VectorizedEngine]:
     """One step of the engine, nothing planted, without twins."""
-    config = build_config(
-        task.defaults, {"envs": envs, "twin": False, "device": device, "steps": 10**6, "optimizer": {"lr": LR}}
-    )
+    settings = {"envs": envs, "twin": False, "device": device, "amp": amp, "steps": 10**6, "optimizer": {"lr": LR}}
+    config = build_config(task.defaults, settings)
     engine = VectorizedEngine(task, config)
     engine.reset()
     wait = Actions.wait(envs)
@@ -138,6 +139,8 @@ def compare(task: Task, envs: int, device: str, repeats: int) -> dict[str, Any]:
     """Engine and bare loop in turn: seconds, EPS, and throughput of the engine relative to the loop, turn by turn."""
     step, engine = engine_step(task, envs, device)
     steps = {"bare loop": bare_step(task, envs, device), "engine": step}
+    if multiplies_bfloat16(torch.device(device)):
+        steps["engine bf16"] = engine_step(task, envs, device, "bf16")[0]
     for warm in steps.values():
         warm()
     engine.timer.seconds.clear()

@@ -104,3 +104,27 @@ GROW = {  # a whole life of environment 1 in slot 0, and of environment 2 in slo
     (2, 2): (Op.ADVANCE, 1),
     (4, 2): (Op.PRUNE, 1, 0, 0, 2, 0),
 }
+
+
+def trajectory(config, decisions=GROW, task=None, env=0):
+    """Everything that a row went through: parameters, moments and measurements after every step."""
+    engine = VectorizedEngine(task or blobs(), config)
+    view, client, seen = engine.reset(), Script(decisions), []
+    while view.step < config.steps:
+        view, outcome = engine.step(client.act(view))
+        client.store(outcome)
+        host = engine.population.body.host
+        seen.append([column[env].clone() for name, column in host.columns.items() if name != "gradient"])
+        measured = view.measurements
+        seen[-1] += [torch.tensor(field[env]) for field in (measured.metric, measured.loss, measured.participation)]
+        seen[-1] += [torch.tensor(measured.contribution.mean[env]), torch.tensor(measured.gain.se[env])]
+    return engine, client, seen
+
+
+def assert_same(first, second):
+    for a, b in zip(first, second, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(x.nan_to_num(-1), y.nan_to_num(-1))
+
+
+GROW_ZERO = {(step, 0): decision for (step, env), decision in GROW.items() if env == 1}

@@ -62,7 +62,7 @@ def test_the_benchmark_of_images_sets_the_engine_beside_a_bare_loop(tmp_path):
     assert [result["task"] for result in results] == ["digits-image-narrow", "photographs"]
     for result in results:
         for clock in ("wall", "processor"):
-            assert set(result[clock]) == {"bare loop", "engine"}
+            assert set(result[clock]) - {"engine bf16"} == {"bare loop", "engine"}
             assert all(row["eps"] > 0 for row in result[clock].values())
         assert result["reads_per_step"] == 1
 

@@ -53,8 +53,9 @@ def in_layout_of(h: Tensor, y: Tensor) -> Tensor:
 
 
 def energy(stream: Tensor) -> Tensor:
-    """(n,) |h|^2 over examples and features."""
-    return stream.square().sum(tuple(range(1, stream.dim())))
+    """(n,) |h|^2 over examples and features, in float32 at least."""
+    wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
+    return wide.square().sum(tuple(range(1, stream.dim())))
 
 
 def _last(x: Tensor) -> Tensor:

@@ -162,11 +162,12 @@ class _Running:
             u = torch.where(doses.attached, u, u.detach())
         drawn = keys[doses.places] if keys is not None else None
         seed = _Rows(self.body.stacks[plan.slot, plan.form], _rows(plan.run, doses.rows), plan.frozen, drawn)
-        change = slot_change(stream, acts_on, u, seed, doses.alpha, doses.blend, gated=plan.gated)
+        change = slot_change(stream, acts_on, u, seed, doses.alpha, doses.blend, gated=plan.gated).to(h.dtype)
         if plan.straight:
             where = doses.where if doses.where is not None else torch.arange(len(h), device=h.device)
-            tiny = torch.finfo(acts_on.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
-            proximal = (energy(change) / energy(acts_on).clamp(min=tiny)).sum()
+            size = energy(acts_on)
+            tiny = torch.finfo(size.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
+            proximal = (energy(change) / size.clamp(min=tiny)).sum()
             self.proximal = proximal if self.proximal is None else self.proximal + proximal
             return Straight.apply(h, change, where)  # type: ignore[no-any-return,no-untyped-call]
         grown = h + change if doses.where is None else h.index_add(0, doses.where, change)

@@ -81,6 +81,11 @@ class Config(Section):
     deterministic: bool = Field(
         False, description="true uses only deterministic kernels of torch, without TF32 (docs/determinism.md)"
     )
+    amp: Literal["off", "bf16", "auto"] = Field(
+        "off",
+        description="type of the products in training: off computes them in float32, bf16 in bfloat16, and auto in bfloat16 if "
+        "the device multiplies it natively; parameters, the optimizer and all measured figures stay float32",
+    )
     baselines: tuple[str, ...] = Field(
         BASELINES,
         description="static networks that are trained for comparison: any of twin, same-size, plain, skips, or none "
@@ -135,6 +140,11 @@ class Config(Section):
         if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value, re.ASCII):
             raise ValueError("give auto, cpu, cuda or cuda:i, such as cuda:0")
         return value
+
+    @pydantic.field_validator("amp", mode="before")
+    @classmethod
+    def _read_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads off as false
 
     @pydantic.field_validator("baselines", mode="before")
     @classmethod

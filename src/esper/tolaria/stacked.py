@@ -29,6 +29,7 @@ from esper.tolaria.data import Examples
 from esper.tolaria.fitting import menu_of, selected
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.population import Asked, Figures, Indices, TrainedFigures, row_environments, row_numbers
+from esper.tolaria.precision import resolve_amp
 from esper.tolaria.probe import Probed, probe, sense
 from esper.tolaria.resident import ResidentData
 from esper.tolaria.runtime import (
@@ -46,7 +47,8 @@ class StackedPopulation:
     """R hosts and their seeds in training; implements `tolaria.population.Population`.
 
     body: parameters, buffers and moments of every host and seed. data: the data that they are trained and measured on.
-    feed, optimizer, objective: the batches, the update rule and the loss of a training step.
+    feed, optimizer, objective: the batches, the update rule and the loss of a training step. products: the type in which
+    it multiplies, or None for that of the parameters.
     """
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
@@ -85,6 +87,7 @@ class StackedPopulation:
             moments=self.optimizer.rule.moments,
             device=self.device,
         )
+        self.products = resolve_amp(config.amp, self.device, body.dtype)
         self.host_params = body.table.host_params
         self.space = Space(
             slots=tuple(slot.name for slot in body.slots),
@@ -134,7 +137,9 @@ class StackedPopulation:
     def train(self, seeds: Seeds) -> None:
         """Train every row on the batches of one step. Nothing is read from the device."""
         dropout = self.data.instance, self._episode
-        self._trained = train(self.body, seeds, self.feed, self.optimizer, self.objective, self.config, dropout)
+        self._trained = train(
+            self.body, seeds, self.feed, self.optimizer, self.objective, self.config, dropout, self.products
+        )
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
         """Measure every row as it is now. This is the one device read of a step."""

@@ -16,6 +16,7 @@ from esper.leyline.task import Objective
 from esper.leyline.view import Seeds
 from esper.tolaria.data import SharedBatchIterator
 from esper.tolaria.optimizer import StackedOptimizer, Updates
+from esper.tolaria.precision import products_in
 
 
 class Trained(NamedTuple):
@@ -55,12 +56,13 @@ def train(
     objective: Objective,
     config: Config,
     dropout: tuple[Indices, int],
+    products: torch.dtype | None = None,
 ) -> Trained:
     """Train every row on the step's batches.
 
     `dropout` is (instance (E,), episode). Together with the seed and the batch number it is the key of dropout. The
     optimizer moves exactly the trainable rows: hosts, and seeds in TRAINING, BLENDING (not doomed), HOLDING or
-    FOSSILIZED.
+    FOSSILIZED. `products` is the type in which the forward and backward passes multiply; None is that of the parameters.
     """
     shadow = config.lifecycle.incubation == "shadow"
     branches = shadows(seeds)
@@ -95,7 +97,8 @@ def train(
             keys = key(config.seed, Purpose.DROPOUT, dropout[0], dropout[1], feed.batch) if draws else None
             feed.advance()
             for route, total in zip(routes, sums, strict=True):
-                total += _backward(body, route, feed, objective, config, None if keys is None else keys[route.part])
+                own = None if keys is None else keys[route.part]
+                total += _backward(body, route, feed, objective, config, own, products)
         for group in (host, *groups):
             group.norm.add_(group.updates.step())
     return Trained(
@@ -107,17 +110,24 @@ def train(
 
 
 def _backward(
-    body: Body, route: Route, feed: SharedBatchIterator, objective: Objective, config: Config, keys: Indices | None
+    body: Body,
+    route: Route,
+    feed: SharedBatchIterator,
+    objective: Objective,
+    config: Config,
+    keys: Indices | None,
+    products: torch.dtype | None,
 ) -> Tensor:
     """Compute the losses (n,) of a part of the rows on the present batch, and add their gradients to those of the rows."""
     x, y = feed.of(route.part)
-    result = body.run(x, route, keys=keys)
+    with products_in(products, body.device):
+        result = body.run(x, route, keys=keys)
     weights = feed.weights_of(route.part)
-    losses = _weighted(objective.loss(result.output, y), weights).mean(1)
+    losses = _weighted(objective.loss(result.output.to(body.dtype), y), weights).mean(1)
     total = losses.sum()
     if result.branches is not None:
         assert route.origin is not None
-        branched = objective.loss(result.branches, y.index_select(0, route.origin))
+        branched = objective.loss(result.branches.to(body.dtype), y.index_select(0, route.origin))
         own = None if weights is None else weights.index_select(0, route.origin)
         total = total + _weighted(branched, own).mean(1).sum()
     if result.proximal is not None:

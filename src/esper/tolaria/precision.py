@@ -1,0 +1,44 @@
+"""Mixed precision: the products of a training pass in a short floating-point type, everything else in that of the parameters."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from esper.leyline.errors import InputError
+
+
+def resolve_amp(amp: str, device: torch.device, parameters: torch.dtype) -> torch.dtype | None:
+    """Return the type in which the products of a training pass are computed; None leaves them in that of the parameters.
+
+    amp: off, bf16 or auto, which takes bf16 if the device multiplies it natively. parameters: the dtype of the hosts.
+    Raises InputError if bf16 is asked for and the device or the hosts do not allow it.
+    """
+    native = multiplies_bfloat16(device)
+    if amp == "off" or (amp == "auto" and not (native and parameters == torch.float32)):
+        return None
+    if parameters != torch.float32:
+        raise InputError(f"amp is {amp}, which needs hosts in float32, but these are in {parameters}; set amp to off")
+    if not native:
+        raise InputError(
+            f"amp is {amp}, but {_name(device)} does not multiply bfloat16 natively; set amp to off or auto"
+        )
+    return torch.bfloat16
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether a device has instructions that multiply bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context of a forward pass whose products are computed in `dtype`; None changes nothing.
+
+    Parameters, their gradients and the optimizer keep their own type. `torch.autocast` chooses the operations.
+    """
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
