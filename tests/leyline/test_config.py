@@ -180,7 +180,8 @@ def test_the_reference_holds_every_key_with_its_default_and_a_meaning():
         assert kind, key
         assert meaning, key
         assert "\n" not in meaning, key
-        assert yaml.safe_load(default) == defaults[key], key
+        # YAML reads off as false, which the keys that take off accept as that word.
+        assert default == defaults[key] == "off" or yaml.safe_load(default) == defaults[key], key
 
 
 def test_types_in_the_reference_are_for_people():
