@@ -36,6 +36,7 @@ class Purpose(IntEnum):
         VALIDATION: run seed of the validation of a policy
         HEALING: hosts, data and damage of the task `heal`
         CERTIFY: fresh examples for certified keeps, and the order in which they are read
+        STREAM: segments, contexts and examples of streams of changing data, and weights of the networks that learn them
     """
 
     HOST = 1
@@ -54,6 +55,7 @@ class Purpose(IntEnum):
     VALIDATION = 14
     HEALING = 15
     CERTIFY = 16
+    STREAM = 17
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

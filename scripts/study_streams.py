@@ -1,0 +1,142 @@
+"""What networks gain on streams whose data change: storing and reactivating heads beside static networks of the same size.
+
+    python scripts/study_streams.py tune --out docs/benchmarks/streams.json       # settings, on training keys
+    python scripts/study_streams.py measure --settings docs/benchmarks/streams.json --out runs/streams
+    python scripts/study_streams.py table --out runs/streams                      # the tables of docs/benchmarks/streams.md
+
+`tune` plays four settings of every method on the same training streams, once on recurring contexts over a shared trunk and once on a
+mixture of all changes, and writes the best of each. `measure` plays held-out streams with these settings, and keeps the figures of every
+method in a file of its own, so that it can be interrupted: files that exist are not made again.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from esper.runs.statistics import Interval, interval, mean, mean_difference
+from esper.streams.data import RANGES, Change, DrawnStreams, draw_streams
+from esper.streams.learner import Price
+from esper.streams.methods import METHODS, build_learner
+from esper.streams.play import Played, Player
+
+FIRST = RANGES["heldout"].start + 4096
+KNOBS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "adamw": [{"lr": lr} for lr in (0.005, 0.01, 0.02)],
+    "l2-init": [{"decay": decay} for decay in (0.1, 0.3, 1.0)],
+    "shrink-perturb": [{"keep": keep} for keep in (0.2, 0.5, 0.8)],
+    "continual-backprop": [{"rate": rate} for rate in (0.0002, 0.001, 0.005)],
+    "replay": [{"drawn": drawn} for drawn in (8, 24, 48)],
+    "ewc": [{"strength": strength} for strength in (1.0, 10.0, 100.0)],
+    "ensemble": [{"lr": 0.01, "memory": 0.5}, {"lr": 0.02, "memory": 0.5}, {"lr": 0.02, "memory": 0.0}],
+    "reset": [{"lr": lr} for lr in (0.007, 0.01, 0.015)],
+    "reset-blocks": [{"lr": lr} for lr in (0.007, 0.01, 0.015)],
+    "reactivate": [{"trunk_rate": rate} for rate in (0.03, 0.1, 0.3)],
+}
+"""Three settings of each method with normalised features. The second one is also played without."""
+SETS: Mapping[str, tuple[Change, ...]] = {"recurring-shared": (Change.SHARED,), "mixture": tuple(Change)}
+REFERENCE = "reset-blocks"
+
+
+def streams_of(changes: Sequence[Change], first: int, count: int) -> DrawnStreams:
+    """`count` streams of each change. A change has keys of its own."""
+    keys = [first + 1024 * list(Change).index(change) + k for change in changes for k in range(count)]
+    return draw_streams(keys, [change for change in changes for _ in range(count)])
+
+
+def played(streams: DrawnStreams, name: str, settings: Mapping[str, Any]) -> Played:
+    player = Player(streams, build_learner(name, streams, **settings))
+    player.play()
+    return player.result()
+
+
+def tune(path: Path, count: int, names: Sequence[str]) -> None:
+    best: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    for kind, changes in SETS.items():
+        streams = streams_of(changes, RANGES["training"].start, count if len(changes) == 1 else count // 8)
+        for name in names:
+            if name in best.setdefault(kind, {}):
+                continue
+            begun, score = time.monotonic(), {}
+            plain = {**KNOBS[name][1], "norm": False}
+            for settings in ({"norm": True, **knob} for knob in (*KNOBS[name], plain)):
+                score[json.dumps(settings)] = float(played(streams, name, settings).returned.mean())
+            best[kind][name] = json.loads(max(score, key=lambda each: score[each]))
+            shown = {each: round(value, 4) for each, value in score.items()}
+            print(f"{kind}, {len(streams.keys)} streams, {name}: {shown}, {time.monotonic() - begun:.0f} s", flush=True)
+            path.write_text(json.dumps(best, indent=2) + "\n")
+
+
+def measure(path: Path, out: Path, count: int, names: Sequence[str]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = json.loads(path.read_text())
+    for kind, changes in SETS.items():
+        for name, change in itertools.product(names, changes):
+            file = out / f"{kind}.{name}.{change}.npz"
+            settings = chosen[kind].get(name)
+            if file.exists() or settings is None:
+                continue
+            begun = time.monotonic()
+            found = played(streams_of((change,), FIRST, count), name, settings)
+            np.savez(file, returned=found.returned, retention=found.retention, price=found.price, alarms=found.alarms)
+            print(
+                f"{kind}, {name}, {change}: {found.returned.mean():.4f}, retention {found.retention.mean():.3f}, "
+                f"{time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
+
+
+def cell(value: Interval) -> str:
+    return f"{value.value:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"
+
+
+def table(out: Path) -> None:
+    for kind, changes in SETS.items():
+        found = {
+            name: [np.load(file) for file in files]
+            for name in KNOBS
+            if all((file := out / f"{kind}.{name}.{change}.npz").exists() for change in changes)
+            and (files := [out / f"{kind}.{name}.{change}.npz" for change in changes])
+        }
+        if REFERENCE not in found:
+            continue
+        scores = {name: [each["returned"][:, None] for each in files] for name, files in found.items()}
+        count = len(scores[REFERENCE][0])
+        print(f"\n{kind}: {count} streams of each of {len(changes)} changes")
+        print(f"\n| | accuracy | over {REFERENCE} [95 %] | retention | multiply-adds [millions] |\n|---|---|---|---|---|")
+        for name, tasks in sorted(scores.items(), key=lambda pair: -float(mean(pair[1]))):
+            over = "" if name == REFERENCE else cell(interval(mean_difference, tasks, scores[REFERENCE]))
+            kept = np.mean([each["retention"].mean() for each in found[name]])
+            price = np.mean([each["price"].sum(1).mean() for each in found[name]]) / 1e6
+            print(f"| {name} | {float(mean(tasks)):.4f} | {over} | {kept:.3f} | {price:,.0f} |")
+        if len(changes) > 1:
+            print(f"\n| | {' | '.join(changes)} |\n|---|{'---|' * len(changes)}")
+            for name, tasks in scores.items():
+                print(f"| {name} | {' | '.join(f'{scores.mean():.3f}' for scores in tasks)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("tune", "measure", "table"))
+    parser.add_argument("--out", type=Path, required=True, help="file of the settings, or folder of the figures")
+    parser.add_argument("--settings", type=Path, help="file that `tune` wrote")
+    parser.add_argument("--streams", type=int, help="streams of each change; 16 to tune, 70 to measure")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(KNOBS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.part == "tune":
+        tune(options.out, options.streams or 16, options.methods)
+    elif options.part == "measure":
+        measure(options.settings, options.out, options.streams or 70, options.methods)
+    else:
+        table(options.out)
+
+
+if __name__ == "__main__":
+    main()

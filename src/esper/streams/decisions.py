@@ -1,0 +1,127 @@
+"""What a controller of streams sees and decides. N streams, M stored heads.
+
+The operations act on the network of a stream, before it trains on the batch on which the decision was made.
+"""
+
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from esper.streams.data import Floats, Ints
+from esper.streams.network import Bools
+
+KEEP_HEAD, NEW_HEAD = -1, -2
+"""Values of `Decision.head` that are no slot of the bank."""
+
+
+class Operation(IntEnum):
+    """What can be done to a network, in the order in which it is done.
+
+    Attributes:
+        STORE: a copy of the active head goes to the bank
+        ACTIVATE: a stored head leaves the bank and becomes the active one
+        NEW: the active head becomes zero
+        RESET: all blocks are drawn anew with zero output, and the bank is emptied
+        SHRINK: all weights move toward fresh ones, and the bank is emptied
+        SET_HOST: the learning rate of the trunk changes
+    """
+
+    STORE = 0
+    ACTIVATE = 1
+    NEW = 2
+    RESET = 3
+    SHRINK = 4
+    SET_HOST = 5
+
+
+class StreamView(NamedTuple):
+    """What is known of N streams after the scores of a batch and before training on it.
+
+    Attributes:
+        update (int): number of batches before this one
+        loss (Floats): (N,) cross-entropy of this batch [nats]
+        accuracy (Floats): (N,) of this batch
+        alarm (Bools): (N,) whether the loss is far above its running mean (`alarm.Alarm`)
+        before (Floats): (N,) running mean of the loss before this batch [nats]; nan where there is none
+        since (Ints): (N,) batches since the last alarm, this one not counted
+        input_shift (Floats): (N,) mean over features of the squared difference between this batch's mean and the mean since the
+            last alarm, in units of its variance under no change; about 1 without a change, nan where there was no batch
+        classes (Ints): (N,) classes in this batch
+        stored (Bools): (N, M) slots of the bank that hold a head
+        stored_loss (Floats): (N, M) loss of every stored head on this batch [nats]; nan where there is none, or no alarm
+        trunk_rate (Floats): (N,) learning rate of the trunk as a share of the full one
+        trunk_age (Ints): (N,) updates since the blocks were drawn
+    """
+
+    update: int
+    loss: Floats
+    accuracy: Floats
+    alarm: Bools
+    before: Floats
+    since: Ints
+    input_shift: Floats
+    classes: Ints
+    stored: Bools
+    stored_loss: Floats
+    trunk_rate: Floats
+    trunk_age: Ints
+
+
+class Decision(NamedTuple):
+    """One decision for each stream. Wherever the head or the blocks change, the optimizer forgets its moments.
+
+    Attributes:
+        head (Ints): (N,) KEEP_HEAD, NEW_HEAD, or the slot of the stored head to ACTIVATE
+        store (Bools): (N,) STORE the active head first
+        reset (Bools): (N,) RESET the blocks
+        keep (Floats): (N,) share of all weights that SHRINK keeps; 1 changes nothing, 0 draws the network anew
+        forget (Bools): (N,) forget the moments where nothing else changes
+        trunk_rate (Floats): (N,) SET_HOST to this share of the full learning rate; nan leaves it
+    """
+
+    head: Ints
+    store: Bools
+    reset: Bools
+    keep: Floats
+    forget: Bools
+    trunk_rate: Floats
+
+    def operations(self) -> Bools:
+        """(N, operations) which operations each stream gets."""
+        found = np.zeros((len(self.head), len(Operation)), bool)
+        found[:, Operation.STORE] = self.store
+        found[:, Operation.ACTIVATE] = self.head >= 0
+        found[:, Operation.NEW] = self.head == NEW_HEAD
+        found[:, Operation.RESET] = self.reset
+        found[:, Operation.SHRINK] = self.keep < 1
+        found[:, Operation.SET_HOST] = ~np.isnan(self.trunk_rate)
+        return found
+
+
+def unchanged(count: int) -> Decision:
+    """Return the decision to do nothing, whose arrays may be changed."""
+    return Decision(
+        head=np.full(count, KEEP_HEAD),
+        store=np.zeros(count, bool),
+        reset=np.zeros(count, bool),
+        keep=np.ones(count),
+        forget=np.zeros(count, bool),
+        trunk_rate=np.full(count, np.nan),
+    )
+
+
+class StreamController(Protocol):
+    """Decides for all streams at once, after every batch."""
+
+    def act(self, view: StreamView) -> Decision:
+        """Return the decisions. ACTIVATE needs a head in that slot."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the memory of the controller as a tree of arrays; empty if it has none."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `snapshot` returned."""
+        ...

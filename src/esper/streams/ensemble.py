@@ -1,0 +1,92 @@
+"""An ensemble of small networks for each stream, of which the one with the least recent loss predicts and learns. N streams, M members."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.streams.alarm import Alarm, heard, silent
+from esper.streams.data import Ints, Streams
+from esper.streams.decisions import Operation
+from esper.streams.learner import Price, Scores, cross_entropy
+from esper.streams.network import Rows, TrunkAndHead
+
+
+class EnsembleLearner:
+    """M networks for each stream and a gate, which follows their losses on all batches.
+
+        e_m = memory e_m + (1 - memory) L_m
+
+    The member of least e before a batch predicts it; the one of least e after the batch trains on it.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        module: TrunkAndHead,
+        *,
+        members: int,
+        lr: float,
+        memory: float,
+        decay: float = 0.01,
+        head_rate: float = 1.0,
+    ) -> None:
+        count = len(streams.keys)
+        self.members, self.lr, self.memory, self.decay, self.head_rate = members, lr, memory, decay, head_rate
+        self.rows = Rows(module, streams.keys, members=members)
+        self.recent = np.full((count, members), np.log(streams.classes))
+        self.alarm: Alarm = silent(count)
+        self.alarms = np.zeros(count, bool)
+        self.done = np.zeros((count, len(Operation)), np.int64)
+        self.price = np.zeros((count, len(Price)), np.int64)
+        self.cost = sum(place.shape.numel() for place in self.rows.stack.places if len(place.shape) == 2)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """x (N, B, D) -> logits (N, B, C) of the chosen members."""
+        every = self._every(x)
+        self.logits = every.view(len(x), self.members, *every.shape[1:])
+        self.price[:, Price.PREDICT] += self.cost * x.shape[1]
+        self.price[:, Price.CONSULT] += (self.members - 1) * self.cost * x.shape[1]
+        return self.logits[torch.arange(len(x)), self.recent.argmin(1)]
+
+    def learn(self, x: Tensor, y: Tensor, scores: Scores) -> None:
+        """Update the gate with the losses of all members, and train the best one."""
+        loss = cross_entropy(self.logits, y[:, None].expand(self.logits.shape[:-1])).double().numpy()
+        del self.logits
+        self.recent = self.memory * self.recent + (1 - self.memory) * loss
+        self.alarm, self.alarms = heard(self.alarm, scores.loss)
+        best = np.arange(len(x)) * self.members + self.recent.argmin(1)
+        logits = self.rows.logits(self.rows.features(x, best), best)
+        cross_entropy(logits, y).sum().backward()  # type: ignore[no-untyped-call]
+        rate = np.zeros((len(self.rows.keys), 2))
+        rate[best] = self.lr * np.array([1.0, self.head_rate])
+        self.rows.step(rate, self.decay)
+        self.price[:, Price.TRAIN] += 2 * self.cost * x.shape[1]
+
+    def recall(self, x: Tensor, y: Tensor, unlabelled: Tensor) -> Tensor:
+        """Logits (N, B', C) of unlabelled examples by the member whose loss on labelled examples is least."""
+        every, wanted = (each.view(len(x), self.members, *each.shape[1:]) for each in map(self._every, (x, unlabelled)))
+        best: Tensor = cross_entropy(every, y[:, None].expand(every.shape[:-1])).argmin(1)
+        return wanted[torch.arange(len(x)), best]
+
+    @torch.no_grad()
+    def _every(self, x: Tensor) -> Tensor:
+        """(N M, B, C) the logits of all members."""
+        rows: Ints | slice = slice(0, len(self.rows.keys))
+        return self.rows.logits(self.rows.features(x.repeat_interleave(self.members, 0), rows), rows)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return everything that later updates depend on."""
+        own = {name: getattr(self, name) for name in _STATE}
+        return {**own, "rows": self.rows.snapshot(), "alarm": self.alarm._asdict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `snapshot` returned."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self.rows.load(state["rows"])
+        self.alarm = Alarm(**state["alarm"])
+
+
+_STATE = ("recent", "alarms", "done", "price")

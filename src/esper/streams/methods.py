@@ -1,0 +1,134 @@
+"""The methods that learn streams, by name, at about the same size: 8.2 to 8.5 thousand numbers for each stream."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from esper.leyline.errors import InputError
+from esper.streams.additions import Consolidation, Replacement, Replay
+from esper.streams.controllers import OnAlarm, StoreAndReactivate
+from esper.streams.data import Streams
+from esper.streams.ensemble import EnsembleLearner
+from esper.streams.learner import Addition, Learner, NetworkLearner
+from esper.streams.network import TrunkAndHead
+
+Settings = Mapping[str, Any]
+WIDE, NARROW, STORING, MEMBER = (40, 32, 2), (32, 28, 2), (32, 32, 2), (12, 20, 1)
+"""Width, hidden units and number of residual blocks: of one network, beside a replay buffer, beside a bank, and of a member."""
+MEMBERS, BANK, CAPACITY = 6, 5, 128
+
+
+class Method(NamedTuple):
+    """A way to learn a stream.
+
+    Attributes:
+        summary (str): what it does, in one line
+        settings (Settings): the settings and their defaults
+        build (Callable): makes the learners of streams from all settings
+    """
+
+    summary: str
+    settings: Settings
+    build: Callable[[Streams, Settings], Learner]
+
+
+def _module(streams: Streams, settings: Settings, size: tuple[int, int, int]) -> TrunkAndHead:
+    return TrunkAndHead(streams.inputs, *size, streams.classes, norm=settings["norm"])
+
+
+def _static(streams: Streams, settings: Settings, **rule: Any) -> Learner:
+    """One network with the same decision at every alarm."""
+    own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+    return NetworkLearner(streams, _module(streams, settings, WIDE), OnAlarm(**rule), **own)
+
+
+def _l2_init(streams: Streams, settings: Settings) -> Learner:
+    own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+    return NetworkLearner(streams, _module(streams, settings, WIDE), OnAlarm(), to_first=True, **own)
+
+
+def _with(
+    addition: Callable[[NetworkLearner, Settings], Addition], size: tuple[int, int, int] = WIDE
+) -> Callable[[Streams, Settings], Learner]:
+    """One network that ignores alarms, with an addition to its training."""
+
+    def build(streams: Streams, settings: Settings) -> Learner:
+        own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+        make = _module(streams, settings, size)
+        return NetworkLearner(streams, make, OnAlarm(), addition=lambda learner: addition(learner, settings), **own)
+
+    return build
+
+
+def _ensemble(streams: Streams, settings: Settings) -> Learner:
+    own = {name: settings[name] for name in ("lr", "head_rate", "decay", "memory")}
+    return EnsembleLearner(streams, _module(streams, settings, MEMBER), members=MEMBERS, **own)
+
+
+def _reactivate(streams: Streams, settings: Settings) -> Learner:
+    own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+    rule = StoreAndReactivate(trunk_rate=settings["trunk_rate"])
+    return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
+
+
+_COMMON: Settings = MappingProxyType({"lr": 0.01, "head_rate": 1.0, "decay": 0.01, "norm": True})
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "adamw": Method("one network that trains on, whatever happens", _COMMON, _static),
+        "l2-init": Method("decay toward the first weights", {**_COMMON, "decay": 0.3}, _l2_init),
+        "shrink-perturb": Method(
+            "at an alarm, all weights move toward fresh ones",
+            {**_COMMON, "keep": 0.5},
+            lambda streams, settings: _static(streams, settings, keep=settings["keep"]),
+        ),
+        "continual-backprop": Method(
+            "hidden units of little use are drawn anew all the time",
+            {**_COMMON, "rate": 0.001},
+            _with(lambda learner, settings: Replacement(learner, rate=settings["rate"])),
+        ),
+        "replay": Method(
+            "trains on 128 stored examples too",
+            {**_COMMON, "drawn": 24},
+            _with(lambda learner, settings: Replay(learner, capacity=CAPACITY, drawn=settings["drawn"]), NARROW),
+        ),
+        "ewc": Method(
+            "weights that mattered before an alarm are held",
+            {**_COMMON, "strength": 1.0},
+            _with(lambda learner, settings: Consolidation(learner, strength=settings["strength"])),
+        ),
+        "ensemble": Method(
+            "six small networks; the one with the least recent loss predicts and learns",
+            {**_COMMON, "lr": 0.02, "memory": 0.5},
+            _ensemble,
+        ),
+        "reset": Method(
+            "at an alarm, the whole network is drawn anew",
+            _COMMON,
+            lambda streams, settings: _static(streams, settings, keep=0.0),
+        ),
+        "reset-blocks": Method(
+            "at an alarm, the blocks are drawn anew and the head starts at zero; the embedding stays",
+            {**_COMMON, "head_rate": 2.0},
+            lambda streams, settings: _static(streams, settings, reset=True, new_head=True),
+        ),
+        "reactivate": Method(
+            "at an alarm, the head is stored, and a stored head that fits returns, or a new one starts",
+            {**_COMMON, "lr": 0.015, "head_rate": 2.0, "trunk_rate": 0.1},
+            _reactivate,
+        ),
+    }
+)
+
+
+def build_learner(name: str, streams: Streams, **settings: Any) -> Learner:
+    """Make the learners of a method for streams. Raises InputError for an unknown method or setting."""
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"unknown method {name!r}; the methods are {', '.join(METHODS)}{hint}")
+    method = METHODS[name]
+    unknown = [key for key in settings if key not in method.settings]
+    if unknown:
+        raise InputError(f"{name} has no setting {unknown[0]!r}; its settings are {', '.join(method.settings)}")
+    return method.build(streams, {**method.settings, **settings})
