@@ -4,9 +4,9 @@
     python scripts/study_streams.py measure --settings docs/benchmarks/streams.json --out runs/streams
     python scripts/study_streams.py table --out runs/streams                      # the tables of docs/benchmarks/streams.md
 
-`tune` plays four settings of every method on the same training streams, once on recurring contexts over a shared trunk and once on a
-mixture of all changes, and writes the best of each. `measure` plays held-out streams with these settings, and keeps the figures of every
-method in a file of its own, so that it can be interrupted: files that exist are not made again.
+`tune` plays four settings of every method on the same training streams, once on recurring contexts over a shared trunk and once
+on a mixture of all changes, and writes the best of each. `measure` plays held-out streams with these settings. It keeps the
+figures of every method in a file of its own, so that it can be interrupted: files that exist are not made again.
 """
 
 import argparse
@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from esper.runs.statistics import Interval, interval, mean, mean_difference
-from esper.streams.data import RANGES, Change, DrawnStreams, draw_streams
-from esper.streams.learner import Price
+from esper.streams.data import RANGES, UPDATES, Change, DrawnStreams, draw_streams
 from esper.streams.methods import METHODS, build_learner
 from esper.streams.play import Played, Player
 
@@ -37,17 +36,20 @@ KNOBS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "ensemble": [{"lr": 0.01, "memory": 0.5}, {"lr": 0.02, "memory": 0.5}, {"lr": 0.02, "memory": 0.0}],
     "reset": [{"lr": lr} for lr in (0.007, 0.01, 0.015)],
     "reset-blocks": [{"lr": lr} for lr in (0.007, 0.01, 0.015)],
+    "adaptive": [{"lr": lr} for lr in (0.01, 0.0125, 0.015)],
     "reactivate": [{"trunk_rate": rate} for rate in (0.03, 0.1, 0.3)],
 }
 """Three settings of each method with normalised features. The second one is also played without."""
 SETS: Mapping[str, tuple[Change, ...]] = {"recurring-shared": (Change.SHARED,), "mixture": tuple(Change)}
 REFERENCE = "reset-blocks"
+TUNED = 832
+"""Updates of the streams on which settings are chosen."""
 
 
-def streams_of(changes: Sequence[Change], first: int, count: int) -> DrawnStreams:
+def streams_of(changes: Sequence[Change], first: int, count: int, updates: int = UPDATES) -> DrawnStreams:
     """`count` streams of each change. A change has keys of its own."""
     keys = [first + 1024 * list(Change).index(change) + k for change in changes for k in range(count)]
-    return draw_streams(keys, [change for change in changes for _ in range(count)])
+    return draw_streams(keys, [change for change in changes for _ in range(count)], updates=updates)
 
 
 def played(streams: DrawnStreams, name: str, settings: Mapping[str, Any]) -> Played:
@@ -59,7 +61,8 @@ def played(streams: DrawnStreams, name: str, settings: Mapping[str, Any]) -> Pla
 def tune(path: Path, count: int, names: Sequence[str]) -> None:
     best: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     for kind, changes in SETS.items():
-        streams = streams_of(changes, RANGES["training"].start, count if len(changes) == 1 else count // 8)
+        each = count if len(changes) == 1 else count // 8
+        streams = streams_of(changes, RANGES["training"].start, each, TUNED)
         for name in names:
             if name in best.setdefault(kind, {}):
                 continue
@@ -75,11 +78,11 @@ def tune(path: Path, count: int, names: Sequence[str]) -> None:
 
 def measure(path: Path, out: Path, count: int, names: Sequence[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    chosen = json.loads(path.read_text())
+    chosen: dict[str, dict[str, Any]] = json.loads(path.read_text())
     for kind, changes in SETS.items():
         for name, change in itertools.product(names, changes):
             file = out / f"{kind}.{name}.{change}.npz"
-            settings = chosen[kind].get(name)
+            settings = chosen.get(kind, {}).get(name)
             if file.exists() or settings is None:
                 continue
             begun = time.monotonic()
@@ -98,18 +101,20 @@ def cell(value: Interval) -> str:
 
 def table(out: Path) -> None:
     for kind, changes in SETS.items():
+        files = {name: [out / f"{kind}.{name}.{change}.npz" for change in changes] for name in KNOBS}
         found = {
-            name: [np.load(file) for file in files]
-            for name in KNOBS
-            if all((file := out / f"{kind}.{name}.{change}.npz").exists() for change in changes)
-            and (files := [out / f"{kind}.{name}.{change}.npz" for change in changes])
+            name: [np.load(file) for file in each]
+            for name, each in files.items()
+            if all(file.exists() for file in each)
         }
         if REFERENCE not in found:
             continue
         scores = {name: [each["returned"][:, None] for each in files] for name, files in found.items()}
         count = len(scores[REFERENCE][0])
         print(f"\n{kind}: {count} streams of each of {len(changes)} changes")
-        print(f"\n| | accuracy | over {REFERENCE} [95 %] | retention | multiply-adds [millions] |\n|---|---|---|---|---|")
+        print(
+            f"\n| | accuracy | over {REFERENCE} [95 %] | retention | multiply-adds [millions] |\n|---|---|---|---|---|"
+        )
         for name, tasks in sorted(scores.items(), key=lambda pair: -float(mean(pair[1]))):
             over = "" if name == REFERENCE else cell(interval(mean_difference, tasks, scores[REFERENCE]))
             kept = np.mean([each["retention"].mean() for each in found[name]])

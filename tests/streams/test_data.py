@@ -48,7 +48,9 @@ def test_a_stream_does_not_depend_on_the_others(streams):
 
 
 def test_training_validation_and_held_out_keys_are_disjoint():
-    assert not any(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in itertools.combinations(RANGES.values(), 2))
+    assert not any(
+        range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in itertools.combinations(RANGES.values(), 2)
+    )
 
 
 def test_a_segment_of_class_arrival_has_its_two_or_three_classes(streams):
@@ -96,7 +98,9 @@ def test_tests_are_made_of_digits_that_no_batch_has(streams):
     assert all((held == example).all(1).any() for example in x[n])
 
 
-@pytest.mark.parametrize(("given", "said"), [({"updates": 0}, "has no segments"), ({"batch_size": 0}, "batch_size is 0")])
+@pytest.mark.parametrize(
+    ("given", "said"), [({"updates": 0}, "has no segments"), ({"batch_size": 0}, "batch_size is 0")]
+)
 def test_a_stream_without_segments_is_one_sentence(given, said):
     with pytest.raises(InputError, match=said):
         draw_streams([1], [Change.NOVEL], **given)

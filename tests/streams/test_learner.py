@@ -203,13 +203,13 @@ def test_an_alarm_is_a_loss_far_above_its_running_mean():
     assert 0 < np.sum(found) < 20
 
 
-def test_alarms_find_sudden_changes_and_not_the_drift():
-    streams = streams_of([Change.NOVEL, Change.NOVEL, Change.DRIFT], updates=300)
+def test_alarms_find_sudden_changes_and_little_else():
+    streams = streams_of([Change.NOVEL, Change.NOVEL], updates=300)
     found = end_of("reset-blocks", streams).result().alarms
     for n in range(2):
         starts = [segment.start for segment in streams.segments[n][1:]]
         assert found[starts, n].mean() >= 0.9
-    assert found[:, 2].sum() < found[:, :2].sum() / 4
+        assert found[:, n].sum() <= len(starts) + 2
 
 
 def test_the_shift_of_the_inputs_is_one_without_a_change_and_large_with_one():

@@ -80,8 +80,9 @@ class Consolidation:
 
         g += strength * F * (p - anchor),   F = .9 F + mean over the updates between two alarms of B * g^2
 
-    Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", 2017, equation 3, in the online form of Schwarz et
-    al., "Progress & Compress", 2018, section 3.2. B * g^2, of the gradient of a batch of B, stands for the Fisher information.
+    Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", 2017, equation 3, in the online
+    form of Schwarz et al., "Progress & Compress", 2018, section 3.2. B * g^2, of the gradient of a batch of B, stands for the
+    Fisher information.
     """
 
     fading = 0.9

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from esper.streams.data import Ints
 from esper.streams.decisions import KEEP_HEAD, NEW_HEAD, Decision, StreamView, unchanged
 from esper.streams.network import Bools
 
@@ -64,3 +65,44 @@ class StoreAndReactivate:
 
     def load(self, state: dict[str, Any]) -> None:
         """The rule has no memory."""
+
+
+class Adaptive:
+    """Reactivates as `StoreAndReactivate` as long as the past seems to return, and otherwise resets as `OnAlarm`.
+
+    Each stream begins as one whose past returns. At an alarm where a stored head fits, its balance rises by 1; where none fits,
+    it falls by 1. A stream whose balance has reached -`patience`, or whose batches have at most `few` classes, is reset at this
+    and every later alarm. Alarms at which the inputs have not moved neither count nor reset: only the labels have changed, so
+    the trunk still fits. The inputs have moved if `StreamView.input_shift` is above `moved`.
+    """
+
+    def __init__(
+        self, count: int, *, trunk_rate: float = 0.1, patience: int = 4, few: int = 3, moved: float = 3.0
+    ) -> None:
+        self.rule = StoreAndReactivate(trunk_rate=trunk_rate)
+        self.patience, self.few, self.moved = patience, few, moved
+        self.balance: Ints = np.zeros(count, np.int64)
+        self.resets: Bools = np.zeros(count, bool)
+
+    def act(self, view: StreamView) -> Decision:
+        """Return the decisions."""
+        best, fits = self.rule.best(view)
+        moved = view.alarm & (view.input_shift > self.moved)
+        self.balance = self.balance + np.where(moved, np.where(fits, 1, -1), 0)
+        self.resets = self.resets | (moved & ((self.balance <= -self.patience) | (view.classes <= self.few)))
+        reset = self.resets & moved
+        rate = np.where(~self.resets & (view.trunk_age == self.rule.settle), self.rule.trunk_rate, np.nan)
+        return unchanged(len(best))._replace(
+            head=np.where(view.alarm, np.where(fits & ~reset, best, NEW_HEAD), KEEP_HEAD),
+            store=view.alarm & ~self.resets,
+            reset=reset,
+            trunk_rate=rate,
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the balances and which streams are reset."""
+        return {"balance": self.balance, "resets": self.resets}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `snapshot` returned."""
+        self.balance, self.resets = state["balance"], state["resets"]

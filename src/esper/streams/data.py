@@ -189,7 +189,9 @@ class DrawnStreams:
         """Return test examples of one context of each stream: x (N, count, 64), y (N, count)."""
         data = digits()
         held = len(data.y) - TRAINING
-        drawn = keys.uniform(keys.key(Purpose.STREAM, self.keys[:, None], Draw.TEST, contexts[:, None], np.arange(count)))
+        drawn = keys.uniform(
+            keys.key(Purpose.STREAM, self.keys[:, None], Draw.TEST, contexts[:, None], np.arange(count))
+        )
         chosen = TRAINING + (drawn * held).astype(np.int64)
         return self._seen(data.x[chosen], data.y[chosen], contexts)
 
@@ -226,7 +228,9 @@ def draw_streams(
         )
     for value, name in ((updates, "updates"), (batch_size, "batch_size")):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{name} is {value!r}, so that a stream has no segments; give a whole number of at least 1")
+            raise InputError(
+                f"{name} is {value!r}, so that a stream has no segments; give a whole number of at least 1"
+            )
     segments = tuple(_segments(k, change, updates) for k, change in zip(stream_keys, changes, strict=True))
     count = 2 + max(segment.context for each in segments for segment in each)  # drift fades into one context more
     context = np.zeros((updates, len(segments)), np.int64)

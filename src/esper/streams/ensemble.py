@@ -1,4 +1,7 @@
-"""An ensemble of small networks for each stream, of which the one with the least recent loss predicts and learns. N streams, M members."""
+"""Ensembles with a gate: of the small networks of a stream, the one with the least recent loss predicts and learns.
+
+N streams, M members.
+"""
 
 from typing import Any
 
@@ -58,7 +61,7 @@ class EnsembleLearner:
         self.alarm, self.alarms = heard(self.alarm, scores.loss)
         best = np.arange(len(x)) * self.members + self.recent.argmin(1)
         logits = self.rows.logits(self.rows.features(x, best), best)
-        cross_entropy(logits, y).sum().backward()  # type: ignore[no-untyped-call]
+        cross_entropy(logits, y).sum().backward()
         rate = np.zeros((len(self.rows.keys), 2))
         rate[best] = self.lr * np.array([1.0, self.head_rate])
         self.rows.step(rate, self.decay)

@@ -1,4 +1,7 @@
-"""Networks that learn streams: one network for each stream, with a controller, and what some methods add. N streams, B examples."""
+"""Networks that learn streams: one network for each stream, with a controller, and what some methods add.
+
+N streams, B examples of a batch, D features, C classes.
+"""
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -118,7 +121,11 @@ class NetworkLearner:
         bank: int = 0,
         addition: Callable[["NetworkLearner"], Addition] | None = None,
     ) -> None:
-        """`lr` is the learning rate of the trunk, `head_rate` times that the one of the head; `to_first` decays to the first weights."""
+        """Draw the networks.
+
+        The learning rate of the trunk is `lr`, that of the head `head_rate * lr`. With `to_first`, weights decay to their first
+        values, else to 0.
+        """
         count = len(streams.keys)
         self.rows = Rows(module, streams.keys, bank=bank)
         self.controller, self.lr, self.head_rate, self.decay = controller, lr, head_rate, decay
@@ -156,7 +163,7 @@ class NetworkLearner:
             own = own.index_put((torch.from_numpy(changed),), again)
             self.price[changed, Price.TRAIN] += self.cost * x.shape[1]
         loss = own if self.addition is None else self.addition.loss(self, x, y, own)
-        loss.sum().backward()  # type: ignore[no-untyped-call]
+        loss.sum().backward()
         del self.features, self.logits
         self.price[:, Price.TRAIN] += 2 * self.cost * x.shape[1]
         if self.addition is not None:
@@ -227,9 +234,7 @@ class NetworkLearner:
         every = np.arange(len(x))
         features = self.rows.features(x, slice(0, len(x)))
         active = cross_entropy(self.rows.logits(features, slice(0, len(x))), y)
-        stored = cross_entropy(
-            logits := self.rows.stored_logits(features, every), y[:, None].expand(logits.shape[:-1])
-        )
+        stored = cross_entropy(logits := self.rows.stored_logits(features, every), y[:, None].expand(logits.shape[:-1]))
         stored = torch.where(torch.from_numpy(self.rows.stored), stored, torch.inf)
         best = torch.cat([active[:, None], stored], 1).argmin(1)
         features = self.rows.features(unlabelled, slice(0, len(x)))

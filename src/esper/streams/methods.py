@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from esper.leyline.errors import InputError
 from esper.streams.additions import Consolidation, Replacement, Replay
-from esper.streams.controllers import OnAlarm, StoreAndReactivate
+from esper.streams.controllers import Adaptive, OnAlarm, StoreAndReactivate
 from esper.streams.data import Streams
 from esper.streams.ensemble import EnsembleLearner
 from esper.streams.learner import Addition, Learner, NetworkLearner
@@ -72,6 +72,12 @@ def _reactivate(streams: Streams, settings: Settings) -> Learner:
     return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
 
 
+def _adaptive(streams: Streams, settings: Settings) -> Learner:
+    own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+    rule = Adaptive(len(streams.keys), trunk_rate=settings["trunk_rate"], patience=settings["patience"])
+    return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
+
+
 _COMMON: Settings = MappingProxyType({"lr": 0.01, "head_rate": 1.0, "decay": 0.01, "norm": True})
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
@@ -116,6 +122,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "at an alarm, the head is stored, and a stored head that fits returns, or a new one starts",
             {**_COMMON, "lr": 0.015, "head_rate": 2.0, "trunk_rate": 0.1},
             _reactivate,
+        ),
+        "adaptive": Method(
+            "reactivates where the past returns, and resets the blocks where it does not",
+            {**_COMMON, "lr": 0.0125, "head_rate": 2.0, "trunk_rate": 0.1, "patience": 4},
+            _adaptive,
         ),
     }
 )

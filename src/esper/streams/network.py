@@ -188,10 +188,13 @@ class Rows:
                 rows = np.nonzero(rate[:, part] == lr)[0]
                 if lr == 0:
                     continue
-                some = [[each[row] for row in rows] for each in lists]
+                value, gradient, first, second = ([each[row] for row in rows] for each in lists)
                 self.steps[rows, part] += 1
                 torch._fused_adamw_(
-                    *some,
+                    value,
+                    gradient,
+                    first,
+                    second,
                     [],
                     [counts[row] for row in rows],
                     lr=float(lr),

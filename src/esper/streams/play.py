@@ -36,7 +36,7 @@ class Played(NamedTuple):
     @property
     def returned(self) -> Floats:
         """(N,) the return of a whole stream: its mean accuracy over all updates."""
-        return self.accuracy.mean(0, dtype=np.float64)
+        return np.asarray(self.accuracy.mean(0, dtype=np.float64))
 
 
 class Player:
@@ -97,7 +97,7 @@ def retention(streams: Streams, learner: Learner) -> Floats:
         x, y = streams.test(context, SUPPORT + TESTED)
         logits = learner.recall(x[:, :SUPPORT], y[:, :SUPPORT], x[:, SUPPORT:])
         total += np.where(index < count, scored(logits, y[:, SUPPORT:]).accuracy, 0.0)
-    return total / count
+    return np.asarray(total / count)
 
 
 def segment_accuracy(streams: Streams, accuracy: NDArray[np.float32]) -> list[Floats]:
