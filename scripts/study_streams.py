@@ -4,9 +4,10 @@
     python scripts/study_streams.py measure --settings docs/benchmarks/streams.json --out runs/streams
     python scripts/study_streams.py table --out runs/streams                      # the tables of docs/benchmarks/streams.md
 
-`tune` plays four settings of every method on the same training streams, once on recurring contexts over a shared trunk and once
-on a mixture of all changes, and writes the best of each. `measure` plays held-out streams with these settings. It keeps the
-figures of every method in a file of its own, so that it can be interrupted: files that exist are not made again.
+`tune` plays four settings of every method on the same training streams, on recurring contexts over a shared trunk and on a
+mixture of all changes, and writes the best of each into a file, in place of what it held. `measure` plays held-out streams with
+these settings. It keeps the figures of every method in a file of its own, so that it can be interrupted: files that exist are
+not made again.
 """
 
 import argparse
@@ -21,8 +22,10 @@ import numpy as np
 import torch
 
 from esper.runs.statistics import Interval, interval, mean, mean_difference
+from esper.streams.controllers import Adaptive
 from esper.streams.data import RANGES, UPDATES, Change, DrawnStreams, draw_streams
-from esper.streams.methods import METHODS, build_learner
+from esper.streams.learner import NetworkLearner
+from esper.streams.methods import build_learner
 from esper.streams.play import Played, Player
 
 FIRST = RANGES["heldout"].start + 4096
@@ -41,9 +44,10 @@ KNOBS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 }
 """Three settings of each method with normalised features. The second one is also played without."""
 SETS: Mapping[str, tuple[Change, ...]] = {"recurring-shared": (Change.SHARED,), "mixture": tuple(Change)}
-REFERENCE = "reset-blocks"
-TUNED = 832
-"""Updates of the streams on which settings are chosen."""
+REFERENCE, TOLD = "reset-blocks", "told"
+RETURNING = (Change.RECURRING, Change.SHARED, Change.LABELS)
+"""Changes under which stored heads, or the trunk, are of use again."""
+NEVER = 10**9
 
 
 def streams_of(changes: Sequence[Change], first: int, count: int, updates: int = UPDATES) -> DrawnStreams:
@@ -53,40 +57,46 @@ def streams_of(changes: Sequence[Change], first: int, count: int, updates: int =
 
 
 def played(streams: DrawnStreams, name: str, settings: Mapping[str, Any]) -> Played:
-    player = Player(streams, build_learner(name, streams, **settings))
+    """What a method reaches; TOLD is the rule `adaptive` that knows from the start which streams are to be reset."""
+    learner = build_learner("adaptive" if name == TOLD else name, streams, **settings)
+    if name == TOLD:
+        assert isinstance(learner, NetworkLearner)
+        assert isinstance(learner.controller, Adaptive)
+        learner.controller.resets = np.array([change not in RETURNING for change in streams.changes])
+        learner.controller.patience, learner.controller.few = NEVER, 0
+    player = Player(streams, learner)
     player.play()
     return player.result()
 
 
-def tune(path: Path, count: int, names: Sequence[str]) -> None:
+def tune(path: Path, options: argparse.Namespace) -> None:
     best: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    for kind, changes in SETS.items():
-        each = count if len(changes) == 1 else count // 8
-        streams = streams_of(changes, RANGES["training"].start, each, TUNED)
-        for name in names:
-            if name in best.setdefault(kind, {}):
-                continue
+    for kind in options.sets:
+        changes = SETS[kind]
+        each = options.streams or (16 if len(changes) == 1 else 2)
+        streams = streams_of(changes, RANGES["training"].start, each, options.updates)
+        for name in options.methods:
             begun, score = time.monotonic(), {}
             plain = {**KNOBS[name][1], "norm": False}
             for settings in ({"norm": True, **knob} for knob in (*KNOBS[name], plain)):
                 score[json.dumps(settings)] = float(played(streams, name, settings).returned.mean())
-            best[kind][name] = json.loads(max(score, key=lambda each: score[each]))
+            best.setdefault(kind, {})[name] = json.loads(max(score, key=lambda each: score[each]))
             shown = {each: round(value, 4) for each, value in score.items()}
             print(f"{kind}, {len(streams.keys)} streams, {name}: {shown}, {time.monotonic() - begun:.0f} s", flush=True)
             path.write_text(json.dumps(best, indent=2) + "\n")
 
 
-def measure(path: Path, out: Path, count: int, names: Sequence[str]) -> None:
+def measure(out: Path, options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    chosen: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    for kind, changes in SETS.items():
-        for name, change in itertools.product(names, changes):
+    chosen: dict[str, dict[str, Any]] = json.loads(options.settings.read_text())
+    for kind in options.sets:
+        for name, change in itertools.product(options.methods, SETS[kind]):
             file = out / f"{kind}.{name}.{change}.npz"
-            settings = chosen.get(kind, {}).get(name)
-            if file.exists() or settings is None:
+            if file.exists():
                 continue
             begun = time.monotonic()
-            found = played(streams_of((change,), FIRST, count), name, settings)
+            settings = chosen[kind]["adaptive" if name == TOLD else name]
+            found = played(streams_of((change,), FIRST, options.streams or 70), name, settings)
             np.savez(file, returned=found.returned, retention=found.retention, price=found.price, alarms=found.alarms)
             print(
                 f"{kind}, {name}, {change}: {found.returned.mean():.4f}, retention {found.retention.mean():.3f}, "
@@ -101,7 +111,7 @@ def cell(value: Interval) -> str:
 
 def table(out: Path) -> None:
     for kind, changes in SETS.items():
-        files = {name: [out / f"{kind}.{name}.{change}.npz" for change in changes] for name in KNOBS}
+        files = {name: [out / f"{kind}.{name}.{change}.npz" for change in changes] for name in (*KNOBS, TOLD)}
         found = {
             name: [np.load(file) for file in each]
             for name, each in files.items()
@@ -131,14 +141,18 @@ def main() -> None:
     parser.add_argument("part", choices=("tune", "measure", "table"))
     parser.add_argument("--out", type=Path, required=True, help="file of the settings, or folder of the figures")
     parser.add_argument("--settings", type=Path, help="file that `tune` wrote")
-    parser.add_argument("--streams", type=int, help="streams of each change; 16 to tune, 70 to measure")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(KNOBS))
+    parser.add_argument(
+        "--streams", type=int, help="streams of each change; 16, or 2 of a mixture, to tune; 70 to measure"
+    )
+    parser.add_argument("--updates", type=int, default=832, help="updates of the streams on which settings are chosen")
+    parser.add_argument("--methods", nargs="+", choices=(*KNOBS, TOLD), default=list(KNOBS))
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.part == "tune":
-        tune(options.out, options.streams or 16, options.methods)
+        tune(options.out, options)
     elif options.part == "measure":
-        measure(options.settings, options.out, options.streams or 70, options.methods)
+        measure(options.out, options)
     else:
         table(options.out)
 

@@ -10,6 +10,7 @@ COMMANDS = [
     "train",
     "resume",
     "eval",
+    "stream",
     "tasks",
     "blueprints",
     "config",

@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
         View,
     )
     from esper.runs.growth import Growth
+    from esper.runs.streaming import stream
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
     from esper.tasks.custom import task_from as task
@@ -135,6 +136,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "report",
     "resume",
     "show",
+    "stream",
     "task",
     "train",
     "transformer",

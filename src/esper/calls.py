@@ -14,6 +14,7 @@ from esper.karn.console import can_print, print_error, print_summary, print_trai
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.karn.report.page import report_at_end, report_of_evaluation
+from esper.karn.streaming import print_streams
 from esper.leyline.arguments import check_choice, to_path
 from esper.leyline.config import BASELINES, parse_setting
 from esper.leyline.errors import InputError, RunWarning, warn
@@ -38,7 +39,7 @@ OnInterrupt = Literal["raise", "return"]
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """Print the table of a summary of `grow`, `train` or `resume`, or of a record of `evaluate`, as the commands print it.
+    """Print the table of a summary of `grow`, `train` or `resume`, or of a record of `evaluate` or `stream`, as commands do.
 
     Raises InputError if `summary` is none of these.
     """
@@ -46,12 +47,13 @@ def show(summary: Mapping[str, Any]) -> None:
         "grown_params": print_summary,
         "rounds_done": print_training,
         "together": print_evaluation,
+        "reference": print_streams,
     }
     kind = next((key for key in keys if isinstance(summary, Mapping) and key in summary), None)
     if kind is None:
         raise InputError(
             f"show was given a {type(summary).__name__} that is not a summary; give what esper.grow, esper.train, "
-            "esper.resume or esper.evaluate returned"
+            "esper.resume, esper.evaluate or esper.stream returned"
         )
     console = Console()
     keys[kind](summary, console)

@@ -19,6 +19,7 @@ from esper.commands.options import fail, say
 from esper.commands.report import report
 from esper.commands.running import grow, resume, train
 from esper.commands.serving import serve
+from esper.commands.streaming import stream
 from esper.commands.watching import watch
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
@@ -50,6 +51,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "train": train,
     "resume": resume,
     "eval": evaluate,
+    "stream": stream,
     "tasks": tasks,
     "blueprints": blueprints,
     "config": config,

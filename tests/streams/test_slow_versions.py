@@ -42,8 +42,8 @@ class Slow:
         for update in range(STREAMS.updates):
             x, y = (each[n] for each in STREAMS.batch(update))
             loss = F.cross_entropy(self.net(x), y)
-            self.losses.append(float(loss))
-            if self.rings(float(loss)):
+            self.losses.append(loss.item())
+            if self.rings(loss.item()):
                 self.at_alarm(update, x, y)
             self.step(update, x, y)
 

@@ -9,6 +9,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "resume": "calls",
         "evaluate": "calls",
         "show": "calls",
+        "stream": "runs.streaming",
         "open_run": "karn.reader",
         "report": "karn.report.page:write_report",
         "draw_report": "karn.report.page",

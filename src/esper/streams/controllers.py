@@ -71,16 +71,24 @@ class Adaptive:
     """Reactivates as `StoreAndReactivate` as long as the past seems to return, and otherwise resets as `OnAlarm`.
 
     Each stream begins as one whose past returns. At an alarm where a stored head fits, its balance rises by 1; where none fits,
-    it falls by 1. A stream whose balance has reached -`patience`, or whose batches have at most `few` classes, is reset at this
-    and every later alarm. Alarms at which the inputs have not moved neither count nor reset: only the labels have changed, so
-    the trunk still fits. The inputs have moved if `StreamView.input_shift` is above `moved`.
+    it falls by 1, or by 2 if the loss has risen by less than `sudden` nats, as in a drift. A stream whose balance has reached
+    -`patience`, or whose batches have at most `few` classes, is reset at this and every later alarm. Alarms at which the inputs
+    have not moved neither count nor reset: only the labels have changed, so the trunk still fits. The inputs have moved if
+    `StreamView.input_shift` is above `moved`.
     """
 
     def __init__(
-        self, count: int, *, trunk_rate: float = 0.1, patience: int = 4, few: int = 3, moved: float = 3.0
+        self,
+        count: int,
+        *,
+        trunk_rate: float = 0.1,
+        patience: int = 4,
+        few: int = 3,
+        moved: float = 3.0,
+        sudden: float = 1.0,
     ) -> None:
         self.rule = StoreAndReactivate(trunk_rate=trunk_rate)
-        self.patience, self.few, self.moved = patience, few, moved
+        self.patience, self.few, self.moved, self.sudden = patience, few, moved, sudden
         self.balance: Ints = np.zeros(count, np.int64)
         self.resets: Bools = np.zeros(count, bool)
 
@@ -88,7 +96,8 @@ class Adaptive:
         """Return the decisions."""
         best, fits = self.rule.best(view)
         moved = view.alarm & (view.input_shift > self.moved)
-        self.balance = self.balance + np.where(moved, np.where(fits, 1, -1), 0)
+        miss = np.where(view.loss - view.before < self.sudden, -2, -1)
+        self.balance = self.balance + np.where(moved, np.where(fits, 1, miss), 0)
         self.resets = self.resets | (moved & ((self.balance <= -self.patience) | (view.classes <= self.few)))
         reset = self.resets & moved
         rate = np.where(~self.resets & (view.trunk_age == self.rule.settle), self.rule.trunk_rate, np.nan)

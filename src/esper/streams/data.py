@@ -97,9 +97,21 @@ class Streams(Protocol):
 
     inputs: int
     classes: int
-    updates: int
-    keys: Ints  # (N,) from which initial weights are drawn
-    segments: Sequence[Sequence[Segment]]  # of each stream, in order
+
+    @property
+    def updates(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def keys(self) -> Ints:
+        """(N,) keys with which initial weights are drawn."""
+        ...
+
+    @property
+    def segments(self) -> Sequence[Sequence[Segment]]:
+        """The segments of each stream, in order."""
+        ...
 
     def batch(self, update: int) -> tuple[Tensor, Tensor]:
         """Return x (N, B, D) float32 and y (N, B) int64."""

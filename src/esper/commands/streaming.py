@@ -1,0 +1,80 @@
+"""`esper stream`: methods compared on streams of changing data."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from esper.commands.options import Json, say, use_one_thread
+
+
+def stream(
+    methods: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[METHOD]...",
+            help="Methods, compared with the first; reset-blocks, adamw, ensemble, reactivate and adaptive.",
+            show_default=False,
+        ),
+    ] = None,
+    change: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How the data change: novel, recurring, recurring-shared, half-and-half, novel-labels, class-arrival, drift, "
+            "or mixture, where streams take turns.",
+        ),
+    ] = "recurring-shared",
+    streams: Annotated[int, typer.Option(metavar="N", help="Streams.")] = 20,
+    updates: Annotated[int, typer.Option(metavar="T", help="Batches of each stream.")] = 1664,
+    part: Annotated[str, typer.Option(metavar="training|validation|heldout", help="Part of the streams.")] = "heldout",
+    first: Annotated[int, typer.Option(metavar="N", help="Number of the first stream of the part.")] = 0,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="METHOD.KEY=VALUE", help="Set a key of a method, as ensemble.lr=0.01; may be repeated."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the state and the record; the same command goes on from there."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the comparison in DIR.")] = False,
+    json_: Json = False,
+) -> None:
+    """Compare networks on streams of data that change at times that they are not told (docs/streams.md).
+
+    Each batch is scored before it is trained on. The methods learn the same streams, so differences are paired.
+    """
+    use_one_thread()
+    from rich.console import Console
+
+    from esper.karn.streaming import print_streams
+    from esper.runs.streaming import DEFAULT
+    from esper.runs.streaming import stream as compare
+    from esper.store.files import to_json
+
+    def tell(line: str) -> None:
+        say(line, err=True)
+
+    try:
+        record = compare(
+            methods or DEFAULT,
+            change,
+            streams=streams,
+            updates=updates,
+            part=part,
+            first=first,
+            settings=settings or (),
+            out=out,
+            overwrite=overwrite,
+            watch=tell,
+        )
+    except KeyboardInterrupt as interrupt:
+        after = "nothing was kept, as --out was not given" if out is None else "the same command continues it"
+        say(f"{str(interrupt) or 'the comparison was interrupted'}; {after}", err=True)
+        raise typer.Exit(130) from None
+    if json_:
+        typer.echo(to_json(record), nl=False)
+    else:
+        print_streams(record, Console())

@@ -1,0 +1,268 @@
+"""Methods compared on streams of changing data, from the arguments to the record. A folder keeps the comparison while it is made.
+
+streams.json      the arguments, and at the end the record of `esper.stream`
+METHOD/           state of the method that is played, in files as those of a checkpoint
+METHOD.json       figures of a method that has been played to the end
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from esper.leyline.arguments import check_choice, to_path
+from esper.leyline.config import parse_setting
+from esper.leyline.config_input import show
+from esper.leyline.errors import InputError
+from esper.runs.interrupt import Interrupt
+from esper.runs.statistics import Floats, Interval, interval, mean, mean_difference
+from esper.store.checkpoint import flatten, unflatten
+from esper.store.disk import find_folder, remove, write_atomic, write_folder
+from esper.store.files import to_json
+from esper.store.lock import Lock
+from esper.store.reading import read_kept
+from esper.store.tensors import to_parts
+from esper.streams.data import RANGES, UPDATES, Change, DrawnStreams, draw_streams
+from esper.streams.decisions import Operation
+from esper.streams.learner import Price
+from esper.streams.methods import METHODS, build_learner, full_settings
+from esper.streams.play import Played, Player, segment_accuracy
+
+Record = dict[str, Any]
+RECORD, TENSORS, FACTS = "streams.json", "state.safetensors", "state.json"
+MIXTURE = "mixture"
+CHANGES = (*Change, MIXTURE)
+DEFAULT = ("reset-blocks", "adamw", "ensemble", "reactivate", "adaptive")
+"""Methods that are compared if none is named. All others are compared with the first one."""
+EVERY = 200
+"""Updates between two saves of the state."""
+_LARGEST = 2**32  # bytes of a file of the folder that are read
+_MEND = "name another folder, or replace the comparison with --overwrite"
+
+
+def stream(
+    methods: Sequence[str] | str = DEFAULT,
+    change: str = str(Change.SHARED),
+    *,
+    streams: int = 20,
+    updates: int = UPDATES,
+    part: str = "heldout",
+    first: int = 0,
+    settings: Mapping[str, Mapping[str, Any]] | Sequence[str] = (),
+    out: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+    watch: Callable[[str], None] | None = None,
+) -> Record:
+    """Compare methods on the same streams of changing data, as `esper stream` does, and return the record.
+
+    Each batch is scored before it is trained on. `change` is a `Change`, or "mixture": the streams take turns in having one of
+    them. Streams number `first` to `first + streams - 1` of the `part` ("training", "validation" or "heldout") are played for
+    `updates` batches. `settings` are those of methods, as {"ensemble": {"lr": 0.01}} or ["ensemble.lr=0.01"].
+
+    With `out`, the state is kept in that folder: after an interrupt, the same call goes on from there and gets the same numbers
+    as without it. `overwrite` allows to replace another comparison there. `watch` is told of progress in lines of text. Raises
+    InputError before anything is played, and KeyboardInterrupt if a signal ended the comparison.
+    """
+    names = [methods] if isinstance(methods, str) else list(methods)
+    asked = _arguments(names, change, streams, updates, part, first, settings)
+    if out is None:
+        return _compared(asked, None, watch)
+    folder = to_path(out, "out")
+    if folder.is_file():
+        raise InputError(f"{folder} is a file; name a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = Lock(folder, watch or (lambda line: None))
+    lock.take()
+    try:
+        known = _take_up(folder, asked, overwrite)
+        return _compared(asked, folder, watch) if known is None else known
+    finally:
+        lock.release()
+
+
+def _arguments(
+    names: Sequence[str], change: str, streams: int, updates: int, part: str, first: int, settings: Any
+) -> Record:
+    """The arguments as they are kept in the folder. Raises InputError if one is bad."""
+    check_choice(change, "change", [str(each) for each in CHANGES])
+    check_choice(part, "part", list(RANGES))
+    for name, value, least in (("streams", streams, 1), ("updates", updates, 1), ("first", first, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            why = ", so a stream has no segments" if name == "updates" else ""
+            raise InputError(f"{name} is {show(value)}{why}; give a whole number of at least {least}")
+    if first + streams > len(RANGES[part]):
+        raise InputError(f"first + streams is {first + streams:,}, but {part} has {len(RANGES[part]):,} streams")
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"the methods are {show(list(names))}; name each at most once, and at least one")
+    given = _nested(settings)
+    other = [name for name in given if name not in names]
+    if other:
+        raise InputError(f"settings are given for {show(other[0])}, which is not compared; the methods are {names}")
+    return {
+        "change": str(change),
+        "part": part,
+        "first": first,
+        "streams": streams,
+        "updates": updates,
+        "settings": {name: dict(full_settings(name, given.get(name, {}))) for name in names},
+    }
+
+
+def _nested(settings: Any) -> dict[str, Mapping[str, Any]]:
+    """Settings by method. InputError if they have another form."""
+    if isinstance(settings, Mapping):
+        listed = [dict(settings)]
+    else:
+        listed = [parse_setting(each) for each in ([settings] if isinstance(settings, str) else settings)]
+    found: dict[str, dict[str, Any]] = {}
+    for layer in listed:
+        for name, own in layer.items():
+            if not isinstance(own, Mapping):
+                raise InputError(f"the setting {show(name)} is {show(own)}; give METHOD.KEY=VALUE, as ensemble.lr=0.01")
+            found.setdefault(name, {}).update(own)
+    return dict(found)
+
+
+def drawn_streams(asked: Record) -> DrawnStreams:
+    """The streams of a comparison."""
+    start = RANGES[asked["part"]].start + asked["first"]
+    every = list(Change)
+    numbers = range(asked["first"], asked["first"] + asked["streams"])
+    mixed = asked["change"] == MIXTURE
+    changes = [every[number % len(every)] if mixed else Change(asked["change"]) for number in numbers]
+    return draw_streams(range(start, start + asked["streams"]), changes, updates=asked["updates"])
+
+
+def _compared(asked: Record, folder: Path | None, watch: Callable[[str], None] | None) -> Record:
+    """Play every method that has not been played, and return the record."""
+    streams, found = drawn_streams(asked), dict[str, Record]()
+    with Interrupt() as interrupt:
+        for name, settings in asked["settings"].items():
+            file = None if folder is None else folder / f"{name}.json"
+            if file is not None and file.exists():
+                found[name] = _read(file)
+                continue
+            player = Player(streams, build_learner(name, streams, **settings))
+            if folder is not None:
+                _load(player, folder / name)
+            while player.update < streams.updates:
+                player.play(until=min(player.update + EVERY, streams.updates))
+                if folder is not None:
+                    _save(player, folder / name)
+                if watch is not None:
+                    watch(f"{name}: {player.update} of {streams.updates} updates")
+                if interrupt.asked:
+                    raise KeyboardInterrupt(f"the comparison was interrupted in {name} at update {player.update}")
+            found[name] = _figures(streams, player.result())
+            if file is not None:
+                write_atomic(file, to_json(found[name]))
+                remove(find_folder(file.with_suffix("")))
+    record = _record(asked, streams, found)
+    if folder is not None:
+        write_atomic(folder / RECORD, to_json(record))
+    return record
+
+
+def _figures(streams: DrawnStreams, played: Played) -> Record:
+    """What a record holds of a method: lists over streams."""
+    return {
+        "returned": played.returned.tolist(),
+        "retention": played.retention.tolist(),
+        "alarms": played.alarms.sum(0).tolist(),
+        "operations": {each.name: played.operations[:, each].tolist() for each in Operation},
+        "multiply_adds": {each.name: played.price[:, each].tolist() for each in Price},
+        "segment_accuracy": [own.tolist() for own in segment_accuracy(streams, played.accuracy)],
+    }
+
+
+def _record(asked: Record, streams: DrawnStreams, found: Mapping[str, Record]) -> Record:
+    """The record: arguments, streams, and for each method its figures and how it compares with the first one."""
+    reference = next(iter(found))
+
+    def strata(name: str) -> list[Floats]:
+        """Returns by change, because the streams of one change are alike."""
+        own, kinds = np.array(found[name]["returned"])[:, None], np.array([str(each) for each in streams.changes])
+        return [own[kinds == kind] for kind in sorted(set(kinds.tolist()))]
+
+    methods = {}
+    for name, figures in found.items():
+        over = None if name == reference else interval(mean_difference, strata(name), strata(reference))
+        methods[name] = {
+            "accuracy": _bounds(interval(mean, strata(name))),
+            "over_reference": None if over is None else _bounds(over),
+            "settings": asked["settings"][name],
+            **figures,
+        }
+    return {
+        "status": "finished",
+        **asked,
+        "reference": reference,
+        "keys": streams.keys.tolist(),
+        "changes": [str(each) for each in streams.changes],
+        "segments": [[list(segment) for segment in own] for own in streams.segments],
+        "methods": methods,
+    }
+
+
+def _bounds(found: Interval) -> dict[str, float | None]:
+    return {name: value if np.isfinite(value) else None for name, value in found._asdict().items()}
+
+
+# The folder.
+
+
+def _take_up(folder: Path, asked: Record, overwrite: bool) -> Record | None:
+    """The record of a finished comparison with these arguments; None, and a folder ready to be used, if there is none.
+
+    InputError if the folder holds another comparison or other files.
+    """
+    known = _read(folder / RECORD) if (folder / RECORD).exists() else None
+    if known is not None and not overwrite:
+        differs = [name for name, value in asked.items() if known.get(name) != value]
+        if differs:
+            was, now = (show(each.get(differs[0])) for each in (known, asked))
+            raise InputError(f"{folder} holds a comparison whose {differs[0]} is {was}, not {now}; {_MEND}")
+        return known if "methods" in known else None
+    own = {RECORD, "lock", *METHODS, *(f"{name}.json" for name in METHODS)}
+    own |= {f".{name}.{state}" for name in METHODS for state in ("new", "old")}
+    other = sorted(path.name for path in folder.iterdir() if path.name not in own)
+    if other:
+        raise InputError(f"{folder} holds {show(other[0])}, which is no file of a comparison; name another folder")
+    for name in own - {"lock"}:
+        remove(folder / name)
+    write_atomic(folder / RECORD, to_json(asked))
+    return None
+
+
+def _read(path: Path) -> Record:
+    try:
+        found = json.loads(read_kept(path, _LARGEST, _MEND))
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}); {_MEND}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is damaged (it holds no mapping); {_MEND}")
+    return found
+
+
+def _save(player: Player, folder: Path) -> None:
+    tensors, plain = flatten(player.snapshot())
+    write_folder(folder, {TENSORS: to_parts(tensors), FACTS: json.dumps(plain, allow_nan=False).encode()})
+
+
+def _load(player: Player, folder: Path) -> None:
+    """Load the state that was saved in a folder, if there is one. InputError if it is damaged."""
+    folder = find_folder(folder)
+    if not folder.exists():
+        return
+    try:
+        tensors = load(read_kept(folder / TENSORS, _LARGEST, _MEND))
+        player.load(unflatten(tensors, json.loads(read_kept(folder / FACTS, _LARGEST, _MEND))))
+    except (AttributeError, KeyError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{folder} is damaged ({type(error).__name__}); {_MEND}") from None

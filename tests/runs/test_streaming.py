@@ -1,0 +1,148 @@
+"""Comparisons on streams: the record, the folder, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+
+import esper
+from esper.cli import main
+from esper.leyline.errors import InputError
+from esper.runs import streaming
+from esper.runs.streaming import stream
+from esper.streams.data import RANGES
+
+SMALL = {"streams": 3, "updates": 40}
+METHODS = ("reset-blocks", "reactivate")
+
+
+@pytest.fixture(scope="module")
+def record():
+    return stream(METHODS, "mixture", **SMALL)
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    """Runs the command in a folder of its own; gives (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main(["stream", *arguments])
+        return (end.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def test_a_record_holds_each_stream_and_what_it_is_compared_with(record):
+    assert record["keys"] == [RANGES["heldout"].start + k for k in range(3)]
+    assert record["changes"] == ["novel", "recurring", "recurring-shared"]
+    ours, first = (record["methods"][name] for name in ("reactivate", "reset-blocks"))
+    difference = np.subtract(ours["returned"], first["returned"])
+    assert ours["over_reference"]["value"] == pytest.approx(difference.mean())
+    assert first["over_reference"] is None
+    for own, segments, returned in zip(ours["segment_accuracy"], record["segments"], ours["returned"], strict=True):
+        lengths = [stop - start for start, stop, _ in segments]
+        assert np.average(own, weights=lengths) == pytest.approx(returned, abs=1e-6)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_an_interrupted_comparison_goes_on_to_the_same_record(record, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "EVERY", 15)
+
+    class Asks:
+        asked = True
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *error: None  # noqa: E731
+
+    with monkeypatch.context() as once:
+        once.setattr(streaming, "Interrupt", Asks)
+        for _ in range(6):  # two methods, which end three times each
+            with pytest.raises(KeyboardInterrupt, match="was interrupted in"):
+                stream(METHODS, "mixture", out=tmp_path, **SMALL)
+    assert stream(METHODS, "mixture", out=tmp_path, **SMALL) == record
+    assert json.loads((tmp_path / "streams.json").read_text()) == record
+    assert stream(METHODS, "mixture", out=tmp_path, **SMALL) == record
+
+
+def test_another_comparison_in_the_folder_is_refused_and_replaced_on_request(tmp_path):
+    stream("adamw", out=tmp_path, streams=1, updates=5)
+    before = (tmp_path / "streams.json").read_bytes()
+    with pytest.raises(InputError, match="holds a comparison whose updates is 5, not 6; name another folder"):
+        stream("adamw", out=tmp_path, streams=1, updates=6)
+    assert (tmp_path / "streams.json").read_bytes() == before
+    assert stream("adamw", out=tmp_path, streams=1, updates=6, overwrite=True)["updates"] == 6
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(InputError, match=r"holds 'thesis.tex', which is no file of a comparison"):
+        stream("adamw", out=tmp_path, streams=1, updates=5, overwrite=True)
+    assert (tmp_path / "thesis.tex").read_text() == "x"
+
+
+def test_a_damaged_state_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "EVERY", 2)
+    monkeypatch.setattr(streaming, "remove", lambda path: None)
+    stream("adamw", out=tmp_path, streams=1, updates=4)
+    (tmp_path / "adamw.json").unlink()
+    (tmp_path / "streams.json").write_text(
+        json.dumps(
+            {
+                key: value
+                for key, value in json.loads((tmp_path / "streams.json").read_text()).items()
+                if key != "methods"
+            }
+        )
+    )
+    (tmp_path / "adamw" / "state.safetensors").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"adamw is damaged \(SafetensorError\); name another folder"):
+        stream("adamw", out=tmp_path, streams=1, updates=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"updates": 0}, "updates is 0, so a stream has no segments; give a whole number of at least 1"),
+        ({"streams": True}, "streams is True; give a whole number"),
+        ({"first": 10**9}, "but heldout has 65,536 streams"),
+        ({"change": "sudden"}, "change is 'sudden'; give one of 'novel', 'recurring'"),
+        ({"part": "test"}, "part is 'test'; give one of 'training'"),
+        ({"methods": ["adamw", "adamw"]}, "name each at most once"),
+        ({"methods": ["sgd"]}, "unknown method 'sgd'; the methods are"),
+        ({"settings": ["ewc.strength=2"]}, "settings are given for 'ewc', which is not compared"),
+        ({"settings": ["adamw=2"]}, "give METHOD.KEY=VALUE, as ensemble.lr=0.01"),
+        ({"settings": {"adamw": {"lr": "fast"}}}, "adamw.lr is 'fast'; give a number of at least 0"),
+        ({"settings": {"adamw": {"norm": 1}}}, "adamw.norm is 1; give true or false"),
+        ({"settings": {"adamw": {"lr": -1.0}}}, "adamw.lr is -1.0; give a finite number of at least 0"),
+    ],
+)
+def test_bad_input_is_one_sentence(given, said):
+    with pytest.raises(InputError, match=said):
+        stream(**{"methods": "adamw", "streams": 1, "updates": 1, **given})
+
+
+def test_the_command_prints_a_row_for_each_method(command):
+    code, out, err = command("reset-blocks", "adamw", "--streams", "2", "--updates", "20", "--set", "adamw.lr=0.02")
+    assert code == 0, err
+    assert "recurring-shared: 2 streams of 20 updates" in out
+    assert [line.split()[0] for line in out.splitlines()[4:6]] == ["reset-blocks", "adamw"]
+    assert "adamw: 20 of 20 updates" in err
+
+
+def test_the_command_prints_the_record_that_the_call_returns(command):
+    code, out, _ = command("adamw", "--streams", "1", "--updates", "10", "--json")
+    assert code == 0
+    assert json.loads(out) == esper.stream("adamw", streams=1, updates=10)
+
+
+def test_the_command_ends_with_2_if_the_stream_has_no_segments(command):
+    code, out, err = command("--updates", "0")
+    assert (code, out) == (2, "")
+    assert err == "error: updates is 0, so a stream has no segments; give a whole number of at least 1\n"
+
+
+def test_show_prints_the_record(record, capsys):
+    esper.show(record)
+    assert "mixture: 3 streams of 40 updates" in capsys.readouterr().out
