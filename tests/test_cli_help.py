@@ -16,6 +16,7 @@ COMMANDS = [
     "config",
     "export",
     "events",
+    "export-events",
     "watch",
     "report",
     "compare",

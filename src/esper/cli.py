@@ -14,6 +14,7 @@ from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
 from esper.commands.events import events
 from esper.commands.export import export
+from esper.commands.exporting import export_events
 from esper.commands.listing import blueprints, config, tasks
 from esper.commands.options import fail, say
 from esper.commands.report import report
@@ -57,6 +58,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "config": config,
     "export": export,
     "events": events,
+    "export-events": export_events,
     "watch": watch,
     "report": report,
     "compare": compare,

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from esper.leyline.actions import Op
 from esper.leyline.config_input import show
+from esper.leyline.exporters import TargetName
 
 LARGE = 10**9
 """Upper limit of every whole number in a config but the seed."""
@@ -301,6 +302,11 @@ class TelemetryConfig(Section):
         ge=0,
         description="steps for which the level run counts as step, and step as debug, after a network was restored; 0 for none "
         "[steps]",
+    )
+    exporters: tuple[TargetName, ...] = Field(
+        (),
+        description="targets to which the curves of the run are exported while it goes on, into exports/TARGET beside the run "
+        "folder; each needs its extra (docs/exporters.md)",
     )
 
     @pydantic.field_validator("level", mode="before")

@@ -16,6 +16,10 @@ EXTRAS = {
     "frames": ("pandas", "pyarrow"),
     "tui": ("textual",),
     "web": ("starlette", "uvicorn"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
     "lightning": ("lightning",),
     "hf": ("transformers",),
 }

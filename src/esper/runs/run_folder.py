@@ -16,6 +16,7 @@ from esper.nissa.recovery import Mark
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
 from esper.runs.contents import check_folder, create_folder, make_folder, sweep
 from esper.runs.environment import environment_row
+from esper.runs.exporting import Exporter, check_exporters
 from esper.runs.interrupt import Interrupt
 from esper.runs.origin import DATA, Difference, compare_origin, origin_of
 from esper.runs.resume import NEW, Opening, change_config, fitting, reopen_run, take_up
@@ -53,10 +54,12 @@ class RunFolder:
         self.opening = opening
         self.retry: Retry = write_once
         kept: list[Output] = []
+        check_exporters(config, path)
         if path is not None:
             names = config.tasks or (config.task,)
             self.retry = DiskRetry(config.faults.disk_seconds, note, path, lambda: interrupt.asked, names)
             kept.append(JsonLines(path / EVENTS, self.retry, note))
+            outputs = [*outputs, *(Exporter(path, name) for name in config.telemetry.exporters)]
         self.hub = Hub(
             [*kept, *map(Guarded, outputs)], config.telemetry.level, raise_steps=config.telemetry.raise_steps
         )

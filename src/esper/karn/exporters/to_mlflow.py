@@ -1,0 +1,70 @@
+"""Export to MLflow: a local SQLite store, with a folder of artifacts beside it."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.karn.exporters.targets import FinalTable, as_markdown
+
+EXPERIMENT = "esper"
+STORE = "mlflow.db"
+MOST = 900  # metrics that wait to be written; a batch of MLflow's holds at most 1000
+
+
+class MLflow:
+    """Writes to `mlflow.db` and `artifacts`. Metrics are written in batches, because each call is a transaction."""
+
+    def __init__(self, folder: Path) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it reports its use to its makers
+        import mlflow
+        from mlflow.entities import Metric
+
+        self.folder, self._metric = folder.absolute(), Metric
+        self._client = mlflow.MlflowClient(f"sqlite:///{self.folder / STORE}")
+        self._waiting: list[Any] = []
+
+    def open(self, name: str, known: str | None, facts: Mapping[str, str | int]) -> str:
+        """The id of the run is drawn by MLflow. Facts are tags, because parameters could not change when a run is resumed."""
+        client = self._client
+        if known is None:
+            found = client.get_experiment_by_name(EXPERIMENT)
+            place = (self.folder / "artifacts").as_uri()
+            experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, place)
+            known = str(client.create_run(experiment, run_name=name).info.run_id)
+        for key, value in facts.items():
+            client.set_tag(known, key, value)
+        client.update_run(known, status="RUNNING")
+        self._id = known
+        return known
+
+    def scalars(self, x: int, time: float, values: Mapping[str, float]) -> None:
+        if len(self._waiting) + len(values) > MOST:
+            self.flush()
+        self._waiting += [self._metric(name, value, round(1000 * time), x) for name, value in values.items()]
+
+    def image(self, name: str, pixels: NDArray[np.uint8], x: int) -> None:
+        self._client.log_image(self._id, pixels, f"{name}.png")
+
+    def table(self, name: str, table: FinalTable, x: int) -> None:
+        self._client.log_table(self._id, _columns(table), f"{name}.json")
+        self._client.log_text(self._id, as_markdown(table) + "\n", f"{name}.md")
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._client.log_batch(self._id, metrics=self._waiting)
+            self._waiting = []
+
+    def close(self) -> None:
+        self.flush()
+        self._client.set_terminated(self._id)
+
+
+def _columns(table: FinalTable) -> dict[str, list[str]]:
+    return {name: [row[index] for row in table.rows] for index, name in enumerate(table.columns)}
+
+
+make = MLflow
