@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from esper.leyline.actions import Op
 from esper.leyline.config_input import show
-from esper.leyline.exporters import TargetName
+from esper.leyline.exporters import TARGETS
 
 LARGE = 10**9
 """Upper limit of every whole number in a config but the seed."""
@@ -303,16 +303,25 @@ class TelemetryConfig(Section):
         description="steps for which the level run counts as step, and step as debug, after a network was restored; 0 for none "
         "[steps]",
     )
-    exporters: tuple[TargetName, ...] = Field(
+    exporters: tuple[str, ...] = Field(
         (),
-        description="targets to which the curves of the run are exported while it goes on, into exports/TARGET beside the run "
-        "folder; each needs its extra (docs/exporters.md)",
+        description="targets to which the run is exported while it goes on, of tensorboard, wandb, mlflow and trackio, into "
+        "exports/TARGET beside the run folder; each needs its extra (docs/exporters.md)",
     )
 
     @pydantic.field_validator("level", mode="before")
     @classmethod
     def _accept_false(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads off without quotes as false
+
+    @pydantic.field_validator("exporters", mode="before")
+    @classmethod
+    def _parse_exporters(cls, value: Any) -> Any:
+        """Distinct names in the order of `TARGETS`, from a list or from a text with commas between them."""
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or any(name not in TARGETS for name in names):
+            raise ValueError(f"give a list of names out of {', '.join(TARGETS)}; [] for none")
+        return tuple(name for name in TARGETS if name in names)
 
 
 class CheckpointConfig(Section):

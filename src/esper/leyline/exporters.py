@@ -1,13 +1,11 @@
 """The names of the targets to which a run can be exported, and the check of their packages."""
 
 from importlib.util import find_spec
-from typing import Literal, get_args
 
 from esper.leyline.distribution import EXTRAS, pip_install
 from esper.leyline.errors import InputError
 
-TargetName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-TARGETS: tuple[TargetName, ...] = get_args(TargetName)
+TARGETS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Each is the name of an extra, too."""
 
 

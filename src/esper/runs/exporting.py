@@ -58,19 +58,13 @@ class Exporter:
             return
         if process.returncode:
             self._drop(process)
+        else:
+            self._said.close()
 
     def _start(self) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # what the process prints; a pipe would make it wait
-        command = [
-            sys.executable,
-            "-m",
-            "esper",
-            "export-events",
-            str(self.folder),
-            "--to",
-            self.target,
-            "--beside-run",
-        ]
+        command = [sys.executable, "-P", "-m", "esper"]  # -P: the current folder may hold modules of other names
+        command += ["export-events", str(self.folder), "--to", self.target, "--beside-run"]
         paths = [path for path in (os.environ.get("PYTHONPATH"), _PACKAGES) if path]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(

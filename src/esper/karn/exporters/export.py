@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from esper.karn.exporters.curves import Curves, Point
 from esper.karn.exporters.final import Box, boxes_of, drawing, final_table, fingerprint, title_of
 from esper.karn.exporters.store import EXPORTS, Exports, Ledger, Record
-from esper.karn.exporters.targets import Target, make_target
+from esper.karn.exporters.targets import Target, check_target, make_target
 from esper.karn.reader import OpenRun, Status, Tail
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.text import printable
@@ -68,6 +68,7 @@ def export_run(
     beside the run. With `more`, the rows to come are exported too. Raises InputError on bad input, before anything is written,
     and ExportError if the target fails.
     """
+    check_target(target)
     folder = into if into is not None else run.folder.absolute().parent / EXPORTS / target
     if run.config.get("telemetry", {}).get("level") == "off":
         raise InputError(f"{run.folder} has no events, because telemetry.level was off; there is nothing to export")
@@ -80,7 +81,7 @@ def export_run(
     exports.make()
     _lock(exports, patient=more is not None)
     try:
-        return _Export(run, exports, made, draw).all(more)
+        return Transfer(run, exports, made, draw).all(more)
     finally:
         exports.lock.release()
 
@@ -97,7 +98,7 @@ def _lock(exports: Exports, patient: bool) -> None:
         time.sleep(0.2)
 
 
-class _Export:
+class Transfer:
     """One export. The rows are read from the first; values that the record counts are compared and not written again."""
 
     def __init__(self, run: OpenRun, exports: Exports, target: Target, draw: Draw) -> None:

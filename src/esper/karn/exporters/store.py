@@ -17,6 +17,7 @@ KEPT = ".esper"
 """The folder of the records in a folder of exports; no program that shows runs looks into it."""
 TARGET = "target"
 RECORD = "record.json"
+_LONGEST = 80  # characters of a run's name
 _LARGEST = 2**20  # bytes of a record that are read
 _MEND = "remove the folder of exports, and export again"
 
@@ -76,7 +77,7 @@ class Exports:
     def free_name(self) -> str:
         """A name for the run that is not taken: that of its folder, or with a number behind it."""
         taken = {_read(path).name for path in (self.folder / KEPT).glob(f"*/{RECORD}")}
-        base = re.sub(r"[^\w.+-]+", "-", self._run.name).strip("-.") or "run"
+        base = re.sub(r"[^\w.+-]+", "-", self._run.name)[:_LONGEST].strip("-.") or "run"
         name, count = base, 1
         while name in taken:
             count += 1

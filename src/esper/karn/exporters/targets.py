@@ -48,11 +48,15 @@ class Target(Protocol):
         ...
 
 
-def make_target(name: str, folder: Path) -> Target:
-    """The target of a name, which writes into `folder`. InputError if the name is unknown or its package is not installed."""
+def check_target(name: str) -> None:
+    """InputError if a name is not one of `TARGETS`, or if its package is not installed."""
     if name not in TARGETS:
         raise InputError(f"unknown target {name!r}; choose one of {', '.join(TARGETS)}")
     check_installed(name)
+
+
+def make_target(name: str, folder: Path) -> Target:
+    """The target of a name, which writes into `folder`."""
     make: Callable[[Path], Target] = import_module(f"esper.karn.exporters.to_{name}").make
     return make(folder)
 
