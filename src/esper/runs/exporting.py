@@ -77,6 +77,8 @@ class Exporter:
         )
 
     def _drop(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
         self._process, self._dropped = None, True
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]

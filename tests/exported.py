@@ -1,0 +1,86 @@
+"""What an export must hold, worked out slowly from the file of events; and a target that keeps it in memory."""
+
+import json
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from esper.karn.exporters.export import Transfer
+from esper.karn.exporters.store import Exports
+from esper.karn.reader import open_run
+
+OF_STEPS = {
+    "metric": ("metrics", max),
+    "twin_metric": ("twin_metrics", max),
+    "loss": ("losses", min),
+    "train_loss": ("train_losses", min),
+    "added_params": ("added_param_counts", None),
+}
+COUNTED = {"GERMINATED": "seeds/planted", "FOSSILIZED": "seeds/kept", "PRUNED": "seeds/pruned"}
+
+
+def spread(name, values, best):
+    known = [value for value in values or () if value is not None]
+    if not known:
+        return {}
+    found = {
+        f"{name}/{part}": float(np.quantile(known, q)) for part, q in (("q25", 0.25), ("median", 0.5), ("q75", 0.75))
+    }
+    return found | ({f"{name}/best": float(best(known))} if best else {})
+
+
+def curves_of_steps(folder):
+    """The curves of a grown run by name, each a list of (x, value)."""
+    curves, counts = defaultdict(list), Counter()
+    for line in (folder / "events.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"] == "lifecycle" and row["to"] in COUNTED:
+            counts[COUNTED[row["to"]]] += 1
+        if row["kind"] == "rollback" and not row["twin"]:
+            counts["rollbacks"] += 1
+        if row["kind"] == "step":
+            values = {name: float(counts[name]) for name in (*COUNTED.values(), "rollbacks")}
+            for name, (field, best) in OF_STEPS.items():
+                values |= spread(name, row[field], best)
+            for name, value in values.items():
+                curves[name].append((row["step"], value))
+    return dict(curves)
+
+
+class Kept:
+    """A target in memory, which holds what it got by run and checks that x never decreases."""
+
+    def __init__(self):
+        self.runs, self.said = {}, []
+
+    def open(self, name, known, facts):
+        assert (known is None) == (name not in self.runs), (name, known)
+        self.runs.setdefault(name, {"curves": defaultdict(list), "images": [], "tables": [], "facts": facts, "x": -1})
+        self.now = self.runs[name]
+        self.said.append("open")
+        return name
+
+    def scalars(self, x, time, values):
+        assert x >= self.now["x"]
+        self.now["x"] = x
+        for name, value in values.items():
+            self.now["curves"][name].append((x, value))
+
+    def image(self, name, pixels, x):
+        self.now["images"].append((name, pixels.shape, x))
+
+    def table(self, name, table, x):
+        self.now["tables"].append((name, table, x))
+
+    def flush(self):
+        self.said.append("flush")
+
+    def close(self):
+        self.said.append("close")
+
+
+def carried(folder, store, target, more=None):
+    """Export a run to a target in memory, and return what was exported."""
+    exports = Exports(store, "kept", folder)
+    exports.make()
+    return Transfer(open_run(folder), exports, target, lambda run, summary: None).all(more)
