@@ -78,6 +78,9 @@ the object. `esper.nissa.events.encode(row)` is the row as a line of JSON.
 `--format parquet` write a table of one kind to `--out FILE`; parquet and data frames need
 `pip install 'esper-grow[frames]'`.
 
+`esper export-events RUN --to tensorboard`, or `wandb`, `mlflow` or `trackio`, exports [curves](exporters.md) that are made
+from the rows.
+
 DuckDB reads the file without a schema: `select step, list_avg(metrics) from 'runs/events/events.jsonl' where kind = 'step'`.
 pandas does with `pandas.read_json("runs/events/events.jsonl", lines=True)`.
 """

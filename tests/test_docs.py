@@ -37,7 +37,14 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-RUN_ELSEWHERE = ["README.md", "gym.md", "sites.md", "trainers.md", *(page.name for page in WALKTHROUGHS)]
+RUN_ELSEWHERE = [
+    "README.md",
+    "exporters.md",
+    "gym.md",
+    "sites.md",
+    "trainers.md",
+    *(page.name for page in WALKTHROUGHS),
+]
 """Pages whose own test runs their python: it compares what they print, takes fewer steps, or needs an extra."""
 
 

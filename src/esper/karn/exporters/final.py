@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from esper.karn.console import comparison_table
+from esper.karn.console import can_print, comparison_table
 from esper.karn.exporters.targets import FinalTable
 from esper.leyline.text import counted, printable, rounded
 
@@ -35,15 +35,18 @@ class Box(NamedTuple):
 
 
 def final_table(summary: Mapping[str, Any]) -> FinalTable | None:
-    """The table that a run prints at its end; of a training, the figures of its last rounds. None if the run failed before."""
-    if "grown_params" in summary:
+    """The table that a run prints at its end; of a training, the figures of its last rounds. None if the run failed early."""
+    training = "rounds_done" in summary
+    if not can_print(summary, training):
+        return None
+    if not training:
         columns = comparison_table(summary).columns
         cells = [[_plain(cell) for cell in (column.header, *column.cells)] for column in columns]
         heads, *rows = zip(*cells, strict=True)
         return FinalTable(["network", *heads[1:]], rows)
-    figures: Mapping[str, float | None] = summary.get("last_rounds", {})
+    figures: Mapping[str, float | None] = summary["last_rounds"]
     known = [(name, f"{value:.3g}") for name, value in figures.items() if value is not None]
-    best = summary.get("best_validation_objective")
+    best = summary["best_validation_objective"]
     if best is not None:
         known = [
             ("best_validation_objective", rounded(best, ".4f")),
