@@ -137,8 +137,19 @@ def read_trackio(store):
 READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
 
 
-def exported(folder, target, into):
-    command = [sys.executable, "-m", "esper", "export-events", str(folder), "--to", target, "--into", str(into)]
+def exported(folder, target, into, *options):
+    command = [
+        sys.executable,
+        "-m",
+        "esper",
+        "export-events",
+        str(folder),
+        "--to",
+        target,
+        "--into",
+        str(into),
+        *options,
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -186,13 +197,13 @@ def test_an_export_afterwards_equals_the_one_while_the_run_went_on(resumed, targ
     )
     assert after.curves == live.curves
     assert after.tables == live.tables
-    said = exported(resumed, target, tmp_path / "after")
+    said = exported(resumed, target, tmp_path / "after", "--follow")
     assert "of which 0 are new" in said
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_names_of_users_break_no_target_and_a_run_that_was_killed_is_said_to_be(target, tmp_path):
-    x = np.random.default_rng(0).normal(size=(60, 3))
+    x = np.random.default_rng(0).normal(size=(200, 3))
     task = esper.task("<b>`x`\x1b[31m|\"'$%{}/..\n漢", x, (x[:, 0] > 0).astype(int), host=esper.mlp(3, 4, 2, blocks=1))
     folder = tmp_path / "a <b>'\"`$(x)\x1b 漢"
     esper.grow(

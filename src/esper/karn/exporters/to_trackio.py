@@ -14,6 +14,8 @@ from esper.leyline.errors import InputError
 
 PROJECT = "esper"
 FOLDER = "TRACKIO_DIR"
+REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+"""Variables with which trackio would write elsewhere than into its folder."""
 
 
 class Trackio:
@@ -28,6 +30,8 @@ class Trackio:
             )
         os.environ[FOLDER] = place
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+        for name in REMOTE:
+            os.environ.pop(name, None)
         import trackio
 
         self._trackio = trackio
@@ -57,7 +61,7 @@ class Trackio:
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
-            self._run.finish()
+            self._trackio.finish()
         if self._stored() != self._logged:  # trackio only warns where it cannot write
             raise OSError(f"trackio stored {self._stored()} of {self._logged} entries in {os.environ[FOLDER]}")
 
