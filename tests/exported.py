@@ -1,6 +1,5 @@
 """What an export must hold, worked out slowly from the file of events; and a target that keeps it in memory."""
 
-import json
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -8,6 +7,8 @@ import numpy as np
 from esper.karn.exporters.export import Transfer
 from esper.karn.exporters.store import Exports
 from esper.karn.reader import open_run
+from esper.nissa.events import read_events
+from esper.nissa.rows import LifecycleRow, RollbackRow, StepRow
 
 OF_STEPS = {
     "metric": ("metrics", max),
@@ -32,18 +33,17 @@ def spread(name, values, best):
 def curves_of_steps(folder):
     """The curves of a grown run by name, each a list of (x, value)."""
     curves, counts = defaultdict(list), Counter()
-    for line in (folder / "events.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["kind"] == "lifecycle" and row["to"] in COUNTED:
-            counts[COUNTED[row["to"]]] += 1
-        if row["kind"] == "rollback" and not row["twin"]:
+    for row in read_events(folder / "events.jsonl"):
+        if isinstance(row, LifecycleRow) and row.to_stage in COUNTED:
+            counts[COUNTED[row.to_stage]] += 1
+        if isinstance(row, RollbackRow) and not row.twin:
             counts["rollbacks"] += 1
-        if row["kind"] == "step":
+        if isinstance(row, StepRow):
             values = {name: float(counts[name]) for name in (*COUNTED.values(), "rollbacks")}
             for name, (field, best) in OF_STEPS.items():
-                values |= spread(name, row[field], best)
+                values |= spread(name, getattr(row, field), best)
             for name, value in values.items():
-                curves[name].append((row["step"], value))
+                curves[name].append((row.step, value))
     return dict(curves)
 
 

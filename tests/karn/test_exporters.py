@@ -204,15 +204,15 @@ def test_a_training_has_a_point_for_each_round_with_its_figures_and_those_of_its
     kept = Kept()
     exported = carried(tmp_path / "t", tmp_path / "store", kept)
     assert (exported.points, exported.x, exported.final) == (3, 2, True)
-    rows = [json.loads(line) for line in lines_of(tmp_path / "t")]
-    rounds = [row for row in rows if row["kind"] == "round"]
+    opened = esper.open_run(tmp_path / "t")
+    episodes = list(opened.rows("episode"))
     expected = {}
-    for x, row in enumerate(rounds):
-        values = {f"round/{name}": value for name, value in row["figures"].items() if value is not None}
+    for x, row in enumerate(opened.rows("round")):
+        values = {f"round/{name}": value for name, value in row.figures.items() if value is not None}
         for cohort in ("training", "validation"):
-            ended = [r for r in rows if r["kind"] == "episode" and (r["cohort"], r["round"]) == (cohort, row["round"])]
+            ended = [each for each in episodes if (each.cohort, each.round) == (cohort, row.round)]
             for name, best in (("metric", max), ("loss", min), ("added_params", None)):
-                values |= spread(f"{cohort}/iris/{name}", [each[name] for each in ended], best)
+                values |= spread(f"{cohort}/iris/{name}", [getattr(each, name) for each in ended], best)
         for name, value in values.items():
             expected.setdefault(name, []).append((x, value))
     assert kept.runs["t"]["curves"] == expected
