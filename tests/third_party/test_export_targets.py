@@ -63,7 +63,7 @@ def read_tensorboard(store):
                 run.curves[tag] = [(x, value.item()) for x, value in values]
             elif tag.startswith("final_table"):
                 run.tables += [value.item().decode() for _, value in values]
-        run.images += [(each.height, each.width) for each in read.Images("architecture")] * bool(read.Tags()["images"])
+        run.images += [(each.height, each.width) for tag in read.Tags()["images"] for each in read.Images(tag)]
     return runs
 
 
