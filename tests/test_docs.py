@@ -39,6 +39,7 @@ def blocks(page, language):
 
 RUN_ELSEWHERE = [
     "README.md",
+    "duckdb.md",
     "exporters.md",
     "gym.md",
     "sites.md",
