@@ -466,3 +466,18 @@ def test_a_language_that_the_weights_do_not_fit_is_refused(saved, change):
     language = json.loads((saved / FACTS).read_text())["language"]
     rewrite(saved, language=language | change)
     refused(saved)
+
+
+def test_the_weights_of_an_input_are_compared_with_those_of_its_own_layer():
+    policy = Policy.fresh(Language(("participation", "dead"), MENU, (1, 2), (0.5, 1.0)), 0)
+    before = policy.input_weights()
+    for part in ("environment: ", "slot: "):
+        shares = [share for name, share in before.items() if name.startswith(part)]
+        assert np.mean(shares) == pytest.approx(1)
+        assert max(shares) < 2, "an untrained policy prefers no input"
+    column = [name for name in before if name.startswith("slot: ")].index("slot: gain")
+    with torch.no_grad():
+        policy.network.encoder[0].weight[:, column] *= 10
+    after = policy.input_weights()
+    assert max(after, key=after.get) == "slot: gain"
+    assert all(after[name] == before[name] for name in before if name.startswith("environment: "))

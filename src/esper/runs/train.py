@@ -109,6 +109,7 @@ def _summary(school: School, started: float, status: Status) -> Summary:
         "rounds": config.ppo.rounds,
         "rounds_done": school.learner.round,
         **school.summary(),
+        "policy_inputs": {name: round(value, 4) for name, value in school.policy.input_weights().items()},
         "seconds": round(time.perf_counter() - started, 3),
     }
 

@@ -115,6 +115,23 @@ class Policy:
         """The inputs of the network for an observation."""
         return normalise(observation, self.normaliser, slot_features(self.language.sensors))
 
+    def input_weights(self) -> dict[str, float]:
+        """How strongly the first layer reads each input: the sum of its squared weights / the mean of that sum over the inputs.
+
+        The inputs are normalised, so their weights can be compared. An untrained policy has values close to 1. Inputs of the
+        environment and of the slots are read by different layers, and each is compared with its own layer.
+        """
+        env, slot = input_names(self.language.sensors)
+        network = self.network
+        weights: dict[str, float] = {}
+        for part, names, layer in (("environment", env, network.pooled[0]), ("slot", slot, network.encoder[0])):
+            squares = (
+                layer.get_parameter("weight").detach()[:, : len(names)].square().sum(0)
+            )  # the other columns are encodings
+            shares = (squares / squares.mean()).tolist()
+            weights |= {f"{part}: {name}": share for name, share in zip(names, shares, strict=True)}
+        return weights
+
     def state(self) -> dict[str, Any]:
         """Weights and moments as a tree of arrays. The tensors share memory with the policy."""
         moments = {part: getattr(self.normaliser, part)._asdict() for part in Normaliser._fields}

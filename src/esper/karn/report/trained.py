@@ -126,25 +126,25 @@ def _policy(model: RunModel) -> Section:
         figures.append(Curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
     else:
         lines.append("The run kept no rows of decisions (telemetry.level).")
-    shares = (model.summary or {}).get("policy_inputs")
-    if shares:
-        figures.append(_inputs(shares))
+    weights = (model.summary or {}).get("policy_inputs")
+    if weights:
+        figures.append(_inputs(weights))
         lines.append(
-            "The last figure says what the controller reads: how strongly its choices change with each of its inputs, as a share "
-            f"of all; the {min(len(shares), DRAWN_INPUTS)} strongest of {len(shares)}. docs/observation.md explains every input."
+            "The last figure says what the policy looks at, after the last round: how strongly its first layer reads each "
+            f"input, the {min(len(weights), DRAWN_INPUTS)} strongest of {len(weights)}. 1 is the mean of all inputs of the "
+            "environment, or of a slot, and about what every input has before the training. docs/observation.md explains every "
+            "input; a ? behind a name is the flag that says whether it was measured."
         )
     else:
-        lines.append(
-            "What the policy depends on was not measured: that is done when a training ends with a controller."
-        )
-    return Section("policy", "What the policy does and reads", lines, figures=figures)
+        lines.append("What the policy looks at is known when the training has ended.")
+    return Section("policy", "What the policy does and looks at", lines, figures=figures)
 
 
-def _inputs(shares: Mapping[str, float]) -> Forest:
-    strongest = sorted(shares.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
+def _inputs(weights: Mapping[str, float]) -> Forest:
+    strongest = sorted(weights.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
     nothing = float("nan")
-    rows = [ForestRow(name, share, nothing, nothing, "plain", f"{name}: {share:.1%}") for name, share in strongest]
-    return Forest("What the policy looks at", rows, "share of the sensitivity of its choices")
+    rows = [ForestRow(name, weight, nothing, nothing, "plain", f"{name}: {weight:.2f}") for name, weight in strongest]
+    return Forest("What the policy looks at", rows, "squared weights in the first layer, 1 is the mean")
 
 
 def _or_nan(value: float | None) -> float:
