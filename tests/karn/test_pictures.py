@@ -8,8 +8,8 @@ import esper
 from esper.cli import main
 from esper.karn.report.figures import Curves, Forest, ForestRow, HeatMap, Series, Timeline
 from esper.karn.report.frame import Content, Section
-from esper.karn.report.model import SeedMark, Stay
 from esper.karn.report.pictures import write_pictures
+from esper.karn.report.records import SeedMark, Stay
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from pages import EVIL

@@ -11,12 +11,13 @@ from torch import nn
 
 import esper
 from esper.cli import main
-from esper.karn.report.model import NO_SEED, Gathered, read_model
+from esper.karn.report.model import Gathered, read_model
 from esper.karn.report.page import content_of, page
+from esper.karn.report.records import NO_SEED
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.stages import Stage
 from esper.nissa.events import read_events
-from esper.nissa.rows import LifecycleRow, MeasurementRow, SensorsRow, StepRow
+from esper.nissa.rows import LifecycleRow, MeasurementRow, RollbackRow, SensorsRow, StepRow
 from pages import EVIL, Page
 
 
@@ -71,6 +72,22 @@ def test_every_planting_and_every_prune_has_a_mark_beside_the_stages(run):
         if row.to_stage in ("GERMINATED", "PRUNED")
     }
     assert Page(page(model, "x")).tags.count("polygon") >= len(shown) > 0
+
+
+def test_a_seed_that_a_rollback_took_is_marked_where_it_went(run):
+    gathered = Gathered()
+    for row in read_events(run / "events.jsonl"):
+        gathered.write(row)
+    opened = esper.open_run(run)
+    planted = next(mark for mark in gathered.model(opened).marks if mark.planted)
+    slot = gathered.model(opened).head.slots[planted.slot]
+    lost = {"metric": None, "loss": None, "pruned": [slot], "slot_stages": [0, 0]}
+    for twin in (False, True):
+        gathered.write(RollbackRow(episode=0, step=planted.step + 1, env=planted.env, twin=twin, reason="rise", **lost))
+    marks = [mark for mark in gathered.model(opened).marks if mark.why and "rollback" in mark.why]
+    assert [(mark.env, mark.slot, mark.step, mark.planted) for mark in marks] == [
+        (planted.env, planted.slot, planted.step + 1, False)
+    ]
 
 
 def test_a_limit_that_closed_planting_is_told_from_one_that_was_never_met(tmp_path):
@@ -183,6 +200,11 @@ def test_a_training_has_a_page_with_its_learning_curves(tmp_path):
     rounds = [row for row in read_events(tmp_path / "t" / "events.jsonl") if type(row).__name__ == "RoundRow"]
     drawn = {name for row in rounds for name, value in row.figures.items() if value is not None}
     assert all(name.replace("_", " ") in parsed.said for name in drawn)
+    assert "A controller was to be trained by growing, in every round, 8 networks" in parsed.said
+    assert "What the policy looks at" in parsed.said
+    assert (
+        "round step environment slot blueprint decision reason" in parsed.said or "No seed was planted" in parsed.said
+    )
 
 
 def test_a_notebook_shows_the_head_of_the_report(run):

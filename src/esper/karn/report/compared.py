@@ -17,7 +17,7 @@ from esper.karn.comparison import (
 )
 from esper.karn.report.figures import Curves, Series
 from esper.karn.report.frame import Content, Section, Table, flat_settings, render, write_page
-from esper.karn.report.model import Floats, Population
+from esper.karn.report.records import Floats, Population
 from esper.leyline.arguments import to_path
 from esper.leyline.text import printable
 

@@ -128,8 +128,10 @@ def _contributions(measured: Sequence[Decided]) -> Forest:
 
 
 def _decided(decided: Decisions) -> Table:
+    trained = any(each.round is not None for each in decided.first)
     rows = [
         (
+            *([f"{each.round}"] if trained else []),
             f"{each.step}",
             f"{each.env}",
             printable(each.slot),
@@ -140,8 +142,8 @@ def _decided(decided: Decisions) -> Table:
         for each in decided.first
     ]
     more = f", the first {LISTED} of {decided.total:,}" if decided.total > LISTED else ""
-    names = ("step", "environment", "slot", "blueprint", "decision", "reason")
-    return Table(f"Keeps and prunes with their reasons{more}", names, rows, texts=(2, 3, 4, 5))
+    names = (*(["round"] if trained else []), "step", "environment", "slot", "blueprint", "decision", "reason")
+    return Table(f"Keeps and prunes with their reasons{more}", names, rows, texts=range(len(names) - 4, len(names)))
 
 
 def faults_section(model: RunModel) -> Section | None:

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.karn.report.model import SeedMark, Stay
+from esper.karn.report.records import Floats, SeedMark, Stay
 
-Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 

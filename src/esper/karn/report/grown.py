@@ -10,7 +10,6 @@ from esper.karn.report.decided import REFUSALS
 from esper.karn.report.figures import (
     Bools,
     Curves,
-    Floats,
     Forest,
     ForestRow,
     HeatMap,
@@ -20,7 +19,8 @@ from esper.karn.report.figures import (
     with_error,
 )
 from esper.karn.report.frame import Section, Table
-from esper.karn.report.model import NO_SEED, Population, RunModel, Worths
+from esper.karn.report.model import RunModel
+from esper.karn.report.records import NO_SEED, Floats, Population, Worths
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted, printable
 

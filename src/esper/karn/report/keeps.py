@@ -17,6 +17,7 @@ class Decided(NamedTuple):
     """A decision to keep or to remove a seed, and what was measured for it.
 
     Attributes:
+        round (int or None): round of a training; None in other runs
         env (int): environment
         step (int): step
         slot (str): name of the slot
@@ -27,6 +28,7 @@ class Decided(NamedTuple):
         why (str): the reason
     """
 
+    round: int | None
     env: int
     step: int
     slot: str
@@ -95,6 +97,7 @@ def _ends(decided: list[Decided]) -> list[Decided]:
 def _decided(row: LifecycleRow) -> Decided:
     nothing = float("nan")
     return Decided(
+        row.round if isinstance(row.round, int) else None,
         row.env,
         row.step,
         row.slot,

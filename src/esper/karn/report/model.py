@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import UNSET
-from numpy.typing import NDArray
 
 from esper.karn.reader import OpenRun, Status
 from esper.karn.report.keeps import DecisionLog, Decisions
+from esper.karn.report.records import NO_SEED, Floats, Population, SeedMark, Sensed, Stay, Times, Worths
 from esper.leyline.stages import Stage
 from esper.nissa.analytics import BlueprintAnalytics, Tally
 from esper.nissa.rows import (
@@ -27,122 +27,6 @@ from esper.nissa.rows import (
     SensorsRow,
     StepRow,
 )
-
-Floats = NDArray[np.float64]
-NO_SEED = -1
-
-
-class Stay(NamedTuple):
-    """A run of steps in which one slot of one environment is in one stage.
-
-    Attributes:
-        env (int): environment
-        slot (int): index of the slot
-        start (int): first step
-        stop (int): one past the last step
-        stage (Stage): the stage
-        blueprint (str or None): the seed in the slot
-        alpha (float): the dose at the end of the stay
-        why (str or None): why the seed was planted, kept or pruned, where the stay begins with that
-    """
-
-    env: int
-    slot: int
-    start: int
-    stop: int
-    stage: Stage
-    blueprint: str | None
-    alpha: float
-    why: str | None
-
-
-class SeedMark(NamedTuple):
-    """A seed that was planted (GERMINATED) or removed (PRUNED). Neither stage lasts as long as a step.
-
-    Attributes:
-        env (int): environment
-        slot (int): index of the slot
-        step (int): step
-        planted (bool): true if it was planted, false if it was removed
-        blueprint (str or None): the seed
-        why (str or None): the reason; a rollback gives none
-    """
-
-    env: int
-    slot: int
-    step: int
-    planted: bool
-    blueprint: str | None
-    why: str | None
-
-
-class Population(NamedTuple):
-    """The steps of an episode.
-
-    Attributes:
-        steps ((T,) int): numbers of the steps
-        metric ((T, E) float): task metric on the probe split
-        loss ((T, E) float): loss on the probe split
-        train_loss ((T, E) float): mean loss over the batches of the step
-        twin ((T, E) float or None): metric of the networks that never grow; None without twins
-        added ((T, E) int): parameters of the seeds in BLENDING, HOLDING or FOSSILIZED
-        stage ((T, E, S) int8): stage of every slot
-        alpha ((T, E, S) float): dose of every slot
-        seed ((T, E, S) int): index of the blueprint in the slot, NO_SEED if there is none
-    """
-
-    steps: NDArray[np.int64]
-    metric: Floats
-    loss: Floats
-    train_loss: Floats
-    twin: Floats | None
-    added: NDArray[np.int64]
-    stage: NDArray[np.int8]
-    alpha: Floats
-    seed: NDArray[np.int64]
-
-
-class Worths(NamedTuple):
-    """What seeds were worth, of the episode of the population. R rows, in the order in which they were measured.
-
-    Attributes:
-        steps ((R,) int): numbers of the steps
-        contribution ((R, E, S) float): contribution of every seed to the metric
-        shapley ((E, S) float or None): the last Shapley value of every seed, after the last step at which coalitions were
-            measured there; None if they never were
-        interaction ((E, S, S) float or None): the last interaction of every pair of seeds; None likewise
-    """
-
-    steps: NDArray[np.int64]
-    contribution: Floats
-    shapley: Floats | None
-    interaction: Floats | None
-
-
-class Sensed(NamedTuple):
-    """The growth sensors, of the episode of the population. R rows, F sensors.
-
-    Attributes:
-        steps ((R,) int): steps after which they were measured
-        names (names): (F,) the sensors
-        medians ((R, S, F) float): medians over environments
-    """
-
-    steps: NDArray[np.int64]
-    names: Sequence[str]
-    medians: Floats
-
-
-class Times(NamedTuple):
-    """Where the time went, of the episode of the population. R rows.
-
-    Attributes:
-        steps ((R,) int): last step of each row
-        seconds (mapping): by phase, (R,) seconds
-    """
-
-    steps: NDArray[np.int64]
-    seconds: Mapping[str, Floats]
 
 
 class RunModel(NamedTuple):
@@ -275,7 +159,7 @@ class Gathered:
             run.environment,
             population,
             _stays(population, head, shown) if head and population else [],
-            _marks(head, shown) if head else [],
+            _marks(head, shown, self._rollbacks) if head and population else [],
             self._measurements(),
             self._sensors(),
             _times(self._phases),
@@ -367,13 +251,22 @@ def _stays(population: Population, head: RunRow, changes: Iterable[LifecycleRow]
     return stays
 
 
-def _marks(head: RunRow, changes: Iterable[LifecycleRow]) -> list[SeedMark]:
-    slots = {name: index for index, name in enumerate(head.slots)}
-    return [
-        SeedMark(row.env, slots[row.slot], row.step, row.to_stage == "GERMINATED", row.blueprint, row.why)
-        for row in changes
-        if row.to_stage in ("GERMINATED", "PRUNED")
-    ]
+def _marks(head: RunRow, changes: Iterable[LifecycleRow], rollbacks: Iterable[RollbackRow]) -> list[SeedMark]:
+    """The plantings and removals of an episode, whose changes of stage are `changes`; a rollback may remove seeds too."""
+    slots, planted, episode = {name: index for index, name in enumerate(head.slots)}, {}, -1
+    marks = []
+    for row in changes:
+        episode = row.episode
+        if row.to_stage in ("GERMINATED", "PRUNED"):
+            planted[row.env, row.slot] = row.blueprint
+            marks.append(
+                SeedMark(row.env, slots[row.slot], row.step, row.to_stage == "GERMINATED", row.blueprint, row.why)
+            )
+    for lost in rollbacks:
+        for slot in lost.pruned if lost.episode == episode and lost.cohort is UNSET and not lost.twin else ():
+            why = f"lost in a rollback ({lost.reason}), without a decision of the controller"
+            marks.append(SeedMark(lost.env, slots[slot], lost.step, False, planted.get((lost.env, slot)), why))
+    return marks
 
 
 def _times(phases: Sequence[tuple[int, Mapping[str, float]]]) -> Times | None:

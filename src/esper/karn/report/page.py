@@ -18,8 +18,9 @@ from esper.karn.report.evaluated import evaluation_content, is_evaluation
 from esper.karn.report.figures import Curves, Series
 from esper.karn.report.frame import Content, Section, Table, flat_settings, render, table_of, write_page
 from esper.karn.report.grown import COLOURS, curves_section, growth_section, sensors_section, worth_section
-from esper.karn.report.model import NO_SEED, RunModel, read_model
+from esper.karn.report.model import RunModel, read_model
 from esper.karn.report.pictures import Pictures, write_pictures
+from esper.karn.report.records import NO_SEED
 from esper.karn.report.trained import training_sections
 from esper.leyline.arguments import to_path
 from esper.leyline.config import Config
@@ -183,10 +184,11 @@ def _asked(model: RunModel) -> Section:
     config, head = model.config, model.head
     lines = []
     if head is not None:
-        lines.append(
-            f"The controller {printable(head.controller)} was asked to grow {counted(head.envs, 'network')} on the task "
-            f"{printable(head.task)}, for {counted(head.steps, 'step')} an episode."
-        )
+        what = f"{counted(head.envs, 'network')} on the task {printable(head.task)}, for {counted(head.steps, 'step')} an episode"
+        trained = "A controller was to be trained by growing, in every round,"
+        grown = f"The controller {printable(head.controller)} was asked to grow"
+        asked = trained if config.get("controller") == "ppo" else grown
+        lines.append(f"{asked} {what}.")
         lines.append(
             f"Slots: {', '.join(map(printable, head.slots))}. Menu: {', '.join(map(printable, head.blueprints))}."
         )
@@ -223,7 +225,12 @@ def _result(model: RunModel) -> Section:
         best = summary.get("best_validation_objective")
         lines = ["No controller was validated, so none was kept."]
         if best is not None:
-            lines = [f"The best controller reached a validation J of {best:.4f} in round {summary['best_round'] + 1}."]
+            when = (
+                "after imitation"
+                if summary["best_round"] < 0
+                else f"after round {summary['best_round']}, counted from 0"
+            )
+            lines = [f"The best controller reached a validation J of {best:.4f}, {when}."]
         return Section("result", "What came out", lines)
     lines = _verdicts(summary)
     if "error" in summary:

@@ -16,7 +16,7 @@ from esper.karn.report.figures import (
     describe_mark,
     percentiles,
 )
-from esper.karn.report.model import Stay
+from esper.karn.report.records import Stay
 from esper.leyline.stages import Stage
 from esper.leyline.text import printable
 
