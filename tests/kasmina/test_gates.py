@@ -116,12 +116,12 @@ def test_permissive_gates_ask_only_for_the_dwell_and_that_the_number_was_measure
 
 def test_a_reason_says_of_every_check_that_fails_what_was_measured_what_it_has_to_exceed_and_the_key():
     assert judged(age=0, gain=(0.1, 0.1)).advance.reason(0, 0) == (
-        "failed: it has been there for 0 of 2 steps (gates.min_training_steps) and incubation gain less 1.5 standard errors is "
-        "-0.05, not above 0 (gates.gain_z)"
+        "failed: it has been there for 0 of 2 steps (gates.min_training_steps) and incubation gain less 1.5 standard errors "
+        "must exceed 0 and is -0.05 (gates.gain_z)"
     )
     config = CONFIG.model_copy(update={"contribution_z": 1.0, "min_contribution": 0.0})
     assert judged(stage=Stage.HOLDING, contribution=(0.0, 0.0), config=config).fossilize.reason(0, 0) == (
-        "failed: contribution less its standard error is +0, not above 0 (gates.contribution_z and gates.min_contribution)"
+        "failed: contribution less its standard error must exceed 0 and is +0 (gates.contribution_z and gates.min_contribution)"
     )
 
 

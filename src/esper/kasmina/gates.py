@@ -96,9 +96,9 @@ def _dwell(name: str, seeds: Seeds, steps: int) -> Check:
 
 def _bound(name: str, bound: Floats, z: float, least: float, keys: str) -> Check:
     """Return the check that a measured quantity, less z standard errors, exceeds `least`."""
-    amount = "its standard error" if abs(z) == 1 else f"{abs(z):g} standard errors"
-    errors = f"{'less' if z >= 0 else 'plus'} {amount}"
-    return Check(name, bound - least, bound, f"{name} {errors} is {{value:+.4g}}, not above {least:g} ({keys})")
+    errors = "its standard error" if z == 1 else f"{z:g} standard errors"
+    failure = f"{name} less {errors} must exceed {least:g} and is {{value:+.4g}} ({keys})"
+    return Check(name, bound - least, bound, failure)
 
 
 def _certified(measurements: Measurements, config: GatesConfig) -> tuple[Check, Check]:

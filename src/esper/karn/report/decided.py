@@ -93,6 +93,11 @@ def _gate_lines(model: RunModel) -> list[str]:
         "The incubation gain of a seed in TRAINING is the loss of its network less the loss with the seed switched on, so more "
         "than 0 is good.",
     ]
+    if gates.get("certify") is not None:
+        lines.append(
+            "A seed is kept only if examples that decided nothing before show that it helps; the chance of keeping one that does "
+            f"not is at most {gates['certify']:g} in the run of an environment (gates.certify)."
+        )
     if gates.get("permissive"):
         return [
             *lines,
@@ -110,9 +115,8 @@ def _gate_lines(model: RunModel) -> list[str]:
 
 
 def _errors(z: float) -> str:
-    """A number of standard errors that is taken off, or added where it is negative."""
-    amount = "its standard error" if abs(z) == 1 else f"{abs(z):g} of its standard errors"
-    return f"{'less' if z >= 0 else 'plus'} {amount}"
+    """A number of standard errors that is taken off."""
+    return "less its standard error" if z == 1 else f"less {z:g} of its standard errors"
 
 
 def _contributions(measured: Sequence[Decided]) -> Forest:

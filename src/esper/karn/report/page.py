@@ -235,6 +235,9 @@ def _result(model: RunModel) -> Section:
     lines = _verdicts(summary)
     if "error" in summary:
         lines.insert(0, f"The run failed: {printable(summary['error']['message'])}")
+    if model.status == "interrupted":
+        done = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
+        lines.insert(0, f"The run was interrupted after {done}; the figures are those of the networks at that time.")
     lines += [
         *console.grown_lines(summary),
         *console.trouble_lines(summary),
