@@ -2,11 +2,13 @@
 
     python scripts/benchmark_telemetry.py                      # a table on stdout
     python scripts/benchmark_telemetry.py --out docs/benchmarks/telemetry.md
+    python scripts/benchmark_telemetry.py --sizes --out FILE   # add the bytes of runs of 1,000 steps to the page, by kind of row
     python scripts/benchmark_telemetry.py --journal 2000000    # how fast rows are written, and whether all of them are there
 
 One population per level grows at the same time: every step is taken by all of them in turn, each time in another order, so that
 whatever else the machine does falls on all levels alike. A step is that of the engine and the writing of its rows; the time of
-the controller is left out. All populations must come to the same parameters, bit for bit.
+the controller is left out. It is measured by the clock and in seconds of the processor that the process spends, which other
+processes disturb less. All populations must come to the same parameters, bit for bit.
 """
 
 import argparse
@@ -15,9 +17,12 @@ import os
 import resource
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -37,9 +42,10 @@ TASKS = ("digits", "repair")
 HEAD = """# Benchmark: telemetry
 
 What `telemetry.level` costs, measured by `scripts/benchmark_telemetry.py`, which explains the method. Ratios compare a level
-with `off`: the median of the ratios of single steps, and the ratio of the 95th percentiles. MB is the size of `events.jsonl`
-for 1,000 steps of 8 environments. Reads are reads of the device in a step. Whatever the level, the populations have the same
-parameters, bit for bit.
+with `off`: the median of the ratios of single steps, and the ratio of the 95th percentiles, by the clock and in seconds of the
+processor. MB is the size of `events.jsonl`, scaled from these few steps, in which most seeds are planted, to 1,000 steps of
+8 environments; the second table (`--sizes`) has whole runs of 1,000 steps. Reads are reads of the device in a step. Whatever the level, the
+populations have the same parameters, bit for bit.
 """
 
 
@@ -50,7 +56,8 @@ class Turn(NamedTuple):
     client: Any
     journal: Journal
     path: Path
-    seconds: list[float]
+    seconds: list[float]  # by the clock
+    own: list[float]  # of the processor
 
 
 class Row(NamedTuple):
@@ -61,6 +68,8 @@ class Row(NamedTuple):
     median: float  # [ms]
     ratio: float
     p95: float
+    own_ratio: float  # of seconds of the processor
+    own_p95: float
     megabytes: float
     reads: float
 
@@ -73,12 +82,20 @@ def main() -> None:
     parser.add_argument("--controller", default="heuristic", help="name of the controller")
     parser.add_argument("--out", type=Path, help="the page to write")
     parser.add_argument("--quick", action="store_true", help="three environments of iris for four steps")
+    parser.add_argument("--sizes", action="store_true", help="runs of 1,000 steps, and nothing else")
     parser.add_argument(
         "--journal", type=int, metavar="ROWS", help="write so many rows, 64 at a time, and nothing else"
     )
     arguments = parser.parse_args()
     if arguments.journal is not None:
         journal(arguments.journal)
+        return
+    if arguments.sizes:
+        table = "\n".join(["", *sizes(arguments.tasks)])
+        print(table)
+        if arguments.out is not None:
+            with arguments.out.open("a", encoding="utf-8") as file:
+                file.write(table)
         return
     if arguments.quick:
         arguments.tasks, arguments.envs, arguments.steps = ("iris",), 3, 4
@@ -142,11 +159,12 @@ def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
                 take(turns[LEVELS[(step + at) % len(LEVELS)]])
         states = {level: fingerprint(turn.engine) for level, turn in turns.items()}
         assert len(set(states.values())) == 1, f"levels differ in their results: {states}"
-        off = np.array(turns["off"].seconds)
+        off, own_off = np.array(turns["off"].seconds), np.array(turns["off"].own)
         share = 1000 / arguments.steps * 8 / arguments.envs
         rows = []
         for level, turn in turns.items():
-            seconds, size = np.array(turn.seconds), turn.path.stat().st_size if turn.path.exists() else 0
+            seconds, own = np.array(turn.seconds), np.array(turn.own)
+            size = turn.path.stat().st_size if turn.path.exists() else 0
             rows.append(
                 Row(
                     name,
@@ -154,6 +172,8 @@ def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
                     float(np.median(seconds)) * 1000,
                     float(np.median(seconds / off)),
                     float(np.percentile(seconds, 95) / np.percentile(off, 95)),
+                    float(np.median(own / own_off)),
+                    float(np.percentile(own, 95) / np.percentile(own_off, 95)),
                     size * share / 1e6,
                     reads(name, level, arguments.controller, Path(folder)),
                 )
@@ -170,17 +190,18 @@ def begun(name: str, level: Level, envs: int, steps: int, controller: str, folde
     engine = VectorizedEngine(task, with_sensors(config, client))
     path = folder / f"{name}-{level}-{envs}.jsonl"
     engine.reset()
-    return Turn(engine, client, Journal(engine, Hub([JsonLines(path)], level)), path, [])
+    return Turn(engine, client, Journal(engine, Hub([JsonLines(path)], level)), path, [], [])
 
 
 def take(turn: Turn) -> None:
     """One step of a population."""
     view = turn.engine.view()
     decision = decide(turn.client, view)
-    begin = time.perf_counter()
+    begin, own = time.perf_counter(), time.process_time()
     turn.journal.going(view)
     after, outcome = turn.engine.step(decision.actions, decision.reasons)
     turn.journal.stepped(Step(view, outcome, after, 0.0, 0.0, decision))
+    turn.own.append(time.process_time() - own)
     turn.seconds.append(time.perf_counter() - begin)
     turn.client.store(outcome)
 
@@ -201,10 +222,31 @@ def fingerprint(engine: VectorizedEngine) -> str:
     return digest.hexdigest()
 
 
-def page(rows: list[Row], arguments: argparse.Namespace, load: float) -> str:
-    """The page with the table."""
+def sizes(names: Sequence[str], steps: int = 1000, envs: int = 8) -> list[str]:
+    """A table of the bytes of events.jsonl at level `step` in one run of each task, by kind of row."""
     lines = [
-        f"| {row.task} | {row.level} | {row.median:.1f} | {row.ratio:.3f} | {row.p95:.3f} | {row.megabytes:.2f} | {row.reads:g} |"
+        f"Bytes of `events.jsonl` at level `step` in a run of {steps:,} steps of {envs} environments:\n",
+        "| task | MB | rows | by kind [kB] |",
+        "|---|---|---|---|",
+    ]
+    for name in names:
+        kinds, count = Counter[str](), 0
+        with tempfile.TemporaryDirectory() as folder:
+            settings = {"envs": envs, "steps": steps, "baselines": [], "models": "none", "telemetry": {"level": "step"}}
+            esper.grow(name, settings, controller="heuristic", run=Path(folder) / "run", progress=False)
+            for line in (Path(folder) / "run" / "events.jsonl").open("rb"):
+                kinds[msgspec.json.decode(line)["kind"]] += len(line)
+                count += 1
+        shares = ", ".join(f"{kind} {size / 1e3:.0f}" for kind, size in kinds.most_common() if size >= 1000)
+        lines.append(f"| {name} | {kinds.total() / 1e6:.2f} | {count:,} | {shares} |")
+    return [*lines, ""]
+
+
+def page(rows: list[Row], arguments: argparse.Namespace, load: float) -> str:
+    """The page with the table of levels."""
+    lines = [
+        f"| {row.task} | {row.level} | {row.median:.1f} | {row.ratio:.3f} | {row.p95:.3f} | {row.own_ratio:.3f} "
+        f"| {row.own_p95:.3f} | {row.megabytes:.2f} | {row.reads:g} |"
         for row in rows
     ]
     return "\n".join(
@@ -213,8 +255,9 @@ def page(rows: list[Row], arguments: argparse.Namespace, load: float) -> str:
             f"{arguments.envs} environments and their twins, {arguments.steps} steps, controller {arguments.controller}; torch "
             f"{torch.__version__} with one thread on {os.cpu_count()} cores; load average {load:.1f} before the start and "
             f"{os.getloadavg()[0]:.1f} at the end; above 1 the ratios hold the noise of the other processes.\n",
-            "| task | level | median step [ms] | median ratio | p95 ratio | MB | reads |",
-            "|---|---|---|---|---|---|---|",
+            "| task | level | median step [ms] | median ratio | p95 ratio | median ratio, processor | p95 ratio, processor "
+            "| MB | reads |",
+            "|---|---|---|---|---|---|---|---|---|",
             *lines,
             "",
         ]

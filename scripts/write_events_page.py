@@ -71,8 +71,8 @@ class Refusals:
 esper.grow("iris", settings, controller="random-valid", outputs=[Refusals()])
 ```
 
-`esper.train` takes `outputs` too. If `write` or `close` raises an error, a `RunWarning` is issued, and the run goes on without
-the object. `esper.nissa.events.encode(row)` is the row as a line of JSON.
+`esper.train` and `esper.resume` take `outputs` too. If `write` or `close` raises an error, a `RunWarning` is issued, and the run
+goes on without the object. `esper.nissa.events.encode(row)` is the row as a line of JSON.
 
 `esper events RUN` prints the rows, `--kind step` those of one kind, `--follow` also those to come. `--format csv` and
 `--format parquet` write a table of one kind to `--out FILE`; parquet and data frames need

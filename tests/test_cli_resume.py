@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
+from journals import events
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
 GROW = ["grow", "iris", "--envs", "2", "--steps", "60", "--controller", "random-valid", "--models", "none"]
@@ -42,10 +43,6 @@ def timeless(value):
     if isinstance(value, dict):
         return {name: timeless(item) for name, item in value.items() if name not in TIMES and name != "time"}
     return [timeless(item) for item in value] if isinstance(value, list) else value
-
-
-def events(folder):
-    return [timeless(json.loads(line)) for line in Path(folder, "events.jsonl").read_text().splitlines()]
 
 
 def killed(arguments, step):

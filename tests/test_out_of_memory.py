@@ -14,6 +14,7 @@ import torch
 
 from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, requested_memory
 from esper.tolaria.runtime import PhaseTimer, available_memory
+from journals import events
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share", "time")
 LARGE = [
@@ -44,10 +45,6 @@ def timeless(value):
     if isinstance(value, dict):
         return {name: timeless(item) for name, item in value.items() if name not in TIMES}
     return [timeless(item) for item in value] if isinstance(value, list) else value
-
-
-def events(folder):
-    return [timeless(json.loads(line)) for line in Path(folder, "events.jsonl").read_text().splitlines()]
 
 
 def esper(*arguments):

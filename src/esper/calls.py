@@ -15,13 +15,14 @@ from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.karn.report.page import report_at_end, report_of_evaluation
 from esper.karn.streaming import print_streams
-from esper.leyline.arguments import check_choice, to_path
+from esper.leyline.arguments import check_choice, check_outputs, to_path
 from esper.leyline.config import BASELINES, parse_setting
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.resuming import is_reference, resume_call, resume_command
 from esper.leyline.task import AnyTask, Mixture, Task
+from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
 from esper.runs.contenders import Contender, named
 from esper.runs.evaluation import run_evaluation
@@ -70,6 +71,7 @@ def resume(
     other_data: bool = False,
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
+    outputs: Sequence[Output] = (),
 ) -> dict[str, Any]:
     """Continue a run of `grow` or `train`, as `esper resume` does, and return its summary.
 
@@ -81,11 +83,13 @@ def resume(
     of the config, as {"steps": 48} or ["steps=48"]; the change is recorded, and a finished run then continues. Without changes
     the summary of a finished run is returned. Other versions of Esper, torch, numpy or Python than at the start cause a
     `RunWarning`; other data are refused unless `other_data` is set. Both are recorded. Raises InputError if the run, the task,
-    its data and the controller do not fit together. `progress`, `on_interrupt` and failed runs are as in `grow`.
+    its data and the controller do not fit together. `progress`, `on_interrupt`, `outputs` and failed
+    runs are as in `grow`; outputs get the rows that the run writes from now on.
     """
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
+    check_outputs(outputs)
     folder = to_path(run, "run")
-    summary = go_on(folder, task, controller, _as_settings(settings), other_data, progress)
+    summary = go_on(folder, task, controller, _as_settings(settings), other_data, progress, outputs)
     return end_of(summary, folder, on_interrupt)
 
 
@@ -96,6 +100,7 @@ def go_on(
     asked: Sequence[str],
     other_data: bool,
     progress: Shown,
+    outputs: Sequence[Output] = (),
 ) -> dict[str, Any]:
     """Continue a run and return its summary. Arguments are as in `resume`; `asked` are settings in the form of `--set`."""
     before = read_config(folder)
@@ -114,7 +119,7 @@ def go_on(
             raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
         tasks = tasks_of(folder, config.tasks, given)
         with training_progress(progress) as watch:
-            return train_run(tasks, cohort_configs(config), folder, watch, opening)
+            return train_run(tasks, cohort_configs(config), folder, watch, opening, outputs=outputs)
     (chosen,) = tasks_of(folder, (config.task,), given)
     client = controller if controller is not None and not isinstance(controller, str) else None
     if client is None:
@@ -128,7 +133,7 @@ def go_on(
     if "steps" not in config.model_fields_set:  # the new settings give epochs instead of steps
         config = with_steps(config, chosen)
     with growth_progress(progress, config.steps, chosen.objective.metric) as sight:
-        return grow_run(chosen, config, client, folder, sight, opening)
+        return grow_run(chosen, config, client, folder, sight, opening, outputs)
 
 
 def evaluate(

@@ -1,8 +1,12 @@
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from esper.nissa.events import read_events
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines, OutputError
 from esper.nissa.rows import LifecycleRow, Row, StepRow
@@ -131,6 +135,44 @@ def test_of_rows_that_cannot_all_be_written_none_is_left(tmp_path):
             hub.extend([change(), change()])
         assert hub.seq == 1
     assert len(rows(tmp_path / "events.jsonl")) == 1
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import JsonLines
+from esper.nissa.rows import RoundRow
+with Hub([JsonLines(Path(sys.argv[1]))]) as hub:
+    while True:
+        hub.extend(RoundRow(round=n, seconds=0.5, figures={"loss": n / 7}) for n in range(50))
+        print(hub.seq, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_leaves_every_row_that_it_had_written(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = [int(process.stdout.readline()) for _ in range(20)]
+        process.kill()
+        told += [int(line) for line in process.stdout]
+    assert process.returncode == -signal.SIGKILL
+    found = list(read_events(path))
+    assert [row.seq for row in found] == list(range(len(found)))
+    assert len(found) >= told[-1] >= 1000
+    assert [row.round for row in found] == [number % 50 for number in range(len(found))]
+
+
+def test_a_line_that_is_cut_at_any_byte_is_no_row(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with Hub([JsonLines(path)]) as hub:
+        hub.extend([change(0), change(1)])
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(first, len(whole)):
+        path.write_bytes(whole[:end])
+        assert [row.env for row in read_events(path)] == [0]
 
 
 def test_no_rows_no_file(tmp_path):

@@ -12,6 +12,7 @@ from esper.runs.train import train
 from esper.store import full_disk
 from esper.store.full_disk import DiskFull
 from esper.tamiyo.catalog import get_controller
+from journals import events
 from populations import blobs, small_config
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
@@ -59,10 +60,6 @@ def timeless(value):
     if isinstance(value, dict):
         return {name: timeless(item) for name, item in value.items() if name not in TIMES and name != "time"}
     return [timeless(item) for item in value] if isinstance(value, list) else value
-
-
-def events(folder):
-    return [timeless(json.loads(line)) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
 def files(folder):

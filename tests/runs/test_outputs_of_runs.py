@@ -102,6 +102,16 @@ def test_an_interrupt_within_an_output_is_no_error_of_it():
     assert guarded.output is not None
 
 
+def test_a_resumed_run_hands_its_further_rows_to_outputs(tmp_path):
+    grown(tmp_path / "r")
+    memory = Memory()
+    esper.resume(tmp_path / "r", settings={"steps": 6}, outputs=[memory], progress=False)
+    rows = list(read_events(tmp_path / "r" / "events.jsonl"))
+    assert [row.seq for row in rows] == list(range(len(rows)))
+    assert [row.seq for row in memory.rows] == list(range(len(rows) - len(memory.rows), len(rows)))
+    assert [row.step for row in memory.rows if isinstance(row, StepRow)] == [4, 5]
+
+
 def test_a_training_hands_its_rows_to_outputs():
     memory = Memory()
     settings = {"envs": 8, "steps": 4, "ppo": {"rounds": 1, "imitation_rounds": 0, "validate_envs": 2}}

@@ -35,6 +35,7 @@ from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.controller import Language, Learned, Policy
 from esper.tamiyo.schedule import load_schedule
 from esper.tolaria.engine import VectorizedEngine
+from journals import events
 from populations import GROW, Script, blobs, small_config
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
@@ -71,11 +72,6 @@ def timeless(value):
     if isinstance(value, dict):
         return {name: timeless(item) for name, item in value.items() if name not in TIMES and name != "time"}
     return [timeless(item) for item in value] if isinstance(value, list) else value
-
-
-def events(folder):
-    path = folder / "events.jsonl"
-    return [timeless(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def kept(folder, config):

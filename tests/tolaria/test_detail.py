@@ -11,7 +11,17 @@ from esper.leyline.stages import ADDED, among
 from esper.leyline.view import Estimate
 from esper.nissa.events import rounded
 from esper.nissa.hub import Hub
-from esper.nissa.rows import DecisionRow, GradientsRow, MeasurementRow, PhasesRow, RollbackRow, SensorsRow, StepRow
+from esper.nissa.rows import (
+    AnomalyRow,
+    DecisionRow,
+    GateRow,
+    GradientsRow,
+    MeasurementRow,
+    PhasesRow,
+    RollbackRow,
+    SensorsRow,
+    StepRow,
+)
 from esper.tamiyo.baselines import RandomValid
 from esper.tamiyo.controller import Language, Learned, Policy
 from esper.tolaria.attribution import attribute
@@ -141,6 +151,11 @@ def test_the_reason_of_a_rule_stands_in_the_row():
     rows, steps, _ = played(esper.get_controller("heuristic", config), config, task)
     (planted, *_) = [row for row in rows(DecisionRow) if row.op == "GERMINATE"]
     assert planted.why == steps[planted.step].decision.reasons[planted.env]
+    sensors = steps[planted.step].view.measurements.sensors[planted.env, steps[0].view.space.slots.index(planted.slot)]
+    assert set(planted.rule_sensors) == {"participation", "participation_inner"}
+    for name, value in planted.rule_sensors.items():
+        measured = sensors[steps[0].view.space.sensors.index(name)]
+        assert value == pytest.approx(measured, rel=1e-4) if np.isfinite(measured) else value is None
     assert planted.why
 
 
@@ -226,6 +241,38 @@ def test_gradients_rows_stand_where_they_are_asked_for(level, every, steps):
         assert np.isfinite(row.host_gradients).all()
 
 
+def test_a_gate_row_stands_where_the_answer_of_a_gate_changes(random_run):
+    rows, steps, engine = random_run
+    told = {(row.step, row.env, row.slot): row for row in rows(GateRow)}
+    passed: dict[tuple[int, str], tuple[str, int, bool]] = {}
+    for step in steps:
+        view = step.after
+        gates = judge(view.seeds, view.measurements, engine.config.gates)
+        for env, slot in np.ndindex(view.seeds.stage.shape):
+            name, place = view.space.slots[slot], (step.outcome.step, env, view.space.slots[slot])
+            gate = {gate.stage: gate for gate in gates}.get(view.seeds.stage[env, slot])
+            if gate is None:
+                passed.pop((env, name), None)
+                assert place not in told
+                continue
+            answer = gate.stage.name, int(view.seeds.blueprint[env, slot]), bool(gate.passed()[env, slot])
+            assert (place in told) == (passed.get((env, name)) != answer)
+            if place in told:
+                assert told[place].passed == answer[2]
+            passed[env, name] = answer
+    assert {row.passed for row in told.values()} == {True, False}
+
+
+def test_at_level_debug_a_decision_to_wait_has_a_row_and_every_sensor_is_told():
+    rows, steps, engine = played(Script(GROW), small_config(probe={"sensors_every": 1}), level="debug")
+    decisions = rows(DecisionRow)
+    assert len(decisions) == len(steps) * engine.config.envs
+    waits = [row for row in decisions if row.op == "WAIT"]
+    assert {(row.slot, row.carried_out, len(row.rule_sensors)) for row in waits} == {(None, True, 0)}
+    (planted, *_) = [row for row in decisions if row.op == "GERMINATE"]
+    assert list(planted.rule_sensors) == list(engine.space.sensors)
+
+
 class Fails(Observer):
     """Makes a parameter of the host of environment 1 infinite before a step."""
 
@@ -243,6 +290,9 @@ def test_after_a_restoration_a_run_of_level_run_writes_the_steps_that_follow():
     engine = VectorizedEngine(blobs(), config)
     engine.run(Script(GROW), Fails(engine, 2), Journal(engine, Hub([memory], "run", raise_steps=2)))
     assert [row.step for row in memory.rows if isinstance(row, RollbackRow)] == [2]
+    (anomaly,) = [row for row in memory.rows if isinstance(row, AnomalyRow)]
+    assert (anomaly.step, anomaly.failed_envs, anomaly.failed_twins) == (2, [1], ())
+    assert (anomaly.raised_level, anomaly.raised_steps) == ("step", 2)
     assert [row.step for row in memory.rows if isinstance(row, StepRow)] == [2, 3]
     assert [row.device_reads for row in memory.rows if isinstance(row, PhasesRow)] == [2, 1]
 

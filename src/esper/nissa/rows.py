@@ -364,7 +364,10 @@ class CheckpointRow(Row, tag="checkpoint", kw_only=True):
     steps: Annotated[int, Meta(description="steps that were taken before it; in a training those of all rounds")]
     file: Annotated[str, Meta(description="its folder within the run folder")]
     bytes: Annotated[int, Meta(description="size of its files [bytes]")]
-    seconds: Annotated[float, Meta(description="duration of the writing, beside the run [seconds]")]
+    seconds: Annotated[
+        float | None,
+        Meta(description="duration of the writing, beside the run; null where the run was resumed from it [seconds]"),
+    ] = None
     best: Annotated[bool, Meta(description="whether it is that of the best controller so far")] = False
 
 

@@ -72,7 +72,7 @@ class Written(NamedTuple):
     steps: int  # that were taken before it
     file: str  # its folder within the run folder
     bytes: int  # size of its files
-    seconds: float  # duration of the writing
+    seconds: float | None  # duration of the writing; None for the one from which a run was resumed
     best: bool
 
 
@@ -151,7 +151,9 @@ class Checkpoints:
         self._started = time.monotonic()  # time of the last checkpoint
         self._background = Background()
         self._writing: Writing | None = None
-        self.written: deque[Written] = deque()  # those of this process, until the run has recorded them
+        self.written: deque[Written] = (
+            deque()
+        )  # those of this process, and the one that was read, until the run has recorded them
 
     def due(self, number: int) -> bool:
         """Whether a checkpoint is due after `number` steps. Raises the error of the last checkpoint, if it failed."""
@@ -282,7 +284,9 @@ class Checkpoints:
                     refused.append(str(error))
                     note(f"{error}; the newest checkpoint that verifies is used")
                 continue
-            self.last = found.number
+            self.last, folder = found.number, self.folder / name
+            size = sum(path.stat().st_size for path in folder.iterdir())
+            self.written.append(Written(found.number, f"{CHECKPOINTS}/{name}", size, None, self._best() == name))
             return found
         if foreign is not None:
             raise InputError(str(foreign))
