@@ -44,8 +44,8 @@ HEAD = """# Benchmark: telemetry
 What `telemetry.level` costs, measured by `scripts/benchmark_telemetry.py`, which explains the method. Ratios compare a level
 with `off`: the median of the ratios of single steps, and the ratio of the 95th percentiles, by the clock and in seconds of the
 processor. MB is the size of `events.jsonl`, scaled from these few steps, in which most seeds are planted, to 1,000 steps of
-8 environments; the second table (`--sizes`) has whole runs of 1,000 steps. Reads are reads of the device in a step. Whatever the level, the
-populations have the same parameters, bit for bit.
+8 environments; the second table (`--sizes`) has whole runs of 1,000 steps. Reads are reads of the device in a step. Whatever the
+level, the populations have the same parameters, bit for bit.
 """
 
 
