@@ -463,7 +463,7 @@ def test_damaged_events_are_named_and_a_whole_checkpoint_goes_on_with_the_rows_t
     resumed = grow(blobs(), config, get_controller("random-valid", config), folder, watch, opening=Opening(resume=True))
     assert timeless(resumed) == timeless(interrupted[1])
     *moved, note = [note for note in watch.notes if str(path) in note and "checkpoint were moved" not in note]
-    assert ["no regular file" in line for line in moved] == [True] * (how == "a folder")
+    assert ["not a regular file" in line for line in moved] == [True] * (how == "a folder")
     numbers = [int(number) for number in ROW.findall(path.read_bytes())]
     assert numbers == sorted(set(numbers))
     count = len((interrupted[0] / "straight" / "events.jsonl").read_bytes().splitlines())
