@@ -110,6 +110,7 @@ def cell(value: Interval) -> str:
 
 
 def table(out: Path) -> None:
+    """Print a table for each set. Streams that some method has not played are left out, so that all differences are paired."""
     for kind, changes in SETS.items():
         files = {name: [out / f"{kind}.{name}.{change}.npz" for change in changes] for name in (*KNOBS, TOLD)}
         found = {
@@ -119,21 +120,25 @@ def table(out: Path) -> None:
         }
         if REFERENCE not in found:
             continue
-        scores = {name: [each["returned"][:, None] for each in files] for name, files in found.items()}
-        count = len(scores[REFERENCE][0])
-        print(f"\n{kind}: {count} streams of each of {len(changes)} changes")
-        print(
-            f"\n| | accuracy | over {REFERENCE} [95 %] | retention | multiply-adds [millions] |\n|---|---|---|---|---|"
-        )
+        count = min(len(each["returned"]) for figures in found.values() for each in figures)
+        scores = {name: [each["returned"][:count, None] for each in figures] for name, figures in found.items()}
+        print(f"\n{kind}: {count} streams of each of {len(changes)} changes\n")
+        print(f"| | accuracy | over {REFERENCE} [95 %] | retention | multiply-adds [millions] |\n|---|---|---|---|---|")
         for name, tasks in sorted(scores.items(), key=lambda pair: -float(mean(pair[1]))):
             over = "" if name == REFERENCE else cell(interval(mean_difference, tasks, scores[REFERENCE]))
-            kept = np.mean([each["retention"].mean() for each in found[name]])
-            price = np.mean([each["price"].sum(1).mean() for each in found[name]]) / 1e6
+            kept = np.mean([each["retention"][:count].mean() for each in found[name]])
+            price = np.mean([each["price"][:count].sum(1).mean() for each in found[name]]) / 1e6
             print(f"| {name} | {float(mean(tasks)):.4f} | {over} | {kept:.3f} | {price:,.0f} |")
+        best, *others = sorted(scores, key=lambda name: -float(mean(scores[name])))
+        for name in others:
+            print(f"{best} over {name}: {cell(interval(mean_difference, scores[best], scores[name]))}")
         if len(changes) > 1:
             print(f"\n| | {' | '.join(changes)} |\n|---|{'---|' * len(changes)}")
             for name, tasks in scores.items():
-                print(f"| {name} | {' | '.join(f'{scores.mean():.3f}' for scores in tasks)} |")
+                print(f"| {name} | {' | '.join(f'{own.mean():.3f}' for own in tasks)} |")
+            for name, tasks in scores.items():
+                over = [interval(mean_difference, [a], [b]) for a, b in zip(tasks, scores[REFERENCE], strict=True)]
+                print(f"{name} over {REFERENCE}: {', '.join(map(cell, over))}")
 
 
 def main() -> None:

@@ -177,6 +177,18 @@ def test_the_studies_write_their_pages(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_study_of_streams_tunes_measures_and_prints_a_table(tmp_path):
+    few = ["--sets", "recurring-shared", "--streams", "2", "--methods", "reset-blocks", "reactivate"]
+    run("study_streams.py", "tune", "--out", "settings.json", "--updates", "40", *few, cwd=tmp_path)
+    run("study_streams.py", "measure", "--settings", "settings.json", "--out", "figures", *few, cwd=tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "figures").iterdir()}
+    assert len(before) == 2
+    run("study_streams.py", "measure", "--settings", "settings.json", "--out", "figures", *few, cwd=tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "kept figures were made anew"
+    assert "| reactivate |" in run("study_streams.py", "table", "--out", "figures", cwd=tmp_path)
+
+
+@pytest.mark.slow
 def test_the_study_of_controllers_goes_on_where_it_was_left(tmp_path):
     run("study_controller.py", "--out", "study", "--page", "controller.md", "--json", "controller.json", cwd=tmp_path)
     assert "Not run" not in (tmp_path / "controller.md").read_text()

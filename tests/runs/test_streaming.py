@@ -131,6 +131,12 @@ def test_the_command_prints_a_row_for_each_method(command):
     assert "adamw: 20 of 20 updates" in err
 
 
+def test_a_network_that_breaks_is_named(command):
+    code, out, _ = command("adamw", "--streams", "2", "--updates", "20", "--set", "adamw.lr=1e30")
+    assert code == 0
+    assert "adamw: the loss of 2 streams became nan or infinite, from where on it guesses; lower adamw.lr" in out
+
+
 def test_the_command_prints_the_record_that_the_call_returns(command):
     code, out, _ = command("adamw", "--streams", "1", "--updates", "10", "--json")
     assert code == 0

@@ -35,6 +35,11 @@ def print_streams(record: Mapping[str, Any], console: Console) -> None:
             f"{price / 1e6:,.0f} M",
         )
     print_table(console, table)
+    for name, own in record["methods"].items():
+        lost = int(np.count_nonzero(own["not_finite"]))
+        if lost:
+            said = f"{name}: the loss of {counted(lost, 'stream')} became nan or infinite, from where on it guesses"
+            print_line(console, f"{said}; lower {name}.lr")
     for line in (
         "accuracy: of every batch before training on it, the mean over the whole stream",
         f"over the first: the paired difference from {record['reference']}, with its 95 % bootstrap interval over streams",

@@ -174,6 +174,7 @@ def _figures(streams: DrawnStreams, played: Played) -> Record:
         "returned": played.returned.tolist(),
         "retention": played.retention.tolist(),
         "alarms": played.alarms.sum(0).tolist(),
+        "not_finite": (~np.isfinite(played.loss)).sum(0).tolist(),
         "operations": {each.name: played.operations[:, each].tolist() for each in Operation},
         "multiply_adds": {each.name: played.price[:, each].tolist() for each in Price},
         "segment_accuracy": [own.tolist() for own in segment_accuracy(streams, played.accuracy)],
