@@ -96,7 +96,8 @@ def measure(out: Path, options: argparse.Namespace) -> None:
                 continue
             begun = time.monotonic()
             settings = chosen[kind]["adaptive" if name == TOLD else name]
-            found = played(streams_of((change,), FIRST, options.streams or 70), name, settings)
+            updates = options.updates if options.quick else UPDATES
+            found = played(streams_of((change,), FIRST, options.streams or 70, updates), name, settings)
             np.savez(file, returned=found.returned, retention=found.retention, price=found.price, alarms=found.alarms)
             print(
                 f"{kind}, {name}, {change}: {found.returned.mean():.4f}, retention {found.retention.mean():.3f}, "
@@ -152,7 +153,10 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=832, help="updates of the streams on which settings are chosen")
     parser.add_argument("--methods", nargs="+", choices=(*KNOBS, TOLD), default=list(KNOBS))
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--quick", action="store_true", help="two streams of 40 batches, to see that the study runs")
     options = parser.parse_args()
+    if options.quick:
+        options.streams, options.updates = 2, 40
     torch.set_num_threads(1)
     if options.part == "tune":
         tune(options.out, options)

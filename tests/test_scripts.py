@@ -178,8 +178,8 @@ def test_the_studies_write_their_pages(tmp_path):
 
 @pytest.mark.slow
 def test_the_study_of_streams_tunes_measures_and_prints_a_table(tmp_path):
-    few = ["--sets", "recurring-shared", "--streams", "2", "--methods", "reset-blocks", "reactivate"]
-    run("study_streams.py", "tune", "--out", "settings.json", "--updates", "40", *few, cwd=tmp_path)
+    few = ["--sets", "recurring-shared", "--methods", "reset-blocks", "reactivate"]
+    run("study_streams.py", "tune", "--out", "settings.json", *few, cwd=tmp_path)
     run("study_streams.py", "measure", "--settings", "settings.json", "--out", "figures", *few, cwd=tmp_path)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "figures").iterdir()}
     assert len(before) == 2
