@@ -137,7 +137,7 @@ def table(out: Path) -> None:
             print(f"\n| | {' | '.join(changes)} |\n|---|{'---|' * len(changes)}")
             for name, tasks in scores.items():
                 print(f"| {name} | {' | '.join(f'{own.mean():.3f}' for own in tasks)} |")
-            for name, tasks in scores.items():
+            for name, tasks in ((name, tasks) for name, tasks in scores.items() if name != REFERENCE):
                 over = [interval(mean_difference, [a], [b]) for a, b in zip(tasks, scores[REFERENCE], strict=True)]
                 print(f"{name} over {REFERENCE}: {', '.join(map(cell, over))}")
 
