@@ -1,204 +1,227 @@
-"""What growing is worth on `heal`: rules, fixed plans, full fine-tuning, training from scratch and an oracle, with intervals.
+"""What placing seeds by sensors is worth on `heal`: rules, trees, fixed plans, static networks and an oracle, with intervals.
 
-    python scripts/study_heal.py --instances 96 --searched 32
-    python scripts/study_heal.py --instances 40 --plan plan.yaml        # a plan that an earlier search found
+    python scripts/collect_healing.py FOLDER/training --part training --cases 480
+    python scripts/collect_healing.py FOLDER/heldout --part heldout --cases 320 --seeds 2
+    python scripts/study_heal.py FOLDER
 
-The cases are held-out keys of plain hosts, or of residual ones, with one damaged site, from key FIRST on. Figures are J and
-accuracy on the test split. The best fixed plan is searched for on training keys of the same kind. The learning rates of the
-static networks are chosen on training keys too.
+The cases are held-out keys of plain hosts with one damaged site. Figures are J on the test split. A controller that plants one of
+the plans has the figures of that plan, which were grown from the same hosts, data and draws. What is missing in FOLDER is grown.
 """
 
 import argparse
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from collect_healing import EMPTY, FIRST, PLANS, STATIC, Figures, Floats, Placed, cases, fixed, kept
+from fit_trees import Known, fitted, known, picked, views
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.protocols import PolicyClient
-from esper.leyline.task import Mixture
-from esper.leyline.view import Outcome, View
+from esper.leyline.view import View
 from esper.runs.contenders import Contender, named
-from esper.runs.evaluation import evaluate
-from esper.runs.schedule_search import PERMISSIVE, entry_line, search_schedules
-from esper.runs.statistics import interval, mean, mean_difference
-from esper.tamiyo.baselines import Rule
-from esper.tamiyo.schedule import Entry, Schedule, load_schedule
-from esper.tasks.damage import DamageKind
-from esper.tasks.heal import RANGES, Facts, describe, heal, heal_scratch, heal_unfrozen
-from esper.tasks.healing_hosts import BLOCKS
+from esper.runs.statistics import interval, mean_difference
+from esper.tamiyo.forest import forest_of, load_forests
+from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES
+from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement
+from esper.tamiyo.plans import NONE, UNIFORM
+from esper.tamiyo.trees import SHIPPED
+from esper.tasks.heal import heal
 
-FIRST = RANGES["heldout"].start + 4096
-SEEDS = 2
-BYPASS, UNIFORM = "bypass-rank-4", "bypass-rank-1"
-BYPASSES = (BYPASS,)
-SPREAD = (DamageKind.MIXED, DamageKind.NONE)
-RATES = {"heal-unfrozen": (1e-3, 3e-3, 1e-2), "heal-scratch": (3e-3, 1e-2, 2e-2)}
-Floats = NDArray[np.float64]
-
-
-def concentrated(facts: Facts) -> bool:
-    """One damaged site: one segment, a group of inputs, or swapped labels."""
-    return facts.damage.kind not in SPREAD and len(facts.damage.segments) <= 1
+SEEDS, FITS = 2, 8
+SENSED: Mapping[str, object] = {"probe": {"sensors_every": 1000, "coalitions_every": 1000}}
+RULES: Mapping[str, Callable[[], Placement]] = {
+    "participation": ParticipationDrop,
+    "collapse": Collapse,
+    "inner-use": InnerUse,
+    "drift (taught)": DriftRise,
+}
 
 
-def cases(start: int, count: int, plain: bool = True) -> list[Facts]:
-    found = (f for key in itertools.count(start) if concentrated(f := describe(key)) and f.plain == plain)
-    return list(itertools.islice(found, count))
+class Scores(NamedTuple):
+    """Figures of the cases under one contender, (n, SEEDS) each; `over_time` is absent for static networks."""
+
+    objective: Floats
+    metric: Floats
+    over_time: Floats
 
 
-def of_cases(mixture: Mixture, parts: Mapping[str, Sequence[Facts]]) -> Mixture:
-    """The mixture with these cases as the instances of each part, numbered from 0."""
-    keys = [facts.key for each in parts.values() for facts in each]
-    ends = np.cumsum([0, *(len(each) for each in parts.values())]).tolist()
-    ranges = {name: range(a, b) for name, (a, b) in zip(parts, itertools.pairwise(ends), strict=True)}
-    sample, test = mixture.sample, mixture.test
-    assert test is not None
-    return replace(mixture, ranges=ranges, sample=lambda i: sample(keys[i]), test=lambda i: test(keys[i]))
+def whole(runs: Sequence[Figures]) -> Scores:
+    return Scores(*(np.stack([getattr(run, name) for run in runs], 1) for name in Scores._fields))
 
 
-def planting(blueprint: str, blocks: Sequence[int]) -> list[Entry]:
-    return [Entry(at=0, op=Op.GERMINATE, slot=f"block{k}", blueprint=blueprint, keep=True) for k in blocks]
+def chosen(picks: Sequence[Placed], plans: Mapping[str, Scores]) -> Scores:
+    """The figures of the plan that was picked for each case."""
+    return Scores(*(np.stack([getattr(plans[p.name], f)[i] for i, p in enumerate(picks)]) for f in Scores._fields))
 
 
-def fixed(name: str, entries: Sequence[Entry]) -> Contender:
-    return Contender(name, {"controller": name, **PERMISSIVE}, lambda config: Schedule(entries, name))
+def oracle(plans: Mapping[str, Scores]) -> Scores:
+    """The best plan for each case by the J of one seed, with the figures of the other."""
+    names = [placed.name for placed in PLANS]
+    value = np.stack([plans[name].objective for name in names])
+    best = value[..., ::-1].argmax(0)[None]
+    fields = (np.stack([getattr(plans[name], field) for name in names]) for field in Scores._fields)
+    return Scores(*(np.take_along_axis(field, best, 0)[0] for field in fields))
 
 
-class ParticipationDrop(Rule):
-    """A bypass where the participation of the stream drops by more than half from one slot to the next, else a fixed plan.
-
-    The drop is read once, before the first step. The slot behind the first block has no neighbour in front of it.
-    """
-
-    def __init__(self, otherwise: Sequence[Entry]) -> None:
-        plans = [planting(BYPASS, [k]) for k in range(BLOCKS)]
-        self.schedules = [Schedule(plan, "the rule") for plan in (*plans, otherwise)]
-        self.chosen: NDArray[np.int64] | None = None
-
-    def act(self, view: View) -> Actions:
-        if view.step == 0 or self.chosen is None:
-            stream = view.measurements.participation
-            ratio = stream[:, 1:] / np.maximum(stream[:, :-1], 1e-9)
-            self.chosen = np.where(ratio.min(1) < 0.5, 1 + ratio.argmin(1), BLOCKS)
-        each = [schedule.act(view) for schedule in self.schedules]
-        rows = np.arange(len(self.chosen))
-        return Actions(*(np.stack(heads)[self.chosen, rows] for heads in zip(*each, strict=True)))
-
-    def store(self, outcome: Outcome) -> None:
-        for schedule in self.schedules:
-            schedule.store(outcome)
+def rule_picks(rule: Placement, seen: Sequence[View]) -> list[Placed]:
+    found = []
+    for view in seen:
+        picks = rule.pick(view)
+        found += [Placed(plan, slot) for plan, slot in zip(picks.plans, picks.slot.tolist(), strict=True)]
+    return found
 
 
-def rule(name: str, make: Callable[[], PolicyClient], settings: Mapping[str, Any]) -> Contender:
-    return Contender(name, {"controller": name, **settings}, lambda config: make())
+def left_out(training: Known, held: Known) -> list[Placed]:
+    """The picks of trees that were fitted without the kind of damage of each case."""
+    kinds = np.array([facts.damage.kind.value for facts in training.facts])
+    own = np.array([facts.damage.kind.value for facts in held.facts])
+    picks: list[Placed] = [Placed(UNIFORM)] * len(own)
+    for kind in np.unique(own):
+        models = {name: forest_of(model) for name, model in fitted(training, FEATURES, kinds != kind).items()}
+        every = picked(models, held, FEATURES)
+        picks = [every[i] if own[i] == kind else pick for i, pick in enumerate(picks)]
+    return picks
 
 
-def never_at(task: Mixture, lr: float, instances: int, seeds: int, part: str) -> tuple[Floats, Floats]:
-    """Accuracy (N, R) on the test split of hosts that train without growth, and their J, which has no rent."""
-    settings = [{"optimizer": {"lr": lr}}]
-    found = evaluate(task, [named("never")], instances=instances, seeds=seeds, part=part, settings=settings)
-    return found.figures.objective[0], found.figures.metric[0]
+def refitted(training: Known, held: Known) -> list[list[Placed]]:
+    """The picks of trees that were fitted on FITS bootstrap samples of the training hosts."""
+    hosts, found = np.unique(training.host), []
+    for fit in range(FITS):
+        drawn = np.random.default_rng(fit).choice(hosts, len(hosts))
+        rows = np.concatenate([np.flatnonzero(training.host == host) for host in drawn])
+        sample = training._replace(
+            facts=[training.facts[row] for row in rows],
+            x=training.x[rows],
+            objective={name: value[rows] for name, value in training.objective.items()},
+        )
+        models = fitted(sample, FEATURES, np.ones(len(rows), bool), fit)
+        found.append(picked({name: forest_of(model) for name, model in models.items()}, held, FEATURES))
+    return found
 
 
-def tuned(
-    build: Callable[[], Mixture], parts: Mapping[str, Sequence[Facts]], count: int
-) -> tuple[float, Floats, Floats]:
-    """The best learning rate on training cases, and the figures of the held-out cases at it."""
-    task = of_cases(build(), parts)
-    trials = min(32, len(parts["training"]))
-    score = {lr: never_at(task, lr, trials, 1, "training")[0].mean() for lr in RATES[task.name]}
-    best = max(score, key=lambda lr: score[lr])
-    print(task.name, {lr: round(float(value), 4) for lr, value in score.items()}, flush=True)
-    return (best, *never_at(task, best, count, SEEDS, "heldout"))
+def joint(fits: NDArray[np.float64], host: NDArray[np.int64]) -> tuple[float, float]:
+    """Bounds of the mean of differences (fits, n), by a bootstrap over trainings and hosts together."""
+    random, hosts = np.random.default_rng(0), np.unique(host)
+    sums = np.stack([fits[:, host == each].sum(1) for each in hosts], 1)
+    counts = np.array([(host == each).sum() for each in hosts])
+    means = []
+    for _ in range(2000):
+        which, rows = random.integers(len(fits), size=len(fits)), random.integers(len(hosts), size=len(hosts))
+        means.append(sums[which][:, rows].mean(0).sum() / counts[rows].sum())
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
 
 
-def oracle(objective: Floats, metric: Floats) -> tuple[Floats, Floats]:
-    """Figures (N, R) of the best plan (A, N, R) for each case, chosen by the J of the other seeds."""
-    others = (objective.sum(2, keepdims=True) - objective) / (objective.shape[2] - 1)
-    chosen = others.argmax(0)[None]
-    return np.take_along_axis(objective, chosen, 0)[0], np.take_along_axis(metric, chosen, 0)[0]
+def points(ours: Floats, theirs: Floats) -> str:
+    found = interval(mean_difference, [ours], [theirs])
+    return f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
 
 
-def points(value: Any) -> str:
-    return f"{100 * value.value:+.1f} [{100 * value.low:+.1f}, {100 * value.high:+.1f}]"
+def table(scores: Mapping[str, Scores], reference: str, rival: str) -> None:
+    base, other = scores[reference], scores[rival]
+    room = (scores["oracle"].objective - base.objective).mean()
+    columns = [
+        f"over {reference}, points [95 %]",
+        "share of the headroom",
+        f"over {rival}",
+        f"over time, over {reference}",
+    ]
+    print(f"\n| | J | accuracy | {' | '.join(columns)} |")
+    print("|---|---|---|---|---|---|---|")
+    for name, own in scores.items():
+        share = f"{(own.objective - base.objective).mean() / room:.0%}"
+        timed = "" if np.isnan(own.over_time).any() else points(own.over_time, base.over_time)
+        cells = points(own.objective, base.objective), share, points(own.objective, other.objective), timed
+        print(f"| {name} | {own.objective.mean():.3f} | {own.metric.mean():.3f} | {' | '.join(cells)} |")
 
 
-def table(objective: Mapping[str, Floats], metric: Mapping[str, Floats], reference: str, kinds: Sequence[str]) -> None:
-    print(f"\n| | J | accuracy | J over {reference}, points [95 %] |\n|---|---|---|---|")
-    for name, scores in objective.items():
-        own, over = interval(lambda t: mean(t), [scores]), ""
-        if name != reference:
-            over = points(interval(mean_difference, [scores], [objective[reference]]))
-        print(f"| {name} | {own.value:.3f} | {metric[name].mean():.3f} | {over} |")
-    print(f"\n| damage | cases | {' | '.join(objective)} |\n|---|---|{'---|' * len(objective)}")
-    for kind in sorted(set(kinds)):
-        rows = np.array([own == kind for own in kinds])
-        cells = " | ".join(f"{scores[rows].mean():.3f}" for scores in objective.values())
+def by_damage(scores: Mapping[str, Scores], kinds: NDArray[np.str_]) -> None:
+    print(f"\n| damage | cases | {' | '.join(scores)} |\n|---|---|{'---|' * len(scores)}")
+    for kind in np.unique(kinds):
+        rows = kinds == kind
+        cells = " | ".join(f"{own.objective[rows].mean():.3f}" for own in scores.values())
         print(f"| {kind} | {rows.sum()} | {cells} |")
+
+
+def static(folder: Path, keys: Sequence[int]) -> dict[str, Scores]:
+    """Full fine-tuning and training from scratch, without rent."""
+    found = {}
+    for name, (build, lr) in STATIC.items():
+        settings = {"optimizer": {"lr": lr}}
+        runs = [kept(folder, {name: named("never")}, build(), keys, seed, settings)[name] for seed in range(SEEDS)]
+        own = whole(runs)
+        found[name] = own._replace(over_time=np.full_like(own.over_time, np.nan))
+    return found
+
+
+def grown_with(
+    folder: Path, contenders: Sequence[Contender], keys: Sequence[int], settings: Mapping[str, Any]
+) -> dict[str, Scores]:
+    by_name = {contender.name: contender for contender in contenders}
+    runs = [kept(folder, by_name, heal(), keys, seed, settings) for seed in range(SEEDS)]
+    return {name: whole([run[name] for run in runs]) for name in by_name}
+
+
+def residual(folder: Path, count: int) -> None:
+    """The control: hosts with skips, where damage can be repaired anywhere."""
+    keys = [facts.key for facts in cases(FIRST["heldout"], count, plain=False)]
+    names = ("uniform", "tree", "participation")
+    found = grown_with(folder, [named(name) for name in names], keys, SENSED)
+    print(f"\n{len(keys)} residual cases from key {keys[0]} on")
+    for name, own in found.items():
+        print(f"{name} {own.objective.mean():.3f} over uniform {points(own.objective, found['uniform'].objective)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=96, help="held-out cases")
-    parser.add_argument("--searched", type=int, default=32, help="training cases of the search")
-    parser.add_argument("--plan", type=Path, help="schedule file of the fixed plan, in place of the search")
-    parser.add_argument("--residual", action="store_true", help="residual hosts, the control, in place of plain ones")
-    parser.add_argument("--first", type=int, default=FIRST, help="first held-out key that is looked at")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cases", type=int, default=320, help="held-out cases")
+    parser.add_argument("--training", type=int, default=480, help="training cases")
+    parser.add_argument("--residual", type=int, default=64, help="residual cases of the control; 0 for none")
+    parser.add_argument("--no-static", action="store_true", help="leave full fine-tuning and training from scratch out")
+    parser.add_argument("--no-heuristic", action="store_true", help="leave the rule `heuristic` out")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    count = options.instances
-    plain = not options.residual
-    parts = {"training": cases(0, options.searched, plain), "heldout": cases(options.first, count, plain)}
-    held = parts["heldout"]
-    print(f"held-out keys {held[0].key} to {held[-1].key}: {count} of them; {SEEDS} seeds each", flush=True)
-    task = of_cases(heal(), parts)
-
-    plan, entries = fixed_plan(task, options.plan, options.searched)
-    single = [fixed(f"{b} at block{k}", planting(b, [k])) for b in BYPASSES for k in range(BLOCKS)]
-    uniform = planting(UNIFORM, range(BLOCKS))
-    same = [(entry.slot, entry.blueprint) for entry in entries] == [(entry.slot, entry.blueprint) for entry in uniform]
-    print(f"the best fixed plan is {'uniform' if same else 'not uniform'}")
-    contenders = [
-        named("never"),
-        named("heuristic"),
-        *([] if same else [fixed("uniform", uniform)]),
-        plan._replace(name="best fixed plan"),
-        rule("participation drop", lambda: ParticipationDrop(entries), PERMISSIVE),
-        *single,
-    ]
-    result = evaluate(
-        task, contenders, instances=count, seeds=SEEDS, watch=lambda line: print(line, flush=True), part="heldout"
+    training = known(options.folder / "training", "training", options.training, 1)
+    held = known(options.folder / "heldout", "heldout", options.cases, SEEDS)
+    keys = [facts.key for facts in held.facts]
+    by_plan = {placed.name: fixed(placed) for placed in PLANS}
+    runs = [kept(options.folder / "heldout", by_plan, heal(), keys, seed) for seed in range(SEEDS)]
+    plans = {name: whole([run[name] for run in runs]) for name in by_plan}
+    best = max(by_plan, key=lambda name: training.objective[name].mean())
+    print(
+        f"{len(keys)} cases, keys {keys[0]} to {keys[-1]}, {len(np.unique(held.host))} hosts; best fixed plan on training: {best}"
     )
-    objective = dict(zip(result.contenders, result.figures.objective, strict=True))
-    metric = dict(zip(result.contenders, result.figures.metric, strict=True))
-    plans = [name for name in objective if name not in ("heuristic", "participation drop")]
-    best = oracle(*(np.stack([figures[name] for name in plans]) for figures in (objective, metric)))
-    for single_site in single:
-        print(single_site.name, f"{objective[single_site.name].mean():.3f}")
-    shown = [contender.name for contender in contenders if contender not in single]
-    objective, metric = ({name: figures[name] for name in shown} for figures in (objective, metric))
-    objective["oracle"], metric["oracle"] = best
-    for name, build in {"full fine-tuning": heal_unfrozen, "from scratch": heal_scratch}.items():
-        lr, objective[name], metric[name] = tuned(build, parts, count)
-        print(f"{name}: learning rate {lr}", flush=True)
-    table(objective, metric, "best fixed plan", [facts.damage.kind.value for facts in held])
 
-
-def fixed_plan(task: Mixture, path: Path | None, searched: int) -> tuple[Contender, Sequence[Entry]]:
-    """The plan of a file, kept with permissive gates, or the best one on training cases."""
-    if path is not None:
-        entries = load_schedule(path).entries
-        return fixed(str(path), entries), entries
-    found = search_schedules(task.sealed(), instances=searched, watch=lambda line: print(line, flush=True))
-    print("best fixed plan:", [entry_line(entry) for entry in found.entries], dict(found.contender.settings))
-    print(f"{found.candidates} candidates, {found.episodes} networks, {found.seconds:.0f} seconds", flush=True)
-    return found.contender, found.entries
+    scores = {"never": plans[NONE.name], "best fixed plan": plans[best]}
+    seen = views(keys)
+    scores |= {name: chosen(rule_picks(rule(), seen), plans) for name, rule in RULES.items()}
+    shipped = load_forests(SHIPPED, FEATURES)
+    scores["tree"] = chosen(picked(dict(shipped.models), held, shipped.features), plans)
+    every = np.ones(len(training.x), bool)
+    models = {name: forest_of(model) for name, model in fitted(training, TAUGHT_FEATURES, every).items()}
+    scores["tree (taught)"] = chosen(picked(models, held, TAUGHT_FEATURES), plans)
+    scores["tree, damage left out"] = chosen(left_out(training, held), plans)
+    scores["oracle"] = oracle(plans)
+    fits = np.stack([chosen(picks, plans).objective.mean(1) for picks in refitted(training, held)])
+    gain = fits - scores["best fixed plan"].objective.mean(1)
+    low, high = joint(gain, held.host)
+    print(
+        f"trees of {FITS} bootstrap samples of the training hosts over the best fixed plan: {100 * gain.mean():+.1f} "
+        f"[{100 * low:+.1f}, {100 * high:+.1f}], over trainings and hosts together"
+    )
+    if not options.no_heuristic:
+        scores |= grown_with(options.folder / "heuristic", [named("heuristic")], keys, EMPTY)
+    if not options.no_static:
+        scores |= static(options.folder / "static", keys)
+    table(scores, "best fixed plan", "participation")
+    by_damage(scores, np.array([facts.damage.kind.value for facts in held.facts]))
+    for name in STATIC if not options.no_static else ():
+        print(f"tree over {name}: {points(scores['tree'].objective, scores[name].objective)}")
+    if options.residual:
+        residual(options.folder / "residual", options.residual)
 
 
 if __name__ == "__main__":

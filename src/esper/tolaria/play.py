@@ -116,8 +116,10 @@ def play(
                     observer.failed(view)
                 raise
         decided = time.perf_counter()
-        further = _further(client) if isinstance(client, Extends) else None
-        after, outcome = engine.step(decision.actions, decision.reasons, further)
+        if isinstance(client, Extends):
+            after, outcome = engine.step(decision.actions, decision.reasons, _further(client))
+        else:
+            after, outcome = engine.step(decision.actions, decision.reasons)
         told = time.perf_counter()
         client.store(outcome)
         end = time.perf_counter()
