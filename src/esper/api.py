@@ -33,6 +33,7 @@ from esper.leyline.streams import Kind
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.outputs import Output
 from esper.runs.configuration import growth_config, training_configs
+from esper.runs.crews import asked_for
 from esper.runs.grow import grow as grow_run
 from esper.runs.resume import Opening
 from esper.runs.train import train as train_run
@@ -106,6 +107,9 @@ def train(
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
     outputs: Sequence[Output] = (),
+    workers: int | None = None,
+    devices: Sequence[str] = (),
+    cluster: str | None = None,
 ) -> dict[str, Any]:
     """Train a controller by growing populations of one task or several, and write a run folder if `run` names one.
 
@@ -114,8 +118,12 @@ def train(
     `Outcome` to named components. Returns the summary; `esper.grow(task, controller=run)` uses the trained controller. Raises
     InputError on bad input, before anything is written, and `esper.LearningError` if an update of the policy fails.
     `progress`, `on_interrupt` and `outputs` are as in `grow`.
+
+    With `workers`, so many processes play the environments, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
+    `cluster` is "ray", a "ray://" address, or "torchrun" (docs/actors.md). Results do not depend on the number of workers.
     """
     check_outputs(outputs)
+    actors = asked_for(workers, devices, cluster, get_task)
     chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
     check_switch(overwrite, "overwrite")
     check_callable(reward, "reward", "a function from a RewardConfig to what pays the controller")
@@ -127,7 +135,14 @@ def train(
     configs = training_configs(chosen, preset, asked)
     with training_progress(progress) as watch:
         summary = train_run(
-            chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward, outputs=outputs
+            chosen,
+            configs,
+            folder,
+            watch,
+            Opening(overwrite=overwrite),
+            reward=reward,
+            outputs=outputs,
+            asked=actors,
         )
     return end_of(summary, folder, on_interrupt)
 

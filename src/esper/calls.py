@@ -25,10 +25,12 @@ from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
 from esper.runs.contenders import Contender, named
+from esper.runs.crews import ALONE, Asked, asked_for
 from esper.runs.evaluation import run_evaluation
 from esper.runs.evaluation_folder import FIGURE, ROOT, EvaluationFolder
 from esper.runs.grow import grow as grow_run
 from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config
+from esper.runs.train import ACTOR
 from esper.runs.train import train as train_run
 from esper.store.disk import write_atomic
 from esper.store.files import EVALUATION, to_json
@@ -72,6 +74,9 @@ def resume(
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
     outputs: Sequence[Output] = (),
+    workers: int | None = None,
+    devices: Sequence[str] = (),
+    cluster: str | None = None,
 ) -> dict[str, Any]:
     """Continue a run of `grow` or `train`, as `esper resume` does, and return its summary.
 
@@ -84,12 +89,13 @@ def resume(
     the summary of a finished run is returned. Other versions of Esper, torch, numpy or Python than at the start cause a
     `RunWarning`; other data are refused unless `other_data` is set. Both are recorded. Raises InputError if the run, the task,
     its data and the controller do not fit together. `progress`, `on_interrupt`, `outputs` and failed
-    runs are as in `grow`; outputs get the rows that the run writes from now on.
+    runs are as in `grow`; outputs get the rows that the run writes from now on. `workers`, `devices` and `cluster` are as in
+    `train`, and may differ from those that a training had before.
     """
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     check_outputs(outputs)
-    folder = to_path(run, "run")
-    summary = go_on(folder, task, controller, _as_settings(settings), other_data, progress, outputs)
+    folder, asked = to_path(run, "run"), asked_for(workers, devices, cluster, get_task)
+    summary = go_on(folder, task, controller, _as_settings(settings), other_data, progress, outputs, asked)
     return end_of(summary, folder, on_interrupt)
 
 
@@ -97,15 +103,18 @@ def go_on(
     folder: Path,
     task: AnyTask | str | Sequence[AnyTask | str] | None,
     controller: PolicyClient | str | None,
-    asked: Sequence[str],
+    settings: Sequence[str],
     other_data: bool,
     progress: Shown,
     outputs: Sequence[Output] = (),
+    asked: Asked = ALONE,
 ) -> dict[str, Any]:
-    """Continue a run and return its summary. Arguments are as in `resume`; `asked` are settings in the form of `--set`."""
+    """Continue a run and return its summary. Arguments are as in `resume`; `settings` are in the form of `--set`."""
     before = read_config(folder)
-    config = changed(before, asked) if asked else before
-    change = None if config == before else Change(before, tuple(asked))
+    if asked.any and not is_training(before):
+        raise InputError(f"{folder} is a growth, which no actors play; leave workers, devices and cluster out")
+    config = changed(before, settings) if settings else before
+    change = None if config == before else Change(before, tuple(settings))
     known = finished(folder) if change is None else None
     if known is not None and can_print(known, is_training(config)):  # a damaged summary is computed again
         wrong = check_events(folder) if config.telemetry.level != "off" else None
@@ -119,7 +128,7 @@ def go_on(
             raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
         tasks = tasks_of(folder, config.tasks, given)
         with training_progress(progress) as watch:
-            return train_run(tasks, cohort_configs(config), folder, watch, opening, outputs=outputs)
+            return train_run(tasks, cohort_configs(config), folder, watch, opening, outputs=outputs, asked=asked)
     (chosen,) = tasks_of(folder, (config.task,), given)
     client = controller if controller is not None and not isinstance(controller, str) else None
     if client is None:
@@ -247,6 +256,8 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
 
     Issues a RunWarning if the run failed.
     """
+    if summary["status"] == ACTOR:
+        return summary
     if folder is not None:
         report_at_end(folder)
     if summary["status"] == "failed":

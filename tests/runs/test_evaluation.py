@@ -10,12 +10,12 @@ import pytest
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split
+from esper.runs.cohort import settings_of_policy
 from esper.runs.contenders import BEST, RULES, Contender, named
 from esper.runs.evaluation import evaluate, run_evaluation
 from esper.runs.evaluation_record import Evaluation, Figures
 from esper.runs.grow import grow
 from esper.runs.schedule_search import _try, candidate_schedules, search_schedules, searched_networks
-from esper.runs.school import settings_of_policy
 from esper.store.files import to_json
 from esper.tamiyo.baselines import Never
 from esper.tamiyo.controller import Language, Policy, save_policy

@@ -37,11 +37,12 @@ from esper.nissa.rows import (
     RunRow,
     StepRow,
 )
+from esper.runs.cohort import cohort_of, sample_instances, settings_of_policy
 from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.interrupt import Interrupt
 from esper.runs.resume import Opening, cohort_configs
-from esper.runs.school import School, sample_instances, settings_of_policy
-from esper.runs.train import cohort_of, train
+from esper.runs.school import School
+from esper.runs.train import train
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import get_controller, settings_of
 from esper.tamiyo.controller import FACTS, WEIGHTS, Language, Learned, Policy, load_policy

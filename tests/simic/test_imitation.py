@@ -6,9 +6,11 @@ import torch
 
 from esper.leyline.actions import Head, Op
 from esper.leyline.config import build_config
+from esper.runs.cohort import cohort_of, settings_of_policy
 from esper.runs.configuration import TRAINING
 from esper.runs.interrupt import Interrupt
-from esper.runs.school import LED, School, cohort_of, settings_of_policy
+from esper.runs.parts import LED
+from esper.runs.school import School
 from esper.simic.imitation import Apprentice, led_by_teacher
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
@@ -134,7 +136,7 @@ def imitated():
     school, led, figures = a_school(imitation_rounds=6, lr=3e-3), [], []
     for number in range(-6, 0):
         figures.append(school.imitate(number, Interrupt()))
-        led.append(school.apprentices[0].led)
+        led.append(school.player.apprentices[0].led)
     return school, led, figures
 
 

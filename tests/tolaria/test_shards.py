@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from esper.runs.school import cohort_of, sample_instances
+from esper.runs.cohort import cohort_of, sample_instances
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward

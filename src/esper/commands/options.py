@@ -46,8 +46,27 @@ PictureFormat = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder.")]
 
+Workers = Annotated[
+    str | None,
+    typer.Option("--workers", metavar="N", help="Actors that play, each a process with one thread (docs/actors.md)."),
+]
+Devices = Annotated[
+    str | None, typer.Option("--devices", metavar="NAME,...", help="Devices of the actors, such as cuda:0,cuda:1.")
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="ray|ray://HOST:PORT|torchrun",
+        help="Where the actors run, if not as processes of this machine.",
+    ),
+]
+
 NOT_BY_SET: Mapping[str, Mapping[str, str]] = {
-    "grow": dict.fromkeys(("task", "tasks"), "give the task as the argument"),
+    "grow": {
+        **dict.fromkeys(("task", "tasks"), "give the task as the argument"),
+        "shards": "it divides the environments of a training; leave it out",
+    },
     "train": {
         **dict.fromkeys(("task", "tasks"), "give the tasks as the arguments"),
         "controller": "it makes its own; leave that out",
@@ -119,7 +138,10 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
     from rich.console import Console
 
     from esper.karn.report.page import report_at_end
+    from esper.runs.train import ACTOR
 
+    if summary["status"] == ACTOR:
+        return
     report_at_end(folder)
     if as_json:
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))

@@ -8,8 +8,10 @@ import typer
 
 from esper.commands.options import (
     PLACE,
+    Cluster,
     ConfigFile,
     Device,
+    Devices,
     Envs,
     Epochs,
     Json,
@@ -17,6 +19,7 @@ from esper.commands.options import (
     Seed,
     Settings,
     Steps,
+    Workers,
     finish,
     read_layers,
     split_names,
@@ -109,6 +112,9 @@ def train(
     overwrite: Overwrite = False,
     twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Train never-grow twins too.")] = None,
     watch: Watched = False,
+    workers: Workers = None,
+    devices: Devices = None,
+    cluster: Cluster = None,
 ) -> None:
     """Train a controller by growing populations of hosts; `esper grow TASK --controller DIR` then uses it.
 
@@ -119,11 +125,13 @@ def train(
     from esper.karn.bars import training
     from esper.karn.console import print_training
     from esper.runs.configuration import load_config_file, training_configs
+    from esper.runs.crews import asked_for
     from esper.runs.resume import Opening
     from esper.runs.train import train as train_controller
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
+    asked = asked_for(workers, devices, cluster, get_task)
     from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
     names = _training_tasks(tasks, from_file, config_file)
     chosen = [get_task(name) for name in names]
@@ -132,7 +140,7 @@ def train(
     configs = training_configs(chosen, preset, *read_layers("train", from_file, settings, options))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
     with beside(folder, watch), training(console_beside(watch)) as progress:
-        summary = train_controller(chosen, configs, folder, progress, Opening(overwrite=overwrite))
+        summary = train_controller(chosen, configs, folder, progress, Opening(overwrite=overwrite), asked=asked)
     finish(summary, folder, json_, print_training)
 
 
@@ -166,6 +174,9 @@ def resume(
         typer.Option("--other-data", help="Continue although the data differ from the run's, on record."),
     ] = False,
     json_: Json = False,
+    workers: Workers = None,
+    devices: Devices = None,
+    cluster: Cluster = None,
 ) -> None:
     """Continue a run that was interrupted or killed; it gets the same numbers as without the break (docs/checkpoints.md).
 
@@ -177,7 +188,10 @@ def resume(
     use_one_thread()
     from esper.calls import go_on
     from esper.karn.console import print_summary, print_training
+    from esper.runs.crews import asked_for
     from esper.runs.resume import is_training, read_config
+    from esper.tasks.catalog import get_task
 
-    summary = go_on(run, tasks or None, None, settings or (), other_data, True)
+    asked = asked_for(workers, devices, cluster, get_task)
+    summary = go_on(run, tasks or None, None, settings or (), other_data, True, asked)
     finish(summary, run, json_, print_training if is_training(read_config(run)) else print_summary)

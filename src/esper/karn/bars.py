@@ -138,6 +138,7 @@ def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
         ("log_likelihood", "log-likelihood", ".2f"),
         ("kept", "seeds kept", ".2f"),
         ("validation_objective", "validation J", ".4f"),
+        ("waiting_seconds", "seconds lost in waiting", ".1f"),
     ]
     parts = [f"{label} {format(figures[name], form)}" for name, label, form in shown if name in figures]
     if figures.get("rollbacks"):

@@ -40,6 +40,12 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
         )
     if summary["controller_share"] is not None:
         print_line(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
+    if (actors := summary.get("actors")) is not None:
+        lost = f", {actors['lost']} lost and replaced" if actors["lost"] else ""
+        print_line(
+            console,
+            f"{counted(actors['workers'], 'actor')}{lost}, {actors['waiting_seconds']:,.1f} s lost in waiting, together",
+        )
     if best is not None and folder is not None:
         print_line(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
 

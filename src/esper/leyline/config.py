@@ -70,6 +70,12 @@ class Config(Section):
         "run folder of a trained controller",
     )
     envs: int = Field(8, ge=1, description="environments, twins not counted")
+    shards: int = Field(
+        1,
+        ge=1,
+        description="populations into which a training divides the environments of each task, for actors to play "
+        "(docs/actors.md); `--workers` chooses it where it is not set",
+    )
     steps: int = Field(24, ge=1, description="length of an episode [steps]")
     epochs: float | None = Field(
         None,

@@ -22,6 +22,7 @@ EXTRAS = {
     "trackio": ("trackio",),
     "lightning": ("lightning",),
     "hf": ("transformers",),
+    "ray": ("ray",),
 }
 """The modules that each extra of pyproject.toml installs."""
 

@@ -63,7 +63,11 @@ class Hub:
 
     def extend(self, rows: Iterable[Row]) -> None:
         """`emit` several rows, which an output that has a file writes at once: a call of the system costs more than a row."""
-        kept, now = [row for row in rows if self.wants(type(row))], round(time.time(), 3)
+        self.take([row for row in rows if self.wants(type(row))])
+
+    def take(self, kept: Sequence[Row]) -> None:
+        """Set number and time of rows that a hub of this level kept, and hand them to every output."""
+        now = round(time.time(), 3)
         for place, row in enumerate(kept):
             row.seq, row.time = self.seq + place, now
         for take in self._takers if kept else ():

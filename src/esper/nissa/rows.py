@@ -76,6 +76,13 @@ class PlayedRow(Row, kw_only=True):
     round: Annotated[
         int | msgspec.UnsetType, Meta(description="round of the training; rounds of imitation are below 0")
     ] = msgspec.UNSET
+    first_env: Annotated[
+        int | msgspec.UnsetType,
+        Meta(
+            description="where `shards` is above 1: number of the shard's first environment; environment e of the row is "
+            "environment first_env + e of the task"
+        ),
+    ] = msgspec.UNSET
 
 
 class StepRow(PlayedRow, tag="step", kw_only=True):

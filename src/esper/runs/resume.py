@@ -68,7 +68,7 @@ def is_training(config: Config) -> bool:
 
 
 FIXED = (
-    *("task", "tasks", "cohorts", "controller", "envs", "seed", "twin", "slots", "blueprints"),
+    *("task", "tasks", "cohorts", "controller", "envs", "shards", "seed", "twin", "slots", "blueprints"),
     *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group_size"),
     *("governor.enabled", "governor.loss_window", "early_stopping.enabled"),
 )

@@ -5,9 +5,12 @@ environments.
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError, describe_error
@@ -15,21 +18,32 @@ from esper.leyline.progress import Progress, Silent
 from esper.leyline.protocols import Reward
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
+from esper.leyline.view import Space
+from esper.nissa.hub import Hub, Level
 from esper.nissa.outputs import Output
 from esper.nissa.rows import RoundRow, RunRow
+from esper.runs.actor_work import SentTask, TrainingWork, check_facts, facts_of
+from esper.runs.actors import Actors, Stop
+from esper.runs.cohort import cohorts_of, settings_of_policy
+from esper.runs.crews import ALONE, Asked, hire, with_shards
 from esper.runs.environment import describe_environment
 from esper.runs.failure import Failure, RolledBack, failed_row
 from esper.runs.figures import Summary
 from esper.runs.interrupt import Interrupt
+from esper.runs.origin import fingerprint
+from esper.runs.ranks_crew import is_learner, serve_rank
 from esper.runs.resume import NEW, PAID, Opening, fitting, with_cohorts
 from esper.runs.run_folder import RunFolder
-from esper.runs.school import Cohort, Keeper, School, Stop, cohort_of, settings_of_policy
+from esper.runs.school import Keeper, School
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import Language, Policy, save_policy
+from esper.tolaria.runtime import PhaseTimer, resolve_device
 
 Status = Literal["finished", "interrupted", "failed"]
 """The status of a training that has ended."""
+ACTOR = "actor"
+"""The status that `train` returns in a rank of torchrun that was an actor; it writes nothing."""
 
 
 def train(
@@ -41,6 +55,7 @@ def train(
     *,
     reward: Callable[[RewardConfig], Reward] = get_reward,
     outputs: Sequence[Output] = (),
+    asked: Asked = ALONE,
 ) -> Summary:
     """Train a controller on tasks, with one config each; the settings of the learner are read from the first config.
 
@@ -50,36 +65,84 @@ def train(
     Writes the run folder, and its `controller/` whenever a better policy is found: one with a higher mean J of greedy
     growth on the validation split of validation instances. Raises InputError on bad input, before anything is written,
     and LearningError if an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the
-    training after the current step.
+    training after the current step; with actors, which play whole rounds, after the last whole round.
 
     If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
     none. The tasks, configs and rewards must be those that the run began with. With a change, `configs` are the changed
-    ones, and a finished run can continue too. `outputs` get every row of the events.
+    ones, and a finished run can continue too. `outputs` get every row of the events. `asked` are the actors that play; in a rank
+    of torchrun above 0, this process is one of them until the training ends.
     """
-    watch, config, started = watch or Silent(), configs[0], time.perf_counter()
+    watch, started = watch or Silent(), time.perf_counter()
+    configs = with_shards(configs, asked, resumed=opening.resume)
+    config = configs[0]
+    if asked.cluster == "torchrun" and not is_learner():
+        serve_rank(training_work(asked, tasks, configs, reward, config.telemetry.level), asked.devices or (None,))
+        return {"status": ACTOR}
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
     sealed = [task.sealed() for task in tasks]
-    with Interrupt() as interrupt, RunFolder(folder, kept, watch.note, interrupt, opening, sealed, outputs) as run:
-        cohorts = [cohort_of(task, each) for task, each in zip(sealed, configs, strict=True)]
-        policy = Policy.fresh(
-            Language.of([cohort.engine.space for cohort in cohorts]), config.seed, settings_of_policy(config)
-        )
-        school = School(cohorts, policy, config, reward, run.hub)
+    with (
+        Interrupt() as interrupt,
+        RunFolder(folder, kept, watch.note, interrupt, opening, sealed, outputs) as run,
+        ExitStack() as stack,
+    ):
+        made = 1 if asked.any else None
+        shards = [cohorts_of(task, each, made) for task, each in zip(sealed, configs, strict=True)]
+        spaces = [each[0].engine.space for each in shards]
+        policy = Policy.fresh(Language.of(spaces), config.seed, settings_of_policy(config))
+        actors = None
+        if asked.any:
+            for each in shards:
+                each[0].engines.release()
+            actors = stack.enter_context(closing(_hired(asked, sealed, configs, reward, run.hub, watch)))
+        school = School([cohort for each in shards for cohort in each], policy, config, reward, run.hub, actors)
         started -= _taken_up(school, run)
-        run.begin(lambda: _environment(cohorts), _run_row(cohorts[0], "running"))
+        row = partial(_run_row, config, spaces[0])
+        run.begin(lambda: _environment(configs), row("running"))
         keeper = Keeper(run.store, school, run.hub, started)
-        failure = Failure(run, partial(_run_row, cohorts[0]), partial(_summary, school, started, "failed"))
+        failure = Failure(run, row, partial(_summary, school, started, "failed"))
         try:
-            with failure.recorded(), cohorts[0].engine.timer.memory("between steps", users=False):
+            with failure.recorded(), _timer(school).memory("between steps", users=False):
                 status = _rounds(school, config, run, interrupt, watch, keeper)
         except KeyboardInterrupt:
-            run.end(_run_row(cohorts[0], "interrupted"), _summary(school, started, "interrupted"), at_once=True)
+            run.end(row("interrupted"), _summary(school, started, "interrupted"), at_once=True)
             raise
         whole = _summary(school, started, status)
         if status == "failed":
             whole["error"] = describe_error(RolledBack(school.summary()["rollbacks"]))
-        run.end(failed_row(_run_row(cohorts[0], status), whole), whole)
+        run.end(failed_row(row(status), whole), whole)
     return whole
+
+
+def _hired(
+    asked: Asked,
+    tasks: Sequence[AnyTask],
+    configs: Sequence[Config],
+    reward: Callable[[RewardConfig], Reward],
+    hub: Hub,
+    watch: Progress,
+) -> Actors:
+    """Start the actors of a training. Raises InputError if one cannot start."""
+    work = training_work(asked, tasks, configs, reward, "off" if not hub.outputs else hub.asked)
+    return hire(asked, work, watch.note, facts_of({task.name: fingerprint(task) for task in tasks}), check_facts)
+
+
+def training_work(
+    asked: Asked,
+    tasks: Sequence[AnyTask],
+    configs: Sequence[Config],
+    reward: Callable[[RewardConfig], Reward],
+    level: Level,
+) -> TrainingWork:
+    """Return the specification of the actors of a training. Raises InputError if a task cannot be sent to them."""
+    engines = math.ceil(sum(config.shards for config in configs) / asked.size)
+    return TrainingWork([SentTask.of(task, asked.find) for task in tasks], list(configs), reward, level, engines)
+
+
+def _timer(school: School) -> PhaseTimer:
+    """Return a timer that says, where memory runs out, what is in memory."""
+    if school.actors is None:
+        return school.cohorts[0].engine.timer
+    return PhaseTimer(torch.device("cpu"), f"the rollouts of {counted(school.actors.size, 'actor')}")
 
 
 def _taken_up(school: School, run: RunFolder) -> float:
@@ -99,25 +162,26 @@ def _taken_up(school: School, run: RunFolder) -> float:
 
 def _summary(school: School, started: float, status: Status) -> Summary:
     """Return the summary of a training whose clock, without interruptions, began at `started` [seconds]."""
-    config, cohorts = school.config, school.cohorts
+    config = school.config
     return {
         "status": status,
-        "tasks": [cohort.task.name for cohort in cohorts],
+        "tasks": list(config.tasks),
         "seed": config.seed,
         "envs": config.envs,
-        "device": str(cohorts[0].engine.device),
+        "device": str(resolve_device(config.device)),
         "rounds": config.ppo.rounds,
         "rounds_done": school.learner.round,
         **school.summary(),
         "policy_inputs": {name: round(value, 4) for name, value in school.policy.input_weights().items()},
+        **({} if school.actors is None else {"actors": school.actors.summary()}),
         "seconds": round(time.perf_counter() - started, 3),
     }
 
 
-def _environment(cohorts: Sequence[Cohort]) -> dict[str, Any]:
-    """Return environment.json of a training, which holds the config of every cohort."""
-    each = {cohort.task.name: cohort.config.model_dump(mode="json") for cohort in cohorts}
-    return {**describe_environment(cohorts[0].engine.device), "cohorts": each}
+def _environment(configs: Sequence[Config]) -> dict[str, Any]:
+    """Return environment.json of a training, which holds the config of every task."""
+    each = {config.task: config.model_dump(mode="json") for config in configs}
+    return {**describe_environment(resolve_device(configs[0].device)), "cohorts": each}
 
 
 def _rounds(
@@ -157,8 +221,7 @@ def _name(made_by: Callable[..., Any]) -> str:
     return str(getattr(made_by, "__name__", type(made_by).__name__))
 
 
-def _run_row(cohort: Cohort, status: Any) -> RunRow:
-    config, engine = cohort.config, cohort.engine
+def _run_row(config: Config, space: Space, status: Any) -> RunRow:
     return RunRow(
         status=status,
         task=config.task,
@@ -166,8 +229,8 @@ def _run_row(cohort: Cohort, status: Any) -> RunRow:
         envs=config.envs,
         steps=config.steps,
         seed=config.seed,
-        device=str(engine.device),
-        slots=engine.space.slots,
-        blueprints=[blueprint.name for blueprint in engine.space.blueprints],
+        device=str(resolve_device(config.device)),
+        slots=space.slots,
+        blueprints=[blueprint.name for blueprint in space.blueprints],
         host_param_counts=[],  # every round has other hosts
     )

@@ -69,7 +69,8 @@ class SimicClient:
 
     def clear(self) -> None:
         """Begin the next rollout."""
-        self._written().clear()
+        if self._buffer is not None:
+            self._buffer.clear()
 
     def _written(self) -> TamiyoRolloutBuffer:
         assert self._buffer is not None, "act is called first"

@@ -80,6 +80,20 @@ class Rollout(NamedTuple):
         """The sequences of the environments in `index`, as copies."""
         return self._map(lambda field: field[:, index])
 
+    @classmethod
+    def joined(cls, rollouts: Sequence["Rollout"]) -> "Rollout":
+        """The sequences of several rollouts of T steps, one after the other; a single rollout is returned as it is."""
+        if len(rollouts) == 1:
+            return rollouts[0]
+        columns = zip(*(rollout.tree().values() for rollout in rollouts), strict=True)
+        fields = [
+            tuple(torch.cat(each, 1) for each in zip(*column, strict=True))
+            if isinstance(column[0], list)
+            else torch.cat(column, 1)
+            for column in columns
+        ]
+        return cls(*fields)  # type: ignore[arg-type]
+
     def steps(self, stop: int) -> "Rollout":
         """The steps before `stop`, as views."""
         return self._map(lambda field: field[:stop])

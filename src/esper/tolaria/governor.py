@@ -4,7 +4,7 @@ At every step it compares the vital signs of each row with the row's history (to
 rows, and restores the others to their last snapshots. All computations are array operations over rows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,16 +75,6 @@ class Record(NamedTuple):
     def counts(self) -> Counts:
         """Return the totals by reason, without reasons that did not occur."""
         return {"rollbacks": _by_name(self.found, Vital), "refused": _by_name(self.refused, Refusal)}
-
-
-def total(counts: Iterable[Counts]) -> Counts:
-    """Return the sums of the `Record.counts` of several engines."""
-    summed: Counts = {"rollbacks": {}, "refused": {}}
-    for count in counts:
-        for kind, reasons in count.items():
-            for name, number in reasons.items():
-                summed[kind][name] = summed[kind].get(name, 0) + number
-    return summed
 
 
 class Governor:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from esper.leyline.stages import among
 from esper.leyline.verdicts import Vital
 from esper.leyline.view import Floats, Outcome, Scores, Seeds, Transitions, View
@@ -49,6 +51,7 @@ class Source(NamedTuple):
     cohort: str  # 'training' or 'validation'
     task: str
     round: int
+    first_env: int | msgspec.UnsetType = msgspec.UNSET  # number of the first environment of a shard, if there are several
 
 
 class Journal(Observer):
@@ -158,5 +161,5 @@ class Journal(Observer):
 
     def _sourced(self, row: PlayedRow) -> PlayedRow:
         if self.source is not None:
-            row.cohort, row.task, row.round = self.source
+            row.cohort, row.task, row.round, row.first_env = self.source
         return row

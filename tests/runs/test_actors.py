@@ -1,0 +1,409 @@
+"""Trainings whose parts are played by actors: the same results for any number of them, also if some are killed."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import esper
+from esper.leyline.config import build_config
+from esper.leyline.errors import InputError
+from esper.leyline.progress import Silent
+from esper.nissa.events import decode
+from esper.nissa.rows import EpisodeRow, PlayedRow
+from esper.runs.actor_work import Answers, SentTask, TrainingWork, check_facts, facts_of
+from esper.runs.actors import TRIES, ActorError, Actors
+from esper.runs.cohort import cohorts_of, default_shards
+from esper.runs.configuration import training_configs
+from esper.runs.crews import ALONE, Asked, asked_for, with_shards
+from esper.runs.resume import Opening, cohort_configs, read_config
+from esper.runs.train import train
+from esper.simic.rewards import get_reward
+from esper.simic.rollout import Rollout
+from esper.store.wire import pack, unpack
+from esper.tamiyo.controller import WEIGHTS
+from esper.tasks.catalog import get_task
+
+SMALL = {
+    "envs": 6,
+    "shards": 3,
+    "steps": 3,
+    "data": {"batch_size": 12, "batches_per_step": 1},
+    "reward": {"group_size": 2},
+    "ppo": {"rounds": 1, "imitation_rounds": 1, "update_epochs": 1, "validate_envs": 4, "validate_every": 1},
+}
+CLOCKED = ("env_steps_per_second", "controller_share", "seconds")
+
+
+class Watching(Silent):
+    """A Progress that calls something after every round."""
+
+    def __init__(self, then=lambda number: None):
+        self.then, self.notes, self.waits = then, [], []
+
+    def round(self, number, rounds, figures):
+        self.waits.append(figures.get("waiting_seconds"))
+        self.then(number)
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def trained(folder, asked=ALONE, then=lambda number: None, **over):
+    task = get_task("iris")
+    watch = Watching(then)
+    return train([task], training_configs([task], "quick", SMALL, over), folder, watch, asked=asked), watch
+
+
+def resumed(folder, asked=ALONE):
+    return train(
+        [get_task("iris")], cohort_configs(read_config(folder)), folder, Silent(), Opening(resume=True), asked=asked
+    )
+
+
+def content(folder):
+    """The controller, and the rows without what a clock says."""
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] not in ("checkpoint", "environment", "phases")]
+    for row in rows:
+        del row["seq"]
+        for each in (row, row.get("figures", {})):
+            each.pop("waiting_seconds", None)  # with actors alone
+            each |= {name: 0 for name in ("time", *CLOCKED) if name in each}
+    return (folder / "controller" / WEIGHTS).read_bytes(), rows
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The content of a training without actors."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    trained(folder)
+    return content(folder)
+
+
+@pytest.mark.parametrize("workers", [1, 3])  # the tests below have 2
+def test_results_do_not_depend_on_the_number_of_workers(alone, tmp_path, workers):
+    summary, watch = trained(tmp_path / "run", Asked(workers))
+    assert content(tmp_path / "run") == alone
+    assert summary["actors"] == {
+        "workers": workers,
+        "lost": 0,
+        "waiting_seconds": pytest.approx(sum(watch.waits), abs=1e-3),
+    }
+    assert not multiprocessing.active_children()
+
+
+def test_an_actor_killed_at_a_random_moment_changes_nothing(alone, tmp_path):
+    moment, victim = random.random() * 0.5, random.randrange(2)
+    print(f"{moment=} {victim=}")  # shown if the test fails
+
+    def kill():
+        time.sleep(moment)
+        actors = sorted(multiprocessing.active_children(), key=lambda each: each.name)
+        if len(actors) == 2:  # else the training is over
+            os.kill(actors[victim].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    summary, watch = trained(tmp_path / "run", Asked(2), lambda number: thread.start() if number == -1 else None)
+    thread.join()
+    assert content(tmp_path / "run") == alone
+    assert summary["actors"]["lost"] == len([note for note in watch.notes if "was lost; another" in note]) <= 1
+
+
+def test_actors_that_are_lost_for_good_stop_a_run_that_can_be_resumed(alone, tmp_path):
+    ended, folder = threading.Event(), tmp_path / "run"
+
+    def kill_all():
+        while not ended.wait(0.02):
+            for each in multiprocessing.active_children():
+                each.kill()
+
+    thread = threading.Thread(target=kill_all)
+    try:
+        with pytest.raises(ActorError, match=f"was lost {TRIES} times.* give fewer workers, or lower envs"):
+            trained(folder, Asked(2), lambda number: thread.start() if number == -1 else None)
+    finally:
+        ended.set()
+        thread.join()
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert resumed(folder, Asked(1))["status"] == "finished"
+    assert content(folder) == alone
+
+
+def test_a_training_is_resumed_with_another_number_of_workers(alone, tmp_path):
+    def interrupt(number):
+        if number == -1:
+            signal.raise_signal(signal.SIGINT)
+
+    summary, _ = trained(tmp_path / "run", Asked(2), interrupt)
+    assert summary["status"] == "interrupted"
+    assert resumed(tmp_path / "run")["status"] == "finished"
+    assert content(tmp_path / "run") == alone
+
+
+class Interrupting:
+    """A sink that interrupts a training at the end of its first shard."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def write(self, row):
+        self.seen += isinstance(row, EpisodeRow)
+        if self.seen == 2:
+            signal.raise_signal(signal.SIGINT)
+            self.seen += 1
+
+    def close(self):
+        pass
+
+
+def test_a_round_that_was_interrupted_without_actors_is_finished_when_there_are_some(alone, tmp_path):
+    task = get_task("iris")
+    configs = training_configs([task], "quick", SMALL)
+    assert train([task], configs, tmp_path / "run", outputs=[Interrupting()])["status"] == "interrupted"
+    assert resumed(tmp_path / "run", Asked(2))["status"] == "finished"
+    assert content(tmp_path / "run") == alone
+
+
+def test_rows_name_the_first_environment_of_their_shard(alone):
+    rows = [decode(json.dumps(row)) for row in alone[1]]
+    ends = [row for row in rows if isinstance(row, EpisodeRow) and row.cohort == "training" and row.round == 0]
+    assert [row.first_env + row.env for row in ends] == list(range(6))
+    watched = [row for row in rows if isinstance(row, EpisodeRow) and row.cohort == "validation" and row.round == 0]
+    assert [row.first_env + row.env for row in watched] == list(range(4))
+    assert all(isinstance(row.first_env, int) for row in rows if isinstance(row, PlayedRow))
+
+
+# The parts of the machinery.
+
+
+def work(**over):
+    """The specification of the actors of a small training."""
+    task = get_task("iris")
+    config = training_configs([task], "quick", SMALL, over)[0]
+    return TrainingWork([SentTask.of(task, None)], [config], get_reward, "off", 1)
+
+
+class Beside:
+    """A crew of real actors in this process, some of which are lost instead of giving a certain answer."""
+
+    def __init__(self, size, losses=()):
+        self.size, self.losses, self.starts = size, list(losses), 0
+        self.actors, self.answers, self.work = {}, [], work()
+
+    def start(self, actor):
+        self.starts += 1
+        self.actors[actor] = Answers(lambda: self.work.make(None))
+        self.answers.append((actor, self.actors[actor].ready()))
+
+    def send(self, actor, message):
+        answer = self.actors[actor].answer(message)
+        if answer is not None:
+            self.answers.append((actor, None if self.losses and self.losses.pop(0) else answer))
+
+    def receive(self, seconds):
+        found, self.answers = self.answers[-1:], self.answers[:-1]  # the last first
+        return found
+
+    def close(self):
+        self.closed = True
+
+
+def weights():
+    player = work().make(None).player
+    return {"policy": player.learner.policy.state(), "round": 0}
+
+
+def parts(*cohorts):
+    return [{"kind": "training", "cohort": each, "number": 0, "episode": 0, "led": 0.0} for each in cohorts]
+
+
+def rewards(results):
+    return torch.cat([Rollout.of_tree(result["rollout"]).reward for result in results], 1)
+
+
+@pytest.mark.parametrize("losses", [(), (True,), (False, True, True)])
+def test_results_come_in_the_order_of_the_parts_whoever_played_them(losses):
+    crew, notes = Beside(2, losses), []
+    results = Actors(crew, notes.append).play(weights(), parts(0, 1, 2))
+    expected = Actors(Beside(1), notes.append).play(weights(), parts(0, 1, 2))
+    assert torch.equal(rewards(results), rewards(expected))
+    assert len(notes) == crew.starts - 2 == sum(losses)
+
+
+def test_a_part_is_played_a_bounded_number_of_times():
+    crew = Beside(1, [True] * 10)
+    with pytest.raises(ActorError, match=f"lost {TRIES} times"):
+        Actors(crew, lambda note: None).play(weights(), parts(0))
+    assert crew.starts == TRIES
+
+
+def test_what_an_actor_keeps_in_memory_is_bounded():
+    player = work().make(None)
+    player.load(weights())
+    for part in parts(0, 1, 2):
+        player.play(part)
+    held = [cohort for cohort in player.player.cohorts if cohort.engines._made]
+    assert held == player.player.cohorts[2:]
+
+
+def test_a_message_is_the_tree_that_was_sent():
+    tree = {"a": [1, None, "x", float("inf")], "b": {"c": np.arange(3), "d": torch.randn(2, 3)}, "e": np.zeros((0, 2))}
+    found = unpack(pack(tree))
+    assert found["a"] == tree["a"]
+    assert torch.equal(found["b"]["d"], tree["b"]["d"])
+    assert np.array_equal(found["b"]["c"], tree["b"]["c"])
+    assert found["e"].shape == (0, 2)
+
+
+def test_joined_rollouts_are_rows_beside_each_other():
+    player = work().make(None)
+    player.load(weights())
+    whole = Rollout.of_tree(player.play(parts(0)[0])["rollout"])
+    halves = [whole.rows(torch.tensor([each])) for each in (0, 1)]
+    for one, other in zip(Rollout.joined(halves).tree().values(), whole.tree().values(), strict=True):
+        for mine, theirs in zip(one, other, strict=True) if isinstance(one, list) else [(one, other)]:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("envs", "group", "shards"), [(64, 8, 2), (8, 4, 2), (4, 4, 1), (256, 8, 8), (40, 8, 2)])
+def test_the_number_of_shards_follows_from_the_environments_alone(envs, group, shards):
+    config = build_config({"envs": envs, "reward": {"group_size": group}})
+    assert default_shards(config) == shards
+    for workers in range(1, shards + 1):
+        assert with_shards([config], Asked(workers), resumed=False)[0].shards == shards
+
+
+def test_shards_hold_all_environments_once_in_whole_groups():
+    config = training_configs([get_task("iris")], "quick", SMALL, {"envs": 10, "ppo": {"validate_envs": 2}})[0]
+    cohorts = cohorts_of(get_task("iris").sealed(), config)
+    numbers = [cohort.engine.space.number.tolist() for cohort in cohorts]
+    assert list(itertools.chain(*numbers)) == list(range(10))
+    assert [len(each) for each in numbers] == [4, 4, 2]
+    assert [cohort.watched and cohort.watched.envs for cohort in cohorts] == [1, 1, None]
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"workers": 0}, "workers is 0; give the number of actors"),
+        ({"workers": "two"}, "workers is 'two'"),
+        ({"workers": True}, "workers is True"),
+        ({"devices": "cpu,cuda:77"}, "devices is 'cpu,cuda:77': device 'cuda:77' was asked for, but torch sees"),
+        ({"devices": "tpu"}, "'tpu' is not a device"),
+        ({"workers": 1, "devices": ("cpu", "cpu")}, "2 devices, but workers is 1"),
+        ({"cluster": "slurm"}, "cluster is 'slurm'; give one of ray, ray://HOST:PORT, torchrun"),
+        ({"cluster": "torchrun"}, "torchrun did not start this process"),
+    ],
+)
+def test_actors_that_cannot_be_had_are_refused(monkeypatch, given, said):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError) as caught:
+        asked_for(**given)
+    assert said in str(caught.value)
+
+
+def test_one_actor_is_asked_for_by_each_device():
+    assert asked_for(devices="cpu,cpu").size == 2
+    assert asked_for(workers="3", devices=("cpu",)).size == 3
+
+
+@pytest.mark.parametrize(
+    ("over", "asked", "said"),
+    [
+        ({}, Asked(4), "workers is 4, but 6 environments in 3 shards give work to 3 actors; give 3 or fewer"),
+        ({"shards": 7}, ALONE, "shards is 7, but 6 environments in groups of 2"),
+    ],
+)
+def test_more_actors_than_shards_and_more_shards_than_groups_are_refused(tmp_path, over, asked, said):
+    with pytest.raises(InputError, match=said):
+        trained(tmp_path / "run", asked, **over)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_that_cannot_be_sent_is_refused_before_anything_is_written(tmp_path):
+    x, y = torch.randn(60, 2), torch.arange(60) % 2
+    task = esper.task("mine", x, y, host=lambda: esper.mlp(inputs=2, width=4, classes=2, blocks=1)())
+    with pytest.raises(InputError, match="the task 'mine' cannot be sent to an actor"):
+        esper.train(task, SMALL, run=tmp_path / "run", workers=2, progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+SHY = """
+import multiprocessing
+import torch, esper
+
+if multiprocessing.parent_process() is not None:
+    raise OSError("the disk with the data is not mounted")
+
+def task():
+    x, y = torch.randn(60, 2, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 2
+    return esper.task("shy", x, y, host=lambda: esper.mlp(inputs=2, width=4, classes=2, blocks=1)())
+"""
+
+
+def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
+    (tmp_path / "shy.py").write_text(SHY)
+    (tmp_path / "small.yaml").write_text(json.dumps(SMALL))
+    command = [
+        sys.executable,
+        "-m",
+        "esper",
+        "train",
+        "shy.py:task",
+        "--config",
+        "small.yaml",
+        "--run",
+        "out",
+        "--workers",
+        "2",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "could not be started: UserCodeError: the task shy.py:task raised OSError: the disk with the data" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_actor_with_other_data_is_refused():
+    own = facts_of({"iris": {"train": "1"}})
+    with pytest.raises(InputError, match="other data of task 'iris'"):
+        check_facts(own, facts_of({"iris": {"train": "2"}}))
+    with pytest.raises(InputError, match="install the same versions"):
+        check_facts(own, {**own, "versions": {"torch": "1"}})
+    check_facts(own, facts_of({"iris": {"train": "1"}}))
+
+
+def failing(config):
+    """A reward whose code fails."""
+    return lambda outcome: {"reward": outcome.missing}
+
+
+def test_an_error_in_an_actor_is_the_error_of_the_run():
+    crew = Beside(1)
+    crew.work = replace(work(), reward=failing)
+    with pytest.raises(
+        ActorError, match="an actor failed: AttributeError: 'Outcome' object has no attribute 'missing'"
+    ) as caught:
+        Actors(crew, lambda note: None).play(weights(), parts(0))
+    assert "play" in caught.value.__notes__[0]
+
+
+def test_a_growth_has_no_actors(tmp_path):
+    esper.grow("iris", {"envs": 2, "steps": 2, "baselines": [], "models": "none"}, run=tmp_path / "run", progress=False)
+    with pytest.raises(InputError, match="which no actors play"):
+        esper.resume(tmp_path / "run", workers=2)
