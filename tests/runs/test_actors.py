@@ -92,7 +92,7 @@ def alone(tmp_path_factory):
     return content(folder)
 
 
-@pytest.mark.parametrize("workers", [1, 3])  # the tests below have 2
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])  # the tests below have 2
 def test_results_do_not_depend_on_the_number_of_workers(alone, tmp_path, workers):
     summary, watch = trained(tmp_path / "run", Asked(workers))
     assert content(tmp_path / "run") == alone
@@ -121,6 +121,7 @@ def test_an_actor_killed_at_a_random_moment_changes_nothing(alone, tmp_path):
     assert summary["actors"]["lost"] == len([note for note in watch.notes if "was lost; another" in note]) <= 1
 
 
+@pytest.mark.slow
 def test_actors_that_are_lost_for_good_stop_a_run_that_can_be_resumed(alone, tmp_path):
     ended, folder = threading.Event(), tmp_path / "run"
 
