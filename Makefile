@@ -48,7 +48,7 @@ $(VENV)/installed-dev: pyproject.toml
 
 $(VENV)/installed-third-party: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,hf,lightning,tensorboard,wandb,mlflow,trackio]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,hf,lightning,tensorboard,wandb,mlflow,trackio,ray]'
 	touch $@ $(VENV)/installed
 
 $(VENV)/installed-docs: pyproject.toml
