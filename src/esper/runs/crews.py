@@ -80,8 +80,8 @@ def asked_for(
     if cluster == "torchrun":
         if "RANK" not in os.environ:
             raise InputError(
-                "cluster is torchrun, but torchrun did not start this process; give torchrun --nproc-per-node N -m -- esper train ... "
-                "--cluster torchrun"
+                "cluster is torchrun, but torchrun did not start this process; give torchrun --nproc-per-node N -m -- "
+                "esper train ... --cluster torchrun"
             )
         if count is not None and count != world_size():
             raise InputError(
