@@ -193,5 +193,5 @@ def resume(
     from esper.tasks.catalog import get_task
 
     asked = asked_for(workers, devices, cluster, get_task)
-    summary = go_on(run, tasks or None, None, settings or (), other_data, True, asked)
+    summary = go_on(run, tasks or None, None, settings or (), other_data, True, asked=asked)
     finish(summary, run, json_, print_training if is_training(read_config(run)) else print_summary)
