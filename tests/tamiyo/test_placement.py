@@ -10,6 +10,7 @@ import torch
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
 from esper.leyline.stages import Stage
+from esper.leyline.verdicts import Refusal
 from esper.leyline.view import View
 from esper.tamiyo.catalog import PLACEMENTS, get_controller, settings_of, with_sensors
 from esper.tamiyo.placement import Picks, Placement
@@ -18,7 +19,7 @@ from esper.tasks import healing_hosts
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import describe, heal, heal_taught
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import play
+from esper.tolaria.play import Observer, Step, planted, play
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,8 +83,22 @@ def test_uniform_plants_around_every_block_in_the_first_step_and_keeps_all() -> 
     assert [entry["step"] for entry in engine.fates.plantings] == [0] * 5
     assert {entry["reason"] for entry in engine.fates.plantings} == {"every block gets a bypass"}
     engine.reset()
-    play(engine, client)
+    seen = Counted()
+    play(engine, client, seen)
     assert (engine.view().seeds.stage[0] == Stage.FOSSILIZED).tolist() == [False, *[True] * 5]
+    assert (seen.planted, seen.operations) == (5, 15)
+
+
+class Counted(Observer):
+    """Counts the seeds that were planted and the operations other than WAIT that were carried out."""
+
+    def __init__(self) -> None:
+        self.planted = self.operations = 0
+
+    def stepped(self, step: Step) -> None:
+        self.planted += planted(step)
+        decided = [(step.outcome.actions, step.outcome.refused), *step.further]
+        self.operations += sum(int(((a.op != Op.WAIT) & (refused == Refusal.NONE)).sum()) for a, refused in decided)
 
 
 def _more(client: Placement, view: View, refused: np.ndarray) -> tuple[Actions, object] | None:

@@ -43,7 +43,7 @@ def test_an_observer_sees_every_step_of_an_episode_in_order():
     for before, after in zip(seen.steps, seen.steps[1:], strict=False):
         assert after.view is before.after
     assert all(0 < step.deciding < step.seconds for step in seen.steps)
-    assert sum(planted(step.outcome) for step in seen.steps) > 0
+    assert sum(planted(step) for step in seen.steps) > 0
 
 
 def test_playing_ends_where_an_observer_asks_for_it_and_goes_on_later():

@@ -55,6 +55,10 @@ class Attempts:
         self.decisions += 1
         self.allowed_last = view.masks.slot.copy()
         self.allowed += view.masks.op[:, Op.GERMINATE]
+        self.count_further(actions, refused)
+
+    def count_further(self, actions: Actions, refused: NDArray[np.int8]) -> None:
+        """Count a further decision of the same step."""
         tried = actions.op == Op.GERMINATE
         self.planted += tried & (refused == Refusal.NONE)
         np.add.at(self.refused, (np.flatnonzero(tried), refused[tried]), 1)

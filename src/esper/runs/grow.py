@@ -191,7 +191,9 @@ class Episode(Observer):
         """Count a step."""
         self.view = step.after
         self.attempts.count(step.view, step.outcome.actions, step.outcome.refused)
-        self.germinated += planted(step.outcome)
+        for actions, refused in step.further:
+            self.attempts.count_further(actions, refused)
+        self.germinated += planted(step)
         self.steps += 1
         self.seconds += step.seconds
 

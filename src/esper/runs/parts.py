@@ -97,7 +97,7 @@ class Episode(Observer):
         """Count a step."""
         self.seconds += step.seconds
         self.deciding += step.deciding
-        self.germinated += planted(step.outcome)
+        self.germinated += planted(step)
 
 
 class Player:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Op, checked_actions
 from esper.leyline.protocols import Cites, Explains, Extends, Judgement, Judges, PolicyClient
+from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Outcome, View
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Step(NamedTuple):
     seconds: float  # of the controller and the engine, without observers
     deciding: float  # of the controller alone
     decision: Decision  # the decision whose result is `outcome`
+    further: "Sequence[tuple[Actions, NDArray[np.int8]]]" = ()  # further decisions of the step (E,), and a `Refusal` for each
 
 
 class Observer:
@@ -67,9 +69,10 @@ class Until(Observer):
         return not self.stopped
 
 
-def planted(outcome: Outcome) -> int:
+def planted(step: Step) -> int:
     """Return the number of seeds that a step planted, over all environments."""
-    return int(np.sum(outcome.accepted & (outcome.actions.op == Op.GERMINATE)))
+    decided = [(step.outcome.actions, step.outcome.refused), *step.further]
+    return sum(int(np.sum((refused == Refusal.NONE) & (actions.op == Op.GERMINATE))) for actions, refused in decided)
 
 
 def decide(client: PolicyClient, view: View) -> Decision:
@@ -83,15 +86,18 @@ def decide(client: PolicyClient, view: View) -> Decision:
     )
 
 
-def _further(client: Extends) -> "Further":
-    """Ask a controller for the further decisions of a step, with its reasons."""
+def _further(client: Extends, decided: list[tuple[Actions, NDArray[np.int8]]]) -> "Further":
+    """Ask a controller for the further decisions of a step, with its reasons. They are added to `decided` with their verdicts."""
+    asked: list[Actions] = []
 
     def ask(view: View, refused: NDArray[np.int8]) -> tuple[Actions, Sequence[str | None] | None] | None:
+        if asked:
+            decided.append((asked.pop(), refused))
         more = client.further(view, refused)
         if more is None:
             return None
-        reasons = client.reasons() if isinstance(client, Explains) else None
-        return checked_actions(more, len(view.host_params)), reasons
+        asked.append(checked_actions(more, len(view.host_params)))
+        return asked[0], client.reasons() if isinstance(client, Explains) else None
 
     return ask
 
@@ -116,14 +122,15 @@ def play(
                     observer.failed(view)
                 raise
         decided = time.perf_counter()
+        more: list[tuple[Actions, NDArray[np.int8]]] = []
         if isinstance(client, Extends):
-            after, outcome = engine.step(decision.actions, decision.reasons, _further(client))
+            after, outcome = engine.step(decision.actions, decision.reasons, _further(client, more))
         else:
             after, outcome = engine.step(decision.actions, decision.reasons)
         told = time.perf_counter()
         client.store(outcome)
         end = time.perf_counter()
-        step = Step(view, outcome, after, end - begin, decided - begin + end - told, decision)
+        step = Step(view, outcome, after, end - begin, decided - begin + end - told, decision, more)
         for observer in observers:
             observer.stepped(step)
         view = after
