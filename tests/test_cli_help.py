@@ -11,6 +11,7 @@ COMMANDS = [
     "resume",
     "eval",
     "stream",
+    "heal",
     "tasks",
     "blueprints",
     "config",

@@ -244,3 +244,14 @@ def test_every_case_of_the_check_of_speed_has_a_recorded_ratio(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     recorded = json.loads((SCRIPTS / "speed_ratios.json").read_text())["ratios"]
     assert set(recorded) == set(runpy.run_path(str(SCRIPTS / "check_speed.py"))["CASES"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "intact", "data"), [("pruned_cnn", "cnn", "images"), ("quantised_transformer", "transformer", "rows")]
+)
+def test_the_damaged_networks_are_healed_by_one_command(model, intact, data, tmp_path):
+    place = f"{SCRIPTS / 'damaged_networks.py'}:"
+    arguments = ["heal", place + model, "--intact", place + intact, "--data", place + data, "--out", "out"]
+    subprocess.run([sys.executable, "-m", "esper", *arguments], cwd=tmp_path, check=True)
+    assert json.loads((tmp_path / "out" / "healing.json").read_text())["planted"]

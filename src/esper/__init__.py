@@ -51,6 +51,8 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
         View,
     )
     from esper.runs.growth import Growth
+    from esper.runs.healed import Healed
+    from esper.runs.healing import heal
     from esper.runs.streaming import stream
     from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
@@ -74,6 +76,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "GrownNetwork",
     "Growth",
     "Head",
+    "Healed",
     "InputError",
     "Instance",
     "Interface",
@@ -130,6 +133,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "graft",
     "grow",
     "gru",
+    "heal",
     "load",
     "mlp",
     "open_run",

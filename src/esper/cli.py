@@ -15,6 +15,7 @@ from esper.commands.evaluating import evaluate
 from esper.commands.events import events
 from esper.commands.export import export
 from esper.commands.exporting import export_events
+from esper.commands.healing import heal
 from esper.commands.listing import blueprints, config, tasks
 from esper.commands.options import fail, say
 from esper.commands.report import report
@@ -53,6 +54,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "resume": resume,
     "eval": evaluate,
     "stream": stream,
+    "heal": heal,
     "tasks": tasks,
     "blueprints": blueprints,
     "config": config,

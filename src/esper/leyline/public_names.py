@@ -17,6 +17,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Grow in your own training loop": {
         "Growth": "runs.growth",
+        "heal": "runs.healing",
+        "Healed": "runs.healed",
         "graft": "kasmina.grafted",
         "ungraft": "kasmina.grafted",
         "attach": "kasmina.adapter",

@@ -20,28 +20,38 @@ from esper.leyline.task import AnyTask, Mixture, Task
 def load_task(reference: str) -> AnyTask:
     """Import `path.py:function` or `module:function`, call the function, and name the task it returns by the reference.
 
-    A module is imported from the current folder or from `sys.path`. A file can import the modules of its own folder.
+    Raises InputError if the function does not return a task, and as `load_reference` does.
+    """
+    made = load_reference(reference, "task", "what esper.task(...) returns", Task | Mixture)
+    if not isinstance(made, Task | Mixture):
+        raise InputError(f"{reference} returned a {type(made).__name__}; return what esper.task(...) returns")
+    return replace(made, name=reference)
 
-    Raises InputError if the file, module or function does not exist, the function takes arguments, or it does not return
-    a task, and UserCodeError, with the original error as its cause, where the code raises another error.
+
+def load_reference(reference: str, what: str, returns: str = "it", ready: Any = ()) -> Any:
+    """Import `path.py:function` or `module:function`, call the function, and return what it returns.
+
+    A module is imported from the current folder or from `sys.path`. A file can import the modules of its own folder. what,
+    returns: what is wanted, in words. ready: types of objects that are returned as they are.
+
+    Raises InputError if the file, module or function does not exist, or the function takes arguments, and UserCodeError,
+    with the original error as its cause, if the code raises another error.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
-        raise InputError(f"the task {reference!r} names no function; give path.py:function or module:function")
+        raise InputError(f"the {what} {reference!r} names no function; give path.py:function or module:function")
     is_file = place.endswith(".py") or os.sep in place
-    module = _run(reference, lambda: _read_file(Path(place)) if is_file else _import(place))
+    module = _run(reference, what, lambda: _read_file(Path(place)) if is_file else _import(place))
     if not hasattr(module, name):
         names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "define it there, or name another"
         raise InputError(f"{place} has no function {name!r}; {hint}")
     made = getattr(module, name)
-    if not isinstance(made, Task | Mixture):
-        _check_function(reference, made)
-        made = _run(reference, made)
-    if not isinstance(made, Task | Mixture):
-        raise InputError(f"{reference} returned a {type(made).__name__}; return what esper.task(...) returns")
-    return replace(made, name=reference)
+    if isinstance(made, ready):
+        return made
+    _check_function(reference, made, returns)
+    return _run(reference, what, made)
 
 
 def unnamed_function(file: str) -> str:
@@ -57,11 +67,9 @@ def unnamed_function(file: str) -> str:
     return f"{file} is a file; name the function that returns the task{shown}"
 
 
-def _check_function(reference: str, made: Any) -> None:
+def _check_function(reference: str, made: Any, returns: str) -> None:
     if not callable(made):
-        raise InputError(
-            f"{reference} is a {type(made).__name__}; name a function that returns what esper.task(...) returns"
-        )
+        raise InputError(f"{reference} is a {type(made).__name__}; name a function that returns {returns}")
     if needed := required_arguments(made):
         raise InputError(f"{reference} needs the argument {needed[0]!r}; name a function that takes none")
 
@@ -101,7 +109,7 @@ def _import(name: str) -> ModuleType:
         ) from None
 
 
-def _run(reference: str, code: Callable[[], Any]) -> Any:
+def _run(reference: str, what: str, code: Callable[[], Any]) -> Any:
     """Call the user's code. UserCodeError, with the original error as its cause, where it raises one."""
     try:
         return code()
@@ -113,4 +121,4 @@ def _run(reference: str, code: Callable[[], Any]) -> Any:
             "if __name__ == '__main__'"
         ) from None
     except Exception as error:
-        raise UserCodeError(f"the task {reference} raised {typed_line(error)}") from error
+        raise UserCodeError(f"the {what} {reference} raised {typed_line(error)}") from error

@@ -1,0 +1,124 @@
+"""Two networks trained on digits and damaged by torch's own utilities, for `esper heal`. Each function returns its object.
+
+cd scripts
+esper heal damaged_networks.py:pruned_cnn --intact damaged_networks.py:cnn --data damaged_networks.py:images
+esper heal damaged_networks.py:quantised_transformer --intact damaged_networks.py:transformer --data damaged_networks.py:rows
+"""
+
+import functools
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+BITS = 2
+HALF = 898
+"""The networks are trained on the first so many digits; the healing data are the others."""
+
+
+class ConvBlock(nn.Module):
+    """A convolution, its normalisation and a ReLU."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class Layer(nn.Module):
+    """A layer of a transformer, normalised first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
+        self.second, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, C) -> (B, L, C)."""
+        h = self.first(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return x + self.down(torch.relu(self.up(self.second(x))))
+
+
+class Rows(nn.Module):
+    """Reads a digit as eight rows of eight pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Linear(8, 32), nn.Parameter(torch.zeros(8, 32))
+        self.layers, self.head = nn.ModuleList(Layer(32) for _ in range(4)), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8, 8) -> (B, 10)."""
+        h = self.embed(x) + self.place
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h.mean(1))
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """Digits that the networks were not trained on, as images (899, 1, 8, 8)."""
+    x, y = digits()
+    return x[HALF:], y[HALF:]
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """The same as sequences of rows (899, 8, 8)."""
+    x, y = images()
+    return x[:, 0], y
+
+
+def cnn() -> nn.Module:
+    """A trained CNN of three convolutional blocks of 24 channels."""
+    torch.manual_seed(0)
+    blocks = [ConvBlock(24) for _ in range(3)]
+    ends = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(96, 10)
+    return trained(nn.Sequential(nn.Conv2d(1, 24, 3, padding=1), *blocks, *ends), digits()[0][:HALF])
+
+
+def pruned_cnn() -> nn.Module:
+    """The CNN without 60 % of the output channels of each block, by torch.nn.utils.prune.ln_structured."""
+    model = cnn()
+    for block in model.children():
+        if isinstance(block, ConvBlock):
+            prune.ln_structured(block.conv, "weight", amount=0.6, n=2, dim=0)
+    return model
+
+
+def transformer() -> nn.Module:
+    """A trained transformer of four layers of width 32."""
+    torch.manual_seed(0)
+    return trained(Rows(), digits()[0][:HALF, 0])
+
+
+@torch.no_grad()
+def quantised_transformer() -> nn.Module:
+    """The transformer with the linear weights of three layers at 2 bits, by torch.fake_quantize_per_channel_affine."""
+    model, top = transformer(), 2 ** (BITS - 1) - 1
+    for layer in list(model.layers)[:3]:
+        for linear in (layer.up, layer.down, layer.attention.out_proj):
+            scale, zero = linear.weight.abs().amax(1) / top, torch.zeros(len(linear.weight), dtype=torch.int32)
+            linear.weight.copy_(torch.fake_quantize_per_channel_affine(linear.weight, scale, zero, 0, -top - 1, top))
+    return model
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    """All digits of scikit-learn as images (1797, 1, 8, 8) in [0, 1], and their labels."""
+    data = load_digits()
+    return torch.tensor(data.images[:, None] / 16, dtype=torch.float32), torch.tensor(data.target)
+
+
+def trained(model: nn.Module, x: Tensor, steps: int = 600) -> nn.Module:
+    """The model after steps of AdamW on the first digits."""
+    optimizer, y = torch.optim.AdamW(model.parameters(), lr=3e-3), digits()[1]
+    for _ in range(steps):
+        at = torch.randint(len(x), (64,))
+        nn.functional.cross_entropy(model(x[at]), y[at]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()

@@ -1,0 +1,86 @@
+"""`esper heal`: a damaged network, repaired by seeds in the places that were hurt."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from esper.commands.options import say
+from esper.leyline.errors import InputError, typed_line
+
+PLACE = "path.py:function or module:function"
+
+
+def heal(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"A .pt2 file of torch.export, or {PLACE} that returns the module.")
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y)."
+        ),
+    ],
+    intact: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The network before the damage, given like MODEL.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Most parameters of all seeds / parameters of the model.")] = 0.06,
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer for each network that is trained.")] = 480,
+    batch_size: Annotated[int, typer.Option(help="Examples in a step.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the split, the batches and the seeds.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write: the adapter, network.pt2 and healing.json.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what DIR holds of an earlier healing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+) -> None:
+    """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
+    from esper.leyline.resuming import is_reference
+    from esper.runs.healed import SUMMARY
+    from esper.runs.healing import heal as heal_network
+    from esper.tasks.reference import load_reference
+
+    if out is not None and (out / SUMMARY).exists() and not overwrite:
+        raise InputError(f"{out} holds a healing; give --overwrite, or name another folder with --out")
+    examples: Any = load_reference(data, "healing data", "(x, y)") if is_reference(data) else data
+    whole = None if intact is None else _module(intact)
+    healed = heal_network(_module(model), examples, whole, budget, steps=steps, batch_size=batch_size, seed=seed)
+    written = None if out is None else healed.save(out)
+    if as_json:
+        say(json.dumps(healed.summary(), indent=1))
+        return
+    for line in [repr(healed), *([written] if written else [])]:
+        say(line)
+
+
+def _module(place: str) -> Any:
+    """The module of a .pt2 file, with submodules, or the one that a function returns."""
+    import torch
+
+    from esper.leyline.resuming import is_reference
+    from esper.tasks.reference import load_reference
+
+    if is_reference(place):
+        return load_reference(place, "model", "an nn.Module")
+    path = Path(place)
+    if path.suffix != ".pt2":
+        raise InputError(f"{place!r} is no model; give a .pt2 file of torch.export, or {PLACE} that returns the module")
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; give a .pt2 file that torch.export.save wrote")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch about its own code
+            module = torch.export.unflatten(torch.export.load(path))
+    except Exception as error:  # torch raises errors of many kinds for a damaged file
+        raise InputError(
+            f"{path} cannot be read as torch.export's: {typed_line(error)}; export the model again"
+        ) from error
+    for part in module.modules():  # what tracing noted holds tensors without numbers, which copy.deepcopy refuses
+        graph = vars(part).get("graph")
+        for node in graph.nodes if isinstance(graph, torch.fx.Graph) else ():
+            node.meta.clear()
+    return module

@@ -1,0 +1,196 @@
+"""What a healing gives: the network, what was planted where and why, and the comparison with the usual remedies."""
+
+import html
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from esper.leyline.errors import InputError, typed_line
+from esper.store.disk import write_atomic, write_folder
+
+ADAPTER, MODULE, SUMMARY = "adapter", "network.pt2", "healing.json"
+
+
+class HealingSeed(NamedTuple):
+    """A seed that was kept.
+
+    Attributes:
+        site (str): the submodule behind which it acts
+        blueprint (str): its kind
+        parameters (int): number of its parameters
+        why (str): why it was planted there
+        kept (str): why it was kept
+    """
+
+    site: str
+    blueprint: str
+    parameters: int
+    why: str
+    kept: str
+
+
+class Contender(NamedTuple):
+    """A row of the table: one network on the examples that were held back.
+
+    Attributes:
+        network (str): 'nothing', 'grown', 'uniform adapters' or 'all weights'
+        loss (float): mean loss
+        gain (float): mean loss of 'nothing' less that of this network, paired by example
+        half_width (float): half width of the 95 % interval of the gain
+        accuracy (float or None): share of right labels; None where targets are no labels
+        trained (int): number of trained parameters
+        rate (float or None): learning rate that was chosen; None where nothing was trained
+        seconds (float): time of its training
+    """
+
+    network: str
+    loss: float
+    gain: float
+    half_width: float
+    accuracy: float | None
+    trained: int
+    rate: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, repr=False)
+class Healed:
+    """The result of `esper.heal`. Prints as a table.
+
+    Attributes:
+        network (nn.Module): a copy of the model with the seeds that were kept, in evaluation mode
+        table (Contenders): every network on the examples that were held back
+        planted (HealingSeeds): what was planted where and why
+        explanations (sentences): why seeds were removed or not planted
+        adapter (bytes by name): the files of the adapter, as `esper.attach` reads them; empty if no seed was kept
+        losses ((N,) arrays by network): losses of the examples that were held back
+        host_params (int): parameters of the model
+        example: two inputs, with which `save` exports the network
+    """
+
+    network: nn.Module
+    table: tuple[Contender, ...]
+    planted: tuple[HealingSeed, ...]
+    explanations: tuple[str, ...]
+    adapter: Mapping[str, bytes]
+    losses: Mapping[str, NDArray[np.float64]]
+    host_params: int
+    example: Any
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what growth brought, and which remedy was better than it."""
+        own = self.row("grown")
+        lowers = "lowers" if own.gain > own.half_width else "does not lower"
+        said = f"growth {lowers} the loss ({own.gain:+.4g} ± {own.half_width:.2g})"
+        if not self.planted:
+            said = "no seed was kept, so the network is as it was"
+        for name in ("uniform adapters", "all weights"):
+            difference = self.losses["grown"] - self.losses[name]
+            mean, half = float(difference.mean()), 1.96 * float(difference.std(ddof=1)) / len(difference) ** 0.5
+            how = "better" if mean > half else "worse" if mean < -half else "neither better nor worse beyond chance"
+            said += f"; {name}: {how} than that ({mean:+.4g} ± {half:.2g})"
+        return said
+
+    def row(self, name: str) -> Contender:
+        """The row of a network."""
+        return next(row for row in self.table if row.network == name)
+
+    def summary(self) -> dict[str, Any]:
+        """The table, the seeds and the sentences, as plain values."""
+        return {
+            "host_params": self.host_params,
+            "verdict": self.verdict,
+            "table": [row._asdict() for row in self.table],
+            "planted": [seed._asdict() for seed in self.planted],
+            "explanations": list(self.explanations),
+        }
+
+    def save(self, folder: Path | str) -> str:
+        """Write the adapter, the network as network.pt2 for any number of examples, and the summary; say what was written.
+
+        A network that torch.export cannot express is left to the adapter, and the sentence says so. Raises InputError if the
+        folder cannot be made.
+        """
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder} cannot be made: {typed_line(error)}; name another folder") from error
+        written = []
+        if self.adapter:
+            write_folder(folder / ADAPTER, self.adapter)
+            written.append(ADAPTER)
+        left = ""
+        try:
+            self._export(folder / MODULE)
+            written.append(MODULE)
+        except Exception as error:  # torch.export raises errors of many kinds
+            left = f"; {MODULE} was not written, as torch.export refuses the network: {typed_line(error)}"
+        write_atomic(folder / SUMMARY, json.dumps(self.summary(), indent=1))
+        return f"{folder}: {', '.join([*written, SUMMARY])}{left}"
+
+    def _export(self, path: Path) -> None:
+        """Export with a batch axis of any length."""
+        given, named = self.example, isinstance(self.example, Mapping)
+        arguments = () if named else tuple(given) if isinstance(given, tuple | list) else (given,)
+        keywords = dict(given) if named else {}
+        shapes: Any = pytree.tree_map(
+            lambda leaf: {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) else None, keywords or arguments
+        )
+        first = next(iter(inspect.signature(self.network.forward).parameters.values()), None)
+        if not named and first is not None and first.kind == inspect.Parameter.VAR_POSITIONAL:
+            shapes = (shapes,)  # as the forward of torch.export.unflatten
+        torch.export.save(torch.export.export(self.network, arguments, keywords, dynamic_shapes=shapes), path)
+
+    def __repr__(self) -> str:
+        rows = list(self._rows())
+        sizes = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in rows]
+        seeds = [
+            f"planted {seed.blueprint} at {seed.site} ({seed.parameters:,} parameters): {seed.why}"
+            for seed in self.planted
+        ]
+        return "\n".join([*lines, *seeds, *self.explanations, self.verdict])
+
+    def _repr_html_(self) -> str:
+        head, *rows = [[html.escape(cell) for cell in row] for row in self._rows()]
+        cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+        seeds = "".join(
+            f"<li>{html.escape(f'{seed.blueprint} at {seed.site}, {seed.parameters:,} parameters: {seed.why}')}</li>"
+            for seed in self.planted
+        )
+        header = "".join(f"<th>{cell}</th>" for cell in head)
+        return f"<table><tr>{header}</tr>{cells}</table><ul>{seeds}</ul><p>{html.escape(self.verdict)}</p>"
+
+    def _rows(self) -> Iterator[list[str]]:
+        labels = any(row.accuracy is not None for row in self.table)
+        yield [
+            "network",
+            "held-out loss",
+            "lower by [95 %]",
+            *(["accuracy"] if labels else []),
+            "trained parameters",
+            "rate",
+            "seconds",
+        ]
+        for row in self.table:
+            low, high = row.gain - row.half_width, row.gain + row.half_width
+            yield [
+                row.network,
+                f"{row.loss:.4f}",
+                "" if row.network == "nothing" else f"{row.gain:+.4f} [{low:+.4f}, {high:+.4f}]",
+                *(["" if row.accuracy is None else f"{row.accuracy:.4f}"] if labels else []),
+                f"{row.trained:,}",
+                "" if row.rate is None else f"{row.rate:g}",
+                f"{row.seconds:.1f}",
+            ]

@@ -1,0 +1,225 @@
+"""Healing: seeds in a network that was pruned, quantised or truncated, where it was hurt, compared with the usual remedies."""
+
+import copy
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from esper.kasmina.adapter import attach
+from esper.kasmina.find_sites import FoundSites, find_sites
+from esper.kasmina.grafted import graft
+from esper.leyline.errors import InputError, typed_line
+from esper.leyline.streams import Kind
+from esper.leyline.view import Space
+from esper.runs.growth import Growth
+from esper.runs.healed import Healed, HealingSeed
+from esper.runs.healing_data import examples_of, split, usual_loss
+from esper.runs.healing_places import Place, ranked
+from esper.runs.healing_training import Case, Trained, all_weights, losses_of, table, train, uniform_adapters
+from esper.tamiyo.in_order import InOrder, Planting
+from esper.tolaria.live_probe import Loss
+
+MENU: Mapping[Kind, tuple[str, ...]] = {
+    Kind.VECTOR: ("bypass-linear", "bypass-mlp", "bypass-rank-4", "bypass-rank-2", "bypass-rank-1"),
+    Kind.MAP: ("bypass-conv-3x3", "bypass-conv-1x1", "conv-light", "bottleneck", "squeeze-excite"),
+    Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "low-rank", "mlp-small"),
+}
+"""Blueprints of each kind, the one to prefer first where the budget allows it."""
+SEEDS = 6
+"""Most seeds that are planted."""
+RATES = {"adapters": (3e-3, 1e-2), "all weights": (3e-4, 1e-3)}
+"""Learning rates that are tried; the loss on the probe chooses."""
+DECISIONS = 24
+"""Decisions in a growth."""
+
+
+def heal(
+    model: nn.Module,
+    data: Any,
+    intact: nn.Module | None = None,
+    budget: float = 0.06,
+    *,
+    loss: Loss | None = None,
+    steps: int = 480,
+    batch_size: int = 64,
+    seed: int = 0,
+) -> Healed:
+    """Repair a network that was pruned, quantised or truncated, by seeds in the places that were hurt.
+
+    The network itself stays bit for bit what it is. Places are ranked by how much the stream drifts from that of the intact
+    network, or without one by how many directions it loses; seeds are planted in that order until the budget is used, and kept
+    where the gates of `esper.Growth` allow. The result is compared, on examples that were held back, with the network as it
+    is, with LoRA of the same size at every layer, and with training all weights, each with the same updates and the better of
+    two learning rates.
+
+    Args:
+        model: the damaged module. It is not changed. Pruning by torch.nn.utils.prune is made permanent in the copies.
+        data: (x, y), batches of them (a DataLoader), or the path of a .npz, .pt or .safetensors file with x and y. An x that is a
+            tuple or a mapping is the arguments of the model. 20 examples or more.
+        intact: the network before the damage, which has the same submodules at the places that are ranked.
+        budget: most parameters of all seeds / parameters of the model.
+        loss: loss(output, target) of a batch; by default the cross-entropy for whole numbers, and else the squared error.
+        steps: steps of the optimizer for each of the networks that are trained.
+        batch_size: examples in a step.
+        seed: seed of the split, the batches and the seeds' weights.
+
+    Raises:
+        InputError: in one sentence, if the model has no place for a seed, the intact network is of another shape, the data are
+            too few, or the budget is under the smallest seed
+    """
+    _check_numbers(model, steps, batch_size)
+    parts = split(examples_of(data), seed)
+    host, masks = _permanent(model)
+    case = Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed)
+    sites = find_sites(host, parts.train.at(slice(2)).x)
+    places = ranked(host, sites, parts.probe.at(slice(512)).x, intact)
+    with tempfile.TemporaryDirectory() as folder:
+        grown = [_grown(case, sites, places, budget, rate, Path(folder) / str(rate)) for rate in RATES["adapters"]]
+        best = min(grown, key=lambda each: each.trained.probe)
+        adapter = {file.name: file.read_bytes() for file in sorted(best.folder.iterdir())} if best.planted else {}
+    size = best.trained.learned or int(budget * _size(host))
+    places_of_all = list(sites.values())
+    rivals = {
+        "uniform adapters": [uniform_adapters(case, rate, places_of_all, size) for rate in RATES["adapters"]],
+        "all weights": [all_weights(case, rate) for rate in RATES["all weights"]],
+    }
+    networks = {"nothing": Trained(host, 0.0, 0, 0.0, 0.0), "grown": best.trained}
+    networks |= {name: min(tried, key=lambda each: each.probe) for name, tried in rivals.items()}
+    rows, losses = table(case.parts.held, case.loss, networks)
+    few, reasons = parts.held.at(slice(2)).x, tuple(best.explanations)
+    return Healed(best.trained.network, rows, best.planted, reasons, adapter, losses, _size(host), few)
+
+
+def _check_numbers(model: Any, steps: Any, batch_size: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; give an nn.Module")
+    for name, value in (("steps", steps), ("batch_size", batch_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}; give a whole number from 1 on")
+    if steps < DECISIONS:
+        raise InputError(f"steps is {steps}; give {DECISIONS} or more, so that a growth has {DECISIONS} decisions")
+
+
+class _Growth(NamedTuple):
+    trained: Trained
+    planted: tuple[HealingSeed, ...]
+    explanations: list[str]
+    folder: Path
+
+
+def _grown(case: Case, sites: FoundSites, places: list[Place], budget: float, rate: float, folder: Path) -> _Growth:
+    """Grow a copy of the host, and attach the seeds that were kept to another, so that none is folded into a damaged weight."""
+    begin = time.perf_counter()
+    network = graft(copy.deepcopy(case.host), dict(sites))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.0)
+    controller = InOrder(())
+    kinds = {site.stream.kind for site in sites.values()}
+    growth = Growth(
+        network,
+        optimizer,
+        controller=controller,
+        budget=budget,
+        probe=case.parts.probe.batches(),
+        loss=case.loss,
+        freeze="host",
+        every=max(case.steps // DECISIONS, 1),
+        steps=case.steps,
+        seed=case.seed,
+        settings={
+            "blueprints": list(dict.fromkeys(name for kind in kinds for name in MENU[kind])),
+            "lifecycle": {"max_seeds": SEEDS, "max_training_seeds": SEEDS},
+        },
+    )
+    space = growth.population.space
+    controller.plantings = plan(
+        space, {name: MENU[site.stream.kind] for name, site in sites.items()}, places, budget * _size(case.host)
+    )
+    train(network, optimizer, case, growth.step, still=True)
+    summary = growth.summary()
+    healed = copy.deepcopy(case.host)
+    if summary["keeps"]:
+        growth.save_adapter(folder)
+        healed = attach(healed, folder)
+    planted = _kept_seeds(summary, space)
+    growth.finish()
+    removed = [f"{each['blueprint']} at {each['site']} was removed: {each['reason']}" for each in summary["prunes"]]
+    seconds = time.perf_counter() - begin
+    score = float(losses_of(healed, case.parts.probe, case.loss).mean())
+    trained = Trained(healed, score, sum(each.parameters for each in planted), rate, seconds)
+    return _Growth(trained, planted, [*removed, *growth.summary()["explanations"]], folder)
+
+
+def _kept_seeds(summary: Mapping[str, Any], space: Space) -> tuple[HealingSeed, ...]:
+    """The seeds that a growth kept, in the order in which they were planted."""
+    kept = {each["site"]: each["reason"] for each in summary["keeps"]}
+    names, menu = list(space.slots), [entry.name for entry in space.blueprints]
+    return tuple(
+        HealingSeed(
+            each["site"],
+            each["blueprint"],
+            int(space.cost[0, names.index(each["site"]), menu.index(each["blueprint"])]),
+            each["reason"],
+            kept[each["site"]],
+        )
+        for each in summary["plantings"]
+        if each["site"] in kept
+    )
+
+
+def plan(space: Space, menu: Mapping[str, tuple[str, ...]], places: list[Place], room: float) -> tuple[Planting, ...]:
+    """What to plant, in the order of the places: at each, the first blueprint of its menu that two thirds of the room can take.
+
+    menu: names of blueprints by site. room: parameters that all seeds may have. At least one seed is planned if any fits.
+    """
+    names, left = [entry.name for entry in space.blueprints], room
+    found: list[Planting] = []
+    for place in places:
+        slot = space.slots.index(place.site)
+        costs = {
+            name: int(space.cost[0, slot, names.index(name)])
+            for name in menu[place.site]
+            if name in names and space.fits[slot, names.index(name)]
+        }
+        most = min(left, room * 2 / 3)
+        chosen = next((name for name, cost in costs.items() if cost <= most), None)
+        if chosen is None and not found:
+            chosen = min((name for name, cost in costs.items() if cost <= room), key=costs.__getitem__, default=None)
+        if chosen is not None and len(found) < SEEDS:
+            found.append(Planting(place.site, chosen, place.why))
+            left -= costs[chosen]
+    return tuple(found)
+
+
+def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A copy whose pruning is part of its weights, and the masks. InputError if the module cannot be copied."""
+    memo: dict[int, Any] = {}
+    for part in model.modules():  # what the pruning hooks computed has a history, which copy refuses
+        for value in list(vars(part).values()):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
+    try:
+        host = copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a person's module raises
+        raise InputError(
+            f"the model cannot be copied: {typed_line(error)}; give a module that copy.deepcopy takes"
+        ) from error
+    masks = {}
+    for path, part in host.named_modules():
+        for name in [
+            each.removesuffix("_mask")
+            for each in part._buffers
+            if each.endswith("_mask") and hasattr(part, each.removesuffix("_mask") + "_orig")
+        ]:
+            masks[f"{path}.{name}" if path else name] = part.get_buffer(f"{name}_mask").clone()
+            prune.remove(part, name)
+    return host, masks
+
+
+def _size(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())

@@ -1,0 +1,146 @@
+"""The examples that a damaged network is healed with: read from arrays, batches or a file, and split in three. N examples."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from esper.leyline.errors import InputError, typed_line
+from esper.leyline.keys import Purpose, key, permutations
+
+SHARES = {"train": 0.7, "probe": 0.15}
+"""Share of the examples that train, and that choose among what was trained; the table is measured on the rest."""
+LEAST = 20
+"""Fewest examples that can be split: the probe and the rest get three each."""
+BATCH = 256
+"""Examples in one pass that measures."""
+
+
+class Examples(NamedTuple):
+    """Inputs and targets, trees of tensors (N, ...). An input that is a tuple or a mapping is the arguments of a model."""
+
+    x: Any
+    y: Any
+
+    def __len__(self) -> int:
+        return _count((self.x, self.y))
+
+    def at(self, index: Tensor | slice) -> "Examples":
+        """The examples of an index."""
+        return Examples(*pytree.tree_map_only(Tensor, lambda leaf: leaf[index], (self.x, self.y)))
+
+    def batches(self, size: int = BATCH) -> list[tuple[Any, Any]]:
+        """All examples as (input, target) pairs of about equal length, at least two pairs where there are two examples."""
+        count = max(math.ceil(len(self) / size), min(2, len(self)))
+        cuts = np.linspace(0, len(self), count + 1).round().astype(int).tolist()
+        return [(part.x, part.y) for part in (self.at(slice(*cut)) for cut in itertools.pairwise(cuts))]
+
+
+class Parts(NamedTuple):
+    """Examples of a healing: `train` trains, `probe` ranks places, opens gates and chooses rates, `held` is for the table."""
+
+    train: Examples
+    probe: Examples
+    held: Examples
+
+
+def examples_of(data: Any) -> Examples:
+    """Read (x, y), a mapping with x and y, an iterable of (x, y) batches, or the path of a .npz, .pt or .safetensors file.
+
+    Floating-point arrays become torch's default dtype. Raises InputError if there are no examples, or x and y differ in length.
+    """
+    found = _read(Path(data)) if isinstance(data, str | Path) else data
+    if isinstance(found, Mapping):
+        if missing := {"x", "y"} - set(found):
+            raise InputError(f"data has no {' and no '.join(sorted(missing))}; give arrays named x and y")
+        found = (found["x"], found["y"])
+    pair = isinstance(found, tuple) and len(found) == 2
+    if pair or isinstance(found, Examples):
+        examples = Examples(*pytree.tree_map(_tensor, tuple(found)))
+    elif isinstance(found, Iterable):
+        examples = _joined(found)
+    else:
+        raise InputError(
+            f"data is a {type(data).__name__}; give (x, y), batches of them, or a .npz, .pt or .safetensors file"
+        )
+    lengths = {len(leaf) for leaf in pytree.tree_leaves(tuple(examples)) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(lengths) > 1:
+        raise InputError(
+            f"x and y hold {' and '.join(map(str, sorted(lengths)))} examples; give one target per example"
+        )
+    if len(examples) < LEAST:
+        raise InputError(
+            f"data has {len(examples)} examples; healing needs {LEAST} or more, of which it holds some back"
+        )
+    return examples
+
+
+def split(examples: Examples, seed: int) -> Parts:
+    """Split at random: `SHARES` to train and probe, the rest held back."""
+    order = permutations(key(Purpose.SPLIT, seed), np.array([len(examples)]), torch.device("cpu"))[0]
+    first, second = (round(share * len(examples)) for share in np.cumsum(list(SHARES.values())))
+    return Parts(*(examples.at(part) for part in (order[:first], order[first:second], order[second:])))
+
+
+def usual_loss(output: Any, target: Any) -> Tensor:
+    """Cross-entropy of output (B, ..., C) for whole numbers (B, ...), the squared error for other targets. A mean [nats]."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        raise InputError(
+            f"the model returns a {type(output).__name__}, and the target is a {type(target).__name__}; give loss(output, target)"
+        )
+    if not target.is_floating_point() and output.shape[:-1] == target.shape:
+        return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten().long())
+    if target.is_floating_point() and output.numel() == target.numel():
+        return nn.functional.mse_loss(output, target.view_as(output))
+    raise InputError(
+        f"the output {tuple(output.shape)} does not go with the {target.dtype} target {tuple(target.shape)}; give "
+        "loss(output, target)"
+    )
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; give healing data, such as a .npz file with arrays x and y")
+    try:
+        match path.suffix:
+            case ".npz":
+                with np.load(path, allow_pickle=False) as arrays:
+                    return dict(arrays)
+            case ".pt" | ".pth":
+                return torch.load(path, weights_only=True)
+            case ".safetensors":
+                return load_file(path)
+    except Exception as error:  # each library has errors of its own for a damaged file
+        raise InputError(f"{path} cannot be read as {path.suffix}: {typed_line(error)}; write it again") from error
+    raise InputError(f"{path} ends in {path.suffix!r}; give a .npz, .pt or .safetensors file with x and y")
+
+
+def _joined(batches: Iterable[Any]) -> Examples:
+    found = list(batches)
+    if not found:
+        raise InputError("data has no batches; give at least one (x, y) pair")
+    for pair in found:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InputError(f"a batch of data is a {type(pair).__name__}; give (x, y) pairs")
+    trees = [pytree.tree_map(_tensor, tuple(pair)) for pair in found]
+    leaves, shapes = zip(*(pytree.tree_flatten(tree) for tree in trees), strict=True)
+    joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)]
+    return Examples(*pytree.tree_unflatten(joined, shapes[0]))
+
+
+def _tensor(value: Any) -> Any:
+    if not isinstance(value, np.ndarray | Tensor):
+        return value
+    found = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+    return found.to(torch.get_default_dtype()) if found.is_floating_point() else found
+
+
+def _count(tree: Any) -> int:
+    return next((len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()), 0)

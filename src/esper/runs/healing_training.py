@@ -1,0 +1,174 @@
+"""The networks that a healing compares: the same batches for each, and their losses on the examples that were held back."""
+
+import copy
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.survey import call, undisturbed
+from esper.leyline.keys import Purpose, scalar
+from esper.leyline.sites import Site
+from esper.runs.healed import Contender
+from esper.runs.healing_data import Examples, Parts
+from esper.tolaria.live_probe import Loss, Probe
+
+
+class Case(NamedTuple):
+    """What all networks of a healing have in common.
+
+    Attributes:
+        host (nn.Module): the damaged network, in evaluation mode
+        masks (tensors by name): masks of pruned parameters
+        parts (Parts): the examples
+        loss (callable): of an output and a target
+        steps (int): steps of the optimizer
+        batch (int): examples in a step
+        seed (int): seed of batches and weights
+    """
+
+    host: nn.Module
+    masks: Mapping[str, Tensor]
+    parts: Parts
+    loss: Loss
+    steps: int
+    batch: int
+    seed: int
+
+
+class Trained(NamedTuple):
+    """A network after its training: its loss on the probe, its trained parameters, its learning rate, and the seconds it took."""
+
+    network: nn.Module
+    probe: float
+    learned: int
+    rate: float
+    seconds: float
+
+
+def train(
+    network: nn.Module, optimizer: torch.optim.Optimizer, case: Case, behind: Callable[[Any, Any], Any], *, still: bool
+) -> None:
+    """Train on the batches that every network gets, in the same order; `behind` is called after each step.
+
+    still: keep normalisation layers with running statistics in evaluation mode, as those of a frozen network are.
+    """
+    network.train()
+    for part in network.modules():
+        if still and isinstance(part, _NormBase) and part.track_running_stats:
+            part.eval()
+    generator = torch.Generator().manual_seed(scalar(Purpose.ORDER, case.seed))
+    with drawn_with(scalar(Purpose.DROPOUT, case.seed)):
+        for _ in range(case.steps):
+            x, y = case.parts.train.at(torch.randint(len(case.parts.train), (case.batch,), generator=generator))
+            case.loss(call(network, x), y).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            behind(x, y)
+    network.eval()
+
+
+def all_weights(case: Case, rate: float) -> Trained:
+    """A copy of which every weight is trained; what was pruned stays 0."""
+    network = copy.deepcopy(case.host)
+    for parameter in network.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    masks = [(parameter, case.masks[name]) for name, parameter in network.named_parameters() if name in case.masks]
+
+    @torch.no_grad()
+    def behind(x: Any, y: Any) -> None:
+        for parameter, mask in masks:
+            parameter.mul_(mask)
+
+    return _trained(network, case, rate, behind, still=False)
+
+
+def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> Trained:
+    """A frozen copy with LoRA of one rank at every layer at or in a site, of about `size` parameters in all."""
+    network = copy.deepcopy(case.host).requires_grad_(False)
+    inside = {id(part): part for site in sites for part in network.get_submodule(site.after).modules()}
+    weights = [(part, weight) for part in inside.values() if (weight := _matrix(part)) is not None]
+    each = sum(len(weight) + weight[0].numel() for _, weight in weights)
+    with drawn_with(scalar(Purpose.BIRTH, case.seed)):
+        for part, weight in weights:
+            parametrize.register_parametrization(part, "weight", _LowRank(weight, max(round(size / each), 1)))
+    return _trained(network, case, rate, lambda x, y: None, still=True)
+
+
+def losses_of(network: nn.Module, examples: Examples, loss: Loss) -> NDArray[np.float64]:
+    """(N,) the loss of each example, or of each batch if the loss does not know examples."""
+    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    probe = Probe(examples.batches(), loss, device)
+    with undisturbed(network):
+        probe.settle(network)
+        losses: NDArray[np.float64] = probe.see(network).losses.cpu().numpy()
+    return losses
+
+
+def table(
+    held: Examples, loss: Loss, networks: Mapping[str, Trained]
+) -> tuple[tuple[Contender, ...], dict[str, NDArray[np.float64]]]:
+    """Every network on the examples that were held back, and its losses there. The first network is the damaged one."""
+    losses = {name: losses_of(each.network, held, loss) for name, each in networks.items()}
+    first = next(iter(losses.values()))
+    rows = []
+    for name, each in networks.items():
+        less = first - losses[name]
+        half = 1.96 * float(np.std(less, ddof=1)) / len(less) ** 0.5
+        accuracy, mean = _accuracy(each.network, held), float(losses[name].mean())
+        row = Contender(
+            name, mean, float(less.mean()), half, accuracy, each.learned, each.rate or None, round(each.seconds, 2)
+        )
+        rows.append(row)
+    return tuple(rows), losses
+
+
+class _LowRank(nn.Module):
+    """LoRA (arXiv 2106.09685, section 4.1): W + B A, with B zero at first; of a kernel, each output channel is a row of W."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        reads = weight[0].numel()
+        self.a = nn.Parameter(torch.randn(rank, reads).to(weight) / reads**0.5)
+        self.b = nn.Parameter(torch.zeros(len(weight), rank).to(weight))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """(out, ...) -> (out, ...)."""
+        return weight + (self.b @ self.a).view_as(weight)
+
+
+def _matrix(part: nn.Module) -> Tensor | None:
+    """The weight that a layer multiplies by; None for other modules."""
+    weight = part._parameters.get("weight")
+    return None if weight is None or weight.dim() < 2 or isinstance(part, nn.Embedding) else weight
+
+
+def _trained(network: nn.Module, case: Case, rate: float, behind: Callable[[Any, Any], Any], *, still: bool) -> Trained:
+    begin = time.perf_counter()
+    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
+    train(network, optimizer, case, behind, still=still)
+    score = float(losses_of(network, case.parts.probe, case.loss).mean())
+    return Trained(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
+
+
+@torch.no_grad()
+def _accuracy(network: nn.Module, examples: Examples) -> float | None:
+    """Share of right labels; None if targets are no labels."""
+    right = []
+    with undisturbed(network):
+        for x, y in examples.batches():
+            output = call(network, x)
+            if not isinstance(output, Tensor) or not isinstance(y, Tensor):
+                return None
+            if y.is_floating_point() or output.shape[:-1] != y.shape:
+                return None
+            right.append((output.argmax(-1) == y).double().flatten())
+    return float(torch.cat(right).mean())

@@ -1,0 +1,244 @@
+"""`esper.heal`: places, data, the comparison, what is written, and input that cannot be healed."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.utils import prune
+
+import esper
+from esper.cli import main
+from esper.leyline.errors import InputError
+from esper.runs.healing_data import examples_of, split
+from esper.runs.healing_places import directions, drift, ranked
+from esper.runs.healing_training import Case, all_weights, uniform_adapters
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), *[Block(12) for _ in range(3)], nn.Linear(12, 3))
+
+
+def examples(count=240):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator)
+    return x, (x[:, :3] * x[:, 3:]).argmax(1)
+
+
+def damaged(intact):
+    model = copy.deepcopy(intact)
+    for part in (model[2].up, model[2].down):
+        prune.l1_unstructured(part, "weight", amount=0.8)
+    return model
+
+
+@pytest.fixture(scope="module")
+def healed():
+    """The intact network, the damaged one, and what healing gave."""
+    intact = build()
+    x, y = examples(600)
+    optimizer = torch.optim.Adam(intact.parameters(), lr=1e-2)
+    for _ in range(150):
+        nn.functional.cross_entropy(intact(x), y).backward()
+        optimizer.step(), optimizer.zero_grad()
+    model = damaged(intact)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    result = esper.heal(model, (x, y), intact=intact, budget=0.3, steps=96)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    return intact, model, result
+
+
+def test_healing_lowers_the_loss_with_seeds_within_the_budget_and_leaves_the_network_as_it_is(healed):
+    _, model, result = healed
+    grown = result.row("grown")
+    assert grown.gain > grown.half_width > 0
+    assert result.planted
+    assert grown.trained == sum(seed.parameters for seed in result.planted) <= 0.3 * result.host_params
+    after = dict(result.network.named_parameters())
+    for path in ("1.up", "2.up", "3.down"):
+        assert torch.equal(after[f"{path}.weight"], model.get_submodule(path).weight)
+    assert "drifts" in result.planted[0].why
+    assert result.planted[0].site.startswith("2")
+
+
+def test_the_table_has_every_remedy_and_the_verdict_says_which_is_better(healed):
+    result = healed[2]
+    assert [row.network for row in result.table] == ["nothing", "grown", "uniform adapters", "all weights"]
+    assert result.row("all weights").trained == result.host_params
+    gap = (result.losses["grown"] - result.losses["all weights"]).mean()
+    assert gap == pytest.approx(result.row("grown").loss - result.row("all weights").loss)
+    for name in ("uniform adapters", "all weights"):
+        assert f"{name}: " in result.verdict
+    assert "lower by [95 %]" in repr(result)
+    assert result._repr_html_().count("<tr>") == 5
+
+
+def test_the_folder_gives_the_same_network_back_with_and_without_esper(healed, tmp_path):
+    intact, _, result = healed
+    assert result.save(tmp_path / "out").endswith("adapter, network.pt2, healing.json")
+    x = examples(7)[0]
+    expected = result.network(x)
+    host = damaged(intact)
+    for part in (host[2].up, host[2].down):
+        prune.remove(part, "weight")
+    torch.testing.assert_close(esper.attach(host, tmp_path / "out" / "adapter").eval()(x), expected)
+    torch.testing.assert_close(torch.export.load(tmp_path / "out" / "network.pt2").module()(x), expected)
+    assert json.loads((tmp_path / "out" / "healing.json").read_text())["verdict"] == result.verdict
+
+
+def test_training_all_weights_keeps_what_was_pruned_at_zero_and_adapters_leave_the_host_alone():
+    host, (x, y) = build(), examples()
+    mask = (torch.rand(24, 12) > 0.5).float()
+    with torch.no_grad():
+        host[1].up.weight.mul_(mask)
+    parts = split(examples_of((x, y)), 0)
+    case = Case(host, {"1.up.weight": mask}, parts, nn.functional.cross_entropy, 5, 16, 0)
+    whole = all_weights(case, 1e-2).network
+    assert not whole[1].up.weight[mask == 0].any()
+    assert not torch.equal(whole[2].up.weight, host[2].up.weight)
+    sites = esper.find_sites(host, x[:2])
+    adapted = uniform_adapters(case, 1e-2, list(sites.values()), 300)
+    assert adapted.learned == pytest.approx(300, rel=0.3)
+    assert torch.equal(adapted.network[1].up.parametrizations.weight.original, host[1].up.weight)
+
+
+def test_places_are_ranked_by_the_rise_of_the_drift():
+    intact = build()
+    model = copy.deepcopy(intact)
+    with torch.no_grad():
+        model[2].down.weight.zero_()
+    x = examples(50)[0]
+    places = ranked(model, esper.find_sites(model, x[:2]), x, intact)
+    assert places[0].site == "2.down"
+    before, here = intact[:2](x), intact[:3](x)
+    rise = drift(model[:3](x), here) - drift(model[:2](x), before)
+    assert {place.site: place.score for place in places}["2"] == pytest.approx(rise, rel=1e-5)
+    assert drift(here, here) == 0
+
+
+def test_without_the_intact_network_places_are_ranked_by_the_directions_that_a_stream_loses():
+    model = build()
+    with torch.no_grad():
+        model[2].up.weight[1:] = model[2].up.weight[:1]
+    x = examples(50)[0]
+    places = ranked(model, esper.find_sites(model, x[:2]), x, None)
+    assert places[0].site == "2.up"
+    here, before = model[2].up(model[:2](x)), model[:2](x)
+    kind = type(esper.find_sites(model, x[:2])["2.up"].stream)
+    assert places[0].score == pytest.approx(directions(before, kind) - directions(here, kind), rel=1e-4)
+
+
+def test_data_are_read_alike_from_arrays_batches_and_files(tmp_path):
+    x, y = examples(40)
+    np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
+    torch.save({"x": x, "y": y}, tmp_path / "data.pt")
+    save_file({"x": x, "y": y}, tmp_path / "data.safetensors")
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
+    files = [tmp_path / f"data.{suffix}" for suffix in ("npz", "pt", "safetensors")]
+    for given in ((x.numpy(), y.numpy()), loader, [(x[:30], y[:30]), (x[30:], y[30:])], *files):
+        found = examples_of(given)
+        assert torch.equal(found.x, x)
+        assert torch.equal(found.y, y)
+
+
+def test_the_parts_share_no_example():
+    parts = split(examples_of((torch.arange(100.0)[:, None], torch.zeros(100))), 0)
+    assert [len(part) for part in parts] == [70, 15, 15]
+    assert sorted(torch.cat([part.x for part in parts]).flatten().tolist()) == list(range(100))
+
+
+X, Y = examples()
+REFUSED = {
+    "no stream": (lambda: (nn.Linear(6, 3), (X, Y)), {}, "no site found in Linear"),
+    "another shape": (lambda: (build(), (X, Y)), {"intact": nn.Linear(6, 3)}, "intact is of another shape: it has no"),
+    "another width": (
+        lambda: (build(), (X, Y)),
+        {"intact": nn.Sequential(nn.Linear(6, 8), *[Block(8) for _ in range(3)], nn.Linear(8, 3))},
+        "intact is of another shape: at 1",
+    ),
+    "no data": (lambda: (build(), []), {}, "data has no batches"),
+    "few data": (lambda: (build(), (X[:9], Y[:9])), {}, "data has 9 examples; healing needs 20"),
+    "no pair": (lambda: (build(), 3), {}, "data is a int"),
+    "lengths": (lambda: (build(), (X, Y[:50])), {}, "x and y hold 50 and 240 examples"),
+    "a file that is not there": (lambda: (build(), "absent.npz"), {}, "there is no file absent.npz"),
+    "a small budget": (lambda: (build(), (X, Y)), {"budget": 0.001}, "the smallest seed has"),
+    "few steps": (lambda: (build(), (X, Y)), {"steps": 3}, "steps is 3; give 24 or more"),
+    "no module": (lambda: (3, (X, Y)), {}, "model is a int; give an nn.Module"),
+    "targets of another kind": (lambda: (build(), (X, X)), {"steps": 24}, "give loss"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_healed_is_refused_in_one_sentence(name):
+    make, given, sentence = REFUSED[name]
+    model, data = make()
+    with pytest.raises(InputError) as caught:
+        esper.heal(model, data, **given)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_network_of_integers_is_refused_by_name():
+    network = torch.nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    network[0].weight = nn.Parameter(network[0].weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(InputError, match=r"0\.weight of Sequential is quantised"):
+        esper.heal(network, (X, Y))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with an exported network, its code and its data."""
+    monkeypatch.chdir(tmp_path)
+    batch = {0: torch.export.Dim("batch", min=1)}
+    torch.export.save(torch.export.export(build(), (X[:4],), dynamic_shapes=(batch,)), "network.pt2")
+    np.savez("data.npz", x=X.numpy(), y=Y.numpy())
+    (tmp_path / "mine_data.py").write_text(
+        "import numpy as np\ndef pair():\n    a = np.load('data.npz')\n    return a['x'], a['y']\n"
+    )
+    return tmp_path
+
+
+def code_of(*arguments):
+    """The exit code of `esper` with these arguments."""
+    with pytest.raises(SystemExit) as left:
+        main([*map(str, arguments)])
+    return left.value.code
+
+
+def test_one_command_heals_an_exported_network(folder, capsys):
+    heal = ("heal", "network.pt2", "--data", "mine_data.py:pair", "--budget", 0.3, "--steps", 24, "--out", "out")
+    assert not code_of(*heal)
+    out = capsys.readouterr().out
+    assert "all weights" in out
+    assert "healing.json" in out
+    assert (folder / "out" / "network.pt2").is_file()
+    assert code_of(*heal) == 2
+    assert "out holds a healing; give --overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "sentence"),
+    [
+        ("absent.pt2", "data.npz", "there is no file absent.pt2"),
+        ("data.npz", "data.npz", "'data.npz' is no model; give a .pt2 file"),
+        ("network.pt2", "absent.npz", "there is no file absent.npz"),
+        ("mine_data.py:absent", "data.npz", "mine_data.py has no function 'absent'"),
+        ("mine_data.py:pair", "data.npz", "model is a tuple; give an nn.Module"),
+    ],
+)
+def test_the_command_refuses_bad_input_with_code_2(folder, capsys, model, data, sentence):
+    assert code_of("heal", model, "--data", data) == 2
+    assert sentence in capsys.readouterr().err
