@@ -108,6 +108,7 @@ class Healed:
     def summary(self) -> dict[str, Any]:
         """The table, the seeds and the sentences, as plain values."""
         return {
+            "status": "finished",
             "host_params": self.host_params,
             "verdict": self.verdict,
             "table": [row._asdict() for row in self.table],
