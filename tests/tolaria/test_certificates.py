@@ -15,7 +15,7 @@ from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from esper.leyline.task import Split
-from esper.runs.school import cohort_of
+from esper.runs.cohort import cohort_of
 from esper.tolaria.certifying import FreshExamples, set_aside
 from esper.tolaria.data import stack_splits
 from esper.tolaria.engine import VectorizedEngine

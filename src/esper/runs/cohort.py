@@ -137,6 +137,11 @@ def _check(config: Config) -> None:
         )
     if config.early_stopping.enabled:
         raise InputError("early_stopping.enabled is true, but a controller learns from whole episodes; leave it out")
+    if config.gates.certify is not None:
+        raise InputError(
+            "gates.certify is set, but a training plays many episodes on the same fresh examples; leave it out, and set it where "
+            "the trained controller grows"
+        )
 
 
 def _watched(config: Config, begin: int, end: int) -> Config | None:
