@@ -54,6 +54,17 @@ def test_the_mean_has_the_standard_error_over_seeds():
     assert math.isnan(tally.steps_to_keep)
 
 
+def test_seeds_are_forgotten_at_the_end_of_their_episode():
+    analytics = BlueprintAnalytics.of([moved(0, "GERMINATED"), moved(0, "GERMINATED", env=1), moved(3, "FOSSILIZED")])
+    assert len(analytics._seeds) == 2
+    ends = {"episode": 0, "step": 4, "metric": 0.5, "loss": 1.0, "host_params": 9, "added_params": 0, "rollbacks": 0}
+    before = analytics.tallies()
+    analytics.write(EpisodeRow(env=0, fossilized=1, grown={"a": "mlp"}, unfinished=[], **ends))
+    analytics.write(EpisodeRow(env=1, fossilized=0, grown={}, unfinished=["a"], **ends))
+    assert analytics._seeds == {}
+    assert str(analytics.tallies()) == str(before)
+
+
 def test_a_rollback_removes_seeds_and_takes_back_what_was_kept_in_the_step():
     rows = [moved(0, "GERMINATED"), rollback(1, "a"), moved(4, "GERMINATED"), moved(6, "FOSSILIZED"), rollback(6, "a")]
     (tally,) = BlueprintAnalytics.of(rows).tallies()

@@ -1,12 +1,13 @@
 """What became of each blueprint at each slot, counted from the rows of one run."""
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from esper.nissa.rows import DecisionRow, LifecycleRow, PlayedRow, RollbackRow, Row
+from esper.nissa.rows import DecisionRow, EpisodeRow, LifecycleRow, PlayedRow, RollbackRow, Row
 
 Place = tuple[object, ...]
 """A slot of an environment in an episode."""
@@ -58,8 +59,8 @@ class BlueprintAnalytics:
     def __init__(self) -> None:
         self._seeds: dict[Place, _Seed] = {}  # of the slots that are not empty
         self._counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        self._measured: dict[tuple[str, str], list[float]] = defaultdict(list)
-        self._waited: dict[tuple[str, str], list[int]] = defaultdict(list)
+        self._measured: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
+        self._waited: dict[tuple[str, str], array[int]] = defaultdict(lambda: array("l"))
         self._prices: dict[Place, int] = {}  # of the decisions to plant that were carried out
 
     @classmethod
@@ -80,6 +81,9 @@ class BlueprintAnalytics:
             case RollbackRow(twin=False):
                 for slot in row.pruned:
                     self._rolled_back(_place(row, row.env, slot), slot)
+            case EpisodeRow():
+                for slot in (*row.grown, *row.unfinished):  # the next episode begins with empty slots
+                    self._seeds.pop(_place(row, row.env, slot), None)
 
     def close(self) -> None:
         """Nothing is to be closed."""
