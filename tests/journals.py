@@ -5,6 +5,8 @@ from pathlib import Path
 
 CLOCKED = ("time", "seconds", "phase_seconds", "env_steps_per_second", "controller_share")
 """Fields in which a clock has a part."""
+COVERED = ("covered", "device_reads")
+"""Fields of `phases` rows, the first of which after a resume covers only the steps since then."""
 
 
 def events(folder):
@@ -20,5 +22,5 @@ def events(folder):
 
 def _timeless(value):
     if isinstance(value, dict):
-        return {name: _timeless(item) for name, item in value.items() if name not in CLOCKED}
+        return {name: _timeless(item) for name, item in value.items() if name not in (*CLOCKED, *COVERED)}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
