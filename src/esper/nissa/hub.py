@@ -17,9 +17,10 @@ _HIGHER: dict[Level, Level] = {"run": "step", "step": "debug"}
 class Hub:
     """The object to which the engine and the run write rows.
 
-    There is no queue: when `emit` returns, every output has the row; `emit` raises the error of an output.
-    `seq` is the number of the next row. `level` says which rows are kept. After a restoration the level 'run' counts as
-    'step', and 'step' as 'debug', for `raise_steps` steps, of which `raised` are left.
+    There is no queue and no second thread: when `emit` returns, every output has the row, so a run that is killed loses none,
+    and memory is bounded; `emit` raises the error of an output. `seconds` is the time that the outputs took, for which the
+    training waited. `seq` is the number of the next row. `level` says which rows are kept. After a restoration the level
+    'run' counts as 'step', and 'step' as 'debug', for `raise_steps` steps, of which `raised` are left.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Hub:
         self.asked: Level = level
         self.seq = seq
         self.raise_steps, self.raised = raise_steps, 0
+        self.seconds = 0.0
 
     @property
     def level(self) -> Level:
@@ -70,8 +72,10 @@ class Hub:
         now = round(time.time(), 3)
         for place, row in enumerate(kept):
             row.seq, row.time = self.seq + place, now
+        begin = time.perf_counter()
         for take in self._takers if kept else ():
             take(kept)
+        self.seconds += time.perf_counter() - begin
         self.seq += len(kept)
 
     def flush(self) -> None:

@@ -293,7 +293,10 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
     )
     phase_seconds: Annotated[
         Mapping[str, float],
-        Meta(description="by phase: its time in all of these steps, to 4 digits; deciding is the controller [seconds]"),
+        Meta(
+            description="by phase: its time in all of these steps, to 4 digits; deciding is the controller, and writing the wait "
+            "for the rows of the step before [seconds]"
+        ),
     ]
     device_reads: Annotated[
         int,

@@ -151,7 +151,10 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
         "explanations": _explanations(growth, episode, played),
         "seconds": round(seconds, 3),
         "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
-        "phase_seconds": {name: round(seconds, 4) for name, seconds in engine.timer.seconds.items()},
+        "phase_seconds": {
+            name: round(seconds, 4)
+            for name, seconds in {**engine.timer.seconds, "writing": growth.run.hub.seconds}.items()
+        },
     }
     if played.status == "failed":
         summary["error"] = describe_error(RolledBack(engine.governor.record.counts()["rollbacks"]))

@@ -76,6 +76,7 @@ class Journal(Observer):
         self._spent: dict[str, float] = {}  # seconds by phase before the step
         self._phases: dict[str, float] = {}  # seconds by phase of the steps since the last row
         self._covered = self._reads = 0  # number of these steps, and their reads of the device
+        self._written = hub.seconds  # of the outputs, up to the last step
         telemetry, config = engine.config.telemetry, engine.config
         self._every = telemetry.sensors_every or math.ceil(config.steps / _SAMPLES)
         measured = config.probe.sensors_every or 1
@@ -132,7 +133,8 @@ class Journal(Observer):
     def _count(self, step: Step, reads: int) -> None:
         """Add the seconds of each phase of a step, and its reads of the device."""
         spent = {name: now - self._spent.get(name, 0.0) for name, now in self.engine.timer.seconds.items()}
-        for name, seconds in {"deciding": step.deciding, **spent}.items():
+        writing, self._written = self.hub.seconds - self._written, self.hub.seconds
+        for name, seconds in {"deciding": step.deciding, "writing": writing, **spent}.items():
             self._phases[name] = self._phases.get(name, 0.0) + seconds
         self._covered, self._reads = self._covered + 1, self._reads + reads
 
