@@ -74,7 +74,7 @@ def _curves(figure: Curves) -> str:
     legend = "".join(f'<span class="key"><i class="swatch {each.style}"></i>{text(each.name)}</span>' for each in shown)
     ends = [(each.name, q[1][np.isfinite(q[1])][-1]) for each, q in zip(shown, quantiles, strict=True)]
     last = "; ".join(f"{name} ends at {value:.4g}" for name, value in ends)
-    return f"{_figure(figure.name, f'{figure.name}: {last}', height, parts)}<p class='legend'>{legend}</p>"
+    return f"{_figure(figure.name, f'{figure.name}: {last}', height, parts, kind='chart lines')}<p class='legend'>{legend}</p>"
 
 
 def _timeline(figure: Timeline) -> str:
@@ -103,7 +103,8 @@ def _timeline(figure: Timeline) -> str:
     for env in range(0, envs, max(1, envs // 32)):
         drawn.append(f'<text class="tick end" x="{LEFT - 6}" y="{TOP + row * env + row - 1}">{env}</text>')
     drawn += _steps(figure.first, figure.last, across, height)
-    drawn.append(f'<text class="name" transform="translate(14 {TOP + row * envs / 2}) rotate(-90)">environment</text>')
+    place = min(TOP + row * envs / 2 + LETTER * 5.5, height - 4.0)  # the name may be longer than the figure is high
+    drawn.append(f'<text class="name" transform="translate(14 {place:.1f}) rotate(-90)">environment</text>')
     count = len({stay.env for stay in figure.stays})
     title, words = f"slot {figure.name}", f"stages of slot {figure.name}: seeds in {count} of {envs} environments"
     return _figure(title, words, height, drawn, walks=True)
@@ -136,7 +137,8 @@ def _grid(figure: HeatMap) -> str:
     left, row = min(NAMES, 24 + int(LETTER * max(map(len, figure.rows)))), 18
     height = TOP + row * len(figure.rows) + BOTTOM
     wide = (WIDTH - RIGHT - left) / len(figure.columns)
-    printed = wide >= 44
+    digits = 4 if wide >= 52 else 3 if wide >= 44 else 2
+    printed = wide >= 36
     parts = []
     for r, (name, values, shades) in enumerate(zip(figure.rows, figure.values, figure.shades, strict=True)):
         y = TOP + row * r
@@ -153,7 +155,9 @@ def _grid(figure: HeatMap) -> str:
             )
             if printed and not np.isnan(value):
                 x = left + wide * (c + 0.5)
-                parts.append(f'<text class="name middle through" x="{x:.1f}" y="{y + 13}">{value:.4g}</text>')
+                number = f"{value:.{digits}g}"
+                squeezed = _squeezed(number, wide - 4)
+                parts.append(f'<text class="name middle through" x="{x:.1f}" y="{y + 13}"{squeezed}>{number}</text>')
     every = int(np.ceil(34 / wide))
     for c in range(0, len(figure.columns), every):
         x, name = left + wide * (c + 0.5), figure.columns[c]
@@ -224,10 +228,12 @@ def _points(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-def _figure(title: str, description: str, height: int, parts: Sequence[str], walks: bool = False) -> str:
+def _figure(
+    title: str, description: str, height: int, parts: Sequence[str], walks: bool = False, kind: str = "chart"
+) -> str:
     """An SVG figure; `walks` says that the arrow keys walk through its cells."""
     role = 'role="group" tabindex="0"' if walks else 'role="img"'
-    style = "chart timeline" if walks else "chart"
+    style = "chart timeline" if walks else kind
     return (
         f'<svg class="{style}" viewBox="0 0 {WIDTH} {height}" {role} aria-label="{text(description)}">'
         f"<title>{text(title)}</title>{''.join(parts)}</svg>"
