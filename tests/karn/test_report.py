@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,13 +12,22 @@ from torch import nn
 
 import esper
 from esper.cli import main
+from esper.karn.report.keeps import DecisionLog
 from esper.karn.report.model import Gathered, read_model
 from esper.karn.report.page import content_of, page
 from esper.karn.report.records import NO_SEED
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.stages import Stage
 from esper.nissa.events import read_events
-from esper.nissa.rows import LifecycleRow, MeasurementRow, RollbackRow, SensorsRow, StepRow
+from esper.nissa.rows import (
+    DecisionRow,
+    EvaluationRow,
+    LifecycleRow,
+    MeasurementRow,
+    RollbackRow,
+    SensorsRow,
+    StepRow,
+)
 from pages import EVIL, Page
 
 
@@ -88,6 +98,9 @@ def test_a_seed_that_a_rollback_took_is_marked_where_it_went(run):
     assert [(mark.env, mark.slot, mark.step, mark.planted) for mark in marks] == [
         (planted.env, planted.slot, planted.step + 1, False)
     ]
+    tables = [table for each in content_of(gathered.model(opened), "x").sections for table in each.tables]
+    restored = next(table for table in tables if table.caption == "Environments restored to a snapshot")
+    assert restored.rows[0][-1] == f"{planted.blueprint} at {slot}"
 
 
 def test_a_limit_that_closed_planting_is_told_from_one_that_was_never_met(tmp_path):
@@ -188,23 +201,120 @@ def test_a_run_of_level_run_or_off_has_a_page_without_the_curves(tmp_path):
         assert "What grew, where and when" not in said
 
 
-def test_a_training_has_a_page_with_its_learning_curves(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "t"
     settings = {
         "envs": 8,
         "steps": 3,
         "ppo": {"rounds": 2, "imitation_rounds": 1, "validate_envs": 2, "validate_every": 1},
     }
-    esper.train("iris", settings, run=tmp_path / "t", progress=False)
-    parsed = Page((tmp_path / "t" / "report.html").read_text())
+    esper.train("iris", settings, run=folder, progress=False)
+    return folder
+
+
+def test_a_training_has_a_page_with_its_learning_curves(trained):
+    parsed = Page((trained / "report.html").read_text())
     assert "The best controller reached a validation J of" in parsed.said
-    rounds = [row for row in read_events(tmp_path / "t" / "events.jsonl") if type(row).__name__ == "RoundRow"]
+    rounds = [row for row in read_events(trained / "events.jsonl") if type(row).__name__ == "RoundRow"]
     drawn = {name for row in rounds for name, value in row.figures.items() if value is not None}
     assert all(name.replace("_", " ") in parsed.said for name in drawn)
-    assert "A controller was to be trained by growing, in every round, 8 networks" in parsed.said
+    assert "trained in 1 round of imitation and then 2 rounds by growing, in every round, 8 networks" in parsed.said
     assert "What the policy looks at" in parsed.said
     assert (
         "round step environment slot blueprint decision reason" in parsed.said or "No seed was planted" in parsed.said
     )
+
+
+def test_every_planting_is_listed_with_its_reason_and_every_blueprint_with_its_parameters(run):
+    model = read_model(esper.open_run(run))
+    content = content_of(model, "iris")
+    tables = {table.caption: table for section in content.sections for table in section.tables}
+    rows = list(read_events(run / "events.jsonl"))
+    planted = [row for row in rows if isinstance(row, LifecycleRow) and row.to_stage == "GERMINATED"]
+    assert [row[:4] for row in tables["Plantings with their reasons"].rows] == [
+        (f"{row.step}", f"{row.env}", row.slot, row.blueprint) for row in planted
+    ]
+    assert planted
+    assert all(row[4] for row in tables["Plantings with their reasons"].rows)
+    became = next(table for caption, table in tables.items() if caption.startswith("What became of the seeds"))
+    host = np.mean(model.head.host_param_counts)
+    for blueprint, slot, params, rent, *_ in became.rows:
+        prices = [
+            row.price
+            for row in rows
+            if isinstance(row, DecisionRow)
+            and (row.op, row.blueprint, row.slot, row.carried_out) == ("GERMINATE", blueprint, slot, True)
+        ]
+        assert params == f"{np.mean(prices):,.0f}"
+        assert rent == f"{0.1 * np.log(1 + np.mean(prices) / host):.4f}"
+
+
+def test_the_lowest_environment_is_named_beside_the_twin(run):
+    summary = json.loads((run / "summary.json").read_text())
+    scores = summary["test_accuracy"]["grown"]
+    env = int(np.argmin(scores))
+    twin = summary["baselines"]["twin"]["test_accuracy"][env]
+    said = Page(page(read_model(esper.open_run(run)), "iris")).said
+    assert f"The lowest test accuracy is {min(scores):.4f}, in environment {env}, beside {twin:.4f} of twin." in said
+
+
+def test_seeds_without_any_effect_are_counted_and_those_with_a_gain_are_not():
+    def removed(gain, error):
+        return LifecycleRow(
+            seq=0,
+            time=0.0,
+            episode=0,
+            step=3,
+            env=0,
+            slot="block0",
+            from_stage="TRAINING",
+            to_stage="PRUNED",
+            blueprint="mlp-small",
+            alpha=0.0,
+            why="no gain",
+            gain_mean=gain,
+            gain_se=error,
+        )
+
+    log = DecisionLog()
+    for gain, error in ((-0.0, 0.0), (0.0, 0.1), (0.2, 0.0), (None, None)):
+        log.write(removed(gain, error))
+    assert (log.decisions().total, log.decisions().idle) == (4, 1)
+
+
+def test_a_command_is_shown_as_it_is_typed_and_a_program_of_python_is_not(run):
+    model = read_model(esper.open_run(run))
+    typed = ["/usr/bin/esper", "grow", "iris", "--run", "my run"]
+    said = Page(page(model._replace(environment={**model.environment, "command": typed}), "iris")).said
+    assert "The command was: esper grow iris --run 'my run'" in said
+    assert "To repeat the run: esper grow iris --run 'my run'," in said
+    for other in (["study.py"], ["/usr/bin/esper", "resume", "r"], []):
+        said = Page(page(model._replace(environment={**model.environment, "command": other}), "iris")).said
+        assert "The command was" not in said
+
+
+def test_a_training_counts_its_own_episodes_and_compares_its_validations(trained):
+    rows = list(read_events(trained / "events.jsonl"))
+    own = [row for row in rows if isinstance(row, LifecycleRow) and row.cohort == "training"]
+    model = read_model(esper.open_run(trained))
+    planted = sum(row.to_stage == "GERMINATED" for row in own)
+    assert sum(tally.tried for tally in model.tallies) == planted
+    assert model.decided.total == sum(row.to_stage in ("FOSSILIZED", "PRUNED") and bool(row.why) for row in own)
+    gathered = Gathered()
+    for row in rows:
+        gathered.write(row)
+        if isinstance(row, LifecycleRow | DecisionRow):  # as if the validation had done the same
+            gathered.write(msgspec.structs.replace(row, cohort="validation"))
+    again = gathered.model(esper.open_run(trained))
+    for name in ("tallies", "decided", "params"):
+        assert repr(getattr(again, name)) == repr(getattr(model, name)), name  # nan is no equal of itself
+    found = [row.objectives for row in rows if isinstance(row, EvaluationRow) and row.cohort == "validation"]
+    parsed = Page((trained / "report.html").read_text())
+    gaps = np.subtract(found[-1], found[0])
+    assert f"from the first validation to the last: J {gaps.mean():+.4f} [" in parsed.said
+    assert "cohorts.iris.envs" not in parsed.said
+    assert "Its 3 rounds took" in parsed.said
 
 
 def test_a_notebook_shows_the_head_of_the_report(run):

@@ -45,6 +45,7 @@ def decisions_section(model: RunModel) -> Section | None:
             (
                 printable(each.blueprint),
                 printable(each.slot),
+                *_price(model, each.blueprint, each.slot),
                 f"{each.tried:,}",
                 f"{each.kept:,}",
                 f"{each.pruned:,}",
@@ -54,12 +55,18 @@ def decisions_section(model: RunModel) -> Section | None:
             )
             for each in model.tallies
         ]
-        columns = ("blueprint", "slot", "tried", "kept", "pruned", "contribution", "seeds measured", "steps until kept")
+        columns = ("blueprint", "slot", "parameters", "rent", "tried", "kept", "pruned", "contribution")
         caption = (
             "What became of the seeds. A contribution here is the mean over the seeds that were measured, when they were kept "
-            "or pruned, ± its standard error over seeds"
+            "or pruned, ± its standard error over seeds; parameters are the mean of those planted, and rent is what a host of "
+            "mean size pays for so many"
         )
-        tables.append(Table(caption, columns, rows, texts=(1,)))
+        tables.append(Table(caption, (*columns, "seeds measured", "steps until kept"), rows, texts=(1,)))
+        lines.append(
+            "A seed is worth its parameters where its contribution is above its rent; a seed whose contribution was not measured "
+            "was removed before it acted."
+        )
+        lines += _training_lines(model)
     else:
         lines = ["No seed was planted.", *(model.summary or {}).get("explanations", [])]
     if model.decided.measured:
@@ -78,9 +85,41 @@ def decisions_section(model: RunModel) -> Section | None:
         tables.append(Table("Decisions that were refused", ("reason", "decisions"), refusals))
     elif model.population is not None:
         lines.append("No decision was refused.")
+    if model.decided.plantings:
+        tables.append(_plantings(model.decided))
     if model.decided.total:
         tables.append(_decided(model.decided))
     return Section("decisions", "Decisions and why", lines, tables, figures)
+
+
+def _price(model: RunModel, blueprint: str, slot: str) -> tuple[str, str]:
+    """Parameters of a seed, and their rent where the sizes of the hosts are known."""
+    params, reward = model.params.get((blueprint, slot)), model.config.get("reward") or {}
+    if params is None:
+        return "-", "-"
+    hosts = model.head.host_param_counts if model.head is not None else ()
+    if not hosts or "rent" not in reward:
+        return f"{params:,.0f}", "-"
+    size = max(float(np.mean(hosts)), reward.get("rent_size") or 0)
+    return f"{params:,.0f}", f"{reward['rent'] * np.log1p(params / size):.4f}"
+
+
+def _training_lines(model: RunModel) -> list[str]:
+    """Which episodes are counted in a training, and prunes of seeds that had no effect at all."""
+    lines = []
+    if model.rounds:
+        lines.append(
+            "Tables and figure are about the episodes of the training; those of validations are left out. Hosts change every "
+            "round, so no rent is named."
+        )
+    if model.decided.idle:
+        removed = counted(sum(each.pruned for each in model.tallies), "seed")
+        lines.append(
+            f"Of {removed} that were pruned, {model.decided.idle} had a gain of exactly 0 when they were pruned in TRAINING: "
+            "switching them on changed no loss at all. That is so where a seed has not learned anything yet, or where the host "
+            "lets nothing of it through, for example because all units behind its slot are dead (the sensor dead is 1)."
+        )
+    return lines
 
 
 def _gate_lines(model: RunModel) -> list[str]:
@@ -131,6 +170,16 @@ def _contributions(measured: Sequence[Decided]) -> Forest:
     )
 
 
+def _plantings(decided: Decisions) -> Table:
+    rows = [
+        (f"{each.step}", f"{each.env}", printable(each.slot), printable(each.blueprint), printable(each.why))
+        for each in decided.plantings
+    ]
+    more = f", the first {LISTED} of {decided.planted:,}" if decided.planted > LISTED else ""
+    columns = ("step", "environment", "slot", "blueprint", "reason")
+    return Table(f"Plantings with their reasons{more}", columns, rows, texts=range(2, 5))
+
+
 def _decided(decided: Decisions) -> Table:
     trained = any(each.round is not None for each in decided.first)
     rows = [
@@ -156,27 +205,44 @@ def faults_section(model: RunModel) -> Section | None:
         return None
     lines, tables = [], []
     if model.rollbacks:
+        seeds = {(mark.env, mark.slot, mark.step): mark.blueprint for mark in model.marks if not mark.planted}
+        places = {name: index for index, name in enumerate(model.head.slots)}
+        trained = bool(model.rounds)
         rows = [
             (
+                *([f"{row.round}"] if trained else []),
                 f"{row.step}",
-                f"{row.env}" + (" (twin)" if row.twin else ""),
+                f"{row.env}" + (" (twin)" if row.twin else " (validation)" if row.cohort == "validation" else ""),
                 SIGNS.get(row.reason, printable(row.reason.replace("_", " "))),
                 "not finite" if row.loss is None else f"{row.loss:.4g}",
-                ", ".join(map(printable, row.pruned)) or "none",
+                ", ".join(_lost(slot, seeds.get((row.env, places[slot], row.step))) for slot in row.pruned) or "none",
             )
             for row in model.rollbacks[:LISTED]
         ]
-        columns = ("step", "environment", "what failed", "loss before it was restored", "slots whose seed was lost")
-        tables.append(Table("Environments restored to a snapshot", columns, rows, texts=(1, 2, 4)))
+        columns = ("step", "environment", "what failed", "loss before it was restored", "seeds that were lost")
+        names = (*(["round"] if trained else []), *columns)
+        texts = [index + trained for index in (1, 2, 4)]
+        tables.append(Table("Environments restored to a snapshot", names, rows, texts))
         lost = sum(len(row.pruned) for row in model.rollbacks)
         lines.append(
             f"{counted(len(model.rollbacks), 'rollback')}. Seeds that were lost in them: {lost}; they count as pruned, without "
             "a decision of the controller. docs/governor.md has the limits behind each reason."
         )
+        every = (model.config.get("governor") or {}).get("snapshot_every")
+        if every is not None:
+            lines.append(
+                "A restored environment goes back to its last snapshot in health: it loses what it has trained since then, and "
+                "all seeds that were not kept. Healthy environments are saved every "
+                f"{counted(every, 'step')} (governor.snapshot_every)."
+            )
     else:
         lines.append("No environment failed, so none was restored.")
     odd = [line for line in (_not_finite(model), _worse(model), _harmful(model), _slow(model)) if line]
     return Section("faults", "Rollbacks and anomalies", [*lines, *(odd or ["No other anomaly was found."])], tables)
+
+
+def _lost(slot: str, blueprint: str | None) -> str:
+    return printable(slot if blueprint is None else f"{blueprint} at {slot}")
 
 
 def _not_finite(model: RunModel) -> str | None:

@@ -1,4 +1,4 @@
-"""Keeps and prunes of seeds: all are counted, and those that a page shows are held, so that a long run takes no more memory."""
+"""Plantings, keeps and prunes of seeds: all are counted, and those that a page shows are held, so that memory is bounded."""
 
 import math
 from typing import NamedTuple
@@ -39,8 +39,18 @@ class Decided(NamedTuple):
     why: str
 
 
+class Planting(NamedTuple):
+    """A decision to plant a seed: where, when, which, and the reason in words."""
+
+    env: int
+    step: int
+    slot: str
+    blueprint: str
+    why: str
+
+
 class Decisions(NamedTuple):
-    """Keeps and prunes of a run.
+    """Plantings, keeps and prunes of a run; of a training those of its episodes, without those of validations.
 
     Attributes:
         total (int): of all
@@ -48,6 +58,9 @@ class Decisions(NamedTuple):
         first (list of Decided): the first `LISTED`
         ends (list of Decided): the largest contributions and then the smallest, `DRAWN_DECISIONS` at most
         kept (list of pairs): slot and step of every keep outside of trainings
+        planted (int): plantings outside of trainings
+        plantings (list of Planting): the first `LISTED` of them
+        idle (int): prunes of seeds in TRAINING whose gain was exactly 0, so that switching them on changed no loss
     """
 
     total: int
@@ -55,23 +68,34 @@ class Decisions(NamedTuple):
     first: list[Decided]
     ends: list[Decided]
     kept: list[tuple[str, int]]
+    planted: int
+    plantings: list[Planting]
+    idle: int
 
 
 class DecisionLog:
     """Takes in the changes of stages of a run, in order."""
 
     def __init__(self) -> None:
-        self._count = self._measured = 0
+        self._count = self._measured = self._planted = self._idle = 0
+        self._plantings: list[Planting] = []
         self._first: list[Decided] = []
         self._ends: list[Decided] = []
         self._kept: list[tuple[str, int]] = []
 
     def write(self, row: LifecycleRow) -> None:
-        """Count a row if it is a decision to keep or to remove a seed."""
+        """Count a row if it is a decision to plant, to keep or to remove a seed, and not one of a validation."""
+        if row.cohort not in (UNSET, "training"):
+            return
+        if row.to_stage == "GERMINATED" and row.cohort is UNSET and row.why:
+            self._planted += 1
+            if len(self._plantings) < LISTED:
+                self._plantings.append(Planting(row.env, row.step, row.slot, row.blueprint or "", row.why))
         if row.to_stage not in ("FOSSILIZED", "PRUNED") or not row.blueprint or not row.why:
             return
         decided = _decided(row)
         self._count += 1
+        self._idle += row.to_stage == "PRUNED" and row.gain_mean == 0 and row.gain_se == 0
         if len(self._first) < LISTED:
             self._first.append(decided)
         if decided.kept and row.cohort is UNSET:
@@ -84,7 +108,16 @@ class DecisionLog:
 
     def decisions(self) -> Decisions:
         """The decisions so far."""
-        return Decisions(self._count, self._measured, list(self._first), _ends(self._ends), list(self._kept))
+        return Decisions(
+            self._count,
+            self._measured,
+            list(self._first),
+            _ends(self._ends),
+            list(self._kept),
+            self._planted,
+            list(self._plantings),
+            self._idle,
+        )
 
 
 def _ends(decided: list[Decided]) -> list[Decided]:

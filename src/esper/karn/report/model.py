@@ -17,9 +17,11 @@ from esper.leyline.stages import Stage
 from esper.nissa.analytics import BlueprintAnalytics, Tally
 from esper.nissa.rows import (
     DecisionRow,
+    EvaluationRow,
     LifecycleRow,
     MeasurementRow,
     PhasesRow,
+    PlayedRow,
     RollbackRow,
     RoundRow,
     Row,
@@ -42,12 +44,14 @@ class RunModel(NamedTuple):
         worths (Worths or None): likewise; None if no seed was measured
         sensed (Sensed or None): likewise; None if no sensors were measured
         times (Times or None): likewise; None if no times were recorded
-        tallies (list of Tally): of all episodes, the blueprint that was tried most first
-        decided (Decisions): keeps and prunes of all episodes
+        tallies (list of Tally): of all episodes but those of validations, the blueprint that was tried most first
+        params (mapping): of the seeds planted in these, mean number of parameters by blueprint and slot
+        decided (Decisions): plantings, keeps and prunes of these
         refused (mapping): number of refused decisions by reason
         operations (mapping): in a training, the decisions other than WAIT of each round by operation
         rollbacks (list of RollbackRow): all
         rounds (list of RoundRow): of a training
+        validated (mapping): in a training, J of the networks of each validation by round
         changed (sequence of str): settings that were changed when the run was resumed
     """
 
@@ -63,11 +67,13 @@ class RunModel(NamedTuple):
     sensed: Sensed | None
     times: Times | None
     tallies: list[Tally]
+    params: Mapping[tuple[str, str], float]
     decided: Decisions
     refused: Mapping[str, int]
     operations: Mapping[int, Mapping[str, int]]
     rollbacks: list[RollbackRow]
     rounds: list[RoundRow]
+    validated: Mapping[int, Sequence[float | None]]
     changed: Sequence[str]
 
 
@@ -89,10 +95,13 @@ class Gathered:
         self._refused: Counter[str] = Counter()
         self._operations: dict[int, Counter[str]] = {}
         self._analytics = BlueprintAnalytics()
+        self._prices: dict[tuple[str, str], tuple[int, int]] = {}  # seeds and their parameters, by blueprint and slot
+        self._validated: dict[int, Sequence[float | None]] = {}
 
     def write(self, row: Row) -> None:
         """Take in the next row."""
-        self._analytics.write(row)
+        if not isinstance(row, PlayedRow) or row.cohort in (UNSET, "training"):
+            self._analytics.write(row)
         match row:
             case RunRow():
                 self._heads.append(row)
@@ -110,8 +119,14 @@ class Gathered:
                 self._rollbacks.append(row)
             case RoundRow():
                 self._rounds.append(row)
+            case EvaluationRow(cohort="validation", round=int(number)):
+                self._validated[number] = [*self._validated.get(number, []), *row.objectives]  # a row for each task
 
     def _write_decision(self, row: DecisionRow) -> None:
+        if row.op == "GERMINATE" and row.carried_out and row.price is not None and row.cohort in (UNSET, "training"):
+            key = row.blueprint or "", row.slot or ""
+            count, params = self._prices.get(key, (0, 0))
+            self._prices[key] = count + 1, params + row.price
         if row.cohort is UNSET:
             if row.refusal is not None:
                 self._refused[row.refusal] += 1
@@ -164,11 +179,13 @@ class Gathered:
             self._sensors(),
             _times(self._phases),
             self._analytics.tallies(),
+            {key: params / count for key, (count, params) in self._prices.items()},
             self._decided.decisions(),
             dict(self._refused.most_common()),
             {number: dict(counts) for number, counts in sorted(self._operations.items())},
             list(self._rollbacks),
             list(self._rounds),
+            dict(self._validated),
             [setting for row in heads for setting in row.changed],
         )
 
@@ -253,19 +270,22 @@ def _stays(population: Population, head: RunRow, changes: Iterable[LifecycleRow]
 
 def _marks(head: RunRow, changes: Iterable[LifecycleRow], rollbacks: Iterable[RollbackRow]) -> list[SeedMark]:
     """The plantings and removals of an episode, whose changes of stage are `changes`; a rollback may remove seeds too."""
-    slots, planted, episode = {name: index for index, name in enumerate(head.slots)}, {}, -1
+    slots, episode = {name: index for index, name in enumerate(head.slots)}, -1
+    planted: dict[tuple[int, str], list[tuple[int, str | None]]] = {}
     marks = []
     for row in changes:
         episode = row.episode
         if row.to_stage in ("GERMINATED", "PRUNED"):
-            planted[row.env, row.slot] = row.blueprint
+            if row.to_stage == "GERMINATED":
+                planted.setdefault((row.env, row.slot), []).append((row.step, row.blueprint))
             marks.append(
                 SeedMark(row.env, slots[row.slot], row.step, row.to_stage == "GERMINATED", row.blueprint, row.why)
             )
     for lost in rollbacks:
         for slot in lost.pruned if lost.episode == episode and lost.cohort is UNSET and not lost.twin else ():
             why = f"lost in a rollback ({lost.reason}), without a decision of the controller"
-            marks.append(SeedMark(lost.env, slots[slot], lost.step, False, planted.get((lost.env, slot)), why))
+            seeds = [seed for step, seed in planted.get((lost.env, slot), ()) if step <= lost.step]
+            marks.append(SeedMark(lost.env, slots[slot], lost.step, False, seeds[-1] if seeds else None, why))
     return marks
 
 

@@ -1,6 +1,7 @@
 """The page about one run, from its model: sections of sentences, tables and figures, in one file without requests."""
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
@@ -21,7 +22,7 @@ from esper.karn.report.grown import COLOURS, curves_section, growth_section, sen
 from esper.karn.report.model import RunModel, read_model
 from esper.karn.report.pictures import Pictures, write_pictures
 from esper.karn.report.records import NO_SEED
-from esper.karn.report.trained import training_sections
+from esper.karn.report.trained import round_seconds, training_sections
 from esper.leyline.arguments import to_path
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, RunWarning, warn
@@ -185,7 +186,7 @@ def _asked(model: RunModel) -> Section:
     lines = []
     if head is not None:
         what = f"{counted(head.envs, 'network')} on the task {printable(head.task)}, for {counted(head.steps, 'step')} an episode"
-        trained = "A controller was to be trained by growing, in every round,"
+        trained = f"A controller was to be trained in {_rounds(config)} by growing, in every round,"
         grown = f"The controller {printable(head.controller)} was asked to grow"
         asked = trained if config.get("controller") == "ppo" else grown
         lines.append(f"{asked} {what}.")
@@ -210,8 +211,30 @@ def _asked(model: RunModel) -> Section:
         lines.append(f"Changed when the run was resumed: {', '.join(map(printable, model.changed))}.")
     usual = dict(flat_settings(Config().model_dump(mode="json")))
     own = [(key, value, usual[key]) for key, value in flat_settings(config) if key in usual and usual[key] != value]
-    tables = [Table("Settings that differ from the defaults of Esper", ("key", "value", "default"), own, texts=(1, 2))]
+    command = _command(model)
+    if command:
+        lines.append(f"The command was: {command}")
+    caption = (
+        "Settings that differ from the defaults of Esper, those that the task or esper train brings along included"
+    )
+    tables = [Table(caption, ("key", "value", "default"), own, texts=(1, 2))]
     return Section("asked", "What was asked", lines, tables if own else [])
+
+
+def _rounds(config: Mapping[str, Any]) -> str:
+    """How many rounds a training was to have."""
+    ppo = config.get("ppo") or {}
+    imitation = ppo.get("imitation_rounds")
+    first = f"{counted(imitation, 'round')} of imitation and then " if imitation else ""
+    return first + (counted(ppo["rounds"], "round") if "rounds" in ppo else "rounds")
+
+
+def _command(model: RunModel) -> str | None:
+    """The command that began the run, as it is typed; None if it was another program or `esper resume`."""
+    words = (model.environment or {}).get("command") or []
+    if len(words) < 2 or Path(str(words[0])).name != "esper" or words[1] == "resume":
+        return None
+    return printable(shlex.join(["esper", *map(str, words[1:])]))
 
 
 def _result(model: RunModel) -> Section:
@@ -239,6 +262,7 @@ def _result(model: RunModel) -> Section:
         done = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
         lines.insert(0, f"The run was interrupted after {done}; the figures are those of the networks at that time.")
     lines += [
+        *_lowest_lines(model),
         *console.grown_lines(summary),
         *console.trouble_lines(summary),
         *console.early_stopping_lines(summary),
@@ -275,6 +299,27 @@ def _by_environment(model: RunModel) -> Table:
     return Table("Results by environment", columns, rows, texts=(len(columns) - 2,))
 
 
+def _lowest_lines(model: RunModel) -> list[str]:
+    """Which environment has the lowest metric, what the host alone has there, and whether it learned anything."""
+    summary, population = model.summary or {}, model.population
+    scores = (summary.get(f"test_{summary.get('metric')}") or {}).get("grown") or []
+    known = [(score, env) for env, score in enumerate(scores) if score is not None]
+    if len(known) < 2:
+        return []
+    score, env = min(known)
+    static = {name: each.get(f"test_{summary['metric']}") for name, each in summary.get("baselines", {}).items()}
+    there = [f"{_number(values[env])} of {printable(name)}" for name, values in static.items() if values]
+    line = f"The lowest test {printable(summary['metric'])} is {_number(score)}, in environment {env}"
+    line += f", beside {', '.join(there)}." if there else "."
+    if population is not None:
+        begin, end = population.loss[0, env], population.loss[-1, env]
+        line += (
+            f" Its loss on the probe split was {begin:.4g} after step {population.steps[0]} and {end:.4g} after step "
+            f"{population.steps[-1]}."
+        )
+    return [line]
+
+
 def _verdicts(summary: Mapping[str, Any]) -> list[str]:
     """How the grown networks compare with each static one, in a sentence each."""
     metric, lines = f"test_{summary['metric']}", []
@@ -299,7 +344,13 @@ def _machine(model: RunModel) -> Section:
     if "grown_params" in summary:
         lines += console.time_lines(summary)
     elif summary.get("seconds") is not None:
-        lines.append(f"The run took {summary['seconds']:,.1f} seconds.")
+        lines += [f"The run took {summary['seconds']:,.1f} seconds.", *round_seconds(model)]
+    command = _command(model)
+    if command:
+        lines.append(
+            f"To repeat the run: {command}, with another folder or --overwrite, and with the versions of the table Machine. On "
+            "a processor of the same kind with as many threads its figures are the same; docs/determinism.md has the details."
+        )
     phases = summary.get("phase_seconds")
     if phases:
         whole = sum(phases.values())
@@ -316,9 +367,19 @@ def _machine(model: RunModel) -> Section:
         ]
         figures.append(Curves("Seconds of a step by phase", model.times.steps.tolist(), series, "step", "seconds"))
     if model.environment is not None:
-        tables.append(Table("Machine", ("name", "value"), flat_settings(model.environment), texts=(1,)))
+        tables.append(Table("Machine", ("name", "value"), _machine_rows(model), texts=(1,)))
     tables.append(Table("Config", ("key", "value"), flat_settings(model.config), texts=(1,)))
     return Section("machine", "Time, machine and config", lines, tables, figures)
+
+
+def _machine_rows(model: RunModel) -> list[tuple[str, str]]:
+    """Name and value of what the run was made with; settings of a task in a training only where they differ from the config."""
+    config = dict(flat_settings(model.config))
+    return [
+        (name, value)
+        for name, value in flat_settings(model.environment or {})
+        if not (name.startswith("cohorts.") and config.get(name.split(".", 2)[-1]) == value)
+    ]
 
 
 def _words() -> Section:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from esper.karn.console import mean_and_error, spread, t_factor
 from esper.karn.report.figures import Curves, Forest, ForestRow, Series
 from esper.karn.report.frame import Section
 from esper.karn.report.model import RunModel
@@ -82,9 +83,43 @@ def _validation_lines(model: RunModel) -> list[str]:
     if not known:
         return ["The controller was not validated."]
     first, last, best = known[0], known[-1], max(known, key=lambda each: each[1])
+    ppo = model.config.get("ppo") or {}
+    when = (
+        f", every {ppo['validate_every']} rounds and at the end (ppo.validate_every)" if "validate_every" in ppo else ""
+    )
+    lines = [
+        f"Validated {counted(len(known), 'time')}{when}: J {first[1]:.4f} at first ({_when(first[0])}), {best[1]:.4f} at best "
+        f"({_when(best[0])}), {last[1]:.4f} at last ({_when(last[0])})."
+    ]
+    before, after = model.validated.get(first[0], ()), model.validated.get(last[0], ())
+    gaps = [b - a for a, b in zip(before, after, strict=False) if a is not None and b is not None]
+    mean, error = mean_and_error(gaps)
+    if first[0] == last[0] or len(before) != len(after) or np.isnan(error):
+        return lines
+    clear = abs(mean) > t_factor(len(gaps)) * error
+    verdict = f"The policy became {'better' if mean > 0 else 'worse'}" if clear else "No change of the policy was found"
     return [
-        f"Validated {len(known)} times: J {first[1]:.4f} at first (round {first[0]}), {best[1]:.4f} at best (round {best[0]}), "
-        f"{last[1]:.4f} at last (round {last[0]})."
+        *lines,
+        f"{verdict} from the first validation to the last: J {spread(gaps, '+.4f')}, a paired 95 % interval over "
+        f"{counted(len(gaps), 'network')}, on the same instances. It covers the choice of instances, not of the run seed.",
+    ]
+
+
+def _when(number: int) -> str:
+    return "after imitation" if number < 0 else f"round {number}"
+
+
+def round_seconds(model: RunModel) -> list[str]:
+    """Where the time of a training went: a sentence, if its rounds say so."""
+    rows = [row for row in model.rounds if row.figures.get("controller_share") is not None]
+    if not rows:
+        return []
+    whole = sum(row.seconds for row in rows)
+    deciding = sum(row.seconds * (row.figures["controller_share"] or 0.0) for row in rows)
+    imitation = sum(row.seconds for row in rows if row.round < 0)
+    return [
+        f"Its {counted(len(rows), 'round')} took {whole:,.1f} seconds, {imitation:,.1f} of them imitation; the controller "
+        f"decided and learned for {deciding:,.1f} seconds, and networks were trained, measured and validated in the others."
     ]
 
 
