@@ -1,5 +1,6 @@
 """Write docs/events.md from the classes of the rows, the one source of every field of events.jsonl."""
 
+import inspect
 from pathlib import Path
 
 import msgspec.inspect
@@ -169,7 +170,8 @@ def _section(title: str, row: type[Row]) -> str:
         f"| `{name}` | {kind}{' or null' if null else ''} | {meaning} |"
         for name, (kind, null, meaning) in fields(row).items()
     )
-    return "\n".join([f"## {title}\n", f"{row.__doc__}\n", "| field | type | meaning |", "|---|---|---|", *lines, ""])
+    explained = inspect.cleandoc(row.__doc__ or "")
+    return "\n".join([f"## {title}\n", f"{explained}\n", "| field | type | meaning |", "|---|---|---|", *lines, ""])
 
 
 if __name__ == "__main__":
