@@ -21,8 +21,9 @@ The first row is a `run` row, and its `schema` is the version of the rows: {SCHE
 written; a training, which grows whole populations, leaves out the rows of every step (`step`, `gate`, `measurement`, `sensors`,
 `reward`, `phases` and `gradients`) where it is not asked for them. After a network was restored, an `anomaly` row says so, and
 for `telemetry.raise_steps` steps the level `run` writes what `step` does, and `step` what `debug` does. `gradients` rows are
-written at level `debug`, or every `telemetry.gradients_every` steps. At level `step`, `sensors` and `phases` rows come every
-`telemetry.sensors_every` steps, which is about 30 times in an episode unless it is set.
+written at level `debug`, or every `telemetry.gradients_every` steps; at level `debug` they have the norm of each parameter. At
+level `step`, `sensors` and `phases` rows come every `telemetry.sensors_every` steps, which is about 30 times in an episode unless
+it is set.
 
 ```python
 import json
@@ -99,7 +100,7 @@ VERSIONS = """## Versions
 | 1 | no `schema`; one name could have several types |
 | 2 | `run`: `host_param_counts` for `host_params`; `step`: `metrics`, `losses`, `train_losses`, `ops`, `op_slots`, `stages`, `alphas`, `added_param_counts`, `twin_metrics` for `metric`, `loss`, `train_loss`, `op`, `slot`, `stage`, `alpha`, `added_params`, `twin_metric`; `rollback`: `slot_stages` for `stage` |
 | 3 | new: `decision`, `measurement`, `sensors`, `phases` and `gradients` rows |
-| 4 | new: `environment`, `gate`, `reward`, `anomaly`, `evaluation` and `checkpoint` rows, `rule_sensors` of `decision` and `covered` of `phases`, whose figures are those of all steps covered; `step` without `ops`, `op_slots`, `accepted` and `refused`, which the `decision` rows have; no `measurement` row where nothing was measured, and `participations` at level debug only; a field that has its default is left out, null stands for a list of nulls, and figures have 5 digits |
+| 4 | new: `environment`, `gate`, `reward`, `anomaly`, `evaluation` and `checkpoint` rows, `rule_sensors` of `decision`, `host_parameter_gradients` and `seed_parameter_gradients` of `gradients`, and `covered` of `phases`, whose figures are those of all steps covered; `step` without `ops`, `op_slots`, `accepted` and `refused`, which the `decision` rows have; no `measurement` row where nothing was measured, and `participations` at level debug only; a field that has its default is left out, null stands for a list of nulls, and figures have 5 digits |
 """  # noqa: E501 (a row of a table is one line)
 
 NAMES = {

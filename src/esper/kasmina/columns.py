@@ -79,6 +79,11 @@ class Columns:
         self.steps = np.zeros(capacity, np.int64)
 
     @property
+    def trained_places(self) -> tuple[Place, ...]:
+        """The parameters that train in some row."""
+        return tuple(place for place in self.places if place.stop <= self.trained)
+
+    @property
     def capacity(self) -> int:
         """Number of rows that fit."""
         return len(self.columns["value"])

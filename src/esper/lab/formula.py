@@ -96,8 +96,8 @@ class FormulaPopulation:
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
         """Do nothing: the formulas depend only on the seeds."""
 
-    def train(self, seeds: Seeds) -> None:
-        """Advance the learning curves by one step."""
+    def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
+        """Advance the learning curves by one step. Formulas have no parameters, and so no norms of them."""
         self.step += 1
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:

@@ -90,10 +90,10 @@ class _Updates:
     def __init__(self, updates: Updates, feed: _Feed, stack: Stack, row: int | None) -> None:
         self._updates, self._feed, self._stack, self._row = updates, feed, stack, row
 
-    def step(self) -> Tensor:
+    def step(self, parts: Tensor | None = None) -> Tensor:
         if self._row is not None and self._feed.now:
             self._stack.columns["gradient"][self._row, 0] = torch.nan
-        return self._updates.step()
+        return self._updates.step(parts)
 
 
 @contextmanager

@@ -295,7 +295,8 @@ class TelemetryConfig(Section):
     gradients_every: int | None = Field(
         None,
         ge=0,
-        description="steps between gradients rows; 0 for none, null for 1 at level debug and none at the others [steps]",
+        description="steps between gradients rows, which have the norms of each parameter at level debug; 0 for none, null for 1 "
+        "at level debug and none at the others [steps]",
     )
     raise_steps: int = Field(
         3,

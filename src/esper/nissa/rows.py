@@ -316,7 +316,12 @@ class RewardRow(PlayedRow, tag="reward", kw_only=True):
 
 
 class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
-    """Gradient norms of a step, to 5 digits, one for each group of parameters: the host and every seed."""
+    """Gradient norms of a step before clipping, to 5 digits: of the host and of every seed, and at level debug of each parameter.
+
+    A norm is the mean over the optimizer steps of the step [units of the loss / units of the parameter]. The norms of each
+    parameter are those of the training pass, also in an environment that was restored afterwards; there, null is a norm that is
+    not finite. They are left out in a step that raises the level to debug, because it was trained before, and by `esper.Growth`.
+    """
 
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
@@ -324,6 +329,17 @@ class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
     seed_gradients: Annotated[
         Matrix, Meta(description="(E, S) gradient norm of the seed, mean over the step; null where no seed trained")
     ]
+    host_parameter_gradients: Annotated[
+        Mapping[str, Numbers] | None,
+        Meta(description="at level debug, by the name of the parameter in the host: (E,) its gradient norm"),
+    ] = None
+    seed_parameter_gradients: Annotated[
+        Mapping[str, Numbers] | None,
+        Meta(
+            description="at level debug, by `slot/name`, the name being that of the parameter in the seed: (E,) its gradient "
+            "norm; null where the environment trains no such seed"
+        ),
+    ] = None
 
 
 class AnomalyRow(PlayedRow, tag="anomaly", kw_only=True):

@@ -1,6 +1,6 @@
 """Detailed rows of the events: the basis of the decisions of a step, and its measurements. E environments, S slots."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,13 @@ from esper.leyline.config import GatesConfig
 from esper.leyline.masks import offered
 from esper.leyline.stages import Stage, among
 from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Outcome, View, take
+from esper.leyline.view import Floats, Outcome, View, take
 from esper.nissa.events import digits, rounded
 from esper.nissa.rows import DecisionRow, GateRow, GradientsRow, MeasurementRow, SensorsRow
 from esper.tolaria.attribution import attribute
 from esper.tolaria.fates import GATES
 from esper.tolaria.play import Decision
-from esper.tolaria.population import Population
+from esper.tolaria.population import ParameterNorms, Population
 
 
 def decision_rows(
@@ -118,13 +118,21 @@ def sensors_row(view: View, outcome: Outcome) -> SensorsRow | None:
     )
 
 
-def gradients_row(view: View, outcome: Outcome) -> GradientsRow:
-    """Return the gradient norms of the step that led to `view`."""
+def gradients_row(view: View, outcome: Outcome, norms: ParameterNorms | None) -> GradientsRow:
+    """Return the gradient norms of the step that led to `view`. norms: those of each parameter, if they were measured."""
+    host, seeds = norms or ({}, {})
+    envs = len(view.host_params)
+
+    def of_environments(by_name: Mapping[str, Floats]) -> dict[str, Floats] | None:
+        return {name: rounded(values[:envs]) for name, values in by_name.items()} or None
+
     return GradientsRow(
         episode=outcome.episode,
         step=outcome.step,
         host_gradients=rounded(view.measurements.gradient_norm),
         seed_gradients=rounded(view.measurements.seed_gradient_norm),
+        host_parameter_gradients=of_environments(host),
+        seed_parameter_gradients=of_environments(seeds),
     )
 
 

@@ -57,7 +57,8 @@ Further = Callable[[View, Verdicts], tuple[Actions, Sequence[str | None] | None]
 class Engine(Generic[P]):
     """Plays episodes of E environments over any population.
 
-    A step reads the device once, for any E, S and telemetry settings, and a second time if a row is rolled back.
+    A step reads the device once, for any E, S and telemetry settings, and a second time if a row is rolled back. Setting
+    `parameter_norms` to true before a step adds the gradient norm of each parameter to the trace of this one step.
     """
 
     def __init__(self, population: P, config: Config) -> None:
@@ -86,6 +87,7 @@ class Engine(Generic[P]):
         self.certifier = Certifier(population, config) if config.gates.certify is not None else None
         self.fates = Fates()
         self.trace: Trace | None = None  # of the last step
+        self.parameter_norms = False
 
     def reset(
         self,
@@ -205,7 +207,8 @@ class Engine(Generic[P]):
         while further is not None and (more := further(self.view(), refused)) is not None:
             refused = self._carry_out(*more)
         with self.timer.phase("train"):
-            self.population.train(self.state.seeds)
+            self.population.train(self.state.seeds, parameter_norms=self.parameter_norms)
+        self.parameter_norms = False
         return self.close()
 
     def apply(self, actions: Actions, reasons: Sequence[str | None] | None = None) -> Verdicts:
@@ -409,7 +412,8 @@ class Engine(Generic[P]):
         self.fates.roll_back(found[envs], path[-1], governed, self.space, step)
         twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
         reads = 1 + bool((found != Vital.GOOD).any())
-        return Trace(tuple(changes), measured.scores, found[: self.rows], path[-1], governed, twins, reads)
+        norms = measured.parameter_norms
+        return Trace(tuple(changes), measured.scores, found[: self.rows], path[-1], governed, twins, reads, norms)
 
 
 def _of_environments(space: Space, envs: int) -> Space:

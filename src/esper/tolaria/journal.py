@@ -11,11 +11,12 @@ from esper.leyline.verdicts import Vital
 from esper.leyline.view import Floats, Outcome, Scores, Seeds, Transitions, View
 from esper.nissa.events import Basis, anomaly_rows, episode_rows, lifecycle_rows, reward_row, rollback_rows, step_row
 from esper.nissa.hub import Hub
-from esper.nissa.rows import DecisionRow, PhasesRow, PlayedRow, StepRow
+from esper.nissa.rows import DecisionRow, GradientsRow, PhasesRow, PlayedRow, StepRow
 from esper.tolaria.detail import decision_rows, gate_rows, gradients_row, measurement_row, sensors_row
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.governor import Verdicts
 from esper.tolaria.play import Observer, Step
+from esper.tolaria.population import ParameterNorms
 
 if TYPE_CHECKING:
     from esper.tolaria.engine import Engine
@@ -43,6 +44,9 @@ class Trace(NamedTuple):
     governed: Seeds  # after the rollback
     twins: Floats | None  # (E,) metrics of the twins
     reads: int  # number of device reads
+    parameter_norms: ParameterNorms | None = (
+        None  # of all rows and the ghost, before the rollback; None if not asked for
+    )
 
 
 class Source(NamedTuple):
@@ -83,8 +87,10 @@ class Journal(Observer):
         self._sensors_every = measured * math.ceil(self._every / measured)
 
     def going(self, view: View) -> bool:
-        """Note the time before a step."""
+        """Note the time before a step, and ask for the norms of each parameter if the row of this step is to have them."""
         self._spent = dict(self.engine.timer.seconds)
+        full = self.hub.level == "debug" and self.hub.wants(GradientsRow)
+        self.engine.parameter_norms = full and self._gradients_due(view.step + 1, full)
         return True
 
     def stepped(self, step: Step) -> None:
@@ -126,9 +132,13 @@ class Journal(Observer):
         self._count(step, trace.reads)
         if full or number % self._every == 0 or outcome.terminal:
             yield self._phases_row(outcome)
-        every = config.telemetry.gradients_every
-        if number % every == 0 if every else full and every is None:
-            yield gradients_row(view, outcome)
+        if self._gradients_due(number, full):
+            yield gradients_row(view, outcome, trace.parameter_norms)
+
+    def _gradients_due(self, number: int, full: bool) -> bool:
+        """Whether a step has a row of gradients. number: of the step, counted from 1; full: whether the level is debug."""
+        every = self.engine.config.telemetry.gradients_every
+        return number % every == 0 if every else full and every is None
 
     def _count(self, step: Step, reads: int) -> None:
         """Add the seconds of each phase of a step, and its reads of the device."""

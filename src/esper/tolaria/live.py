@@ -106,7 +106,7 @@ class LivePopulation:
             self.grafts.add(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])), key)
         self.follow(seeds)
 
-    def train(self, seeds: Seeds) -> None:
+    def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
         """Nothing: the loop that owns the network trains it."""
 
     def incubate(self, batch: tuple[Any, Any] | None) -> None:

@@ -8,7 +8,7 @@ from esper.leyline.stages import Stage
 from esper.leyline.view import Bools, CoalitionValues, Estimate, Measurements, Scores, Seeds, choose
 from esper.tolaria.certifying import Certifier
 from esper.tolaria.coalitions import Coalitions, Sampling, coalitions, masks
-from esper.tolaria.population import Asked, Figures, Indices, Population
+from esper.tolaria.population import Asked, Figures, Indices, ParameterNorms, Population
 from esper.tolaria.probe import negated, spread
 from esper.tolaria.vitals import Signs
 
@@ -24,6 +24,7 @@ class Measured(NamedTuple):
         signs (Signs): vital signs
         data ((E,) bool array or None): whether the data of a row are finite; None if it was not asked for
         validation (Scores or None): scores of the networks as exported on the validation split; None if not asked for
+        parameter_norms (ParameterNorms or None): gradient norms of each parameter; None if not asked for
     """
 
     measurements: Measurements
@@ -33,6 +34,7 @@ class Measured(NamedTuple):
     signs: Signs
     data: Bools | None = None
     validation: Scores | None = None
+    parameter_norms: ParameterNorms | None = None
 
     def replaced(self, other: "Measured", rows: Bools) -> "Measured":
         """Return the results, with those of `other` in the rows that are marked in `rows` (E,), which have no unfinished seed."""
@@ -45,6 +47,7 @@ class Measured(NamedTuple):
             choose(rows, other.signs, self.signs),
             other.data,
             self.validation,
+            self.parameter_norms,
         )
 
 
@@ -86,6 +89,7 @@ def measure(
         _signs(measurements, figures),
         figures.finite,
         None if figures.validation is None else Scores(*figures.validation, kept),
+        None if figures.trained is None else figures.trained.parameter_norms,
     )
 
 

@@ -131,6 +131,7 @@ class Updates:
         trained = slice(0, stack.trained)
         names = ("value", "gradient", *rule.moments)
         columns = {name: stack.columns[name][rows, trained] for name in names}
+        self.places = stack.trained_places
         self.steps = stack.steps[rows]  # a view, so that the stack's count rises too
         self.value, self.gradient = columns["value"], columns["gradient"]
         self.max_grad_norm = max_grad_norm
@@ -145,15 +146,19 @@ class Updates:
                 self._fixed_values = self.value * fixed
 
     @torch.no_grad()
-    def step(self) -> Tensor:
+    def step(self, parts: Tensor | None = None) -> Tensor:
         """Update the rows with their gradients, and set the gradients of these rows to 0.
 
-        Returns the gradient norms (n,) before clipping; a norm is not finite if a gradient is not.
+        Returns the gradient norms (n,) before clipping; a norm is not finite if a gradient is not. The norms of each of the
+        L trained parameters are added to `parts` (n, L), if it is given.
         """
         gradient = self.gradient
         if self._free is not None:
             gradient.mul_(self._free)
         norm: Tensor = torch.linalg.vector_norm(gradient, dim=1)
+        if parts is not None:
+            for index, place in enumerate(self.places):
+                parts[:, index] += torch.linalg.vector_norm(gradient[:, place.start : place.stop], dim=1)
         if self.max_grad_norm is not None:
             gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)[:, None])
         self._update()

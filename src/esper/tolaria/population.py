@@ -39,6 +39,13 @@ class Asked(NamedTuple):
     look: Look | None = None  # the growth of the wealth of seeds on trial
 
 
+class ParameterNorms(NamedTuple):
+    """Gradient norms of each trained parameter, mean over the optimizer steps of one step."""
+
+    host: Mapping[str, Floats]  # (R,) by the name of the parameter in the host
+    seeds: Mapping[str, Floats]  # (R,) by slot/name, the name being that in the seed; nan where no such seed trained
+
+
 class TrainedFigures(NamedTuple):
     """The figures of one step's training."""
 
@@ -48,6 +55,7 @@ class TrainedFigures(NamedTuple):
     )  # (R,) of the host's parameters, mean over the step's optimizer steps; None if a user's loop trains it
     seed_norms: list[Floats]  # (n,) the same of seeds, for each entry of `seed_owners`
     seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the rows (n,) that the norms belong to
+    parameter_norms: ParameterNorms | None = None  # if `train` was asked for them and the population has them
 
 
 class Figures(NamedTuple):
@@ -118,8 +126,8 @@ class Population(Protocol):
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
         """Make and free seeds as the edits say, after `step` steps; `seeds` (R, S) is the state afterwards."""
 
-    def train(self, seeds: Seeds) -> None:
-        """Train every row for one step."""
+    def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
+        """Train every row for one step. `parameter_norms` asks for the gradient norm of each parameter, which `probe` reads."""
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
         """Measure every row as it is now. This reads the device once."""

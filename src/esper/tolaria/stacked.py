@@ -28,7 +28,15 @@ from esper.tolaria.coalitions import coalitions
 from esper.tolaria.data import Examples
 from esper.tolaria.fitting import menu_of, selected
 from esper.tolaria.optimizer import StackedOptimizer
-from esper.tolaria.population import Asked, Figures, Indices, TrainedFigures, row_environments, row_numbers
+from esper.tolaria.population import (
+    Asked,
+    Figures,
+    Indices,
+    ParameterNorms,
+    TrainedFigures,
+    row_environments,
+    row_numbers,
+)
 from esper.tolaria.precision import resolve_amp
 from esper.tolaria.probe import Probed, probe, sense
 from esper.tolaria.resident import ResidentData
@@ -134,11 +142,18 @@ class StackedPopulation:
 
         self.body.edit(changes, seeds, birth_key)
 
-    def train(self, seeds: Seeds) -> None:
+    def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
         """Train every row on the batches of one step. Nothing is read from the device."""
-        dropout = self.data.instance, self._episode
         self._trained = train(
-            self.body, seeds, self.feed, self.optimizer, self.objective, self.config, dropout, self.products
+            self.body,
+            seeds,
+            self.feed,
+            self.optimizer,
+            self.objective,
+            self.config,
+            (self.data.instance, self._episode),
+            self.products,
+            parameter_norms,
         )
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
@@ -149,7 +164,10 @@ class StackedPopulation:
         if asked.sensors:
             sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective, self._teaching())]
         trained = self._trained if asked.trained else None
-        training = [trained.loss, trained.gradient_norm, *trained.seed_norms] if trained is not None else []
+        training: list[Tensor] = []
+        if trained is not None:
+            training = [trained.loss, trained.gradient_norm, *trained.seed_norms]
+            training += [norms for _, norms in trained.parameter_norms]
         data = [self.feed.finite()] if asked.finite else []
         validation: list[Tensor] = []
         if asked.validation:
@@ -168,7 +186,7 @@ class StackedPopulation:
                 next(packet) > 0 if data else None,
                 (next(packet), next(packet)) if validation else None,
                 next(packet) if grown else None,
-                _read(trained, packet) if trained is not None else None,
+                _read(trained, packet, self.space.slots) if trained is not None else None,
             ]
         )
 
@@ -281,6 +299,15 @@ class StackedPopulation:
         )
 
 
-def _read(trained: Trained, packet: Iterator[Floats]) -> TrainedFigures:
+def _read(trained: Trained, packet: Iterator[Floats], slots: Sequence[str]) -> TrainedFigures:
     """Unpack the figures of a step's training from the rest of the packet that was read."""
-    return TrainedFigures(next(packet), next(packet), list(packet), trained.seed_owners)
+    loss, norm = next(packet), next(packet)
+    seed_norms = list(itertools.islice(packet, len(trained.seed_norms)))
+    if not trained.parameter_norms:
+        return TrainedFigures(loss, norm, seed_norms, trained.seed_owners)
+    host, *seeds = (zip(names, next(packet).T, strict=True) for names, _ in trained.parameter_norms)
+    found: dict[str, Floats] = {}
+    for (slot, rows), norms in zip(trained.seed_owners, seeds, strict=True):
+        for name, values in norms:  # seeds of several forms share names, but no row has two of them in one slot
+            found.setdefault(f"{slots[slot]}/{name}", np.full(len(loss), np.nan))[rows] = values
+    return TrainedFigures(loss, norm, seed_norms, trained.seed_owners, ParameterNorms(dict(host), found))

@@ -26,6 +26,9 @@ class Trained(NamedTuple):
     gradient_norm: Tensor  # (E,) gradient norm of the hosts, mean over the step's optimizer steps
     seed_norms: tuple[Tensor, ...]  # (n,) the same of seeds, for each entry of `seed_owners`
     seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the environments (n,) that the norms belong to
+    parameter_norms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
+    """Names (L,) of the trained parameters and their gradient norms (n, L), mean over the step's optimizer steps: of the hosts,
+    then for each entry of `seed_owners`. Empty if they were not asked for."""
 
 
 class _Group(NamedTuple):
@@ -33,6 +36,8 @@ class _Group(NamedTuple):
 
     updates: Updates
     norm: Tensor  # (n,) running sum
+    names: tuple[str, ...]  # (L,) of the trained parameters
+    parts: Tensor | None  # (n, L) running sum of their norms
 
 
 def shadows(seeds: Seeds) -> Branches:
@@ -57,12 +62,14 @@ def train(
     config: Config,
     dropout: tuple[Indices, int],
     products: torch.dtype | None = None,
+    parameter_norms: bool = False,
 ) -> Trained:
     """Train every row on the step's batches.
 
     `dropout` is (instance (E,), episode). Together with the seed and the batch number it is the key of dropout. The
     optimizer moves exactly the trainable rows: hosts, and seeds in TRAINING, BLENDING (not doomed), HOLDING or
     FOSSILIZED. `products` is the type in which the forward and backward passes multiply; None is that of the parameters.
+    `parameter_norms` asks for the gradient norm of each parameter too.
     """
     shadow = config.lifecycle.incubation == "shadow"
     branches = shadows(seeds)
@@ -80,12 +87,12 @@ def train(
     accumulate = config.optimizer.accumulation_steps
     updates = config.data.batches_per_step // accumulate
     rows = len(seeds.stage)
-    host = _group(body.host, slice(0, rows), optimizer)
+    host = _group(body.host, slice(0, rows), optimizer, parameter_norms)
     groups, owners = [], []
     for (slot, form), runs in body.trainable(seeds).items():
         for run in runs:
             if run.stop > run.start:
-                groups.append(_group(body.stacks[slot, form], run, optimizer))
+                groups.append(_group(body.stacks[slot, form], run, optimizer, parameter_norms))
                 owners.append((slot, body.envs[slot, form][run]))
     _check_trainable(seeds, owners)
 
@@ -100,12 +107,13 @@ def train(
                 own = None if keys is None else keys[route.part]
                 total += _backward(body, route, feed, objective, config, own, products)
         for group in (host, *groups):
-            group.norm.add_(group.updates.step())
+            group.norm.add_(group.updates.step(group.parts))
     return Trained(
         loss / config.data.batches_per_step,
         host.norm / updates,
         tuple(group.norm / updates for group in groups),
         tuple(owners),
+        tuple((group.names, group.parts / updates) for group in (host, *groups) if group.parts is not None),
     )
 
 
@@ -143,9 +151,11 @@ def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
     return losses if weights is None else losses * weights
 
 
-def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer) -> _Group:
+def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer, parameter_norms: bool) -> _Group:
     norm = torch.zeros(rows.stop - rows.start, dtype=stack.dtype, device=stack.device)
-    return _Group(optimizer.begin(stack, rows), norm)
+    names = tuple(place.name for place in stack.trained_places)
+    parts = norm.new_zeros(len(norm), len(names)) if parameter_norms else None
+    return _Group(optimizer.begin(stack, rows), norm, names, parts)
 
 
 def _check_trainable(seeds: Seeds, owners: list[tuple[int, Indices]]) -> None:
