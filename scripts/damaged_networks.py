@@ -95,15 +95,21 @@ def transformer() -> nn.Module:
     return trained(Rows(), digits()[0][:HALF, 0])
 
 
-@torch.no_grad()
 def quantised_transformer() -> nn.Module:
     """The transformer with the linear weights of three layers at 2 bits, by torch.fake_quantize_per_channel_affine."""
-    model, top = transformer(), 2 ** (BITS - 1) - 1
+    model = transformer()
     for layer in list(model.layers)[:3]:
         for linear in (layer.up, layer.down, layer.attention.out_proj):
-            scale, zero = linear.weight.abs().amax(1) / top, torch.zeros(len(linear.weight), dtype=torch.int32)
-            linear.weight.copy_(torch.fake_quantize_per_channel_affine(linear.weight, scale, zero, 0, -top - 1, top))
+            quantise(linear.weight)
     return model
+
+
+@torch.no_grad()
+def quantise(weight: Tensor) -> None:
+    """Round the weights (O, I) of each output to the values that BITS bits have, in place."""
+    top = 2 ** (BITS - 1) - 1
+    scale, zero = weight.abs().amax(1) / top, torch.zeros(len(weight), dtype=torch.int32)
+    weight.copy_(torch.fake_quantize_per_channel_affine(weight, scale, zero, 0, -top - 1, top))
 
 
 @functools.cache

@@ -222,6 +222,7 @@ def test_one_command_heals_an_exported_network(folder, capsys):
     heal = ("heal", "network.pt2", "--data", "mine_data.py:pair", "--budget", 0.3, "--steps", 24, "--out", "out")
     assert not code_of(*heal)
     out = capsys.readouterr().out
+    assert [line.split("  ")[0] for line in out.splitlines()[:3]] == ["network", "nothing", "grown"]
     assert "all weights" in out
     assert "healing.json" in out
     assert (folder / "out" / "network.pt2").is_file()
@@ -242,3 +243,8 @@ def test_one_command_heals_an_exported_network(folder, capsys):
 def test_the_command_refuses_bad_input_with_code_2(folder, capsys, model, data, sentence):
     assert code_of("heal", model, "--data", data) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_command_prints_its_summary_as_json(folder, capsys):
+    assert not code_of("heal", "network.pt2", "--data", "mine_data.py:pair", "--budget", 0.3, "--steps", 24, "--json")
+    assert json.loads(capsys.readouterr().out)["planted"]

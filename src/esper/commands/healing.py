@@ -51,9 +51,9 @@ def heal(
     healed = heal_network(_module(model), examples, whole, budget, steps=steps, batch_size=batch_size, seed=seed)
     written = None if out is None else healed.save(out)
     if as_json:
-        say(json.dumps(healed.summary(), indent=1))
+        typer.echo(json.dumps(healed.summary(), indent=2))
         return
-    for line in [repr(healed), *([written] if written else [])]:
+    for line in [*repr(healed).splitlines(), *([written] if written else [])]:
         say(line)
 
 
