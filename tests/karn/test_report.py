@@ -283,6 +283,37 @@ def test_seeds_without_any_effect_are_counted_and_those_with_a_gain_are_not():
     assert (log.decisions().total, log.decisions().idle) == (4, 1)
 
 
+def test_a_refused_wish_is_named_with_its_environment_its_steps_and_the_reason(run):
+    opened, gathered = esper.open_run(run), Gathered()
+    for row in read_events(run / "events.jsonl"):
+        if not isinstance(row, DecisionRow):
+            gathered.write(row)
+    for step, env, blueprint in ((1, 2, "mlp-small"), (3, 0, "bypass-mlp"), (4, 2, "mlp-small")):
+        gathered.write(
+            DecisionRow(
+                seq=0,
+                time=0.0,
+                episode=0,
+                step=step,
+                env=env,
+                op="GERMINATE",
+                slot="block0",
+                blueprint=blueprint,
+                price=400,
+                carried_out=False,
+                refusal="param_budget",
+                choice_counts=[2, 2, 3, 3, 4, 4],
+            )
+        )
+    tables = [table for each in content_of(gathered.model(opened), "x").sections for table in each.tables]
+    refused = next(table for table in tables if table.caption == "Decisions that were refused, 3 in all")
+    assert [row[:6] for row in refused.rows] == [
+        ("2", "GERMINATE", "block0", "mlp-small", "2", "1 to 4"),
+        ("0", "GERMINATE", "block0", "bypass-mlp", "1", "3"),
+    ]
+    assert {row[6] for row in refused.rows} == {"the seed's parameters would exceed governor.param_limit"}
+
+
 def test_a_command_is_shown_as_it_is_typed_and_a_program_of_python_is_not(run):
     model = read_model(esper.open_run(run))
     typed = ["/usr/bin/esper", "grow", "iris", "--run", "my run"]

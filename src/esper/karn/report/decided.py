@@ -63,8 +63,8 @@ def decisions_section(model: RunModel) -> Section | None:
         )
         tables.append(Table(caption, (*columns, "seeds measured", "steps until kept"), rows, texts=(1,)))
         lines.append(
-            "A seed is worth its parameters where its contribution is above its rent; a seed whose contribution was not measured "
-            "was removed before it acted."
+            "A seed is worth its parameters where its contribution is above its rent. It is not measured where no seed acted "
+            "when it was kept or pruned."
         )
         lines += _training_lines(model)
     else:
@@ -81,8 +81,7 @@ def decisions_section(model: RunModel) -> Section | None:
             )
         )
     if model.refused:
-        refusals = [(REFUSALS.get(name, printable(name)), f"{count:,}") for name, count in model.refused.items()]
-        tables.append(Table("Decisions that were refused", ("reason", "decisions"), refusals))
+        tables.append(_refusals(model))
     elif model.population is not None:
         lines.append("No decision was refused.")
     if model.decided.plantings:
@@ -168,6 +167,27 @@ def _contributions(measured: Sequence[Decided]) -> Forest:
     return Forest(
         "Contributions when seeds were kept or pruned", rows, "contribution to the metric, with one standard error"
     )
+
+
+def _refusals(model: RunModel) -> Table:
+    """What was refused, that which was refused most often first."""
+    ordered = sorted(model.refusals.items(), key=lambda each: -each[1][0])
+    rows = [
+        (
+            f"{refused.env}",
+            printable(refused.op),
+            printable(refused.slot or "-"),
+            printable(refused.blueprint or "-"),
+            f"{count:,}",
+            f"{first}" if first == last else f"{first} to {last}",
+            REFUSALS.get(refused.reason, printable(refused.reason)),
+        )
+        for refused, (count, first, last) in ordered[:LISTED]
+    ]
+    total = f"{sum(model.refused.values()):,}"
+    more = f", the first {LISTED} rows of {len(ordered):,}" if len(ordered) > LISTED else ""
+    columns = ("environment", "decision", "slot", "blueprint", "times", "steps", "reason")
+    return Table(f"Decisions that were refused, {total} in all{more}", columns, rows, texts=(1, 2, 3, 6))
 
 
 def _plantings(decided: Decisions) -> Table:

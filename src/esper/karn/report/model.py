@@ -31,6 +31,16 @@ from esper.nissa.rows import (
 )
 
 
+class Refused(NamedTuple):
+    """A decision that was not carried out: the reason (`esper.Refusal`), and what the controller chose for which environment."""
+
+    reason: str
+    env: int
+    op: str
+    slot: str | None
+    blueprint: str | None
+
+
 class RunModel(NamedTuple):
     """A run, ready to be shown.
 
@@ -48,6 +58,7 @@ class RunModel(NamedTuple):
         params (mapping): of the seeds planted in these, mean number of parameters by blueprint and slot
         decided (Decisions): plantings, keeps and prunes of these
         refused (mapping): number of refused decisions by reason
+        refusals (mapping): by what was refused, how often, and the first step and the last of it
         operations (mapping): in a training, the decisions other than WAIT of each round by operation
         rollbacks (list of RollbackRow): all
         rounds (list of RoundRow): of a training
@@ -70,6 +81,7 @@ class RunModel(NamedTuple):
     params: Mapping[tuple[str, str], float]
     decided: Decisions
     refused: Mapping[str, int]
+    refusals: Mapping[Refused, tuple[int, int, int]]
     operations: Mapping[int, Mapping[str, int]]
     rollbacks: list[RollbackRow]
     rounds: list[RoundRow]
@@ -93,6 +105,7 @@ class Gathered:
         self._sensed: list[tuple[int, Sequence[str], Floats]] = []  # step, names, medians
         self._phases: list[tuple[int, Mapping[str, float]]] = []  # step, seconds
         self._refused: Counter[str] = Counter()
+        self._refusals: dict[Refused, tuple[int, int, int]] = {}
         self._operations: dict[int, Counter[str]] = {}
         self._analytics = BlueprintAnalytics()
         self._prices: dict[tuple[str, str], tuple[int, int]] = {}  # seeds and their parameters, by blueprint and slot
@@ -130,6 +143,9 @@ class Gathered:
         if row.cohort is UNSET:
             if row.refusal is not None:
                 self._refused[row.refusal] += 1
+                refused = Refused(row.refusal, row.env, row.op, row.slot, row.blueprint)
+                count, first, _ = self._refusals.get(refused, (0, row.step, row.step))
+                self._refusals[refused] = count + 1, first, row.step
         elif row.cohort == "training" and isinstance(row.round, int) and row.op != "WAIT":
             self._operations.setdefault(row.round, Counter())[row.op] += 1
 
@@ -182,6 +198,7 @@ class Gathered:
             {key: params / count for key, (count, params) in self._prices.items()},
             self._decided.decisions(),
             dict(self._refused.most_common()),
+            dict(self._refusals),
             {number: dict(counts) for number, counts in sorted(self._operations.items())},
             list(self._rollbacks),
             list(self._rounds),
