@@ -102,10 +102,10 @@ def equal(one, other):
 
 
 def learned(space):
-    policy = Policy.fresh(Language.of([space]), 3)
+    policy, generator = Policy.fresh(Language.of([space]), 3), torch.Generator().manual_seed(1)
     with torch.no_grad():  # decisions that differ from step to step
         for parameter in policy.network.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     return Learned(policy)
 
 
