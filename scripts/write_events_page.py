@@ -22,8 +22,8 @@ written; a training, which grows whole populations, leaves out the rows of every
 `reward`, `phases` and `gradients`) where it is not asked for them. After a network was restored, an `anomaly` row says so, and
 for `telemetry.raise_steps` steps the level `run` writes what `step` does, and `step` what `debug` does. `gradients` rows are
 written at level `debug`, or every `telemetry.gradients_every` steps; at level `debug` they have the norm of each parameter. At
-level `step`, `sensors` and `phases` rows come every `telemetry.sensors_every` steps, which is about 30 times in an episode unless
-it is set.
+level `step`, `sensors` and `phases` rows come every `telemetry.sensor_rows_every` steps, which is about 30 times in an episode
+unless it is set.
 
 ```python
 import json

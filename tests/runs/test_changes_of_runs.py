@@ -164,6 +164,7 @@ VALUES = {
     "cohorts": "{iris: {}}",
     "controller": "never",
     "envs": 5,
+    "shards": 2,
     "seed": 9,
     "twin": "false",
     "slots": "[block0]",
@@ -279,7 +280,6 @@ def test_a_finished_training_goes_on_for_more_rounds_and_every_cohort_hears_of_i
     [
         ("ppo.rounds=1", "the training has done 2 rounds"),
         ("steps=5", "changing steps would make this another run"),
-        ("optimizer.name=sgd", "does not fit"),
     ],
 )
 def test_what_does_not_fit_a_training_is_refused_and_nothing_is_changed(trained, setting, sentence):

@@ -123,7 +123,7 @@ def test_other_data_go_on_where_that_is_asked_for_and_are_recorded(run):
     going_on(run, other(blobs(), "train"), other_data=True)
     (entry,) = json.loads((run / "changes.json").read_text())
     assert (entry["set"], entry["noted"]) == ([], ["other data: train of task blobs"])
-    assert [row.changed for row in run_rows(run)] == [[], ["other data: train of task blobs"], []]
+    assert [list(row.changed) for row in run_rows(run)] == [[], ["other data: train of task blobs"], []]
     going_on(run, other(blobs(), "train"))  # these are the data of the run from now on
     with pytest.raises(InputError, match="train of task blobs"):
         going_on(run, blobs())

@@ -286,7 +286,7 @@ class TelemetryConfig(Section):
         description="rows of events.jsonl: off writes none; run leaves out those of every step; step writes all but the "
         "gradients rows; debug writes these too, every measurement of the sensors, and the decisions to WAIT",
     )
-    sensors_every: int | None = Field(
+    sensor_rows_every: int | None = Field(
         None,
         ge=1,
         description="steps between sensors rows, and between phases rows, at level step, raised to a multiple of "

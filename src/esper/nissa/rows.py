@@ -274,7 +274,7 @@ class MeasurementRow(PlayedRow, tag="measurement", kw_only=True):
 class SensorsRow(PlayedRow, tag="sensors", kw_only=True):
     """The growth sensors, to 5 digits, after a step at which they were measured and due. docs/observation.md explains each.
 
-    `telemetry.sensors_every` says how often they are due.
+    `telemetry.sensor_rows_every` says how often they are due.
     """
 
     episode: Annotated[int, Meta(description="counted from 0")]
@@ -284,7 +284,7 @@ class SensorsRow(PlayedRow, tag="sensors", kw_only=True):
 
 
 class PhasesRow(PlayedRow, tag="phases", kw_only=True):
-    """Where the time of the last steps went. `telemetry.sensors_every` says how many steps a row covers."""
+    """Where the time of the last steps went. `telemetry.sensor_rows_every` says how many steps a row covers."""
 
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="last of the steps, counted from 0")]

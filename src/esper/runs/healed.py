@@ -74,7 +74,7 @@ class Healed:
         adapter (bytes by name): the files of the adapter, as `esper.attach` reads them; empty if no seed was kept
         losses ((N,) arrays by network): losses of the examples that were held back
         host_params (int): parameters of the model
-        example: two inputs, with which `save` exports the network
+        example (tensor or tuple): two inputs, with which `save` exports the network
     """
 
     network: nn.Module

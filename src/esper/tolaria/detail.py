@@ -37,7 +37,7 @@ def decision_rows(
     for env in acting.tolist():
         op, slot = int(actions.op[env]), int(actions.slot[env])
         known, there = 0 <= op < len(Op), op != Op.WAIT and 0 <= slot < len(view.space.slots)
-        read = view.space.sensors if full else decision.sensors.get(Op(op), ()) if known else ()
+        read = view.space.sensors if full else (decision.sensors or {}).get(Op(op), ()) if known else ()
         yield DecisionRow(
             episode=outcome.episode,
             step=outcome.step,

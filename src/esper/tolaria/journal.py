@@ -82,7 +82,7 @@ class Journal(Observer):
         self._covered = self._reads = 0  # number of these steps, and their reads of the device
         self._written = hub.seconds  # of the outputs, up to the last step
         telemetry, config = engine.config.telemetry, engine.config
-        self._every = telemetry.sensors_every or math.ceil(config.steps / _SAMPLES)
+        self._every = telemetry.sensor_rows_every or math.ceil(config.steps / _SAMPLES)
         measured = config.probe.sensors_every or 1
         self._sensors_every = measured * math.ceil(self._every / measured)
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ class Decision(NamedTuple):
     actions: Actions  # (E,)
     reasons: Sequence[str | None] | None  # (E,), if the controller gives reasons
     judgement: Judgement | None = None  # if the controller is a policy
-    sensors: Mapping[Op, Sequence[str]] = MappingProxyType({})  # names of those that the controller looked at
+    sensors: Mapping[Op, Sequence[str]] | None = None  # names of those that the controller looked at
 
 
 class Step(NamedTuple):
@@ -82,7 +81,7 @@ def decide(client: PolicyClient, view: View) -> Decision:
         actions,
         client.reasons() if isinstance(client, Explains) else None,
         client.judgement() if isinstance(client, Judges) else None,
-        client.sensors_read if isinstance(client, Cites) else MappingProxyType({}),
+        dict(client.sensors_read) if isinstance(client, Cites) else None,  # a plain dict can be sent to other processes
     )
 
 
