@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from faults.runs import timeless
+from faults.runs import of_any_process, timeless
 
 import esper
-from esper.runs.evaluation_folder import RECORD
 from esper.store.checkpoint import LATEST
-from esper.store.files import CHECKPOINTS, EVENTS, MODELS, SUMMARY
+from esper.store.files import CHECKPOINTS, EVALUATION, EVENTS, MODELS, SUMMARY
 from esper.tamiyo.catalog import FOLDER
 
 RECORDED = Path(__file__).with_suffix(".json")
@@ -188,12 +187,12 @@ def evaluation() -> Golden:
         )
 
     def rewind(folder: Path) -> None:
-        (folder / RECORD).unlink()
+        (folder / EVALUATION).unlink()
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix == ".json")
         for path in files[len(files) // 2 :]:
             path.unlink()
 
-    return Golden("eval-repair", start, start, rewind, RECORD)
+    return Golden("eval-repair", start, start, rewind, EVALUATION)
 
 
 def rewind_run(folder: Path) -> None:
@@ -229,8 +228,7 @@ def hashes(folder: Path, figures: str) -> Hashes:
             parts[f"{figures}: {entry}"] = packed(value, folder.parent)
     kinds: dict[str, list[Any]] = defaultdict(list)
     if (folder / EVENTS).exists():
-        for line in (folder / EVENTS).read_text().splitlines():
-            event = json.loads(line)
+        for event in of_any_process([json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]):
             kinds[event["kind"]].append(event)
     parts |= {f"{EVENTS}: {kind}": packed(events, folder.parent) for kind, events in kinds.items()}
     for part in (MODELS, FOLDER):

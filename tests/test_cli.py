@@ -382,7 +382,7 @@ def test_a_full_disk_is_one_sentence_and_exit_code_1(tmp_path):
         "continue with `esper resume r`"
     )
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "r" / "summary.json").exists()
+    assert json.loads((tmp_path / "r" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_a_run_in_which_every_row_was_rolled_back_in_every_step_prints_so_and_exits_with_1(esper):

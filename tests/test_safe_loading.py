@@ -47,6 +47,14 @@ NAMES = {
 }
 
 
+ALLOWED = {
+    "runs/actor_work.py": ["pickle"],  # what a process sends to those that it starts
+    "runs/processes.py": ["pickle"],
+    "commands/healing.py": ["torch.export.load"],  # the program that the user names to be healed
+}
+"""What SECURITY.md names as executed."""
+
+
 def dotted(node):
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
@@ -85,7 +93,7 @@ def executes(source):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SOURCES[0].parent)))
 def test_no_source_has_anything_that_executes_what_it_reads(path):
-    assert list(executes(path.read_text())) == []
+    assert list(executes(path.read_text())) == ALLOWED.get(str(path.relative_to(SOURCES[0].parent)), [])
 
 
 @pytest.mark.parametrize(

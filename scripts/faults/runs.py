@@ -17,6 +17,10 @@ from esper.tamiyo.catalog import FOLDER
 
 TIMES = ("seconds", "time", "env_steps_per_second", "phase_seconds", "controller_share")
 """Figures that tell how fast a machine was, in a summary, an event or a round's figures."""
+PROCESS = ("checkpoint", "environment")
+"""Kinds of events that tell of the process that wrote them: where it was interrupted, and on which machine it ran."""
+COVERED = ("seq", "covered", "device_reads")
+"""Fields of events that depend on where a run was interrupted: the first `phases` row after that covers fewer steps."""
 PATIENCE = 600
 """Seconds after which a process that should have ended counts as hanging."""
 
@@ -113,7 +117,7 @@ def differences(run: Path, known: Path) -> list[str]:
     events, others = ([json.loads(line) for line in (each / EVENTS).open()] for each in (run, known))
     if [event["seq"] for event in events] != list(range(len(events))):
         odd.append(f"{EVENTS} has a gap in seq")
-    if timeless(events) != timeless(others):
+    if of_any_process(events) != of_any_process(others):
         odd.append(EVENTS)
     ours, theirs = exported(run), exported(known)
     odd += [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
@@ -132,6 +136,12 @@ def last_tensors(run: Path) -> tuple[int, bytes]:
     """The step of the last checkpoint, and the bytes of all its tensors."""
     step = reached(run)
     return step, (run / CHECKPOINTS / f"step-{step:06d}" / TENSORS).read_bytes()
+
+
+def of_any_process(events: list[dict[str, Any]]) -> Any:
+    """Events without what depends on the machine and on where a run was interrupted."""
+    kept = [event for event in events if event["kind"] not in PROCESS]
+    return timeless([{name: value for name, value in event.items() if name not in COVERED} for event in kept])
 
 
 def timeless(value: Any) -> Any:
