@@ -9,17 +9,19 @@ import torch
 
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
+from esper.leyline.protocols import Cites
 from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import View
 from esper.tamiyo.catalog import PLACEMENTS, get_controller, settings_of, with_sensors
-from esper.tamiyo.placement import Picks, Placement
+from esper.tamiyo.placement import Collapse, DriftRise, Picks, Placement, Uniform
 from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM
 from esper.tasks import healing_hosts
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import describe, heal, heal_taught
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Step, planted, play
+from esper.tolaria.sensors import SENSORS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -246,3 +248,17 @@ def test_the_heal_tasks_have_one_folder_of_hosts(tmp_path: Path) -> None:
     assert heal_taught().ranges == heal().ranges
     assert heal_taught().instance(0).intact is not None
     assert heal().instance(0).intact is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "read"),
+    [
+        (Uniform, set()),
+        (Collapse, {"dead", "participation", "participation_before"}),
+        (DriftRise, {"drift", "drift_before"}),
+    ],
+)
+def test_a_placement_names_the_sensors_that_it_reads(rule: type[Placement], read: set[str]) -> None:
+    assert isinstance(rule(), Cites)
+    assert {name for names in rule.sensors_read.values() for name in names} == read
+    assert read <= {sensor.name for sensor in SENSORS}

@@ -7,24 +7,27 @@ import typer
 
 from esper.commands.options import Json, say, use_one_thread
 
+Methods = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[METHOD]...",
+        help="Methods, compared with the first; reset-blocks, adamw, ensemble, reactivate and adaptive.",
+        show_default=False,
+    ),
+]
+Change = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="How the data change: novel, recurring, recurring-shared, half-and-half, novel-labels, class-arrival, drift, "
+        "or mixture, where streams take turns.",
+    ),
+]
+
 
 def stream(
-    methods: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[METHOD]...",
-            help="Methods, compared with the first; reset-blocks, adamw, ensemble, reactivate and adaptive.",
-            show_default=False,
-        ),
-    ] = None,
-    change: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="How the data change: novel, recurring, recurring-shared, half-and-half, novel-labels, class-arrival, drift, "
-            "or mixture, where streams take turns.",
-        ),
-    ] = "recurring-shared",
+    methods: Methods = None,
+    change: Change = "recurring-shared",
     streams: Annotated[int, typer.Option(metavar="N", help="Streams.")] = 20,
     updates: Annotated[int, typer.Option(metavar="T", help="Batches of each stream.")] = 1664,
     part: Annotated[str, typer.Option(metavar="training|validation|heldout", help="Part of the streams.")] = "heldout",

@@ -80,13 +80,9 @@ def train(
         return {"status": ACTOR}
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
     sealed = [task.sealed() for task in tasks]
-    with (
-        Interrupt() as interrupt,
-        RunFolder(folder, kept, watch.note, interrupt, opening, sealed, outputs) as run,
-        ExitStack() as stack,
-    ):
-        made = 1 if asked.any else None
-        shards = [cohorts_of(task, each, made) for task, each in zip(sealed, configs, strict=True)]
+    opened = partial(RunFolder, folder, kept, watch.note)
+    with Interrupt() as interrupt, opened(interrupt, opening, sealed, outputs) as run, ExitStack() as stack:
+        shards = [cohorts_of(task, each, 1 if asked.any else None) for task, each in zip(sealed, configs, strict=True)]
         spaces = [each[0].engine.space for each in shards]
         policy = Policy.fresh(Language.of(spaces), config.seed, settings_of_policy(config))
         actors = None
@@ -106,9 +102,7 @@ def train(
         except KeyboardInterrupt:
             run.end(row("interrupted"), _summary(school, started, "interrupted"), at_once=True)
             raise
-        whole = _summary(school, started, status)
-        if status == "failed":
-            whole["error"] = describe_error(RolledBack(school.summary()["rollbacks"]))
+        whole = {**_summary(school, started, status), **_error(school, status)}
         run.end(failed_row(row(status), whole), whole)
     return whole
 
@@ -176,6 +170,11 @@ def _summary(school: School, started: float, status: Status) -> Summary:
         **({} if school.actors is None else {"actors": school.actors.summary()}),
         "seconds": round(time.perf_counter() - started, 3),
     }
+
+
+def _error(school: School, status: Status) -> Summary:
+    """Return the entry `error` of the summary of a training in which nothing could be trained, else none."""
+    return {"error": describe_error(RolledBack(school.summary()["rollbacks"]))} if status == "failed" else {}
 
 
 def _environment(configs: Sequence[Config]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ E environments, S slots, P choices.
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ class Placement(Rule):
     """
 
     sensors_every = ONCE
+    sensors_read: Mapping[Op, Sequence[str]] = MappingProxyType({})
 
     def __init__(self) -> None:
         self._wish: Ints | None = (
@@ -162,6 +164,8 @@ class ParticipationDrop(Placement):
     the smallest drop of the host is below DROP.
     """
 
+    sensors_read = MappingProxyType({Op.GERMINATE: ("participation", "participation_before")})
+
     def pick(self, view: View) -> Picks:
         """From the sensors `participation` and `participation_before`, behind segments that keep the width of the stream."""
         ratio = sensor(view, "participation") / np.maximum(sensor(view, "participation_before"), 1e-9)
@@ -177,6 +181,8 @@ class Collapse(Placement):
     Units are dead where the share `dead` is above CUT; the block with the largest share is taken. Otherwise the rule is
     `ParticipationDrop`.
     """
+
+    sensors_read = MappingProxyType({Op.GERMINATE: ("dead", "participation", "participation_before")})
 
     def pick(self, view: View) -> Picks:
         """From the sensors `dead`, `participation` and `participation_before`."""
@@ -203,6 +209,8 @@ class InnerUse(Placement):
     less than DEAD is. The rule was found on untrained networks with narrow blocks (`repair`).
     """
 
+    sensors_read = MappingProxyType({Op.GERMINATE: ("participation_inner", "participation")})
+
     def pick(self, view: View) -> Picks:
         """From the sensors `participation_inner` and `participation`."""
         inner, stream = sensor(view, "participation_inner"), sensor(view, "participation")
@@ -220,6 +228,8 @@ class DriftRise(Placement):
     then planted around the first segment that a slot has, an input adapter. Otherwise the network computes what it did, so the
     head is corrected. Without an intact network (the task `heal-taught` has one), the rule plants around every block.
     """
+
+    sensors_read = MappingProxyType({Op.GERMINATE: ("drift", "drift_before")})
 
     def pick(self, view: View) -> Picks:
         """From the sensors `drift` and `drift_before`."""

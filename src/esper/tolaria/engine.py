@@ -122,7 +122,7 @@ class Engine(Generic[P]):
         with self.timer.phase("govern"):
             self.governor.begin(state.seeds, measured.signs)
             if self.stopping is not None:
-                self.stopping.begin(state.seeds, self._validation_score(measured))
+                self.stopping.begin(state.seeds, _validation_score(self, measured))
         self._accept(measured)
         return self.view()
 
@@ -385,14 +385,9 @@ class Engine(Generic[P]):
             governor.resume(found, measured.signs)
         governor.keep(state.seeds, found, state.step)
         if self.stopping is not None:
-            score, healthy = self._validation_score(measured), found == Vital.GOOD
+            score, healthy = _validation_score(self, measured), found == Vital.GOOD
             self.stopping.observe(state.seeds, score, healthy, state.step)
         return measured, found
-
-    def _validation_score(self, measured: Measured) -> Floats:
-        """Return (rows,) the validation scores that early stopping compares: the metric, or J, of the networks as exported."""
-        assert measured.validation is not None, "early stopping asks for validation scores"
-        return selection_score(measured.validation, self.population.host_params, self.config)
 
     def _accept(self, measured: Measured) -> None:
         """Make measurements part of the state."""
@@ -417,6 +412,12 @@ class Engine(Generic[P]):
         reads = 1 + bool((found != Vital.GOOD).any())
         norms = measured.parameter_norms
         return Trace(tuple(changes), measured.scores, found[: self.rows], path[-1], governed, twins, reads, norms)
+
+
+def _validation_score(engine: Engine[P], measured: Measured) -> Floats:
+    """Return (rows,) the validation scores that early stopping compares: the metric, or J, of the networks as exported."""
+    assert measured.validation is not None, "early stopping asks for validation scores"
+    return selection_score(measured.validation, engine.population.host_params, engine.config)
 
 
 def _of_environments(space: Space, envs: int) -> Space:

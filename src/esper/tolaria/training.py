@@ -88,13 +88,7 @@ def train(
     updates = config.data.batches_per_step // accumulate
     rows = len(seeds.stage)
     host = _group(body.host, slice(0, rows), optimizer, parameter_norms)
-    groups, owners = [], []
-    for (slot, form), runs in body.trainable(seeds).items():
-        for run in runs:
-            if run.stop > run.start:
-                groups.append(_group(body.stacks[slot, form], run, optimizer, parameter_norms))
-                owners.append((slot, body.envs[slot, form][run]))
-    _check_trainable(seeds, owners)
+    groups, owners = _seed_groups(body, seeds, optimizer, parameter_norms)
 
     body.train(True)
     loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
@@ -149,6 +143,20 @@ def _backward(
 def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
     """Return (n, B) losses times the weights of their examples, if these have any."""
     return losses if weights is None else losses * weights
+
+
+def _seed_groups(
+    body: Body, seeds: Seeds, optimizer: StackedOptimizer, parameter_norms: bool
+) -> tuple[list[_Group], list[tuple[int, Indices]]]:
+    """Return the groups of the seeds that train, and the slot and the environments (n,) of each."""
+    groups, owners = [], []
+    for (slot, form), runs in body.trainable(seeds).items():
+        for run in runs:
+            if run.stop > run.start:
+                groups.append(_group(body.stacks[slot, form], run, optimizer, parameter_norms))
+                owners.append((slot, body.envs[slot, form][run]))
+    _check_trainable(seeds, owners)
+    return groups, owners
 
 
 def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer, parameter_norms: bool) -> _Group:
