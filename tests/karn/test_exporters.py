@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 import esper
-from esper.cli import main
 from esper.karn.console import comparison_table, print_summary
 from esper.karn.exporters.curves import Curves
 from esper.karn.exporters.export import ExportError
@@ -20,15 +19,14 @@ from esper.leyline.errors import InputError, RunWarning
 from esper.nissa.rows import EpisodeRow, RoundRow
 from esper.runs.exporting import Exporter
 from exported import Kept, carried, curves_of_steps, spread
+from iris import grow_iris, printed
 
 SETTINGS = {"envs": 3, "steps": 6, "models": "none", "baselines": ["twin"]}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "iris"
-    esper.grow("iris", SETTINGS, controller="random-valid", run=folder, progress=False)
-    return folder
+    return grow_iris(tmp_path_factory.mktemp("runs") / "iris")
 
 
 @pytest.fixture
@@ -36,13 +34,6 @@ def copy(run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     return folder
-
-
-def printed(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(list(map(str, arguments)))
-    out, err = capsys.readouterr()
-    return ended.value.code or 0, out, err
 
 
 def lines_of(folder):

@@ -12,6 +12,7 @@ from esper.karn.report.pictures import write_pictures
 from esper.karn.report.records import SeedMark, Stay
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
+from iris import grow_iris
 from pages import EVIL
 
 NAN = float("nan")
@@ -19,10 +20,7 @@ NAN = float("nan")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "iris"
-    settings = {"envs": 3, "steps": 6, "models": "none", "baselines": ["twin"]}
-    esper.grow("iris", settings, controller="random-valid", run=folder, progress=False)
-    return folder
+    return grow_iris(tmp_path_factory.mktemp("runs") / "iris")
 
 
 def figures(name):

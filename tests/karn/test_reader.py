@@ -12,26 +12,17 @@ import pandas
 import pytest
 
 import esper
-from esper.cli import main
 from esper.karn.reader import KINDS, Tail, fields_of
 from esper.leyline.errors import InputError
 from esper.nissa.events import read_events
+from iris import grow_iris, printed
 
 SETTINGS = {"envs": 3, "steps": 6, "models": "none", "baselines": ["twin"]}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "iris"
-    esper.grow("iris", SETTINGS, controller="random-valid", run=folder, progress=False)
-    return folder
-
-
-def printed(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(list(map(str, arguments)))
-    out, err = capsys.readouterr()
-    return ended.value.code or 0, out, err
+    return grow_iris(tmp_path_factory.mktemp("runs") / "iris")
 
 
 def test_an_ended_run_gives_its_config_its_figures_and_its_steps_as_arrays(run):

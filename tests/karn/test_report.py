@@ -28,15 +28,13 @@ from esper.nissa.rows import (
     SensorsRow,
     StepRow,
 )
+from iris import grow_iris
 from pages import EVIL, Page
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "iris"
-    settings = {"envs": 3, "steps": 12, "models": "none", "baselines": ["twin"]}
-    esper.grow("iris", settings, controller="random-valid", run=folder, progress=False)
-    return folder
+    return grow_iris(tmp_path_factory.mktemp("runs") / "iris", steps=12)
 
 
 def test_every_run_has_a_page_at_its_end_that_is_whole_and_makes_no_request(run):

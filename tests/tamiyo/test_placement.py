@@ -16,24 +16,18 @@ from esper.leyline.view import View
 from esper.tamiyo.catalog import PLACEMENTS, get_controller, settings_of, with_sensors
 from esper.tamiyo.placement import Collapse, DriftRise, Picks, Placement, Uniform
 from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM
-from esper.tasks import healing_hosts
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import describe, heal, heal_taught
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Step, planted, play
 from esper.tolaria.sensors import SENSORS
+from healing import quick_hosts
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Hosts that are trained for a few updates, in a cache of their own."""
-    train = healing_hosts.train_group
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(healing_hosts.VARIABLE, str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(healing_hosts, "train_group", lambda numbers: train(numbers, updates=20, starts=1))
-        healing_hosts._group.cache_clear()
+    with quick_hosts(tmp_path_factory.mktemp("cache")):
         yield
-    healing_hosts._group.cache_clear()
 
 
 def keys_of(kind: DamageKind, count: int = 1) -> list[int]:

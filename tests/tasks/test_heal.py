@@ -14,7 +14,6 @@ from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
 from esper.leyline.task import Split
 from esper.tamiyo.schedule import Entry, Schedule
-from esper.tasks import healing_hosts
 from esper.tasks.damage import DamageKind, damage_split
 from esper.tasks.heal import (
     DEFAULTS,
@@ -29,20 +28,15 @@ from esper.tasks.heal import (
 from esper.tasks.healing_data import HEALING, Part, examples
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
+from healing import quick_hosts
 
 PARTS = [RANGES["training"], RANGES["validation"], RANGES["heldout"]]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Hosts that are trained for a few updates, in a cache of their own."""
-    train = healing_hosts.train_group
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(healing_hosts.VARIABLE, str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(healing_hosts, "train_group", lambda numbers: train(numbers, updates=20, starts=1))
-        healing_hosts._group.cache_clear()
+    with quick_hosts(tmp_path_factory.mktemp("cache")):
         yield
-    healing_hosts._group.cache_clear()
 
 
 def splits(key: int) -> tuple[Split, Split, Split, Split]:
