@@ -1,17 +1,19 @@
 """Grow many plans on many cases of `heal`, and keep J of each: data for trees, and the opponents of scripts/study_heal.py.
 
     python scripts/collect_healing.py FOLDER --part training --cases 512 --seeds 1
+    python scripts/collect_healing.py FOLDER --part training --cases 320 --setting "cap 3 %"
 
-A case is a key of a plain host, or of a residual one, with one damaged site, from a first key on. Figures of 160 cases under
-one plan and seed are one file of the folder; those that are there are not grown again.
+A case is a key of a plain host, or of a residual one, from a first key on, with the damage that a setting is about: one damaged site
+unless it says otherwise. Figures of 160 cases under one plan and seed are one file of the folder; those that are there are not
+grown again.
 """
 
 import argparse
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +34,12 @@ from esper.tolaria.play import Observer, Step, play
 
 ROWS = 160
 EMPTY: Mapping[str, object] = MappingProxyType({})
-FIRST = {"training": RANGES["training"].start, "heldout": RANGES["heldout"].start + 16384}
+FIRST = {
+    "training": RANGES["training"].start,
+    "heldout": RANGES["heldout"].start + 16384,
+    "fresh": RANGES["heldout"].start + 32768,
+}
+"""First key of each set of cases. Nothing was chosen by the figures of `fresh`."""
 SPREAD = (DamageKind.MIXED, DamageKind.NONE)
 SLOTS = BLOCKS + 1  # the slot behind the embedding comes first
 Floats = NDArray[np.float64]
@@ -83,8 +90,37 @@ def concentrated(facts: Facts) -> bool:
     return facts.damage.kind not in SPREAD and len(facts.damage.segments) <= 1
 
 
-def cases(start: int, count: int, plain: bool = True) -> list[Facts]:
-    found = (f for key in itertools.count(start) if concentrated(f := describe(key)) and f.plain == plain)
+def two_sites(facts: Facts) -> bool:
+    """Damage of the weights of two segments, and sound others."""
+    return facts.damage.kind not in SPREAD and len(facts.damage.segments) == 2
+
+
+def spread(facts: Facts) -> bool:
+    """Coarse weights in every layer, ternary weights in one or two segments, or no damage."""
+    return facts.damage.kind in (*SPREAD, DamageKind.TERNARY)
+
+
+class Setting(NamedTuple):
+    """Which cases, and what differs from the defaults of the task."""
+
+    wanted: Callable[[Facts], bool] = concentrated
+    settings: Mapping[str, Any] = EMPTY
+
+
+ONE_SITE = "one site"
+SETTINGS: Mapping[str, Setting] = {
+    ONE_SITE: Setting(),
+    "cap 3 %": Setting(settings={"governor": {"param_limit": 0.03}}),
+    "cap 10 %": Setting(settings={"governor": {"param_limit": 0.1}}),
+    "160 updates": Setting(settings={"steps": 80}),
+    "two sites": Setting(two_sites),
+    "spread": Setting(spread),
+}
+
+
+def cases(start: int, count: int, plain: bool = True, setting: str = ONE_SITE) -> list[Facts]:
+    wanted = SETTINGS[setting].wanted
+    found = (f for key in itertools.count(start) if wanted(f := describe(key)) and f.plain == plain)
     return list(itertools.islice(found, count))
 
 
@@ -172,13 +208,14 @@ def main() -> None:
     parser.add_argument("--part", choices=list(FIRST), default="training")
     parser.add_argument("--cases", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--setting", choices=list(SETTINGS), default=ONE_SITE)
     parser.add_argument("--residual", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keys = [facts.key for facts in cases(FIRST[options.part], options.cases, not options.residual)]
-    task = heal()
+    keys = [facts.key for facts in cases(FIRST[options.part], options.cases, not options.residual, options.setting)]
+    task, settings = heal(), SETTINGS[options.setting].settings
     for seed in range(options.seeds):
-        found = kept(options.folder, {placed.name: fixed(placed) for placed in PLANS}, task, keys, seed)
+        found = kept(options.folder, {placed.name: fixed(placed) for placed in PLANS}, task, keys, seed, settings)
         for name, figures in found.items():
             print(seed, name, *(f"{column.mean():.4f}" for column in figures), flush=True)
 
