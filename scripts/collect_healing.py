@@ -3,9 +3,9 @@
     python scripts/collect_healing.py FOLDER --part training --cases 512 --seeds 1
     python scripts/collect_healing.py FOLDER --part training --cases 320 --setting "cap 3 %"
 
-A case is a key of a plain host, or of a residual one, from a first key on, with the damage that a setting is about: one damaged site
-unless it says otherwise. Figures of 160 cases under one plan and seed are one file of the folder; those that are there are not
-grown again.
+A case is a key of a plain host, or of a residual one, from a first key on, with the damage that a setting is about: one damaged
+site unless it says otherwise. Figures of 160 cases under one plan and seed are one file of the folder; those that are there are
+not grown again.
 """
 
 import argparse

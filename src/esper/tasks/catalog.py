@@ -17,6 +17,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "heal-taught": (heal.heal_taught, heal.TAUGHT),
     "heal-unfrozen": (heal.heal_unfrozen, heal.UNFROZEN),
     "heal-scratch": (heal.heal_scratch, heal.SCRATCH),
+    "heal-eora": (heal.heal_eora, heal.EORA),
     "digits": (digits.digits, digits.SUMMARY),
     "digits-narrow": (digits.digits_narrow, digits.NARROW),
     "spirals": (spirals.spirals, spirals.SUMMARY),

@@ -12,6 +12,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.batches import Batch
 from esper.leyline.errors import InputError
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
+from esper.tasks.closed_form import correct
 from esper.tasks.damage import Damage, DamageKind, damage_host, damage_split, draw_damage
 from esper.tasks.dense import MLP, BridgedMLP
 from esper.tasks.healing_data import CLASSES, HEALING, INPUTS, SIZES, Part, Problem, examples, problem
@@ -21,6 +22,9 @@ from esper.tasks.objectives import Classification
 SUMMARY = "trained networks of five blocks, damaged and frozen: repair them with seeds of a few parameters"
 UNFROZEN = "the networks of heal without the freeze: training all of their weights on the healing examples"
 SCRATCH = "the networks of heal drawn afresh: training them from scratch on the healing examples"
+EORA = (
+    "the networks of heal with low-rank corrections in closed form, from the intact weights, of 6 % of the parameters"
+)
 
 TAUGHT = "the networks of heal together with the intact ones, from whose activations the sensor drift is measured"
 
@@ -117,6 +121,47 @@ class DamagedHost:
         return self.architecture.plain(parameters)
 
 
+@dataclass(frozen=True)
+class CorrectedHost:
+    """A factory of copies of one damaged host whose linear maps were corrected from the intact weights (`closed_form`).
+
+    The inputs of the maps are those of the intact host on the healing examples. A removed block has no map to correct.
+
+    Attributes:
+        facts (Facts): the key, its trained host and its damage
+        cap (float): parameters that the corrections may have, as a share of those of the host
+    """
+
+    facts: Facts
+    cap: float
+
+    @property
+    def architecture(self) -> BridgedMLP:
+        """The host by which a saved network names it."""
+        return self._damaged.architecture
+
+    def __call__(self) -> SegmentedHost:
+        """A copy of the corrected host."""
+        return self.corrected()[0]
+
+    def corrected(self) -> tuple[SegmentedHost, int]:
+        """A copy of the corrected host, and the parameters that its corrections would store."""
+        host, damage = self._damaged(), self.facts.damage
+        if damage.kind == DamageKind.REMOVED:
+            return host, 0
+        budget = int(self.cap * sum(parameter.numel() for parameter in host.parameters()))
+        x = examples(self.facts.problem, Part.HOST, HEALING).x
+        return host, correct(host, trained_host(self.facts.number), x, budget)
+
+    def plain(self, parameters: int) -> MLP:
+        """A factory of untrained plain networks with at least `parameters` parameters."""
+        return self.architecture.plain(parameters)
+
+    @property
+    def _damaged(self) -> DamagedHost:
+        return DamagedHost(self.facts.number, self.facts.damage, frozen=True)
+
+
 def heal() -> Mixture:
     """Trained and damaged networks with 128 examples to heal on. The host is frozen, so only seeds train.
 
@@ -162,6 +207,14 @@ def heal_scratch() -> Mixture:
     """The instances of `heal` with hosts that are drawn afresh: the controller `never` is training from scratch."""
     mixture = _mixture("heal-scratch", SCRATCH, lambda facts: facts.architecture, frozen=False)
     return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.01}})
+
+
+def heal_eora(cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
+    """The instances of `heal` with hosts that are corrected in closed form: the controller `never` is that correction alone.
+
+    `cap` is the share of the host's parameters that the corrections may have. They are part of the host and pay no rent.
+    """
+    return _mixture("heal-eora", EORA, lambda facts: CorrectedHost(facts, cap), frozen=True)
 
 
 def _mixture(name: str, summary: str, host: Callable[[Facts], Callable[[], nn.Module]], frozen: bool) -> Mixture:
