@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.blueprints.catalog import BLUEPRINTS
 from esper.kasmina.host import check_host
 from esper.kasmina.stack import Stack
 from esper.leyline import keys
 from esper.leyline.config import HeuristicConfig, OptimizerConfig, build_config
 from esper.leyline.errors import InputError
+from esper.leyline.streams import Kind
 from esper.leyline.task import Instance, Split
 from esper.tasks.repair import (
     BLOCKS,
@@ -32,6 +34,7 @@ from esper.tasks.repair import (
     digit_pools,
     held_back,
     repair,
+    repair_full,
     sample,
 )
 from esper.tolaria.optimizer import StackedOptimizer
@@ -458,3 +461,12 @@ def test_the_heuristic_runs_by_the_settings_that_were_tuned_on_training_instance
     gates = config.gates
     assert config.heuristic == HeuristicConfig()
     assert (gates.gain_z, gates.contribution_z, gates.min_contribution) == (-1.0, 0.0, -0.02)
+
+
+def test_the_full_menu_has_every_blueprint_for_vectors_on_the_same_instances() -> None:
+    full = repair_full()
+    assert set(full.menu) == {name for kind, name in BLUEPRINTS if kind is Kind.VECTOR}
+    assert full.menu[: len(repair().menu)] == repair().menu
+    assert full.sample is sample
+    assert full.ranges == repair().ranges
+    assert full.defaults == repair().defaults

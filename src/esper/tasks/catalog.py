@@ -13,6 +13,7 @@ from esper.tasks.reference import load_task, unnamed_function
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
+    "repair-full": (repair.repair_full, repair.FULL),
     "heal": (heal.heal, heal.SUMMARY),
     "heal-taught": (heal.heal_taught, heal.TAUGHT),
     "heal-unfrozen": (heal.heal_unfrozen, heal.UNFROZEN),

@@ -5,7 +5,7 @@ N examples, D features, C classes. Every random number of an instance is a hash 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 from types import MappingProxyType
@@ -30,6 +30,21 @@ SUMMARY = (
     "sampled problems: digits, spirals, parities, checkerboards and random teachers, "
     "on MLPs that are sound, narrow, linear, frozen or slim"
 )
+FULL = "the problems of repair with every blueprint for vectors in the menu, skip-mlp among them"
+FULL_MENU = (
+    *VECTOR_MENU,
+    "affine",
+    "low-rank",
+    "mlp-large",
+    "gated",
+    "bypass-mlp-small",
+    "bypass-rank-1",
+    "bypass-rank-2",
+    "bypass-rank-4",
+    "bypass-rank-8",
+    "skip-mlp",
+)
+"""Every built-in blueprint for vectors."""
 RANGES: Mapping[str, range] = MappingProxyType(
     {
         "training": range(2**20),
@@ -204,6 +219,11 @@ def repair() -> Mixture:
             "gates": {"gain_z": -1.0, "contribution_z": 0.0, "min_contribution": -0.02},
         },
     )
+
+
+def repair_full() -> Mixture:
+    """The instances of `repair` with FULL_MENU. A skip from the host's input may go around the damage of all blocks at once."""
+    return replace(repair(), name="repair-full", summary=FULL, menu=FULL_MENU)
 
 
 def sample(key: int) -> Instance:
