@@ -28,7 +28,7 @@ from esper.streams.learner import NetworkLearner
 from esper.streams.methods import build_learner
 from esper.streams.play import Played, Player
 
-FIRST = RANGES["heldout"].start + 4096
+FIRST = RANGES["heldout"].start + 16_384
 KNOBS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "adamw": [{"lr": lr} for lr in (0.005, 0.01, 0.02)],
     "l2-init": [{"decay": decay} for decay in (0.1, 0.3, 1.0)],
@@ -41,6 +41,7 @@ KNOBS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "reset-blocks": [{"lr": lr} for lr in (0.007, 0.01, 0.015)],
     "adaptive": [{"lr": lr} for lr in (0.01, 0.0125, 0.015)],
     "reactivate": [{"trunk_rate": rate} for rate in (0.03, 0.1, 0.3)],
+    "shipped": [{}],
 }
 """Three settings of each method with normalised features. The second one is also played without."""
 SETS: Mapping[str, tuple[Change, ...]] = {"recurring-shared": (Change.SHARED,), "mixture": tuple(Change)}
@@ -95,7 +96,7 @@ def measure(out: Path, options: argparse.Namespace) -> None:
             if file.exists():
                 continue
             begun = time.monotonic()
-            settings = chosen[kind]["adaptive" if name == TOLD else name]
+            settings = chosen[kind].get("adaptive" if name == TOLD else name, {})
             updates = options.updates if options.quick else UPDATES
             found = played(streams_of((change,), FIRST, options.streams or 70, updates), name, settings)
             np.savez(file, returned=found.returned, retention=found.retention, price=found.price, alarms=found.alarms)

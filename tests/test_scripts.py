@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from esper.streams.methods import find_method
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -186,6 +188,14 @@ def test_the_study_of_streams_tunes_measures_and_prints_a_table(tmp_path):
     run("study_streams.py", "measure", "--settings", "settings.json", "--out", "figures", *few, cwd=tmp_path)
     assert before == {path: path.stat().st_mtime_ns for path in before}, "kept figures were made anew"
     assert "| reactivate |" in run("study_streams.py", "table", "--out", "figures", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_controller_of_streams_is_fitted_and_its_file_is_a_method(tmp_path):
+    assert "generation 1: mean" in run("fit_streams.py", "fit", "search", cwd=tmp_path)
+    assert not run("fit_streams.py", "fit", "search", cwd=tmp_path), "kept generations were made anew"
+    assert "fitted" in run("fit_streams.py", "choose", "search", "own.json", cwd=tmp_path)
+    assert find_method(str(tmp_path / "own.json")).settings["fits"] > 0
 
 
 @pytest.mark.slow

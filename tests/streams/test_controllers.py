@@ -3,33 +3,8 @@
 import numpy as np
 
 from esper.streams.controllers import Adaptive, OnAlarm, StoreAndReactivate
-from esper.streams.decisions import KEEP_HEAD, NEW_HEAD, Operation, StreamView
-
-NONE = np.nan
-
-
-def view_of(stored_loss=(NONE, NONE), *, alarm=True, loss=3.0, before=0.3, shift=900.0, classes=10, age=10):
-    """The view of one stream at an alarm."""
-    row = np.array([list(stored_loss)], float)
-    return StreamView(
-        update=100,
-        loss=np.array([loss]),
-        accuracy=np.array([0.1]),
-        alarm=np.array([alarm]),
-        before=np.array([before]),
-        since=np.array([20]),
-        input_shift=np.array([shift]),
-        classes=np.array([classes]),
-        stored=~np.isnan(row),
-        stored_loss=row,
-        trunk_rate=np.ones(1),
-        trunk_age=np.array([age]),
-    )
-
-
-def done(decision):
-    """The names of the operations of the one stream."""
-    return {Operation(each).name for each in np.nonzero(decision.operations()[0])[0]}
+from esper.streams.decisions import KEEP_HEAD, NEW_HEAD
+from stream_views import NONE, done, view_of
 
 
 def test_without_an_alarm_no_rule_changes_a_head_or_a_block():

@@ -11,7 +11,8 @@ Methods = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[METHOD]...",
-        help="Methods, compared with the first; reset-blocks, adamw, ensemble, reactivate and adaptive.",
+        help="Methods, compared with the first; reset-blocks, adamw, ensemble, reactivate, adaptive and shipped. "
+        "A path ending in .json is a controller that scripts/fit_streams.py fitted.",
         show_default=False,
     ),
 ]

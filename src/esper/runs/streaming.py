@@ -7,6 +7,7 @@ METHOD.json       figures of a method that has been played to the end
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ Record = dict[str, Any]
 RECORD, TENSORS, FACTS = "streams.json", "state.safetensors", "state.json"
 MIXTURE = "mixture"
 CHANGES = (*Change, MIXTURE)
-DEFAULT = ("reset-blocks", "adamw", "ensemble", "reactivate", "adaptive")
+DEFAULT = ("reset-blocks", "adamw", "ensemble", "reactivate", "adaptive", "shipped")
 """Methods that are compared if none is named. All others are compared with the first one."""
 EVERY = 200
 """Updates between two saves of the state."""
@@ -143,17 +144,18 @@ def _compared(asked: Record, folder: Path | None, watch: Callable[[str], None] |
     streams, found = drawn_streams(asked), dict[str, Record]()
     with Interrupt() as interrupt:
         for name, settings in asked["settings"].items():
-            file = None if folder is None else folder / f"{name}.json"
+            kept = kept_name(name)
+            file = None if folder is None else folder / f"{kept}.json"
             if file is not None and file.exists():
                 found[name] = _read(file)
                 continue
             player = Player(streams, build_learner(name, streams, **settings))
             if folder is not None:
-                _load(player, folder / name)
+                _load(player, folder / kept)
             while player.update < streams.updates:
                 player.play(until=min(player.update + EVERY, streams.updates))
                 if folder is not None:
-                    _save(player, folder / name)
+                    _save(player, folder / kept)
                 if watch is not None:
                     watch(f"{name}: {player.update} of {streams.updates} updates")
                 if interrupt.asked:
@@ -229,8 +231,9 @@ def _take_up(folder: Path, asked: Record, overwrite: bool) -> Record | None:
             was, now = (show(each.get(differs[0])) for each in (known, asked))
             raise InputError(f"{folder} holds a comparison whose {differs[0]} is {was}, not {now}; {_MEND}")
         return known if "methods" in known else None
-    own = {RECORD, "lock", *METHODS, *(f"{name}.json" for name in METHODS)}
-    own |= {f".{name}.{state}" for name in METHODS for state in ("new", "old")}
+    names = {*METHODS, *map(kept_name, (known or {}).get("settings", {}))}
+    own = {RECORD, "lock", *names, *(f"{name}.json" for name in names)}
+    own |= {f".{name}.{state}" for name in names for state in ("new", "old")}
     other = sorted(path.name for path in folder.iterdir() if path.name not in own)
     if other:
         raise InputError(f"{folder} holds {show(other[0])}, which is no file of a comparison; name another folder")
@@ -238,6 +241,11 @@ def _take_up(folder: Path, asked: Record, overwrite: bool) -> Record | None:
         remove(folder / name)
     write_atomic(folder / RECORD, to_json(asked))
     return None
+
+
+def kept_name(method: str) -> str:
+    """The name of the files that keep a method: its own, or for a path the name of the file and a hash of the path."""
+    return method if method in METHODS else f"{Path(method).stem}-{sha256(method.encode()).hexdigest()[:8]}"
 
 
 def _read(path: Path) -> Record:

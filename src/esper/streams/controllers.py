@@ -4,9 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from esper.streams.data import Ints
+from esper.streams.data import Floats, Ints
 from esper.streams.decisions import KEEP_HEAD, NEW_HEAD, Decision, StreamView, unchanged
 from esper.streams.network import Bools
+
+
+def best_stored(view: StreamView) -> tuple[Ints, Floats]:
+    """(N,) the slot whose head has the least loss, and that loss [nats]; infinite where there is none, or no alarm."""
+    if not view.stored_loss.shape[1]:
+        return np.zeros(len(view.loss), np.int64), np.full(len(view.loss), np.inf)
+    loss = np.where(np.isnan(view.stored_loss), np.inf, view.stored_loss)
+    return loss.argmin(1), loss.min(1)
 
 
 class OnAlarm:
@@ -52,11 +60,7 @@ class StoreAndReactivate:
 
     def best(self, view: StreamView) -> tuple[Any, Bools]:
         """(N,) the slot whose head has the least loss, and whether that head fits."""
-        loss = np.where(np.isnan(view.stored_loss), np.inf, view.stored_loss)
-        if not loss.shape[1]:
-            return np.zeros(len(loss), np.int64), np.zeros(len(loss), bool)
-        best = loss.argmin(1)
-        least = loss[np.arange(len(loss)), best]
+        best, least = best_stored(view)
         return best, view.alarm & (least < self.fits) & (least < view.loss - self.margin)
 
     def snapshot(self) -> dict[str, Any]:

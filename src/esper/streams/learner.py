@@ -114,21 +114,25 @@ class NetworkLearner:
         module: TrunkAndHead,
         controller: StreamController,
         *,
-        lr: float,
-        head_rate: float = 1.0,
+        lr: float | Floats,
+        head_rate: float | Floats = 1.0,
         decay: float = 0.01,
+        halving: float | Floats = 0.0,
+        least: float | Floats = 1.0,
         to_first: bool = False,
         bank: int = 0,
         addition: Callable[["NetworkLearner"], Addition] | None = None,
     ) -> None:
         """Draw the networks.
 
-        The learning rate of the trunk is `lr`, that of the head `head_rate * lr`. With `to_first`, weights decay to their first
-        values, else to 0.
+        The learning rate of the trunk is `lr`, that of the head `head_rate * lr`. The rate of a head halves whenever it has
+        trained for another `halving` updates, down to the share `least`; with 0 it stays. These numbers may be arrays (N,).
+        With `to_first`, weights decay to their first values, else to 0.
         """
         count = len(streams.keys)
         self.rows = Rows(module, streams.keys, bank=bank)
         self.controller, self.lr, self.head_rate, self.decay = controller, lr, head_rate, decay
+        self.halving, self.least = halving, least
         self.first = self.rows.value.clone() if to_first else None
         self.update = 0
         self.alarm: Alarm = silent(count)
@@ -169,12 +173,18 @@ class NetworkLearner:
         if self.addition is not None:
             self.addition.before_step(self)
         rate = np.empty((len(view.loss), 2))
-        rate[:, TRUNK], rate[:, HEAD] = self.lr * self.trunk_rate, self.lr * self.head_rate
+        rate[:, TRUNK], rate[:, HEAD] = self.lr * self.trunk_rate, self.lr * self.head_rate * self.head_share()
         self.rows.step(rate, self.decay, self.first)
         self.trunk_age += 1
+        self.rows.age += 1
         self.update += 1
         if self.addition is not None:
             self.addition.after_step(self, x, y)
+
+    def head_share(self) -> Floats:
+        """(N,) the rate of the active heads as a share of that of a new head: max(least, 2^-floor(age / halving))."""
+        halves = np.where(np.asarray(self.halving) > 0, self.rows.age // np.maximum(self.halving, 1), 0)
+        return np.maximum(self.least, 0.5**halves)
 
     def look(self, x: Tensor, y: Tensor, scores: Scores) -> StreamView:
         """Return the view of a batch that was predicted, and take note of its alarms."""

@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from esper.streams.additions import Consolidation, Replacement, Replay
 from esper.streams.controllers import Adaptive, OnAlarm, StoreAndReactivate
 from esper.streams.data import Streams
 from esper.streams.ensemble import EnsembleLearner
+from esper.streams.fitted import NUMBERS, RATES, SHIPPED, SUFFIX, Fitted, read_numbers
 from esper.streams.learner import Addition, Learner, NetworkLearner
 from esper.streams.network import TrunkAndHead
 
@@ -69,7 +71,7 @@ def _ensemble(streams: Streams, settings: Settings) -> Learner:
 
 
 def _reactivate(streams: Streams, settings: Settings) -> Learner:
-    own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+    own = {name: settings[name] for name in ("lr", "head_rate", "decay", "halving", "least")}
     rule = StoreAndReactivate(trunk_rate=settings["trunk_rate"])
     return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
 
@@ -78,6 +80,19 @@ def _adaptive(streams: Streams, settings: Settings) -> Learner:
     own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
     rule = Adaptive(len(streams.keys), trunk_rate=settings["trunk_rate"], patience=settings["patience"])
     return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
+
+
+def build_fitted(streams: Streams, settings: Settings) -> NetworkLearner:
+    """The learner with fitted numbers: `norm`, `decay`, and a float or an array (N,) for each of `fitted.NUMBERS`."""
+    own = {name: settings[name] for name in (*RATES, "decay")}
+    rule = Fitted(len(streams.keys), {name: settings[name] for name in NUMBERS})
+    return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
+
+
+def _of_file(path: Path) -> Method:
+    """The method whose numbers a file has. Raises InputError if it is missing or damaged."""
+    summary = "as adaptive, with thresholds and rates that were fitted to the return of whole training streams"
+    return Method(summary, {"norm": True, "decay": 0.01, **read_numbers(path)}, build_fitted)
 
 
 _COMMON: Settings = MappingProxyType({"lr": 0.01, "head_rate": 1.0, "decay": 0.01, "norm": True})
@@ -122,7 +137,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "reactivate": Method(
             "at an alarm, the head is stored, and a stored head that fits returns, or a new one starts",
-            {**_COMMON, "lr": 0.015, "head_rate": 2.0, "trunk_rate": 0.1},
+            {**_COMMON, "lr": 0.015, "head_rate": 2.0, "trunk_rate": 0.1, "halving": 0.0, "least": 0.125},
             _reactivate,
         ),
         "adaptive": Method(
@@ -130,6 +145,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             {**_COMMON, "lr": 0.0125, "head_rate": 2.0, "trunk_rate": 0.1, "patience": 4},
             _adaptive,
         ),
+        "shipped": _of_file(SHIPPED),
     }
 )
 
@@ -137,16 +153,25 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 def build_learner(name: str, streams: Streams, **settings: Any) -> Learner:
     """Make the learners of a method for streams. Raises InputError if the method or a setting is unknown or a value is bad."""
     full = full_settings(name, settings)
-    return METHODS[name].build(streams, full)
+    return find_method(name).build(streams, full)
+
+
+def find_method(name: str) -> Method:
+    """The method of a name, or of a file of fitted numbers, whose name ends in .json. Raises InputError if there is none."""
+    if name in METHODS:
+        return METHODS[name]
+    if name.endswith(SUFFIX):
+        return _of_file(Path(name))
+    near = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise InputError(
+        f"unknown method {name!r}; the methods are {', '.join(METHODS)}, or the path of a .json file{hint}"
+    )
 
 
 def full_settings(name: str, given: Settings) -> Settings:
     """All settings of a method. Raises InputError if the method or a setting is unknown, or a value is not a number or a bool."""
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"unknown method {name!r}; the methods are {', '.join(METHODS)}{hint}")
-    known = METHODS[name].settings
+    known = find_method(name).settings
     for key, value in given.items():
         if key not in known:
             raise InputError(f"{name} has no setting {show(key)}; its settings are {', '.join(known)}")

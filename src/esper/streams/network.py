@@ -91,6 +91,7 @@ class Rows:
         self.bank = torch.zeros(count, bank, self.stack.size - self.trunk)
         self.stored = np.zeros((count, bank), bool)
         self.used = np.full((count, bank), -1, np.int64)  # update at which a head was stored
+        self.age, self.stored_age = np.zeros(count, np.int64), np.zeros((count, bank), np.int64)  # updates in training
         self.value.copy_(self._drawn(np.arange(count), Weights.FIRST, 0))
         self._lists = [self._row_lists(part) for part in self.parts]
 
@@ -136,22 +137,25 @@ class Rows:
         An activated head leaves the bank. A head is stored in the slot that this frees, else in an empty slot, else in place of
         the head that was stored first.
         """
-        active = self.value[rows, self.trunk :].clone()
+        active, ages = self.value[rows, self.trunk :].clone(), self.age[rows]
         for index, row in enumerate(rows):
             if slot[index] >= 0:
                 assert self.stored[row, slot[index]]
                 self.value[row, self.trunk :] = self.bank[row, slot[index]]
                 self.stored[row, slot[index]] = False
+                self.age[row] = self.stored_age[row, slot[index]]
             if store[index] and self.stored.shape[1]:
                 age = np.where(self.stored[row], self.used[row], -1)
                 place = int(slot[index]) if slot[index] >= 0 else int(age.argmin())
                 self.bank[row, place] = active[index]
                 self.stored[row, place], self.used[row, place] = True, update
+                self.stored_age[row, place] = ages[index]
 
     @torch.no_grad()
     def new_head(self, rows: Ints) -> None:
         """Set heads to 0."""
         self.value[rows, self.trunk :] = 0
+        self.age[rows] = 0
 
     @torch.no_grad()
     def redraw_blocks(self, rows: Ints, update: int) -> None:
@@ -165,7 +169,7 @@ class Rows:
         factor = torch.from_numpy(keep).float()[:, None]
         drawn = self._drawn(rows, Weights.REDRAWN, update)
         self.value[rows] = factor * self.value[rows] + (1 - factor) * drawn
-        self.stored[rows] = False
+        self.stored[rows], self.age[rows] = False, 0
 
     def forget(self, rows: Ints) -> None:
         """Set moments and step counts to 0."""
@@ -231,8 +235,7 @@ class Rows:
             "stack": self.stack.state(),
             "steps": self.steps,
             "bank": self.bank,
-            "stored": self.stored,
-            "used": self.used,
+            **{name: getattr(self, name) for name in _KNOWN},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -240,8 +243,11 @@ class Rows:
         self.stack.load_state(state["stack"])
         for name in ("steps", "bank"):
             getattr(self, name).copy_(state[name])
-        for name in ("stored", "used"):
+        for name in _KNOWN:
             getattr(self, name)[:] = state[name]
+
+
+_KNOWN = ("stored", "used", "age", "stored_age")
 
 
 def _scale(name: str, shape: torch.Size, zero_head: bool) -> Tensor:

@@ -1,0 +1,152 @@
+"""Fit the controller of streams that Esper ships, on training streams, by the return of whole streams.
+
+    python scripts/fit_streams.py fit runs/fit_streams                            # writes runs/fit_streams/fitted.json
+    python scripts/fit_streams.py choose runs/fit_streams src/esper/streams/shipped.json
+
+`fit` is the cross-entropy method (Rubinstein and Kroese, "The Cross-Entropy Method", 2004, chapter 4): the numbers of
+`esper.streams.fitted.NUMBERS`, or their logarithms, are drawn from independent normal distributions, which move toward the best
+candidates. All candidates of a generation play the same streams of all changes, which no other generation plays. The first
+candidate is the mean. The folder keeps every generation, and the same command goes on from there. `choose` plays the start of the
+search and what was fitted on validation streams, and writes the better one.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esper.streams.data import RANGES, UPDATES, Change, draw_streams
+from esper.streams.fitted import NUMBERS, to_file
+from esper.streams.methods import build_fitted
+from esper.streams.play import Player
+
+Floats = NDArray[np.float64]
+STEP = 0.7
+"""How far mean and deviation move toward those of the best candidates."""
+BEST = 0.35
+"""Share of the candidates that are the best ones."""
+SEED = 5
+
+
+def scaled(values: Floats) -> Floats:
+    """(..., numbers) -> the scale of the search: logarithms where `Number.ratio`."""
+    ratio = np.array([number.ratio for number in NUMBERS.values()])
+    return np.where(ratio, np.log(np.maximum(values, 1e-12)), values)
+
+
+def numbers_of(points: Floats) -> Floats:
+    """The inverse of `scaled`, within the bounds."""
+    table = NUMBERS.values()
+    values = np.where([number.ratio for number in table], np.exp(np.minimum(points, 20)), points)
+    return np.clip(values, [number.low for number in table], [number.high for number in table])
+
+
+def returns(candidates: Floats, keys: Sequence[int], changes: Sequence[Change], updates: int) -> Floats:
+    """(C, S) the return of every stream with each candidate (C, numbers)."""
+    count, each = len(candidates), len(keys)
+    streams = draw_streams(list(keys) * count, list(changes) * count, updates=updates)
+    rows = np.repeat(candidates, each, 0)
+    settings = {name: rows[:, index] for index, name in enumerate(NUMBERS)}
+    player = Player(streams, build_fitted(streams, {"norm": True, "decay": 0.01, **settings}))
+    player.play()
+    return np.asarray(player.accuracy.mean(0, dtype=np.float64)).reshape(count, each)
+
+
+def streams_of(part: str, first: int, each: int) -> tuple[list[int], list[Change]]:
+    """Keys and changes of `each` streams of every change."""
+    changes = [change for change in Change for _ in range(each)]
+    return [RANGES[part].start + first + k for k in range(len(changes))], changes
+
+
+def fit(folder: Path, options: argparse.Namespace) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    mean = scaled(np.array([number.start for number in NUMBERS.values()]))
+    spread = np.array([number.spread for number in NUMBERS.values()])
+    for generation in range(options.generations):
+        file = folder / f"{generation}.npz"
+        if not file.exists():
+            begun, random = time.monotonic(), np.random.default_rng([SEED, generation])
+            points = mean + spread * random.standard_normal((options.candidates, len(mean)))
+            points[0] = mean
+            candidates = numbers_of(points)
+            keys, changes = streams_of("training", options.first + generation * 7 * options.streams, options.streams)
+            found = returns(candidates, keys, changes, options.updates)
+            best = np.argsort(-found.mean(1))[: max(2, round(BEST * options.candidates))]
+            kept = scaled(candidates[best])
+            np.savez(
+                file,
+                candidates=candidates,
+                returned=found,
+                mean=(1 - STEP) * mean + STEP * kept.mean(0),
+                spread=(1 - STEP) * spread + STEP * kept.std(0),
+            )
+            print(
+                f"generation {generation}: mean {found[0].mean():.4f}, best {found.mean(1).max():.4f}, "
+                f"median {np.median(found.mean(1)):.4f}, {time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
+        kept_file = np.load(file)
+        mean, spread = kept_file["mean"], kept_file["spread"]
+    facts = {"generations": options.generations, "candidates": options.candidates, "streams": 7 * options.streams}
+    (folder / "fitted.json").write_bytes(to_file(named(numbers_of(mean)), fitted=facts))
+
+
+def named(values: Floats) -> dict[str, float]:
+    """Numbers by name, with four digits."""
+    return {name: float(f"{value:.4g}") for name, value in zip(NUMBERS, values, strict=True)}
+
+
+def choose(folder: Path, file: Path, options: argparse.Namespace) -> None:
+    """Write the better of the start and of what was fitted, by the return of validation streams."""
+    fitted: Mapping[str, Any] = json.loads((folder / "fitted.json").read_text())
+    start = {name: number.start for name, number in NUMBERS.items()}
+    candidates = [start, fitted["numbers"]]
+    keys, changes = streams_of("validation", options.first, options.streams)
+    table = np.array([[each[name] for name in NUMBERS] for each in candidates])
+    found = returns(table, keys, changes, options.updates)
+    over = found[1] - found[0]
+    for change in Change:
+        own = np.array([each == change for each in changes])
+        print(f"{change}: start {found[0, own].mean():.4f}, fitted {found[1, own].mean():.4f}")
+    error = 1.96 * over.std(ddof=1) / len(over) ** 0.5
+    print(f"{len(keys)} streams: start {found[0].mean():.4f}, fitted {over.mean():+.4f} +- {error:.4f}")
+    best = int(over.mean() > 0)
+    facts = {**fitted["fitted"], "chosen": ("start", "fitted")[best], "validation_streams": len(keys)}
+    file.write_bytes(to_file(candidates[best], fitted=facts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("fit", "choose"))
+    parser.add_argument("folder", type=Path, help="folder of the generations")
+    parser.add_argument("file", type=Path, nargs="?", help="file that `choose` writes")
+    parser.add_argument("--generations", type=int, default=6)
+    parser.add_argument("--candidates", type=int, default=16)
+    parser.add_argument("--streams", type=int, default=2, help="streams of each change")
+    parser.add_argument("--updates", type=int, default=UPDATES, help="batches of each stream")
+    parser.add_argument("--first", type=int, default=500_000, help="number of the first stream of its part")
+    parser.add_argument(
+        "--quick", action="store_true", help="two generations of three short streams, to see that it runs"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.generations, options.candidates, options.streams, options.updates = 2, 3, 1, 40
+    if options.part == "choose" and options.file is None:
+        parser.error("choose needs the file that it is to write")
+    torch.set_num_threads(1)
+    if options.part == "fit":
+        fit(options.folder, options)
+    else:
+        if options.first == 500_000:
+            options.first = 0
+        choose(options.folder, options.file, options)
+
+
+if __name__ == "__main__":
+    main()
