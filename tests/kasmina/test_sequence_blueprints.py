@@ -1,20 +1,26 @@
 """Sequence blueprints: born well at any length, counted truly, and blind to later positions."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, check, count, drawn_with, get_blueprint
-from esper.kasmina.blueprints.sequence import Attention, CausalConv, Norm
+from esper.kasmina.blueprints.sequence import Attention, CausalConv, FullHead, Norm, SparseHead, SparseRows
 from esper.kasmina.blueprints.vector import zero_linear
+from esper.kasmina.find_sites import find_sites
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.invariance import blends_that_vary
 from esper.kasmina.slot import Seed, slot_output
+from esper.kasmina.stack import Stack
 from esper.leyline.actions import Blend
+from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec, Tap
 from esper.leyline.streams import Kind, Sequence
+from esper.runs.growth_settings import growth_menu
+from esper.tasks.sequential import OpenTransformer
 from esper.tolaria.training import doses
 from sequences import HOST, SEQUENCES, CausalHost, sequence_body
 
@@ -46,7 +52,8 @@ def test_a_sequence_blueprint_has_as_many_parameters_as_it_declares(name, reads,
 def test_the_sequence_blueprints_read_the_stream_and_the_bypasses_what_entered_the_segment():
     taps = {name: get_blueprint(name, Kind.SEQUENCE).tap for name in SEQUENCES}
     here = {"norm", "low-rank", "mlp-small", "mlp-large", "gated", "causal-conv", "attention"}
-    assert taps == dict.fromkeys(here, Tap.HERE) | dict.fromkeys(("bypass-linear", "bypass-mlp"), Tap.BEFORE)
+    assert taps == {name: Tap.HERE if name in here else Tap.BEFORE for name in SEQUENCES}
+    assert len(SEQUENCES) == len(here) + 10
     assert all(get_blueprint(name, Kind.SEQUENCE).causal for name in SEQUENCES)
 
 
@@ -214,3 +221,75 @@ def test_a_causal_slot_of_another_kind_is_refused():
 
 def test_a_site_of_a_causal_slot_is_causal():
     assert [slot.causal for slot in HOST().slots] == [True, True]
+
+
+# Heads and rows.
+
+
+def test_a_full_head_turns_the_head_of_a_transformer_into_any_other():
+    host, other, u = OpenTransformer(9, 8, 1, 2, 6)(), OpenTransformer(9, 8, 1, 2, 6)(), torch.randn(3, 6, 8)
+    head, target = host.segments[-2], other.segments[-2]
+    for part in (head.norm, target.norm):
+        nn.init.normal_(part.scale)
+        nn.init.normal_(part.shift)
+    module = FullHead(8, 9)
+    with torch.no_grad():
+        module.out.weight.copy_(target.read.weight * target.norm.scale[0, 0] - head.read.weight * head.norm.scale[0, 0])
+        module.out.bias.copy_(target.read.weight @ target.norm.shift[0, 0] - head.read.weight @ head.norm.shift[0, 0])
+    torch.testing.assert_close(head(u) + module(u), target(u))
+
+
+@pytest.mark.parametrize("build", [SparseRows, SparseHead])
+def test_chosen_rows_are_those_with_the_largest_gradient_and_compute_as_a_dense_map_with_the_others_0(build):
+    module, u, pull = build(6, 7, 3), torch.randn(5, 4, 6), torch.randn(5, 4, 7)
+    dense = nn.Linear(6, 7, bias=build is SparseHead)
+    for parameter in dense.parameters():
+        nn.init.zeros_(parameter)
+    read = nn.functional.layer_norm(u, (6,)) if build is SparseHead else u
+    (dense(read) * pull).sum().backward()  # the gradient of this loss for the stream is `pull`
+    norms = sum(p.grad.square().flatten(1).sum(1) if p.dim() > 1 else p.grad.square() for p in dense.parameters())
+    if build is SparseRows:
+        norms = dense.weight.grad.square().sum(0)
+    module.choose(u.flatten(0, 1), pull.flatten(0, 1))
+    assert module.chosen.tolist() == sorted(norms.argsort(descending=True)[:3].tolist())
+    nn.init.normal_(module.out.weight)
+    with torch.no_grad():
+        if build is SparseRows:
+            dense.weight[:, module.chosen] = module.out.weight
+        else:
+            nn.init.normal_(module.out.bias)
+            dense.weight[module.chosen], dense.bias[module.chosen] = module.out.weight, module.out.bias
+    torch.testing.assert_close(module(u), dense(read))
+
+
+def test_equal_gradients_choose_the_first_rows_and_fewer_features_than_rows_choose_all():
+    module = SparseRows(5, 2, 3)
+    module.choose(torch.ones(4, 5), torch.ones(4, 2))
+    assert module.chosen.tolist() == [0, 1, 2]
+    assert SparseRows(2, 5, 8).chosen.tolist() == [0, 1]
+    assert SparseHead(5, 2, 8).chosen.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["sparse-rows", "sparse-head"])
+def test_stacked_rows_compute_as_each_alone_and_keep_what_they_chose(name):
+    entry = get_blueprint(name, Kind.SEQUENCE)
+    seeds = [drawn(name, 12, key=key).delta for key in range(3)]
+    stack = Stack(entry.build(12, 12), 4)
+    for row, module in enumerate(seeds):
+        module.choose(torch.randn(9, 12), torch.randn(9, 12))
+        stack.write(row, module)
+    assert len({tuple(module.chosen.tolist()) for module in seeds}) == 3
+    u = torch.randn(3, 5, 6, 12)
+    for rows in (slice(0, 3), np.array([2, 0, 1])):
+        order = range(3)[rows] if isinstance(rows, slice) else rows
+        y = stack(u, rows)
+        for place, row in enumerate(order):
+            torch.testing.assert_close(y[place], seeds[row](u[place]))
+    stack.arrange(np.array([2, 0]))
+    assert torch.equal(stack.read(0, entry.build(12, 12)).chosen, seeds[2].chosen)
+
+
+def test_a_loop_of_ones_own_refuses_rows_that_are_chosen_from_a_task():
+    sites = find_sites(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)), torch.zeros(2, 5, 4))
+    with pytest.raises(InputError, match="'sparse-rows' chooses its rows from the training examples of a task"):
+        growth_menu(sites, build_config({"blueprints": ["bypass-mlp", "sparse-rows"]}))

@@ -9,6 +9,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
 from esper.leyline.streams import Kind
 from esper.leyline.view import Space
+from esper.tolaria.choosing import chooses
 from esper.tolaria.live import LivePopulation
 
 MENU: Mapping[Kind, tuple[str, ...]] = {
@@ -80,7 +81,14 @@ def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
     for name in config.blueprints:
         if not any(name == known for _, known in named):
             get_blueprint(name, next(iter(kinds)))  # raises InputError, with the known names
-    return [BLUEPRINTS[each] for each in named]
+    menu = [BLUEPRINTS[each] for each in named]
+    for entry in menu:
+        if chooses(entry.build(8, 8)):
+            raise InputError(
+                f"blueprint {entry.name!r} chooses its rows from the training examples of a task, which a network in your own "
+                "training loop does not have; leave it out of blueprints"
+            )
+    return menu
 
 
 def within_budget(population: LivePopulation, budget: float) -> Space:

@@ -16,6 +16,7 @@ from esper.tasks.dense import DamagedMLP as DamagedMLP
 from esper.tasks.dense import ResidualMLP as ResidualMLP
 from esper.tasks.dense import room_for as room_for
 from esper.tasks.sequential import GRU as GRU
+from esper.tasks.sequential import OpenTransformer as OpenTransformer
 from esper.tasks.sequential import Positions
 from esper.tasks.sequential import Transformer as Transformer
 from esper.tasks.sizes import check_sizes
@@ -147,11 +148,11 @@ def menu_of(host: SegmentedHost) -> tuple[str, ...]:
 MOST_BLOCKS, WIDEST = 1024, 2**24
 """Limits on the sizes of a host that a file names. A host that is built in Python may be larger."""
 
-Host = MLP | ResidualMLP | DamagedMLP | BridgedMLP | CNN | ResidualCNN | Transformer | GRU
+Host = MLP | ResidualMLP | DamagedMLP | BridgedMLP | CNN | ResidualCNN | Transformer | OpenTransformer | GRU
 HOSTS: Mapping[str, type[Host]] = MappingProxyType(
     {
         factory.name: factory
-        for factory in (MLP, ResidualMLP, DamagedMLP, BridgedMLP, CNN, ResidualCNN, Transformer, GRU)
+        for factory in (MLP, ResidualMLP, DamagedMLP, BridgedMLP, CNN, ResidualCNN, Transformer, OpenTransformer, GRU)
     }
 )
 """The host factories that a saved network can name. Their arguments are those of `dataclasses.asdict`."""

@@ -178,14 +178,14 @@ def sense(
     """
     body.train(False)
     routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
-    measured, other = (_samples(body, routes, examples, objective) for examples in (fit, held))
+    measured, other = (samples(body, routes, examples, objective) for examples in (fit, held))
     true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype)
     widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
     return growth_sensors(measured, other, widths, taught)
 
 
-def _samples(body: Body, routes: Sequence[Route], examples: Examples, objective: Objective) -> list[Sample]:
-    """Return the streams at each slot for some examples, and the gradient of the loss there."""
+def samples(body: Body, routes: Sequence[Route], examples: Examples, objective: Objective) -> list[Sample]:
+    """Return the streams at each slot for some examples, and the gradient of the loss there; one `Sample` a slot."""
     found = []
     for piece in pieces(examples, body.layout.streams):
         x = examples.read(piece)

@@ -24,6 +24,7 @@ from esper.leyline.task import AnyTask, Split
 from esper.leyline.text import counted
 from esper.leyline.view import BlueprintInfo, Floats, Seeds, Space
 from esper.tolaria.certifying import growth
+from esper.tolaria.choosing import choose_rows
 from esper.tolaria.coalitions import coalitions
 from esper.tolaria.data import Examples
 from esper.tolaria.fitting import menu_of, selected
@@ -141,6 +142,7 @@ class StackedPopulation:
             return scalar(self.config.seed, Purpose.BIRTH, instance, self._episode, step, slot)
 
         self.body.edit(changes, seeds, birth_key)
+        choose_rows(self.body, changes, seeds, self.data.fit, self.objective)
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
         """Train every row on the batches of one step. Nothing is read from the device."""

@@ -298,8 +298,8 @@ def _mlp(hidden: int, kind: Kind = Kind.VECTOR) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int) -> dict[str, Any]:
-    return {"build": lambda r, w: Factored(r, w, rank), "parameters": lambda r, w: rank * (r + w)}
+def _rank(rank: int, kind: Kind = Kind.VECTOR) -> dict[str, Any]:
+    return {"build": lambda r, w: Factored(r, w, rank), "parameters": lambda r, w: rank * (r + w), "kind": kind}
 
 
 _built_in("affine", Tap.HERE, lambda r, w: Affine(w), lambda r, w: 2 * w, "scale and shift of every feature")
@@ -310,10 +310,10 @@ _built_in("gated", Tap.HERE, Gated, lambda r, w: 2 * (r * w + w), "linear map un
 _built_in("bypass-linear", Tap.BEFORE, LinearMap, lambda r, w: r * w + w, "linear map around the segment: width")
 _built_in("bypass-mlp", Tap.BEFORE, **_mlp(16), summary="hidden layer of 16 units around the segment: width")
 _built_in("bypass-mlp-small", Tap.BEFORE, **_mlp(4), summary="hidden layer of 4 units around the segment: width")
-_built_in("bypass-rank-1", Tap.BEFORE, **_rank(1), summary="linear map of rank 1 around the segment: width")
-_built_in("bypass-rank-2", Tap.BEFORE, **_rank(2), summary="linear map of rank 2 around the segment: width")
-_built_in("bypass-rank-4", Tap.BEFORE, **_rank(4), summary="linear map of rank 4 around the segment: width")
-_built_in("bypass-rank-8", Tap.BEFORE, **_rank(8), summary="linear map of rank 8 around the segment: width")
+for _k in (1, 2, 4, 8):
+    for _kind, _at in ((Kind.VECTOR, ""), (Kind.SEQUENCE, " at each position")):
+        _about = f"linear map of rank {_k}{_at} around the segment: width"
+        _built_in(f"bypass-rank-{_k}", Tap.BEFORE, **_rank(_k, _kind), summary=_about)
 _built_in("skip-mlp", Tap.INPUT, **_mlp(8), summary="hidden layer of 8 units from the host's input")
 
 
@@ -414,4 +414,34 @@ _built_in(
     Tap.BEFORE,
     **_mlp(16, _SEQUENCE),
     summary="hidden layer of 16 units at each position around the segment: width",
+)
+_built_in(
+    "bypass-mlp-small",
+    Tap.BEFORE,
+    **_mlp(4, _SEQUENCE),
+    summary="hidden layer of 4 units at each position around the segment: width",
+)
+_built_in(
+    "full-head",
+    Tap.BEFORE,
+    sequences.FullHead,
+    lambda r, w: r * w + w,
+    "linear map of the normalised features around a last layer",
+    _SEQUENCE,
+)
+_built_in(
+    "sparse-rows",
+    Tap.BEFORE,
+    lambda r, w: sequences.SparseRows(r, w, 8),
+    lambda r, w: min(8, r) * w,
+    "8 rows of an embedding, those with the largest gradient",
+    _SEQUENCE,
+)
+_built_in(
+    "sparse-head",
+    Tap.BEFORE,
+    lambda r, w: sequences.SparseHead(r, w, 8),
+    lambda r, w: min(8, w) * (r + 1),
+    "8 rows of a last layer, those with the largest gradient",
+    _SEQUENCE,
 )
