@@ -1,9 +1,11 @@
 """The streams of intact networks, from which the sensor `drift` measures a damaged host. R rows, N examples."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper.kasmina.body import Body
 from esper.kasmina.chain import calling
@@ -12,7 +14,7 @@ from esper.kasmina.layout import BEFORE, HERE
 from esper.leyline.batches import Batch, picked
 from esper.leyline.sites import Taps
 from esper.leyline.source import SENSED
-from esper.leyline.streams import Kind
+from esper.leyline.task import Instance
 from esper.tolaria.resident import ResidentData
 from esper.tolaria.sensors import Taught
 
@@ -21,57 +23,58 @@ from esper.tolaria.sensors import Taught
 def taught_streams(data: ResidentData, body: Body) -> list[Taught]:
     """Run the intact network of every row on the examples that the sensors are fitted on; one entry per slot.
 
-    Empty where no instance has an intact network, and on hosts whose streams or inputs are not vectors.
+    A stream of several positions is read at those that the sensors read, as one example each. Empty where no instance has an
+    intact network.
     """
-    vectors = all(stream.kind == Kind.VECTOR for stream in body.layout.streams)
-    if not vectors or all(problem.intact is None for problem in data.problems):
+    if all(problem.intact is None for problem in data.problems):
         return []
-    length = data.fit.y.shape[1]
     _, which = np.unique(data.instance, return_inverse=True)
-    row = np.array(data.problem_of)[which]
-    widest = body.layout.widest.taps
+    streams = [_streams(problem, data, body) for problem in data.problems]
+    row, most = np.array(data.problem_of)[which].tolist(), data.fit.y.shape[1]
     found = []
-    for problem in data.problems:
-        if problem.intact is None:
-            streams = [(torch.full((0, 0), torch.nan),) * 2 for _ in body.slots]
-        else:
-            host, x = problem.intact()
-            streams = _streams(host, picked(problem.read(x, data.dtype), slice(SENSED)))
+    for slot in range(len(body.slots)):
+        widths = (int(body.layout.widest.taps[slot, tap]) for tap in (HERE, BEFORE))
+        pair = [
+            _padded([None if each is None else each[slot][part] for each in streams], most, width)
+            for part, width in enumerate(widths)
+        ]
         found.append(
-            [
-                tuple(
-                    _padded(part, length, int(widest[slot, tap]))
-                    for part, tap in zip(pair, (HERE, BEFORE), strict=True)
-                )
-                for slot, pair in enumerate(streams)
-            ]
+            Taught(*(torch.stack([part[index] for index in row]).to(data.device, data.dtype) for part in pair))
         )
-    return [
-        Taught(
-            *(torch.stack([found[index][slot][part] for index in row]).to(data.device, data.dtype) for part in (0, 1))
-        )
-        for slot in range(len(body.slots))
-    ]
+    return found
 
 
-def _streams(host: nn.Module, x: Batch) -> list[tuple[Tensor, Tensor]]:
-    """The stream and the segment's input at every slot of a host, (N, D) each."""
+def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Tensor, Tensor]] | None:
+    """The stream and the segment's input at every slot of an intact network, (N, P, C) each at P positions; None without one."""
+    if problem.intact is None:
+        return None
+    host, x = problem.intact()
     assert isinstance(host, SegmentedHost), type(host)
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def visit(_: int, taps: Taps[Batch]) -> Batch:
-        assert isinstance(taps.here, Tensor), "the streams are vectors"
-        assert isinstance(taps.before, Tensor), "the inputs are vectors"
-        seen.append((taps.here, taps.before))
-        return taps.here
+    def visit(slot: int, taps: Taps[Batch]) -> Batch:
+        kind, here = body.layout.streams[slot], taps.here
+        assert isinstance(here, Tensor), "a segment must return one tensor"
+        stream = kind.positions(here[None])[0]
+        before = torch.full_like(stream[:, :1], torch.nan)
+        if body.layout.widest.taps[slot, BEFORE]:
+            assert isinstance(taps.before, Tensor), "what has a width is one tensor"
+            before = kind.positions(kind.fitted(taps.before, here)[None])[0]
+        seen.append((stream.unflatten(0, (len(here), -1)), before.unflatten(0, (len(here), -1))))
+        return here
 
     host.eval()
-    host.chain.run(calling(host.segments), x, visit)
+    host.chain.run(calling(host.segments), picked(problem.read(x, data.dtype), slice(SENSED)), visit)
     return seen
 
 
-def _padded(values: Tensor, length: int, width: int) -> Tensor:
-    """(N, D) -> (length, width) with 0 added; nan everywhere where there are no values."""
-    if not values.numel():
-        return torch.full((length, width), torch.nan)
-    return F.pad(values, (0, width - values.shape[1], 0, length - values.shape[0]))
+def _padded(parts: Sequence[Tensor | None], most: int, width: int) -> list[Tensor]:
+    """Streams (N, P, C) of several networks -> (most * P, width) each, with 0 added; nan everywhere for None."""
+    positions = next(part.shape[1] for part in parts if part is not None)
+    width = max(width, 1)
+    return [
+        torch.full((most * positions, width), torch.nan)
+        if part is None
+        else F.pad(part, (0, width - part.shape[2], 0, 0, 0, most - len(part))).flatten(0, 1)
+        for part in parts
+    ]
