@@ -37,6 +37,15 @@ MIXED = Plan("bypass and uniform", RANKS[1:], ("bypass-rank-1",))
 HERE = Plan("low rank", ("low-rank",))
 """A linear map of rank 2 of the stream: before the last layer it corrects the head."""
 
+UNIFORM_8 = Plan("uniform of rank 8", RANKS, RANKS)
+"""The largest bypass around every block."""
+UNIFORM_MLP = Plan("uniform of hidden layers", ("bypass-mlp-small",), ("bypass-mlp-small",))
+SPARSE_ROWS = Plan("sparse rows", ("sparse-rows",))
+"""Rows of the embedding, for the slot behind it."""
+SPARSE_HEAD = Plan("sparse head", ("sparse-head",))
+"""Rows of the head, for the slot behind it."""
+FULL_HEAD = Plan("full head", ("full-head",))
+
 PLACED = (NONE, BYPASS, MIXED, HERE)
 """The plans that trees choose from beside UNIFORM: NONE has no slot, and HERE takes the last."""
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
-from esper.tasks import digits, heal, images, repair, small, spirals, text, tinystories, trained
+from esper.tasks import digits, heal, heal_bytes, images, repair, small, spirals, text, tinystories, trained
 from esper.tasks.reference import load_task, unnamed_function
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
@@ -19,6 +19,10 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "heal-unfrozen": (heal.heal_unfrozen, heal.UNFROZEN),
     "heal-scratch": (heal.heal_scratch, heal.SCRATCH),
     "heal-eora": (heal.heal_eora, heal.EORA),
+    "heal-bytes": (heal_bytes.heal_bytes, heal_bytes.SUMMARY),
+    "heal-bytes-taught": (heal_bytes.heal_bytes_taught, heal_bytes.TAUGHT),
+    "heal-bytes-unfrozen": (heal_bytes.heal_bytes_unfrozen, heal_bytes.UNFROZEN),
+    "heal-bytes-scratch": (heal_bytes.heal_bytes_scratch, heal_bytes.SCRATCH),
     "digits": (digits.digits, digits.SUMMARY),
     "digits-narrow": (digits.digits_narrow, digits.NARROW),
     "spirals": (spirals.spirals, spirals.SUMMARY),

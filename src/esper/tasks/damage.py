@@ -63,7 +63,9 @@ _WEIGHTS = (DamageKind.LOW_RANK, DamageKind.NOISE, DamageKind.QUANTISED, DamageK
 _OUTSIDE_BLOCKS = (DamageKind.NOISE, DamageKind.QUANTISED, DamageKind.TERNARY)
 
 
-class _Draw(StrEnum):
+class DamageDraw(StrEnum):
+    """Names of the draws of a damage. Their order is part of keys."""
+
     KIND = "kind"
     COUNT = "count"
     PLACE = "place"
@@ -74,9 +76,11 @@ class _Draw(StrEnum):
     BITS = "bits"
     GROUP = "group"
     CLASSES = "classes"
+    HALVES = "halves"
+    SYMBOLS = "symbols"
 
 
-_CODES = {draw: code for code, draw in enumerate(_Draw)}
+_CODES = {draw: code for code, draw in enumerate(DamageDraw)}
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Damage:
     severity: float
     key: int
 
-    def uniform(self, draw: "_Draw", *indices: int | NDArray[np.int64]) -> NDArray[np.float64]:
+    def uniform(self, draw: "DamageDraw", *indices: int | NDArray[np.int64]) -> NDArray[np.float64]:
         """Draws in [0, 1) for this damage; integer arrays broadcast."""
         return _uniform(self.key, draw, *indices)
 
@@ -104,13 +108,13 @@ class Damage:
 def draw_damage(key: int, blocks: int, two_sites: float = TWO_SITES) -> Damage:
     """The damage of a key, for a host of `blocks` blocks. `two_sites` is the probability of two damaged segments."""
 
-    def once(draw: _Draw) -> float:
+    def once(draw: DamageDraw) -> float:
         return float(_uniform(key, draw)[0])
 
     names = list(PROBABILITIES)
     bounds = np.cumsum(list(PROBABILITIES.values()))
-    kind = names[min(int(np.searchsorted(bounds, once(_Draw.KIND), side="right")), len(names) - 1)]
-    u = once(_Draw.SEVERITY)
+    kind = names[min(int(np.searchsorted(bounds, once(DamageDraw.KIND), side="right")), len(names) - 1)]
+    u = once(DamageDraw.SEVERITY)
     severity = {
         DamageKind.PRUNED: 0.8 + 0.2 * u,
         DamageKind.LOW_RANK: 1.0 + int(2 * u),
@@ -121,9 +125,9 @@ def draw_damage(key: int, blocks: int, two_sites: float = TWO_SITES) -> Damage:
     }.get(kind, 0.0)
     if kind in (DamageKind.INPUT, DamageKind.LABELS, DamageKind.NONE):
         return Damage(kind, (), severity, key)
-    order = (1 + _uniform(key, _Draw.PLACE, np.arange(blocks)).argsort()).tolist()
-    segments = order[: 2 if once(_Draw.COUNT) < two_sites and blocks > 1 else 1]
-    outer = once(_Draw.OUTER)
+    order = (1 + _uniform(key, DamageDraw.PLACE, np.arange(blocks)).argsort()).tolist()
+    segments = order[: 2 if once(DamageDraw.COUNT) < two_sites and blocks > 1 else 1]
+    outer = once(DamageDraw.OUTER)
     if kind in _OUTSIDE_BLOCKS and outer < OUTER:
         segments[-1] = 0 if outer < OUTER / 2 else blocks + 1
     return Damage(kind, tuple(sorted(segments)), severity, key)
@@ -139,7 +143,7 @@ def damage_host(host: SegmentedHost, damage: Damage) -> None:
     if kind == DamageKind.PRUNED:
         for index, block in _blocks(host, damage.segments):
             units = len(_layers(block)[0].weight)
-            order = damage.uniform(_Draw.UNITS, index, np.arange(units)).argsort()
+            order = damage.uniform(DamageDraw.UNITS, index, np.arange(units)).argsort()
             prune_units(block, order[: max(1, int(damage.severity * units))].tolist())
     elif kind == DamageKind.REMOVED:
         for _, block in _blocks(host, damage.segments):
@@ -147,7 +151,7 @@ def damage_host(host: SegmentedHost, damage: Damage) -> None:
     elif kind in _WEIGHTS:
         every = range(len(host.segments)) if kind == DamageKind.MIXED else damage.segments
         for index in every:
-            change = _change(damage, index)
+            change = weight_change(damage, index)
             for number, layer in enumerate(_layers(host.segments[index])):
                 layer.weight.copy_(change(layer.weight, number))
 
@@ -165,15 +169,15 @@ def damage_split(split: Split, damage: Damage, classes: int) -> Split:
 
 def input_group(damage: Damage, inputs: int) -> list[int]:
     """The inputs that are dead, flipped or rescaled: 15 to 50 % of them, in order."""
-    share = 0.15 + 0.35 * float(damage.uniform(_Draw.GROUP, 0)[0])
-    order = damage.uniform(_Draw.GROUP, 1, np.arange(inputs)).argsort()
+    share = 0.15 + 0.35 * float(damage.uniform(DamageDraw.GROUP, 0)[0])
+    order = damage.uniform(DamageDraw.GROUP, 1, np.arange(inputs)).argsort()
     return sorted(order[: max(1, int(share * inputs))].tolist())
 
 
 def label_map(damage: Damage, classes: int) -> list[int]:
     """The label that takes the place of each class: one pair of classes is exchanged, or in half of the draws two pairs."""
-    order = damage.uniform(_Draw.CLASSES, 0, np.arange(classes)).argsort().tolist()
-    pairs = 2 if classes >= 4 and damage.uniform(_Draw.CLASSES, 1)[0] < 0.5 else 1
+    order = damage.uniform(DamageDraw.CLASSES, 0, np.arange(classes)).argsort().tolist()
+    pairs = 2 if classes >= 4 and damage.uniform(DamageDraw.CLASSES, 1)[0] < 0.5 else 1
     labels = list(range(classes))
     for pair in range(pairs if classes > 1 else 0):
         a, b = order[2 * pair : 2 * pair + 2]
@@ -229,8 +233,8 @@ def ternary(weight: Tensor) -> Tensor:
     return rounded
 
 
-def _change(damage: Damage, index: int) -> Callable[[Tensor, int], Tensor]:
-    """From a weight of a segment, and its number there, to the damaged weight."""
+def weight_change(damage: Damage, index: int) -> Callable[[Tensor, int], Tensor]:
+    """From a weight (O, I) of a segment, and its number there, to the damaged weight; for a kind that changes weights."""
     match damage.kind:
         case DamageKind.LOW_RANK:
             return lambda weight, _: low_rank(weight, int(damage.severity))
@@ -241,7 +245,7 @@ def _change(damage: Damage, index: int) -> Callable[[Tensor, int], Tensor]:
         case DamageKind.MIXED if index in damage.segments:
             return lambda weight, _: ternary(weight)
         case DamageKind.MIXED:
-            bits = int(damage.severity) + int(2 * damage.uniform(_Draw.BITS, index)[0])
+            bits = int(damage.severity) + int(2 * damage.uniform(DamageDraw.BITS, index)[0])
             return lambda weight, _: quantised(weight, bits)
     return lambda weight, number: weight + damage.severity * weight.std() * _normal(damage, index, number, weight)
 
@@ -249,7 +253,7 @@ def _change(damage: Damage, index: int) -> Callable[[Tensor, int], Tensor]:
 def _normal(damage: Damage, index: int, number: int, like: Tensor) -> Tensor:
     """Standard normal draws of a shape: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
     place = np.arange(like.numel()).reshape(like.shape)
-    u, v = (damage.uniform(_Draw.WEIGHT_NOISE, index, number, part, place) for part in (0, 1))
+    u, v = (damage.uniform(DamageDraw.WEIGHT_NOISE, index, number, part, place) for part in (0, 1))
     return torch.from_numpy(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * math.pi * v)).to(like.dtype)
 
 
@@ -262,5 +266,5 @@ def _layers(segment: nn.Module) -> list[nn.Linear]:
     return [part for part in segment.modules() if isinstance(part, nn.Linear)]
 
 
-def _uniform(key: int, draw: _Draw, *indices: int | NDArray[np.int64]) -> NDArray[np.float64]:
+def _uniform(key: int, draw: DamageDraw, *indices: int | NDArray[np.int64]) -> NDArray[np.float64]:
     return keys.uniform(keys.key(keys.Purpose.HEALING, key, _CODES[draw], *indices))
