@@ -365,6 +365,20 @@ _built_in("bypass-conv-3x3", Tap.BEFORE, **_one_conv(3), summary="3x3 around the
 _built_in("skip-conv", Tap.INPUT, **_two_convs(8, 1), summary="3x3 to 8 channels from the host's input, then 1x1")
 
 
+def _channelwise(*names: str) -> None:
+    """The blueprints of these names for vectors, at each position of a map."""
+    for name in names:
+        entry = BLUEPRINTS[Kind.VECTOR, name]
+
+        def build(reads: int, writes: int, entry: Blueprint = entry) -> nn.Module:
+            return maps.Channelwise(entry.build(reads, writes))
+
+        _built_in(name, entry.tap, build, entry.parameters, f"{entry.summary}, at each position", Kind.MAP)
+
+
+_channelwise("low-rank", "mlp-small", *(f"bypass-rank-{k}" for k in (1, 2, 4, 8)), "bypass-mlp-small")
+
+
 _SEQUENCE = Kind.SEQUENCE
 _built_in("norm", Tap.HERE, lambda r, w: sequences.Norm(w), lambda r, w: 2 * w, "each position normalised", _SEQUENCE)
 _built_in(

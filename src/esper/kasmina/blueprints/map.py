@@ -105,3 +105,19 @@ def two_convs(reads: int, writes: int, hidden: int, size: int) -> Convolutions:
 def one_conv(reads: int, writes: int, size: int) -> Convolutions:
     """One linear convolution; w (size^2 r + 1) parameters."""
     return Convolutions(zero_conv(reads, writes, size))
+
+
+class Channelwise(nn.Module):
+    """A seed for vectors at each position of a map, with the channels as features. It has the parameters of that seed."""
+
+    stacks = True
+    draws = False
+
+    def __init__(self, seed: nn.Module) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def forward(self, u: Tensor) -> Tensor:
+        """(B, reads, H, W) -> (B, writes, H, W), or (E, B, reads, H, W) -> (E, B, writes, H, W)."""
+        delta: Tensor = self.seed(u.movedim(-3, -1)).movedim(-1, -3)
+        return delta
