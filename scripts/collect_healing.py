@@ -25,10 +25,11 @@ from esper.runs.contenders import Contender, contender_config
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import with_sensors
 from esper.tamiyo.placement import Picks, Placement
-from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, Plan
+from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, UNIFORM_2, Plan
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import RANGES, Facts, describe, heal, heal_scratch, heal_unfrozen
-from esper.tasks.healing_hosts import BLOCKS
+from esper.tasks.healing_hosts import BLOCKS, VECTORS, HostSet
+from esper.tasks.healing_images import IMAGES
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Step, play
 
@@ -118,9 +119,23 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def cases(start: int, count: int, plain: bool = True, setting: str = ONE_SITE) -> list[Facts]:
+class Collection(NamedTuple):
+    """What is collected of one set of hosts: which plans, and how many cases are one file."""
+
+    hosts: HostSet
+    plans: tuple[Placed, ...] = PLANS
+    rows: int = ROWS
+
+
+COLLECTIONS: Mapping[str, Collection] = {
+    VECTORS.name: Collection(VECTORS),
+    IMAGES.name: Collection(IMAGES, (*PLANS, Placed(UNIFORM_2)), rows=40),
+}
+
+
+def cases(start: int, count: int, plain: bool = True, setting: str = ONE_SITE, hosts: HostSet = VECTORS) -> list[Facts]:
     wanted = SETTINGS[setting].wanted
-    found = (f for key in itertools.count(start) if wanted(f := describe(key)) and f.plain == plain)
+    found = (f for key in itertools.count(start) if wanted(f := describe(key, hosts)) and f.plain == plain)
     return list(itertools.islice(found, count))
 
 
@@ -178,11 +193,12 @@ def kept(
     keys: Sequence[int],
     seed: int,
     settings: Mapping[str, object] = EMPTY,
+    rows: int = ROWS,
 ) -> dict[str, Figures]:
-    """The figures of some keys by contender, from the folder or grown now, ROWS at a time."""
+    """The figures of some keys by contender, from the folder or grown now, `rows` at a time."""
     found: dict[str, list[Figures]] = {name: [] for name in contenders}
-    for start in range(0, len(keys), ROWS):
-        chunk = keys[start : start + ROWS]
+    for start in range(0, len(keys), rows):
+        chunk = keys[start : start + rows]
         bench = Bench(task, chunk, seed, settings)
         for name, contender in contenders.items():
             path = folder / f"{name.replace(' ', '-')}-{chunk[0]}-{chunk[-1]}-{len(chunk)}-s{seed}.npz"
@@ -210,12 +226,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--setting", choices=list(SETTINGS), default=ONE_SITE)
     parser.add_argument("--residual", action="store_true")
+    parser.add_argument("--task", choices=list(COLLECTIONS), default=VECTORS.name)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keys = [facts.key for facts in cases(FIRST[options.part], options.cases, not options.residual, options.setting)]
-    task, settings = heal(), SETTINGS[options.setting].settings
+    hosts, plans, rows = COLLECTIONS[options.task]
+    found_cases = cases(FIRST[options.part], options.cases, not options.residual, options.setting, hosts)
+    keys = [facts.key for facts in found_cases]
+    task, settings = heal(hosts), SETTINGS[options.setting].settings
     for seed in range(options.seeds):
-        found = kept(options.folder, {placed.name: fixed(placed) for placed in PLANS}, task, keys, seed, settings)
+        found = kept(options.folder, {placed.name: fixed(placed) for placed in plans}, task, keys, seed, settings, rows)
         for name, figures in found.items():
             print(seed, name, *(f"{column.mean():.4f}" for column in figures), flush=True)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from collect_healing import FIRST, PLANS, Floats, Placed, cases, fixed, kept
+from collect_healing import COLLECTIONS, FIRST, PLANS, Floats, Placed, cases, fixed, kept
 from numpy.typing import NDArray
 from sklearn.ensemble import ExtraTreesRegressor
 
@@ -24,6 +24,7 @@ from esper.tamiyo.forest import Forest, Forests, forest_of, save_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.plans import PLACED, UNIFORM
 from esper.tasks.heal import Facts, heal, heal_taught
+from esper.tasks.healing_hosts import VECTORS, HostSet
 from esper.tolaria.engine import VectorizedEngine
 
 ROWS = 160
@@ -42,9 +43,9 @@ class Known(NamedTuple):
         return np.array([facts.number for facts in self.facts])
 
 
-def views(keys: Sequence[int], taught: bool = True) -> list[View]:
+def views(keys: Sequence[int], taught: bool = True, hosts: HostSet = VECTORS) -> list[View]:
     """The views before the first step, ROWS keys each, with the sensors."""
-    task, found = (heal_taught() if taught else heal()).sealed(), []
+    task, found = (heal_taught if taught else heal)(hosts).sealed(), []
     for start in range(0, len(keys), ROWS):
         chunk = keys[start : start + ROWS]
         config = build_config(
@@ -54,17 +55,18 @@ def views(keys: Sequence[int], taught: bool = True) -> list[View]:
     return found
 
 
-def features(keys: Sequence[int]) -> Floats:
-    return np.concatenate([table(slot_features(view, taught=True), TAUGHT_FEATURES) for view in views(keys)])
+def features(keys: Sequence[int], hosts: HostSet = VECTORS) -> Floats:
+    seen = views(keys, hosts=hosts)
+    return np.concatenate([table(slot_features(view, taught=True), TAUGHT_FEATURES) for view in seen])
 
 
-def known(folder: Path, part: str, count: int, seeds: int, plain: bool = True) -> Known:
-    facts = cases(FIRST[part], count, plain)
+def known(folder: Path, part: str, count: int, seeds: int, plain: bool = True, hosts: HostSet = VECTORS) -> Known:
+    facts, own = cases(FIRST[part], count, plain, hosts=hosts), COLLECTIONS[hosts.name]
     keys, path = [each.key for each in facts], folder / f"features-{part}-{count}-{plain}.npy"
     if not path.exists():
-        np.save(path, features(keys))
-    plans = {placed.name: fixed(placed) for placed in PLANS}
-    runs = [kept(folder, plans, heal(), keys, seed) for seed in range(seeds)]
+        np.save(path, features(keys, hosts))
+    plans = {placed.name: fixed(placed) for placed in own.plans}
+    runs = [kept(folder, plans, heal(hosts), keys, seed, rows=own.rows) for seed in range(seeds)]
     return Known(facts, np.load(path), {name: np.mean([run[name].objective for run in runs], 0) for name in plans})
 
 
@@ -115,9 +117,11 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=480)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--taught", action="store_true")
+    parser.add_argument("--task", choices=list(COLLECTIONS), default=VECTORS.name)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    of = known(options.folder, "training", options.cases, options.seeds)
+    hosts = COLLECTIONS[options.task].hosts
+    of = known(options.folder, "training", options.cases, options.seeds, hosts=hosts)
     names = TAUGHT_FEATURES if options.taught else FEATURES
     uniform = of.objective[UNIFORM.name]
     best = np.stack([of.objective[placed.name] for placed in PLANS]).max(0)

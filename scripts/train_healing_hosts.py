@@ -1,4 +1,4 @@
-"""Train the hosts of the tasks `heal` or `heal-bytes` ahead of a run, into the cache folder.
+"""Train the hosts of the tasks `heal`, `heal-images` or `heal-bytes` ahead of a run, into the cache folder.
 
     python scripts/train_healing_hosts.py heldout 64
     python scripts/train_healing_hosts.py heldout --task heal-bytes
@@ -8,22 +8,24 @@ are in the cache are read, which checks their files.
 """
 
 import argparse
+from functools import partial
 
 import torch
 
 from esper.tasks import byte_hosts, heal, heal_bytes
-from esper.tasks.healing_hosts import cache_folder, soundness, trained_weights
+from esper.tasks.healing_hosts import VECTORS, HostSet, cache_folder, soundness, trained_weights
+from esper.tasks.healing_images import IMAGES
 
 
-def healing(part: str, count: int) -> str:
-    """Train hosts of `heal`; a summary of them."""
+def healing(hosts: HostSet, part: str, count: int) -> str:
+    """Train hosts of a set; a summary of them."""
     reached = []
-    for key in heal.RANGES[part][: min(count, heal.HOSTS)]:
-        facts = heal.describe(key)
-        reached.append(soundness(facts.number, trained_weights(facts.number)))
+    for key in heal.RANGES[part][: min(count, hosts.count)]:
+        facts = heal.describe(key, hosts)
+        reached.append(soundness(facts.number, trained_weights(facts.number, hosts), of=hosts))
         kind = "plain" if facts.plain else "residual"
         print(f"host {facts.number}: {facts.problem.family}, {kind}, soundness {reached[-1]:.3f}", flush=True)
-    return f"{len(reached)} hosts in {cache_folder()}, mean soundness {sum(reached) / max(len(reached), 1):.3f}"
+    return f"{len(reached)} hosts in {cache_folder(hosts)}, mean soundness {sum(reached) / max(len(reached), 1):.3f}"
 
 
 def healing_bytes(part: str, count: int) -> str:
@@ -36,13 +38,13 @@ def healing_bytes(part: str, count: int) -> str:
     return f"{len(reached)} hosts in {byte_hosts.cache_folder()}, mean {sum(reached) / max(len(reached), 1):.3f} bits per byte"
 
 
-TASKS = {"heal": healing, "heal-bytes": healing_bytes}
+TASKS = {"heal-bytes": healing_bytes} | {hosts.name: partial(healing, hosts) for hosts in (VECTORS, IMAGES)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=list(heal.RANGES))
-    parser.add_argument("count", type=int, nargs="?", default=heal.HOSTS, help="keys from the first of the part on")
+    parser.add_argument("count", type=int, nargs="?", default=VECTORS.count, help="keys from the first of the part on")
     parser.add_argument("--task", choices=list(TASKS), default="heal")
     options = parser.parse_args()
     torch.set_num_threads(1)

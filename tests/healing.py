@@ -15,7 +15,7 @@ def quick_hosts(cache: Path) -> Iterator[None]:
     train = healing_hosts.train_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(healing_hosts.VARIABLE, str(cache))
-        patch.setattr(healing_hosts, "train_group", lambda numbers: train(numbers, updates=20, starts=1))
+        patch.setattr(healing_hosts, "train_group", lambda numbers, of: train(numbers, updates=20, starts=1, of=of))
         healing_hosts._group.cache_clear()
         yield
     healing_hosts._group.cache_clear()

@@ -17,7 +17,6 @@ from esper.tamiyo.schedule import Entry, Schedule
 from esper.tasks.damage import DamageKind, damage_split
 from esper.tasks.heal import (
     DEFAULTS,
-    HOSTS,
     RANGES,
     DamagedHost,
     describe,
@@ -26,10 +25,12 @@ from esper.tasks.heal import (
     heal_unfrozen,
 )
 from esper.tasks.healing_data import HEALING, Part, examples
+from esper.tasks.healing_hosts import VECTORS
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
 from healing import quick_hosts
 
+HOSTS = VECTORS.count
 PARTS = [RANGES["training"], RANGES["validation"], RANGES["heldout"]]
 
 

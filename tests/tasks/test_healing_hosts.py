@@ -14,6 +14,7 @@ from esper.tasks.healing_hosts import (
     GROUP,
     RESIDUAL,
     VARIABLE,
+    HostSet,
     architecture,
     cache_folder,
     largest,
@@ -121,9 +122,9 @@ def test_a_group_of_hosts_is_trained_once_and_read_again(tmp_path, monkeypatch) 
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     groups = []
 
-    def quick(numbers: range) -> dict[str, torch.Tensor]:
+    def quick(numbers: range, of: HostSet) -> dict[str, torch.Tensor]:
         groups.append(list(numbers))
-        return train_group(numbers, updates=2, starts=1)
+        return train_group(numbers, updates=2, starts=1, of=of)
 
     monkeypatch.setattr(healing_hosts, "train_group", quick)
     healing_hosts._group.cache_clear()

@@ -37,6 +37,8 @@ MIXED = Plan("bypass and uniform", RANKS[1:], ("bypass-rank-1",))
 HERE = Plan("low rank", ("low-rank",))
 """A linear map of rank 2 of the stream: before the last layer it corrects the head."""
 
+UNIFORM_2 = Plan("uniform of rank 2", RANKS[2:], RANKS[2:])
+"""A bypass of rank 2 around every block, as far as the cap allows."""
 UNIFORM_8 = Plan("uniform of rank 8", RANKS, RANKS)
 """The largest bypass around every block."""
 UNIFORM_MLP = Plan("uniform of hidden layers", ("bypass-mlp-small",), ("bypass-mlp-small",))

@@ -9,15 +9,23 @@ from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
 from esper.tasks import digits, heal, heal_bytes, images, repair, small, spirals, text, tinystories, trained
+from esper.tasks.healing_hosts import VECTORS
+from esper.tasks.healing_images import IMAGES
 from esper.tasks.reference import load_task, unnamed_function
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
     "repair-full": (repair.repair_full, repair.FULL),
-    "heal": (heal.heal, heal.SUMMARY),
-    "heal-taught": (heal.heal_taught, heal.TAUGHT),
-    "heal-unfrozen": (heal.heal_unfrozen, heal.UNFROZEN),
-    "heal-scratch": (heal.heal_scratch, heal.SCRATCH),
+    **{
+        f"{hosts.name}{suffix}": (partial(build, hosts), summary.format(hosts))
+        for hosts in (VECTORS, IMAGES)
+        for suffix, build, summary in (
+            ("", heal.heal, heal.FROZEN),
+            ("-taught", heal.heal_taught, heal.TAUGHT),
+            ("-unfrozen", heal.heal_unfrozen, heal.UNFROZEN),
+            ("-scratch", heal.heal_scratch, heal.SCRATCH),
+        )
+    },
     "heal-eora": (heal.heal_eora, heal.EORA),
     "heal-bytes": (heal_bytes.heal_bytes, heal_bytes.SUMMARY),
     "heal-bytes-taught": (heal_bytes.heal_bytes_taught, heal_bytes.TAUGHT),

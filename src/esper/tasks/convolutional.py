@@ -13,7 +13,7 @@ from esper.kasmina.layers import PositionMean, Residual
 from esper.leyline.errors import InputError
 from esper.leyline.slots import SlotSpec
 from esper.leyline.streams import Kind
-from esper.tasks.dense import SCALE
+from esper.tasks.dense import SCALE, Bridged, check_bool, checked_skips
 from esper.tasks.sizes import check_sizes, conv, is_size, linear, smallest
 
 
@@ -138,6 +138,76 @@ class ResidualCNN(_Convolutional):
             conv(writes, writes, 3, variance=SCALE**2 / (9 * writes * len(self.channels))),
         ]
         return Residual(*branch, shortcut=nn.Sequential(nn.AvgPool2d(2), conv(reads, writes, 1, variance=1 / reads)))
+
+
+@dataclass(frozen=True)
+class BridgedCNN:
+    """A factory of convolutional networks (B, C, H, W) -> (B, outputs) of one resolution, with and without skip connections.
+
+        segment 0:      Conv 3x3 (C -> width), MaxPool 2                                               then slot "embed"
+        segment k + 1:  skips[k] * x + f(x),
+                        f = Conv 3x3 (width -> hidden[k]), ReLU, Conv 1x1 (hidden[k] -> width)         then slot "block<k>"
+        last segment:   mean over positions, Linear(width -> outputs)
+
+    It is to images what `BridgedMLP` with an entry is to vectors. Weights are drawn from torch's global generator, normal with
+    standard deviation sqrt(2 / fan in) in front of a ReLU, SCALE / sqrt(fan in) in the last layer of a block with a skip, and
+    1 / sqrt(fan in) elsewhere; biases are 0. No parameter requires a gradient where `frozen` is true.
+
+    Raises InputError if a size is not a positive integer, there is no block, an image has fewer than 2 x 2 pixels, `skips` does
+    not have one bool per block, or `frozen` is not a bool.
+    """
+
+    name: ClassVar[str] = "bridged-cnn"
+
+    inputs: tuple[int, int, int]  # channels, height and width of an image
+    width: int  # channels of the stream
+    hidden: tuple[int, ...]  # inner channels of each block
+    outputs: int
+    skips: tuple[bool, ...]  # blocks with a skip connection
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        called = "a bridged CNN host"
+        for name in ("inputs", "hidden"):
+            object.__setattr__(self, name, _sizes(called, name, getattr(self, name)))
+        check_sizes(called, {"width": self.width, "outputs": self.outputs})
+        if len(self.inputs) != 3 or min(self.inputs[1:]) < 2:
+            raise InputError(
+                f"inputs of {called} is {self.inputs!r}; give channels, height and width of an image of at least 2 x 2 pixels"
+            )
+        if not self.hidden:
+            raise InputError(f"hidden of {called} is {self.hidden!r}; give at least one block")
+        object.__setattr__(self, "skips", checked_skips(called, self.skips, len(self.hidden)))
+        check_bool(called, "frozen", self.frozen)
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        reads, width = self.inputs[0], self.width
+        embed = nn.Sequential(conv(reads, width, 3, variance=1 / (9 * reads)), nn.MaxPool2d(2))
+        blocks = [
+            Bridged(
+                conv(width, inner, 3, variance=2 / (9 * width)),
+                nn.ReLU(),
+                conv(inner, width, 1, variance=(SCALE**2 if skip else 1) / inner),
+                skip=skip,
+            )
+            for inner, skip in zip(self.hidden, self.skips, strict=True)
+        ]
+        head = nn.Sequential(PositionMean(), linear(width, self.outputs, variance=1 / width))
+        slots = [SlotSpec("embed", after=0, width=width, kind=Kind.MAP)]
+        slots += [SlotSpec(f"block{k}", after=k + 1, width=width, kind=Kind.MAP, inner=2) for k in range(len(blocks))]
+        host = SegmentedHost([embed, *blocks, head], slots)
+        host.draws = False
+        host.requires_grad_(not self.frozen)
+        return host
+
+    def plain(self, parameters: int) -> "BridgedCNN":
+        """The network of the same depth without skips and narrow blocks, of the smallest width with at least `parameters`."""
+        return self._even(smallest(self._even, parameters))
+
+    def _even(self, width: int) -> "BridgedCNN":
+        blocks = len(self.hidden)
+        return BridgedCNN(self.inputs, width, (width,) * blocks, self.outputs, (False,) * blocks)
 
 
 def scaled_to(channels: Sequence[int], widest: int) -> tuple[int, ...]:

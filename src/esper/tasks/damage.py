@@ -1,7 +1,7 @@
 """Damage to trained networks, and to the data that they read: what the task `heal` heals.
 
-A weight is (outputs, inputs), as of torch.nn.Linear. The segments of a host are numbered as in `SegmentedHost`: 0 is the
-embedding, 1 to K are the blocks, K + 1 is the last layer.
+A weight is (outputs, inputs), as of torch.nn.Linear; that of a convolution is flattened to it. The
+segments of a host are numbered as in `SegmentedHost`: 0 is the embedding, 1 to K are the blocks, K + 1 is the last layer.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.host import SegmentedHost
 from esper.leyline import keys
-from esper.leyline.task import Split
+from esper.leyline.task import Split, one_tensor
 from esper.tasks.dense import Bridged
 
 
@@ -153,22 +153,27 @@ def damage_host(host: SegmentedHost, damage: Damage) -> None:
         for index in every:
             change = weight_change(damage, index)
             for number, layer in enumerate(_layers(host.segments[index])):
-                layer.weight.copy_(change(layer.weight, number))
+                layer.weight.copy_(change(layer.weight.flatten(1), number).view_as(layer.weight))
 
 
 def damage_split(split: Split, damage: Damage, classes: int) -> Split:
-    """The examples x (N, D) and labels y (N,) of a split in the damaged world; the split itself where the data are sound."""
+    """The examples and labels y (N,) of a split in the damaged world; the split itself where the data are sound.
+
+    Examples are features x (N, D), or images (N, C, H, W), of which the lines of pixels H are damaged as features are.
+    """
     if damage.kind == DamageKind.INPUT:
-        factor = torch.ones(split.x.shape[1], dtype=split.x.dtype)  # type: ignore[union-attr]
+        x = one_tensor(split.x, "input damage")
+        lines = -2 if x.dim() == 4 else -1
+        factor = torch.ones(x.shape[lines], dtype=x.dtype)
         factor[input_group(damage, len(factor))] = damage.severity
-        return Split(split.x * factor, split.y)  # type: ignore[operator]
+        return Split(x * factor.view(-1, *(1,) * (-1 - lines)), split.y)
     if damage.kind == DamageKind.LABELS:
         return Split(split.x, torch.tensor(label_map(damage, classes))[split.y])
     return split
 
 
 def input_group(damage: Damage, inputs: int) -> list[int]:
-    """The inputs that are dead, flipped or rescaled: 15 to 50 % of them, in order."""
+    """The inputs, or the lines of an image, that are dead, flipped or rescaled: 15 to 50 % of them, in order."""
     share = 0.15 + 0.35 * float(damage.uniform(DamageDraw.GROUP, 0)[0])
     order = damage.uniform(DamageDraw.GROUP, 1, np.arange(inputs)).argsort()
     return sorted(order[: max(1, int(share * inputs))].tolist())
@@ -187,8 +192,9 @@ def label_map(damage: Damage, classes: int) -> list[int]:
 
 @torch.no_grad()
 def prune_units(block: nn.Module, units: Sequence[int]) -> None:
-    """Cut hidden units off a block of two linear layers: their incoming weights and biases and outgoing weights become 0."""
+    """Cut hidden units, or channels, off a block of two layers: their incoming and outgoing weights and biases become 0."""
     first, last = _layers(block)
+    assert first.bias is not None, "the layers of a block have biases"
     chosen = list(units)
     first.weight[chosen] = 0
     first.bias[chosen] = 0
@@ -200,6 +206,7 @@ def remove_block(block: nn.Module) -> None:
     """Make a block the identity: its skip becomes 1, and its last layer becomes 0."""
     assert isinstance(block, Bridged), type(block)
     last = _layers(block)[-1]
+    assert last.bias is not None, "the layers of a block have biases"
     block.skip.fill_(1.0)
     last.weight.zero_()
     last.bias.zero_()
@@ -262,8 +269,8 @@ def _blocks(host: SegmentedHost, segments: Sequence[int]) -> Iterator[tuple[int,
         yield index, host.segments[index]
 
 
-def _layers(segment: nn.Module) -> list[nn.Linear]:
-    return [part for part in segment.modules() if isinstance(part, nn.Linear)]
+def _layers(segment: nn.Module) -> list[nn.Linear | nn.Conv2d]:
+    return [part for part in segment.modules() if isinstance(part, nn.Linear | nn.Conv2d)]
 
 
 def _uniform(key: int, draw: DamageDraw, *indices: int | NDArray[np.int64]) -> NDArray[np.float64]:

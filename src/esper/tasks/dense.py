@@ -184,18 +184,19 @@ class DamagedMLP:
 class Bridged(nn.Sequential):
     """y = skip * x + f(x): without a path around f at skip 0, and residual at skip 1. f is the modules in order.
 
-    The skip is a buffer, so the rows of one stack can have different skips. Padded features stay 0.
+    The skip is a buffer, so the rows of one stack can have different skips. Padded features stay 0. It stacks unless f
+    has convolutions.
     """
 
-    stacks = True
     skip: Tensor  # (1, 1); stacked (E, 1, 1)
 
     def __init__(self, *branch: nn.Module, skip: bool) -> None:
         super().__init__(*branch)
+        self.stacks = not any(isinstance(module, nn.Conv2d) for module in branch)
         self.register_buffer("skip", torch.full((1, 1), float(skip)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, D) -> (B, D), or (E, B, D) -> (E, B, D)."""
+        """(B, ...) -> (B, ...), or (E, B, D) -> (E, B, D)."""
         h = x
         for module in self:
             h = module(h)
@@ -228,16 +229,10 @@ class BridgedMLP:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", self._plain().hidden)
-        given = self.skips
-        bools = isinstance(given, list | tuple) and all(isinstance(skip, bool) for skip in given)
-        if not bools or len(given) != len(self.hidden):
-            raise InputError(
-                f"skips of a bridged MLP host is {given!r}; give True or False for each of its {len(self.hidden)} blocks"
-            )
+        called = "a bridged MLP host"
+        object.__setattr__(self, "skips", checked_skips(called, self.skips, len(self.hidden)))
         for name in ("frozen", "entry"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} of a bridged MLP host is {getattr(self, name)!r}; give True or False")
-        object.__setattr__(self, "skips", tuple(given))
+            check_bool(called, name, getattr(self, name))
 
     def __call__(self) -> SegmentedHost:
         """A freshly drawn host."""
@@ -279,6 +274,19 @@ def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
     sizes = {name: up(getattr(host, name) for host in hosts) for name in ("inputs", "width")}
     layout = replace(hosts[0], **sizes, hidden=hidden, outputs=max(outputs, *(host.outputs for host in hosts)))
     return Room(layout, (layout.inputs,))
+
+
+def checked_skips(of: str, skips: Any, blocks: int) -> tuple[bool, ...]:
+    """The skips of a host. Raises InputError if they are not one bool for each block; `of` names the host in the message."""
+    if not isinstance(skips, list | tuple) or len(skips) != blocks or not all(isinstance(skip, bool) for skip in skips):
+        raise InputError(f"skips of {of} is {skips!r}; give True or False for each of its {blocks} blocks")
+    return tuple(skips)  # JSON has no tuples
+
+
+def check_bool(of: str, name: str, value: Any) -> None:
+    """Raise InputError if a value is not a bool. `of` names the host in the message."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} of {of} is {value!r}; give True or False")
 
 
 def _hidden(of: str, hidden: Any) -> tuple[Any, ...]:

@@ -13,20 +13,20 @@ from esper.leyline.batches import Batch
 from esper.leyline.errors import InputError
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
 from esper.tasks.closed_form import correct
+from esper.tasks.convolutional import BridgedCNN
 from esper.tasks.damage import Damage, DamageKind, damage_host, damage_split, draw_damage
-from esper.tasks.dense import MLP, BridgedMLP
-from esper.tasks.healing_data import CLASSES, HEALING, INPUTS, SIZES, Part, Problem, examples, problem
-from esper.tasks.healing_hosts import BLOCKS, architecture, largest, trained_weights
+from esper.tasks.dense import MLP
+from esper.tasks.healing_data import CLASSES, HEALING, SIZES, Part, Problem
+from esper.tasks.healing_hosts import BLOCKS, VECTORS, Bridged, HostSet, trained_weights
 from esper.tasks.objectives import Classification
 
-SUMMARY = "trained networks of five blocks, damaged and frozen: repair them with seeds of a few parameters"
-UNFROZEN = "the networks of heal without the freeze: training all of their weights on the healing examples"
-SCRATCH = "the networks of heal drawn afresh: training them from scratch on the healing examples"
+FROZEN = "{0.summary}, damaged and frozen: repair them with seeds of a few parameters"
+UNFROZEN = "the networks of {0.name} without the freeze: training all of their weights on the healing examples"
+SCRATCH = "the networks of {0.name} drawn afresh: training them from scratch on the healing examples"
+TAUGHT = "the networks of {0.name} together with the intact ones, from whose activations the sensor drift is measured"
 EORA = (
     "the networks of heal with low-rank corrections in closed form, from the intact weights, of 6 % of the parameters"
 )
-
-TAUGHT = "the networks of heal together with the intact ones, from whose activations the sensor drift is measured"
 
 RANGES: Mapping[str, range] = MappingProxyType(
     {
@@ -35,9 +35,6 @@ RANGES: Mapping[str, range] = MappingProxyType(
         "heldout": range(2**20 + 2**16, 2**20 + 2**17),
     }
 )
-HOSTS = 512
-"""Trained hosts of each part. A host returns with other damage after so many keys."""
-
 MENU = (
     "bypass-rank-1",
     "bypass-rank-2",
@@ -78,15 +75,17 @@ class Facts:
         key (int): key of the instance
         number (int): number of the trained host
         problem (Problem): what the host was trained on
-        architecture (BridgedMLP): the host before the damage
+        architecture (BridgedMLP or BridgedCNN): the host before the damage
         damage (Damage): what is wrong with the host or with the data
+        hosts (HostSet): the set that the number is of
     """
 
     key: int
     number: int
     problem: Problem
-    architecture: BridgedMLP
+    architecture: Bridged
     damage: Damage
+    hosts: HostSet
 
     @property
     def plain(self) -> bool:
@@ -101,22 +100,23 @@ class DamagedHost:
     number: int
     damage: Damage
     frozen: bool
+    hosts: HostSet = VECTORS
 
     @property
-    def architecture(self) -> BridgedMLP:
+    def architecture(self) -> Bridged:
         """The host by which a saved network names it. A removed block has a skip."""
-        sound = architecture(self.number)
+        sound = self.hosts.architecture(self.number)
         removed = self.damage.segments if self.damage.kind == DamageKind.REMOVED else ()
         skips = tuple(skip or k + 1 in removed for k, skip in enumerate(sound.skips))
         return replace(sound, skips=skips, frozen=self.frozen)
 
     def __call__(self) -> SegmentedHost:
         """A copy of the damaged host."""
-        host = trained_host(self.number, self.architecture)
+        host = trained_host(self.number, self.architecture, self.hosts)
         damage_host(host, self.damage)
         return host
 
-    def plain(self, parameters: int) -> MLP:
+    def plain(self, parameters: int) -> MLP | BridgedCNN:
         """A factory of untrained plain networks with at least `parameters` parameters."""
         return self.architecture.plain(parameters)
 
@@ -136,7 +136,7 @@ class CorrectedHost:
     cap: float
 
     @property
-    def architecture(self) -> BridgedMLP:
+    def architecture(self) -> Bridged:
         """The host by which a saved network names it."""
         return self._damaged.architecture
 
@@ -150,10 +150,10 @@ class CorrectedHost:
         if damage.kind == DamageKind.REMOVED:
             return host, 0
         budget = int(self.cap * sum(parameter.numel() for parameter in host.parameters()))
-        x = examples(self.facts.problem, Part.HOST, HEALING).x
+        x = self.facts.hosts.examples(self.facts.problem, Part.HOST, HEALING).x
         return host, correct(host, trained_host(self.facts.number), x, budget)
 
-    def plain(self, parameters: int) -> MLP:
+    def plain(self, parameters: int) -> MLP | BridgedCNN:
         """A factory of untrained plain networks with at least `parameters` parameters."""
         return self.architecture.plain(parameters)
 
@@ -162,13 +162,13 @@ class CorrectedHost:
         return DamagedHost(self.facts.number, self.facts.damage, frozen=True)
 
 
-def heal() -> Mixture:
+def heal(hosts: HostSet = VECTORS) -> Mixture:
     """Trained and damaged networks with 128 examples to heal on. The host is frozen, so only seeds train.
 
     A host has five blocks on a stream of 16, 20 or 24 features, and a slot behind each block. It was trained on 900 examples of
     scikit-learn's digits or of one of five synthetic families, and was sound before the damage. Two thirds of the hosts are
     plain, and one third is residual: a control, because damage to a residual network can be repaired anywhere. `describe`
-    returns what a key stands for.
+    returns what a key stands for. The hosts of another set, such as `healing_images.IMAGES`, are described there.
 
     The hosts and problems of training, validation and held-out keys are different. The healing examples are some of those that
     the host was trained on. The probe, validation and test splits share no example with them; those of digits come from
@@ -176,37 +176,33 @@ def heal() -> Mixture:
 
     80 updates; seeds may have 6 % of the host's parameters (`governor.param_limit`).
     """
-    return _mixture("heal", SUMMARY, lambda facts: DamagedHost(facts.number, facts.damage, frozen=True), frozen=True)
+    return _mixture(hosts, "", FROZEN, hosts.rates[0], _damaged(frozen=True), frozen=True)
 
 
-def heal_taught() -> Mixture:
+def heal_taught(hosts: HostSet = VECTORS) -> Mixture:
     """The instances of `heal` with the intact networks, so that `drift` is measured: what each slot lost by the damage."""
-    mixture = heal()
+    mixture = _mixture(hosts, "-taught", TAUGHT, hosts.rates[0], _damaged(frozen=True), frozen=True)
     frozen = mixture.sample
 
     def sample(key: int) -> Instance:
-        facts = describe(key)
+        facts = describe(key, hosts)
 
         def intact() -> tuple[nn.Module, Batch]:
-            return trained_host(facts.number), examples(facts.problem, Part.HOST, HEALING).x
+            return trained_host(facts.number, of=hosts), hosts.examples(facts.problem, Part.HOST, HEALING).x
 
         return frozen(key)._replace(intact=intact)
 
-    return replace(mixture, name="heal-taught", summary=TAUGHT, sample=sample)
+    return replace(mixture, sample=sample)
 
 
-def heal_unfrozen() -> Mixture:
+def heal_unfrozen(hosts: HostSet = VECTORS) -> Mixture:
     """The instances of `heal` with hosts that train: the controller `never` is full fine-tuning of the damaged host."""
-    mixture = _mixture(
-        "heal-unfrozen", UNFROZEN, lambda facts: DamagedHost(facts.number, facts.damage, frozen=False), frozen=False
-    )
-    return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.003}})
+    return _mixture(hosts, "-unfrozen", UNFROZEN, hosts.rates[1], _damaged(frozen=False), frozen=False)
 
 
-def heal_scratch() -> Mixture:
+def heal_scratch(hosts: HostSet = VECTORS) -> Mixture:
     """The instances of `heal` with hosts that are drawn afresh: the controller `never` is training from scratch."""
-    mixture = _mixture("heal-scratch", SCRATCH, lambda facts: facts.architecture, frozen=False)
-    return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.01}})
+    return _mixture(hosts, "-scratch", SCRATCH, hosts.rates[2], lambda facts: facts.architecture, frozen=False)
 
 
 def heal_eora(cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
@@ -214,52 +210,59 @@ def heal_eora(cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
 
     `cap` is the share of the host's parameters that the corrections may have. They are part of the host and pay no rent.
     """
-    return _mixture("heal-eora", EORA, lambda facts: CorrectedHost(facts, cap), frozen=True)
+    return _mixture(VECTORS, "-eora", EORA, VECTORS.rates[0], lambda facts: CorrectedHost(facts, cap), frozen=True)
 
 
-def _mixture(name: str, summary: str, host: Callable[[Facts], Callable[[], nn.Module]], frozen: bool) -> Mixture:
+Build = Callable[[Facts], Callable[[], nn.Module]]
+
+
+def _damaged(frozen: bool) -> Build:
+    return lambda facts: DamagedHost(facts.number, facts.damage, frozen, facts.hosts)
+
+
+def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, frozen: bool) -> Mixture:
     def sample(key: int) -> Instance:
-        facts = describe(key)
+        facts = describe(key, hosts)
         train, probe, validation = (split_of(facts, part) for part in (Part.HOST, Part.PROBE, Part.VALIDATION))
         return Instance(host(facts), train, probe, validation, facts.problem.classes)
 
     return Mixture(
-        name=name,
-        summary=summary,
+        name=hosts.name + suffix,
+        summary=summary.format(hosts),
         room=Room(
-            replace(largest(), frozen=frozen),
-            (INPUTS,),
+            replace(hosts.largest(), frozen=frozen),
+            hosts.inputs,
             Lengths(probe=SIZES[Part.PROBE], held=max(SIZES[Part.VALIDATION], SIZES[Part.TEST])),
         ),
         sample=sample,
-        test=lambda key: split_of(describe(key), Part.TEST),
+        test=lambda key: split_of(describe(key, hosts), Part.TEST),
         ranges=RANGES,
         objective=Classification(CLASSES),
         menu=MENU,
-        defaults=DEFAULTS,
+        defaults={**DEFAULTS, "optimizer": {"lr": lr}, "mapping": hosts.mapping},
     )
 
 
-def trained_host(number: int, of: BridgedMLP | None = None) -> SegmentedHost:
-    """The trained host of a number, as the architecture `of` where it is given."""
-    host = (of or architecture(number))()
+def trained_host(number: int, architecture: Bridged | None = None, of: HostSet = VECTORS) -> SegmentedHost:
+    """The trained host of a number, as an architecture where it is given."""
+    host = (architecture or of.architecture(number))()
     with torch.no_grad():
-        for name, value in trained_weights(number).items():
+        for name, value in trained_weights(number, of).items():
             host.get_parameter(name).copy_(value)
     return host
 
 
-def describe(key: int) -> Facts:
+def describe(key: int, of: HostSet = VECTORS) -> Facts:
     """What a key stands for. InputError for a key outside RANGES."""
     for keys in RANGES.values():
         if key in keys:
-            number = keys.start + (key - keys.start) % HOSTS
-            return Facts(key, number, problem(number), architecture(number), draw_damage(key, BLOCKS))
+            number = keys.start + (key - keys.start) % of.count
+            return Facts(key, number, of.problem(number), of.architecture(number), draw_damage(key, BLOCKS), of)
     known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in RANGES.items())
-    raise InputError(f"key {key:,} is not an instance of 'heal'; the keys are {known}")
+    raise InputError(f"key {key:,} is not an instance of {of.name!r}; the keys are {known}")
 
 
 def split_of(facts: Facts, part: Part) -> Split:
     """The examples of a part in the damaged world, the first HEALING of those that the host was trained on."""
     count = HEALING if part == Part.HOST else None
-    return damage_split(examples(facts.problem, part, count), facts.damage, facts.problem.classes)
+    return damage_split(facts.hosts.examples(facts.problem, part, count), facts.damage, facts.problem.classes)

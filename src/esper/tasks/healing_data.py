@@ -32,6 +32,8 @@ CLASSES = 10  # at most
 INPUTS = 64  # at most
 WAVES = 16  # features of the families in the plane
 PIXEL_SCALE = 4.5  # of digits, whose pixels go from 0 to 16
+NOISES = (0.0, 0.3, 0.6)
+"""Standard deviations of the noise on digits, each as probable as the others."""
 TEACHER_UNITS = 16
 INFORMATIVE = 6  # features of clusters that depend on the class
 
@@ -119,7 +121,7 @@ def problem(number: int) -> Problem:
     bounds = np.cumsum(list(FAMILIES.values()))
     family = list(FAMILIES)[min(int(np.searchsorted(bounds, once(Draw.FAMILY), side="right")), len(FAMILIES) - 1)]
     classes, inputs, noise, detail = {
-        "digits": ((10,), (64,), (0.0, 0.3, 0.6), (0.0,)),
+        "digits": ((10,), (64,), NOISES, (0.0,)),
         "clusters": (range(3, 8), (16, 24, 32, 40), (0.0,), (1.0, 2.0)),
         "teacher": (range(3, 7), (6, 8, 10, 12, 14), (0.0,), (0.0,)),
         "spiral": ((2, 3, 4), (WAVES,), (0.02,), (0.75, 1.0)),

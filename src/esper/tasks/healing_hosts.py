@@ -1,12 +1,13 @@
-"""The trained hosts of the task `heal`, and the folder that keeps them. G hosts of one group, B examples.
+"""The trained hosts of the tasks `heal`, and the folders that keep them. G hosts of one group, B examples.
 
-Hosts are trained in groups of GROUP, at once, when a host of the group is first asked for. A group is a file in the cache
-folder, and is trained again where the file is missing.
+A `HostSet` names the hosts of one kind. Hosts are trained in groups of GROUP, at once, when a host of the group is first asked
+for. A group is a file in the cache folder, and is trained again where the file is missing.
 """
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,14 +19,16 @@ from torch import Tensor
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.stack import Stack
+from esper.kasmina.stack import Mapping, Stack
 from esper.leyline import keys
 from esper.leyline.errors import InputError
+from esper.leyline.task import Split, one_tensor
 from esper.store.disk import write_atomic
 from esper.store.reading import read_kept
 from esper.store.tensors import to_parts
+from esper.tasks.convolutional import BridgedCNN
 from esper.tasks.dense import BridgedMLP
-from esper.tasks.healing_data import CLASSES, INPUTS, Draw, Part, examples, one_of, problem, uniform
+from esper.tasks.healing_data import CLASSES, INPUTS, Draw, Part, Problem, examples, one_of, problem, uniform
 
 VARIABLE = "ESPER_CACHE"
 """The environment variable that names the cache folder of Esper. The default is `esper` in the user's cache folder, which is
@@ -47,11 +50,43 @@ STARTS = 4
 SOUND = 0.75
 """Share of the way from guessing to a perfect accuracy at which a host is sound, and no other start is tried."""
 
-RECIPE = 1
-"""Number of the recipe by which hosts are trained, part of the name of the folder. A change of the recipe raises it."""
 LARGEST = 2**24  # bytes of a file
 
 Weights = dict[str, Tensor]
+Bridged = BridgedMLP | BridgedCNN
+
+
+@dataclass(frozen=True)
+class HostSet:
+    """Trained hosts of one kind, by number, and the problems that they are trained on.
+
+    Attributes:
+        name (str): name of the task that damages them, and of their folder
+        summary (str): what they are, in a few words
+        recipe (int): number of the recipe of their training, part of the name of the folder; a change of it raises the number
+        count (int): hosts of each part of the keys
+        inputs (shape): of one example of the largest host
+        problem (callable): from a number to the problem
+        examples (callable): from a problem, a part and a number of examples, or None for all, to those examples
+        architecture (callable): from a number to the host's factory, without its trained weights
+        largest (callable): returns the factory of a host in whose leading corner every host fits
+        updates (int): by which a host is trained
+        mapping (str): how a stack of them runs, as the config key `mapping`
+        rates (three floats): learning rates of seeds, of all weights of a trained host, and from scratch
+    """
+
+    name: str
+    summary: str
+    recipe: int
+    count: int
+    inputs: tuple[int, ...]
+    problem: Callable[[int], Problem]
+    examples: Callable[[Problem, Part, int | None], Split]
+    architecture: Callable[[int], Bridged]
+    largest: Callable[[], Bridged]
+    updates: int
+    mapping: Mapping = "auto"
+    rates: tuple[float, float, float] = (0.02, 0.003, 0.01)
 
 
 def architecture(number: int) -> BridgedMLP:
@@ -71,29 +106,43 @@ def largest() -> BridgedMLP:
     return BridgedMLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES, (False,) * BLOCKS, entry=True)
 
 
-def trained_weights(number: int) -> Weights:
+VECTORS = HostSet(
+    name="heal",
+    summary="trained networks of five blocks",
+    recipe=1,
+    count=512,
+    inputs=(INPUTS,),
+    problem=problem,
+    examples=examples,
+    architecture=architecture,
+    largest=largest,
+    updates=UPDATES,
+)
+
+
+def trained_weights(number: int, of: HostSet = VECTORS) -> Weights:
     """Parameters of the trained host of a number, by name, float32. They are read from the cache, or trained and written to it.
 
     InputError if the file of the cache is damaged.
     """
     group, place = divmod(number, GROUP)
     start = f"{place}."
-    found = _group(group, str(cache_folder()))
+    found = _group(group, str(cache_folder(of)), of)
     return {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
 
 
-def cache_folder() -> Path:
-    """The folder of the trained hosts: heal-<recipe> in the cache folder of Esper."""
+def cache_folder(of: HostSet = VECTORS) -> Path:
+    """The folder of the trained hosts: <name>-<recipe> in the cache folder of Esper."""
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(VARIABLE) or Path(user) / "esper") / f"heal-{RECIPE}"
+    return Path(os.environ.get(VARIABLE) or Path(user) / "esper") / f"{of.name}-{of.recipe}"
 
 
 @lru_cache(maxsize=64)
-def _group(group: int, folder: str) -> Weights:
+def _group(group: int, folder: str, of: HostSet) -> Weights:
     path = Path(folder) / f"hosts-{group:06}.safetensors"
     if path.exists() or path.is_symlink():
         return read_group(path)
-    weights = train_group(range(group * GROUP, (group + 1) * GROUP))
+    weights = train_group(range(group * GROUP, (group + 1) * GROUP), of=of)
     write_group(path, weights)
     return weights
 
@@ -115,8 +164,12 @@ def read_group(path: Path) -> Weights:
     return weights
 
 
-def train_group(numbers: Sequence[int], updates: int = UPDATES, starts: int = STARTS) -> Weights:
+def train_group(
+    numbers: Sequence[int], updates: int | None = None, starts: int = STARTS, of: HostSet = VECTORS
+) -> Weights:
     """Train hosts together, by AdamW under a cosine schedule, and return their parameters by "<place>.<name>".
+
+    updates: of each host; None for those of the set.
 
     A host that is not sound after a start is trained again from other initial weights, up to `starts` times, and the best start
     is kept. The weights are the same in every call on one machine; the last bits may depend on the machine and on the version of
@@ -129,37 +182,39 @@ def train_group(numbers: Sequence[int], updates: int = UPDATES, starts: int = ST
             places = [place for place in range(len(numbers)) if share[place] < SOUND]
             if not places:
                 break
-            found = _train([numbers[place] for place in places], start, updates)
+            found = _train([numbers[place] for place in places], start, updates or of.updates, of)
             for place, (weights, reached) in zip(places, found, strict=True):
                 if reached > share[place]:
                     best[place], share[place] = weights, reached
     return {f"{place}.{name}": value for place, own in best.items() for name, value in own.items()}
 
 
-def soundness(number: int, weights: Weights, part: Part = Part.SOUND) -> float:
+def soundness(number: int, weights: Weights, part: Part = Part.SOUND, of: HostSet = VECTORS) -> float:
     """Accuracy of a trained host on a part of its problem, as a share of the way from guessing to a perfect accuracy."""
-    host, of = architecture(number)(), problem(number)
+    host, own = of.architecture(number)(), of.problem(number)
     host.load_state_dict(weights, strict=False)
-    x, y = examples(of, part)
+    x, y = of.examples(own, part, None)
     with torch.no_grad():
         accuracy = float((host(x).argmax(-1) == y).float().mean())
-    return (accuracy - 1 / of.classes) / (1 - 1 / of.classes)
+    return (accuracy - 1 / own.classes) / (1 - 1 / own.classes)
 
 
-def _train(numbers: Sequence[int], start: int, updates: int) -> list[tuple[Weights, float]]:
+def _train(numbers: Sequence[int], start: int, updates: int, of: HostSet) -> list[tuple[Weights, float]]:
     """Train hosts from one start each. Returns their parameters and their soundness."""
     hosts: list[SegmentedHost] = []
     for number in numbers:
         with drawn_with(keys.scalar(keys.Purpose.HEALING, number, Draw.START, start)):
-            hosts.append(architecture(number)())
+            hosts.append(of.architecture(number)())
         hosts[-1].float()
-    stack = Stack(largest()(), len(hosts), dtype=torch.float32)
+    stack = Stack(of.largest()(), len(hosts), mapping=of.mapping, dtype=torch.float32)
     for row, host in enumerate(hosts):
         stack.write(row, host)
-    data = [examples(problem(number), Part.HOST) for number in numbers]
-    x = torch.stack([F.pad(split.x.float(), (0, INPUTS - split.x.shape[1])) for split in data])  # type: ignore[union-attr]
+    problems = [of.problem(number) for number in numbers]
+    data = [of.examples(own, Part.HOST, None) for own in problems]
+    read = [one_tensor(split.x, "a trained host").float() for split in data]
+    x = torch.stack([F.pad(each, (0, of.inputs[-1] - each.shape[-1])) for each in read])
     y = torch.stack([split.y for split in data])
-    classes = torch.tensor([problem(number).classes for number in numbers])
+    classes = torch.tensor([own.classes for own in problems])
     absent = torch.arange(CLASSES) >= classes[:, None, None]
     order = np.array(numbers)[:, None, None], np.arange(updates)[None, :, None], np.arange(BATCH)
     drawn = keys.uniform(keys.key(keys.Purpose.HEALING, order[0], Draw.BATCH, start, *order[1:]))
@@ -182,5 +237,5 @@ def _train(numbers: Sequence[int], start: int, updates: int) -> list[tuple[Weigh
     for row, number in enumerate(numbers):
         stack.read(row, hosts[row])
         weights = {name: value.detach().clone() for name, value in hosts[row].named_parameters()}
-        found.append((weights, soundness(number, weights)))
+        found.append((weights, soundness(number, weights, of=of)))
     return found

@@ -9,6 +9,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.errors import InputError
 from esper.leyline.streams import Kind
 from esper.tasks.convolutional import CNN as CNN
+from esper.tasks.convolutional import BridgedCNN as BridgedCNN
 from esper.tasks.convolutional import ResidualCNN as ResidualCNN
 from esper.tasks.dense import MLP as MLP
 from esper.tasks.dense import BridgedMLP as BridgedMLP
@@ -148,11 +149,24 @@ def menu_of(host: SegmentedHost) -> tuple[str, ...]:
 MOST_BLOCKS, WIDEST = 1024, 2**24
 """Limits on the sizes of a host that a file names. A host that is built in Python may be larger."""
 
-Host = MLP | ResidualMLP | DamagedMLP | BridgedMLP | CNN | ResidualCNN | Transformer | OpenTransformer | GRU
+Host = (
+    MLP | ResidualMLP | DamagedMLP | BridgedMLP | CNN | ResidualCNN | BridgedCNN | Transformer | OpenTransformer | GRU
+)
 HOSTS: Mapping[str, type[Host]] = MappingProxyType(
     {
         factory.name: factory
-        for factory in (MLP, ResidualMLP, DamagedMLP, BridgedMLP, CNN, ResidualCNN, Transformer, OpenTransformer, GRU)
+        for factory in (
+            MLP,
+            ResidualMLP,
+            DamagedMLP,
+            BridgedMLP,
+            CNN,
+            ResidualCNN,
+            BridgedCNN,
+            Transformer,
+            OpenTransformer,
+            GRU,
+        )
     }
 )
 """The host factories that a saved network can name. Their arguments are those of `dataclasses.asdict`."""
