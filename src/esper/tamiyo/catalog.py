@@ -9,6 +9,7 @@ from esper.leyline.config import Config
 from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient, Senses
+from esper.tamiyo import bandit
 from esper.tamiyo.baselines import Never, RandomValid
 from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_settings
 from esper.tamiyo.heuristic import Heuristic
@@ -70,6 +71,8 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
             return PLACEMENTS[name_or_path]()
     if Path(name_or_path).suffix == TREES and Path(name_or_path).is_file():
         return Trees(Path(name_or_path))
+    if Path(name_or_path).suffix == bandit.SUFFIX and Path(name_or_path).is_file():
+        return bandit.load_bandit(Path(name_or_path))
     if Path(name_or_path).suffix in (".yaml", ".yml") and Path(name_or_path).is_file():
         return load_schedule(name_or_path)
     if (folder := trained(name_or_path)) is not None:
@@ -81,7 +84,8 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
         )
     raise InputError(
         f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file "
-        "(.yaml or .yml) or of trees (.safetensors), or the run folder of a trained controller, which must exist"
+        "(.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), or the run folder of a trained controller, which "
+        "must exist"
     )
 
 
@@ -90,7 +94,8 @@ def settings_of(name_or_path: str) -> Mapping[str, Any]:
     folder = trained(name_or_path)
     if folder is not None:
         return read_settings(folder)
-    return KEEPS if name_or_path in (*PLACEMENTS, "tree") or Path(name_or_path).suffix == TREES else {}
+    placed = name_or_path in (*PLACEMENTS, "tree") or Path(name_or_path).suffix in (TREES, bandit.SUFFIX)
+    return KEEPS if placed else {}
 
 
 def with_sensors(config: Config, client: PolicyClient) -> Config:
