@@ -342,3 +342,11 @@ def test_a_controller_is_trained_by_a_reward_of_ones_own():
     assert summary["status"] == "finished"
     assert paid == [0, 1, 2, 3]
     assert load_policy(Path("own/controller")).origin["tasks"] == ["spirals-narrow"]
+
+
+def test_an_unknown_teacher_is_refused_before_anything_is_written(esper):
+    refused(
+        esper("train", "iris", *TINY, "--set", "ppo.teacher=nobody", "--run", "r"),
+        "ppo.teacher: unknown controller 'nobody'",
+    )
+    assert not files()

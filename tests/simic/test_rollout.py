@@ -29,6 +29,7 @@ def a_step(seed):
         value=torch.from_numpy(some(E)),
         starts=rng.random(E) < 0.5,
         exploration=torch.from_numpy(rng.random((E, len(Head)))),
+        idle=np.zeros(E, bool),
     )
 
 

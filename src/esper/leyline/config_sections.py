@@ -507,7 +507,7 @@ class PPOConfig(Section):
         "exploration_op": "ppo.op_exploration",
     }
 
-    rounds: int = Field(100, ge=1, description="rounds of training [rounds]")
+    rounds: int = Field(100, ge=0, description="rounds of training; 0 ends with imitation [rounds]")
     update_epochs: int = Field(4, ge=1, description="passes over the rollout of a round [epochs]")
     minibatches: int = Field(4, ge=1, description="minibatches of a pass, each one step of the policy's optimizer")
     lr: float = Field(1e-3, gt=0, description="learning rate of the policy (Adam), annealed to a tenth")
@@ -517,7 +517,7 @@ class PPOConfig(Section):
     target_kl: float = Field(
         0.03, gt=0, description="KL divergence from the policy before the update at which the update ends [nats]"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount factor per step")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount factor per decision")
     gae_lambda: float = Field(
         0.98, ge=0, le=1, description="lambda of generalised advantage estimation (Schulman et al. 2016)"
     )
@@ -535,7 +535,16 @@ class PPOConfig(Section):
         0.01, ge=0, lt=1, description="weight of the uniform distribution when the operation is sampled, annealed to 0"
     )
     imitation_rounds: int = Field(
-        0, ge=0, description="rounds before the first in which the policy learns to imitate the heuristic [rounds]"
+        0, ge=0, description="rounds before the first in which the policy learns to imitate the teacher [rounds]"
+    )
+    teacher: str = Field(
+        "heuristic",
+        description="controller that the policy imitates: a name, or the path of a schedule, of trees or of a trained controller",
+    )
+    decisions_per_step: int = Field(
+        1,
+        ge=1,
+        description="largest number of decisions of the policy for an environment in one step, such as to plant several seeds",
     )
     max_grad_norm: float = Field(
         0.5, gt=0, description="largest gradient norm of the policy; a larger one is scaled down"

@@ -111,6 +111,13 @@ def barred(masks: Masks, op: Op, rows: Bools) -> Masks:
     return masks._replace(op=ops)
 
 
+def only_wait(masks: Masks, rows: Bools) -> Masks:
+    """The masks with WAIT as the only valid operation of some rows, (E,) bool."""
+    ops = masks.op.copy()
+    ops[rows] = np.arange(ops.shape[1]) == Op.WAIT
+    return masks._replace(op=ops)
+
+
 def defaults(space: Space) -> dict[Head, int]:
     """The choice of each head that a decision leaves open: ADD, a ramp of `TEMPO` steps, and the full dose.
 

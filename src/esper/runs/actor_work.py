@@ -133,7 +133,8 @@ class TrainingPlayer:
             each for task, config in zip(tasks, configs, strict=True) for each in cohorts_of(task, config, made=0)
         ]
         first = [next(each for each in cohorts if each.task is task) for task in tasks]
-        policy = Policy.fresh(Language.of([cohort.engine.space for cohort in first]), configs[0].seed)
+        language = Language.of([cohort.engine.space for cohort in first])
+        policy = Policy.fresh(language, configs[0].seed, decisions_per_step=configs[0].ppo.decisions_per_step)
         for cohort in first:
             cohort.engines.release()
         self._data = {task.name: fingerprint(task) for task in tasks}

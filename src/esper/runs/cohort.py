@@ -135,6 +135,10 @@ def _check(config: Config) -> None:
             "reward.relative_to is twin, but no twins are trained; give --twin (the key twin), or set "
             "reward.relative_to to none or group"
         )
+    if not config.ppo.rounds and not config.ppo.imitation_rounds:
+        raise InputError(
+            "ppo.rounds and ppo.imitation_rounds are 0, so nothing would be learnt; set one of them to 1 or more"
+        )
     if config.early_stopping.enabled:
         raise InputError("early_stopping.enabled is true, but a controller learns from whole episodes; leave it out")
     if config.gates.certify is not None:

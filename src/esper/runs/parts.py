@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config import Config, RewardConfig
-from esper.leyline.protocols import Reward
+from esper.leyline.errors import InputError
+from esper.leyline.protocols import Reward, Senses
 from esper.leyline.stages import Stage
 from esper.nissa.hub import Hub
 from esper.nissa.rows import EvaluationRow
@@ -186,7 +187,15 @@ def _source(cohort: Cohort, name: Literal["training", "validation"], number: int
 
 
 def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
-    teacher = get_controller("heuristic", cohort.config)
+    config = cohort.config
+    try:
+        teacher = get_controller(config.ppo.teacher, config)
+    except InputError as error:
+        raise InputError(f"ppo.teacher: {error}") from None
+    if config.ppo.imitation_rounds and isinstance(teacher, Senses) and config.probe.sensors_every == 0:
+        raise InputError(
+            f"ppo.teacher is {config.ppo.teacher}, which reads growth sensors, but probe.sensors_every is 0; set it to 1 or more"
+        )
     return Apprentice(learner, reward, teacher, LED[0], cohort.config.governor.penalty)
 
 

@@ -106,7 +106,7 @@ class School:
         return self._close(figures, grown, time.perf_counter() - begin)
 
     def imitate(self, number: int, interrupt: Interrupt, keeper: "Keeper | None" = None) -> dict[str, float]:
-        """Run one round of imitation of the heuristic. The numbers of these rounds end with -1."""
+        """Run one round of imitation of the teacher. The numbers of these rounds end with -1."""
         passed = max(number + self.config.ppo.imitation_rounds, 0)  # a resumed run may have fewer rounds
         grown = self._play("imitation", number, LED[min(passed, len(LED) - 1)], interrupt, keeper)
         begin = time.perf_counter()

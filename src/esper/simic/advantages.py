@@ -20,7 +20,9 @@ class Advantages(NamedTuple):
     returns: Tensor
 
 
-def advantages(reward: Tensor, value: Tensor, after: Tensor, end: Tensor, gamma: float, lam: float) -> Advantages:
+def advantages(
+    reward: Tensor, value: Tensor, after: Tensor, end: Tensor, gamma: float, lam: float, idle: Tensor | None = None
+) -> Advantages:
     """Generalised advantage estimation (Schulman et al., "High-dimensional continuous control using GAE", 2016, eq. 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t,      A_t = delta_t + gamma lam (1 - end_t) A_{t+1}
@@ -28,17 +30,27 @@ def advantages(reward: Tensor, value: Tensor, after: Tensor, end: Tensor, gamma:
     All arguments are (T, E). `end` marks the last step of a sequence. There V_{t+1} is `after`: 0 at a terminal state, V of
     the last observation where the sequence was truncated. Elsewhere V_{t+1} is the next row of `value`, and `after` is not
     read. The last step of a rollout must end every sequence. lam = 1 gives the Monte Carlo advantage.
+
+    idle: (T, E) bool, entries at which a row decided nothing. Its sequence is that of its other entries, and an idle one has the
+    advantage and the returns of the next.
     """
     assert reward.shape == value.shape == after.shape == end.shape, (reward.shape, value.shape, after.shape, end.shape)
-    assert bool(end[-1].all()), "the last step of a rollout ends every sequence"
+    idle = torch.zeros_like(end) if idle is None else idle
+    assert bool((end | idle)[-1].all()), "the last step of a rollout ends every sequence"
+    if idle.any():
+        value = value.clone()
+        for t in reversed(range(len(value) - 1)):
+            value[t] = torch.where(idle[t], value[t + 1], value[t])
     next_value = torch.where(end, after, torch.cat([value[1:], after[-1:]]))
     delta = reward + gamma * next_value - value
     discount = gamma * (~end).to(reward.dtype)
     advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
     next_advantage, next_return = torch.zeros_like(reward[0]), torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
-        next_advantage = delta[t] + lam * discount[t] * next_advantage
-        next_return = reward[t] + torch.where(end[t], gamma * after[t], gamma * next_return)
+        own = delta[t] + lam * discount[t] * next_advantage
+        next_advantage = torch.where(idle[t], next_advantage, own)
+        earned = reward[t] + torch.where(end[t], gamma * after[t], gamma * next_return)
+        next_return = torch.where(idle[t], next_return, earned)
         advantage[t], returns[t] = next_advantage, next_return
     return Advantages(advantage, advantage + value, returns)
 

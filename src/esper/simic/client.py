@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Head
 from esper.leyline.config import GovernorConfig
@@ -26,6 +27,7 @@ class SimicClient:
         self.menu: tuple[str, ...] = ()
         self._buffer: TamiyoRolloutBuffer | None = None
         self._output: ActorOutput | None = None
+        self._done = Actions.wait(0)  # the last decisions, which were carried out
         self.paid: Mapping[str, Floats] = {}  # components (E,) of the rewards of the last step
 
     def act(self, view: View) -> Actions:
@@ -33,20 +35,31 @@ class SimicClient:
         exploration = self.learner.exploration
         self._output = output = self.actor.act(view, exploration, greedy=False)
         self.record(view, sampled_step(output, exploration))
-        return output.decision.actions
+        self._done = output.decision.actions
+        return self._done
+
+    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
+        """Further sampled decisions of the step, recorded likewise; None where they are over."""
+        exploration = self.learner.exploration
+        output = self.actor.further(view, self._done, refused, exploration, greedy=False)
+        if output is None:
+            return None
+        self.record(view, sampled_step(output, exploration), further=True)
+        self._done = output.decision.actions
+        return self._done
 
     def judgement(self) -> Judgement:
         """What the policy thought of the last decisions."""
         assert self._output is not None, "act is called first"
         return self._output.judgement()
 
-    def record(self, view: View, step: Step) -> None:
-        """Write a step into the rollout."""
+    def record(self, view: View, step: Step, *, further: bool = False) -> None:
+        """Write decisions into the rollout. further: not the first of their step."""
         envs = len(view.host_params)
         if self._buffer is None or (self._buffer.steps, self._buffer.envs) != (view.steps, envs):
             self._buffer = TamiyoRolloutBuffer(view.steps, envs)
         self.menu = tuple(info.name for info in view.space.blueprints)
-        self._buffer.add(step)
+        self._buffer.add(step, further=further)
 
     def store(self, outcome: Outcome) -> None:
         """Record the rewards of the last decisions. A rollback ends the sequence of its row, and empties the row's memory."""
@@ -116,4 +129,5 @@ def sampled_step(output: ActorOutput, exploration: Mapping[Head, float]) -> Step
         value=output.value,
         starts=output.starts,
         exploration=shares.repeat(len(output.value), 1),
+        idle=output.idle,
     )

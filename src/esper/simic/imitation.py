@@ -1,16 +1,21 @@
 """Imitation of a rule, from which a policy starts. E environments."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions
 from esper.leyline.config import GovernorConfig
-from esper.leyline.masks import offered
-from esper.leyline.protocols import Judgement, PolicyClient, Reward
-from esper.leyline.view import View
+from esper.leyline.masks import offered, only_wait
+from esper.leyline.protocols import Extends, Judgement, PolicyClient, Resumable, Reward
+from esper.leyline.verdicts import Refusal
+from esper.leyline.view import Outcome, View
 from esper.simic.client import SimicClient, sampled_step
 from esper.simic.ppo import PPO
+from esper.tamiyo.controller import ActorOutput
 from esper.tamiyo.policy import GREEDY
 
 
@@ -18,8 +23,11 @@ class Apprentice(SimicClient):
     """DAgger: some environments follow the teacher and the others the policy; the teacher's decisions are recorded in all.
 
     The policy is therefore trained on the states that it visits itself (Ross, Gordon and Bagnell, "A reduction of imitation
-    learning to no-regret online learning", 2011, algorithm 3.1, with the mixture over environments instead of steps). The
-    teacher must decide each environment from its row of the view alone.
+    no-regret online learning", 2011, algorithm 3.1, with the mixture over environments instead of steps). The
+    teacher must decide each environment from its row of the view alone. It is told of refusals of its own decisions alone.
+
+    Several decisions of a teacher in one step (`protocols.Extends`) are imitated where the policy may make several
+    (`ppo.decisions_per_step`), and the policy learns to end them with WAIT.
     """
 
     def __init__(
@@ -34,17 +42,53 @@ class Apprentice(SimicClient):
         super().__init__(learner, reward, penalty)
         self.teacher, self.led = teacher, led
         self._follows = np.zeros(0, bool)
+        self._taught = Actions.wait(0)
 
     def act(self, view: View) -> Actions:
         """The teacher's decisions in the environments that it leads, and sampled decisions of the policy in the others."""
-        envs = len(view.host_params)
         self._output = output = self.actor.act(view, greedy=False)
-        taught = self.teacher.act(view)
+        self._follows = led_by_teacher(view.space.number, self.led)
+        return self._teach(view, output, self.teacher.act(view), further=False)
+
+    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
+        """Further decisions of the step; None where they are over. A teacher that makes none decides WAIT."""
+        output = self.actor.further(view, self._done, refused, greedy=False)
+        taught = None
+        if isinstance(self.teacher, Extends) and self.learner.policy.decisions_per_step > 1:
+            own = np.logical_and.reduce([mine == done for mine, done in zip(self._taught, self._done, strict=True)])
+            taught = self.teacher.further(view, np.where(own, refused, Refusal.NONE).astype(refused.dtype))
+        if output is None:
+            return None
+        taught = taught or Actions.wait(len(refused))
+        taught = Actions(*(np.where(output.idle, 0, choice) for choice in taught))  # WAIT is 0 in every head
+        return self._teach(view, output, taught, further=True)
+
+    def _teach(self, view: View, output: ActorOutput, taught: Actions, *, further: bool) -> Actions:
+        """Record the teacher's decisions, and return those that are carried out."""
         step = sampled_step(output, GREEDY)
-        valid = offered(view.masks, taught)
-        self.record(view, step._replace(actions=taught, valid=valid, log_prob=torch.zeros(envs)))
-        self._follows = follows = led_by_teacher(view.space.number, self.led)
-        return Actions(*(np.where(follows, *pair) for pair in zip(taught, output.decision.actions, strict=True)))
+        valid = offered(only_wait(view.masks, output.idle), taught)
+        self.record(
+            view, step._replace(actions=taught, valid=valid, log_prob=torch.zeros(len(output.idle))), further=further
+        )
+        self._taught = taught
+        pairs = zip(taught, output.decision.actions, strict=True)
+        self._done = Actions(*(np.where(self._follows, *pair) for pair in pairs))
+        return self._done
+
+    def store(self, outcome: Outcome) -> None:
+        """Record the rewards of the last decisions, and let the teacher hear of them."""
+        super().store(outcome)
+        self.teacher.store(outcome)
+
+    def state(self) -> dict[str, Any]:
+        """As that of `SimicClient`, with the state of the teacher."""
+        return super().state() | {"teacher": self.teacher.state() if isinstance(self.teacher, Resumable) else {}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`."""
+        super().load_state(state)
+        if isinstance(self.teacher, Resumable):
+            self.teacher.load_state(state["teacher"])
 
     def judgement(self) -> Judgement:
         """What the policy thought of its own decisions; probability and entropy of the teacher's are nan."""

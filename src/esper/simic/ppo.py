@@ -17,6 +17,7 @@ from esper.simic.advantages import Advantages, advantages, subtract_group_mean
 from esper.simic.rollout import Rollout
 from esper.tamiyo.controller import Policy
 from esper.tamiyo.network import Batch
+from esper.tamiyo.observation import Observation
 from esper.tamiyo.policy import GREEDY, Judged, judge
 
 TOLERANCE = 1e-5
@@ -124,10 +125,11 @@ class PPO:
             for epoch in range(self.config.update_epochs):
                 for part in self._minibatches(data, epoch):
                     network, rollout = self.policy.network, part.rollout
-                    encoded, value, _ = network(part.batch, network.initial(rollout.value.shape[1]), rollout.starts)
+                    initial = network.initial(rollout.value.shape[1])
+                    encoded, value, _ = network(part.batch, initial, rollout.starts, rollout.idle)
                     judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
                     alike = (judged.log_prob * part.weight).sum() / part.weight.sum().clamp(min=1)
-                    fit = value_loss(value, part.gains.target, network.value_scale)
+                    fit = self._fit(part, value)
                     self._descend(-alike + self.config.value_weight * fit, epoch)
                     losses.append(torch.stack([alike, fit]).detach())
         new = data if fresh is None else data[len(data) - fresh :]
@@ -190,7 +192,8 @@ class PPO:
 
     def _advantages(self, rollout: Rollout) -> Advantages:
         config = self.config
-        gains = advantages(rollout.reward, rollout.value, rollout.after, rollout.end, config.gamma, config.gae_lambda)
+        scored = (rollout.reward, rollout.value, rollout.after, rollout.end)
+        gains = advantages(*scored, config.gamma, config.gae_lambda, rollout.idle)
         bad = (~torch.isfinite(gains.advantage)).nonzero().tolist()
         if bad:
             step, env = bad[-1]
@@ -242,7 +245,7 @@ class PPO:
 
     def _judge(self, rollout: Rollout, batch: Batch) -> tuple[Judged, Tensor]:
         network = self.policy.network
-        encoded, value, _ = network(batch, network.initial(rollout.value.shape[1]), rollout.starts)
+        encoded, value, _ = network(batch, network.initial(rollout.value.shape[1]), rollout.starts, rollout.idle)
         shares = {
             head: rollout.exploration[..., head, None] for head in Head
         }  # as they were when the actions were drawn
@@ -261,12 +264,17 @@ class PPO:
             policy=policy_loss(judged.log_prob, rollout.log_prob, part.advantage, part.weight, config.clip_range)
             if bool(part.weight.any())
             else judged.log_prob.sum() * 0,
-            value=value_loss(value, part.gains.target, self.policy.network.value_scale),
+            value=self._fit(part, value),
             entropy=mean(judged.entropy.sum(-1)),
             kl=mean(change.exp() - 1 - change),  # http://joschu.net/blog/kl-approx.html, k3
             clipped=mean(((change.exp() - 1).abs() > config.clip_range).float()),
             heads=_by_head(judged.entropy, rollout.actions[Head.OP], part.weight),
         )
+
+    def _fit(self, part: TrainingBatch, value: Tensor) -> Tensor:
+        """The critic's loss over the entries at which a row was not idle."""
+        decided = part.rollout.decided
+        return value_loss(decided(value), decided(part.gains.target), self.policy.network.value_scale)
 
     @torch.no_grad()
     def _check(self, data: Sequence[TrainingBatch]) -> None:
@@ -299,8 +307,9 @@ class PPO:
     def _update_moments(self, data: Sequence[TrainingBatch]) -> None:
         """Add the round to the moments of observations and returns, which are then constant until the next update."""
         for part in data:
-            self.policy.normaliser = self.policy.normaliser.including(part.rollout.observations())
-        returns = torch.cat([part.gains.target.flatten() for part in data])
+            seen = Observation(*(part.rollout.decided(field).numpy() for field in part.rollout.observation))
+            self.policy.normaliser = self.policy.normaliser.including(seen)
+        returns = torch.cat([part.rollout.decided(part.gains.target) for part in data])
         network = self.policy.network
         rate = 1.0 if self.updates == 0 else 0.1
         mean = torch.lerp(network.value_mean, returns.mean(), rate)
@@ -329,9 +338,9 @@ def _by_head(entropy: Tensor, op: Tensor, weight: Tensor) -> Tensor:
 
 def _figures(data: Sequence[TrainingBatch]) -> dict[str, float]:
     """Statistics of the round over all cohorts."""
-    value = torch.cat([part.rollout.value.flatten() for part in data])
-    returns = torch.cat([part.gains.returns.flatten() for part in data])
-    op = torch.cat([part.rollout.actions[Head.OP].flatten() for part in data])
+    value = torch.cat([part.rollout.decided(part.rollout.value) for part in data])
+    returns = torch.cat([part.rollout.decided(part.gains.returns) for part in data])
+    op = torch.cat([part.rollout.decided(part.rollout.actions[Head.OP]) for part in data])
     episodes = sum(int(part.rollout.end.sum()) for part in data)
     total = torch.cat([part.rollout.reward.sum(0) for part in data])
     return {

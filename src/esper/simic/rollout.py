@@ -1,4 +1,7 @@
-"""The recorded steps of a round, from which a policy is updated. T steps, E environments, S slots."""
+"""The recorded decisions of a round, from which a policy is updated. T decisions, E environments, S slots.
+
+A step of the engine has one decision, or several. A row that makes fewer than others in a step is idle for the rest of them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.actions import Actions
+from esper.leyline.actions import Actions, Head, Op
 from esper.tamiyo.observation import Observation
 
 
@@ -23,6 +26,7 @@ class Step(NamedTuple):
         value ((E,) tensor): V of the state, in units of return
         starts ((E,) bool array): whether a sequence begins with this step
         exploration ((E, heads) float64 tensor): share of the uniform distribution in each head's probabilities
+        idle ((E,) bool array): whether the row decides nothing, because its decisions of the step were over
     """
 
     observation: Observation
@@ -32,6 +36,7 @@ class Step(NamedTuple):
     value: Tensor
     starts: NDArray[np.bool_]
     exploration: Tensor
+    idle: NDArray[np.bool_]
 
 
 class Rollout(NamedTuple):
@@ -41,8 +46,8 @@ class Rollout(NamedTuple):
         observation (tensors): the fields of `Observation`
         actions (tensors by head): (T, E) int64
         valid (tensors by head): (T, E, choices) bool
-        log_prob, value, starts, exploration (tensors): as in `Step`
-        reward ((T, E) tensor): reward of the step
+        log_prob, value, starts, exploration, idle (tensors): as in `Step`
+        reward ((T, E) tensor): reward of the step, at the last decision of the row in it; 0 at the others
         end ((T, E) bool tensor): whether the sequence ends with this step
         after ((T, E) tensor): value of the next state where the sequence is truncated after this step, else 0
     """
@@ -54,6 +59,7 @@ class Rollout(NamedTuple):
     value: Tensor
     starts: Tensor
     exploration: Tensor
+    idle: Tensor
     reward: Tensor
     end: Tensor
     after: Tensor
@@ -61,6 +67,10 @@ class Rollout(NamedTuple):
     def observations(self) -> Observation:
         """The observations as arrays, which share memory."""
         return Observation(*(field.numpy() for field in self.observation))
+
+    def decided(self, values: Tensor) -> Tensor:
+        """The entries (n, ...) of a tensor (T, E, ...) at which a row was not idle."""
+        return values[~self.idle]
 
     def copied(self) -> "Rollout":
         """A copy, which the next round does not overwrite."""
@@ -82,10 +92,14 @@ class Rollout(NamedTuple):
 
     @classmethod
     def joined(cls, rollouts: Sequence["Rollout"]) -> "Rollout":
-        """The sequences of several rollouts of T steps, one after the other; a single rollout is returned as it is."""
+        """The sequences of several rollouts, one after the other; a single rollout is returned as it is.
+
+        A rollout with fewer decisions than others is idle at the end.
+        """
         if len(rollouts) == 1:
             return rollouts[0]
-        columns = zip(*(rollout.tree().values() for rollout in rollouts), strict=True)
+        most = max(len(rollout.value) for rollout in rollouts)
+        columns = zip(*(rollout.padded(most).tree().values() for rollout in rollouts), strict=True)
         fields = [
             tuple(torch.cat(each, 1) for each in zip(*column, strict=True))
             if isinstance(column[0], list)
@@ -93,6 +107,18 @@ class Rollout(NamedTuple):
             for column in columns
         ]
         return cls(*fields)  # type: ignore[arg-type]
+
+    def padded(self, length: int) -> "Rollout":
+        """The rollout with idle entries at the end, of `length` entries."""
+        more = length - len(self.value)
+        if not more:
+            return self
+        whole = self._map(lambda field: torch.cat([field, field.new_zeros(more, *field.shape[1:])]))
+        whole.idle[-more:] = True
+        for may in whole.valid:
+            may[-more:] = True
+        whole.valid[Head.OP][-more:] = torch.arange(len(Op)) == Op.WAIT
+        return whole
 
     def steps(self, stop: int) -> "Rollout":
         """The steps before `stop`, as views."""
@@ -104,7 +130,8 @@ class Rollout(NamedTuple):
 
 
 class TamiyoRolloutBuffer:
-    """Memory for T steps of E environments, allocated once and written one step at a time.
+    """Memory for T steps of E environments, allocated once and written one decision at a time. Further decisions of a step
+    enlarge it.
 
     A sequence ends at a terminal state, at a rollback by the governor, or by `cut`, which truncates it with the value of its
     last state. After an end the row begins a new sequence with empty memory.
@@ -112,30 +139,38 @@ class TamiyoRolloutBuffer:
 
     def __init__(self, steps: int, envs: int) -> None:
         self.steps, self.envs, self.length = steps, envs, 0
+        self._begun = 0  # steps since `clear`, or since `load_state`
         self._rollout: Rollout | None = None
+        self._last = torch.zeros(envs, dtype=torch.long)  # entry of the last decision of each row
 
-    def add(self, step: Step) -> None:
-        """Write observations and decisions of a step. `close` adds its rewards."""
-        assert self.length < self.steps, "the buffer is full; clear() begins the next round"
+    def add(self, step: Step, *, further: bool = False) -> None:
+        """Write observations and decisions. `close` adds the rewards of the step. further: not the first decision of the step."""
+        self._begun += not further
+        assert self._begun <= self.steps, "the buffer is full; clear() begins the next round"
         rollout = self._rollout = self._rollout or _allocate(self.steps, self.envs, step)
-        fields = (*rollout.observation, *rollout.actions, *rollout.valid, *rollout[3:7])
+        if self.length == len(rollout.value):
+            rollout = self._rollout = _enlarged(rollout, self.steps)
+        fields = (*rollout.observation, *rollout.actions, *rollout.valid, *rollout[3:8])
         parts = (*step.observation, *step.actions, *step.valid, *step[3:])
         for field, part in zip(fields, parts, strict=True):
             field[self.length] = part if isinstance(part, Tensor) else torch.from_numpy(part)
+        for empty in (rollout.reward, rollout.end, rollout.after):
+            empty[self.length] = 0
+        self._last = torch.where(rollout.idle[self.length], self._last, self.length)
         self.length += 1
 
     def close(self, reward: NDArray[np.float64], end: NDArray[np.bool_]) -> None:
-        """Write the rewards (E,) of the last step, and whether it ends the sequence (E,)."""
+        """Write the rewards (E,) of the last step, and whether it ends the sequence (E,), at the last decision of each row."""
         assert self._rollout is not None, "a step is written before it is closed"
-        at = self.length - 1
-        self._rollout.reward[at] = torch.from_numpy(reward)
+        at = self._last, torch.arange(self.envs)
+        self._rollout.reward[at] = torch.from_numpy(reward).to(self._rollout.reward.dtype)
         self._rollout.end[at] = torch.from_numpy(end)
         self._rollout.after[at] = 0.0
 
     def cut(self, after: Tensor) -> None:
         """Truncate the sequences that have not ended with the last step; the value of their next states is `after` (E,)."""
         assert self._rollout is not None, "a step is written before it is truncated"
-        at = self.length - 1
+        at = self._last, torch.arange(self.envs)
         self._rollout.after[at] = torch.where(self._rollout.end[at], self._rollout.after[at], after)
         self._rollout.end[at] = True
 
@@ -146,7 +181,7 @@ class TamiyoRolloutBuffer:
 
     def clear(self) -> None:
         """Begin the next round in the same memory."""
-        self.length = 0
+        self.length = self._begun = 0
 
     def state(self) -> dict[str, Any] | None:
         """The steps written so far; None where there are none."""
@@ -159,8 +194,13 @@ class TamiyoRolloutBuffer:
             return
         written = Rollout.of_tree(state)
         self.length = len(written.value)
-        left = self.steps - self.length
-        self._rollout = written._map(lambda field: torch.cat([field, field.new_zeros(left, *field.shape[1:])]))
+        self._rollout = _enlarged(written, max(self.steps - self.length, 0))
+        self._last = torch.where(written.idle, -1, torch.arange(self.length)[:, None]).amax(0)
+
+
+def _enlarged(rollout: Rollout, more: int) -> Rollout:
+    """The rollout with room for more entries at the end."""
+    return rollout._map(lambda field: torch.cat([field, field.new_zeros(more, *field.shape[1:])]))
 
 
 def _allocate(steps: int, envs: int, step: Step) -> Rollout:
@@ -178,6 +218,7 @@ def _allocate(steps: int, envs: int, step: Step) -> Rollout:
         value=torch.zeros(shape),
         starts=torch.zeros(shape, dtype=torch.bool),
         exploration=like(step.exploration),
+        idle=torch.zeros(shape, dtype=torch.bool),
         reward=torch.zeros(shape),
         end=torch.zeros(shape, dtype=torch.bool),
         after=torch.zeros(shape),

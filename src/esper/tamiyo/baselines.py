@@ -52,10 +52,13 @@ class RandomValid(Rule):
         return draw_uniform(view.masks, draws(view))
 
 
-def draws(view: View) -> Floats:
+def draws(view: View, further: int = 0) -> Floats:
     """(heads, E) uniform in [0, 1) for the decisions of a step, keyed by the number of each environment.
 
     A decision therefore depends neither on other environments nor on the index of the environment in its population.
+    further: number of the decision within the step, from 0.
     """
     space, heads = view.space, np.array(list(Head))[:, None]
-    return uniform(key(space.seed, Purpose.POLICY, space.number, view.episode, view.step, heads))
+    return uniform(
+        key(space.seed, Purpose.POLICY, space.number, view.episode, view.step, heads, *([further] if further else []))
+    )

@@ -19,9 +19,11 @@ from esper.leyline.brief import brief
 from esper.leyline.controller_settings import check_controller_settings
 from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
+from esper.leyline.masks import only_wait
 from esper.leyline.parsing import parse_json
 from esper.leyline.protocols import Judgement
 from esper.leyline.stages import Stage
+from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Outcome, Space, View
 from esper.store.disk import Retry, find_folder, write_folder, write_once
 from esper.store.reading import read_kept
@@ -93,6 +95,7 @@ class Policy:
         language (Language): the sensors and choices that the policy was trained with
         settings (mapping): config that a run with this policy uses, keys of `leyline.controller_settings`
         origin (mapping): tasks, rounds and validation results of the training
+        decisions_per_step (int): largest number of decisions for an environment in one step
     """
 
     network: FactoredRecurrentActorCritic
@@ -100,16 +103,20 @@ class Policy:
     language: Language
     settings: Mapping[str, Any] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
+    decisions_per_step: int = 1
 
     @classmethod
-    def fresh(cls, language: Language, seed: int, settings: Mapping[str, Any] | None = None) -> "Policy":
+    def fresh(
+        cls, language: Language, seed: int, settings: Mapping[str, Any] | None = None, decisions_per_step: int = 1
+    ) -> "Policy":
         """An untrained policy with random weights."""
         env, slot = input_names(language.sensors)
         shapes = Shapes(len(env), len(slot), len(language.blueprints), len(language.tempos), len(language.targets))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))
             network = FactoredRecurrentActorCritic(shapes)
-        return cls(network, Normaliser.prior(language.sensors), language, dict(settings or {}))
+        normaliser = Normaliser.prior(language.sensors)
+        return cls(network, normaliser, language, dict(settings or {}), decisions_per_step=decisions_per_step)
 
     def normalised(self, observation: Observation) -> Inputs:
         """The inputs of the network for an observation."""
@@ -167,12 +174,14 @@ class ActorOutput(NamedTuple):
         decision (Decision): one per environment
         value ((E,) tensor): V of the state, in units of return
         starts ((E,) bool array): whether a sequence begins with this step
+        idle ((E,) bool array): whether the environment decides nothing, because its decisions of the step are over
     """
 
     observation: Observation
     decision: Decision
     value: Tensor
     starts: NDArray[np.bool_]
+    idle: NDArray[np.bool_]
 
     def judgement(self) -> Judgement:
         """What the policy thought of the decisions."""
@@ -190,6 +199,9 @@ class RecurrentActor:
         self.hidden: Hidden | None = None
         self._begins: NDArray[np.bool_] | None = None
         self._episode = -1
+        self._open = np.zeros(0, bool)  # environments whose decisions of the step are not over
+        self._made = 0  # decisions of the step so far
+        self._heard = False  # whether `further` has added the decisions of the step to the history
 
     def act(self, view: View, exploration: Mapping[Head, float] = GREEDY, *, greedy: bool) -> ActorOutput:
         """Decide for every environment. The memory is empty at the first step of an episode and after `reset`."""
@@ -201,14 +213,50 @@ class RecurrentActor:
         assert self.hidden is not None
         assert self._begins is not None
         self.history = self.history.measured(view.measurements)
-        observation = observe(view, self.history)
-        with torch.no_grad():
-            encoded, value, self.hidden = self._forward(observation, view.space, self.hidden)
-            drawn = None if greedy else draws(view)
-            decision = decide(self.policy.network, encoded, view.masks, drawn, exploration)
-        output = ActorOutput(observation, decision, value[0], self._begins)
+        self._open, self._made, self._heard = np.ones(envs, bool), 0, False
+        output = self._decide(view, exploration, greedy)
         self._begins = np.zeros(envs, bool)
         return output
+
+    def further(
+        self,
+        view: View,
+        done: Actions,
+        refused: NDArray[np.int8],
+        exploration: Mapping[Head, float] = GREEDY,
+        *,
+        greedy: bool,
+    ) -> ActorOutput | None:
+        """Decide once more in the same step, where the last decision was not WAIT; None where the decisions of the step are over.
+
+        done, refused: (E,) the last decisions that were carried out, and a `Refusal` for each. The decision of an environment
+        whose decisions are over is WAIT, and its memory stays as it is.
+        """
+        if self.policy.decisions_per_step == 1:
+            return None
+        assert self.history is not None
+        op, accepted = np.where(self._open, done.op, self.history.op), np.asarray(refused == Refusal.NONE)
+        self.history = self.history._replace(op=op, accepted=np.where(self._open, accepted, self.history.accepted))
+        self._open, self._heard = self._open & (done.op != Op.WAIT), True
+        if self._made >= self.policy.decisions_per_step or not self._open.any():
+            return None
+        return self._decide(view, exploration, greedy)
+
+    def _decide(self, view: View, exploration: Mapping[Head, float], greedy: bool) -> ActorOutput:
+        """One decision of the environments that are open, and WAIT in the others."""
+        assert self.history is not None
+        assert self.hidden is not None
+        assert self._begins is not None
+        observation, idle = observe(view, self.history), ~self._open
+        masks = only_wait(view.masks, idle) if idle.any() else view.masks
+        with torch.no_grad():
+            encoded, value, hidden = self._forward(observation, view.space, self.hidden)
+            drawn = None if greedy else draws(view, self._made)
+            decision = decide(self.policy.network, encoded, masks, drawn, exploration)
+            hold = torch.from_numpy(idle)[:, None]
+            self.hidden = hidden if self._made == 0 else _kept(hold, self.hidden, hidden)
+        self._made += 1
+        return ActorOutput(observation, decision, value[0], self._begins, idle)
 
     def value(self, view: View) -> Tensor:
         """V of the state (E,), without a decision. The memory is unchanged."""
@@ -219,9 +267,10 @@ class RecurrentActor:
             return self._forward(observation, view.space, self.hidden)[1][0]
 
     def store(self, outcome: Outcome) -> None:
-        """Add the last decisions to the history. The memory of a row that was rolled back is emptied."""
+        """Add the last decisions to the history, if `further` has not. The memory of a row that was rolled back is emptied."""
         assert self.history is not None
-        self.history = self.history.decided(outcome.actions, outcome.accepted)
+        if not self._heard:
+            self.history = self.history.decided(outcome.actions, outcome.accepted)
         if outcome.rolled_back.any():
             self.reset(outcome.rolled_back)
 
@@ -264,6 +313,7 @@ class Learned(Rule):
     def __init__(self, policy: Policy) -> None:
         self.actor = RecurrentActor(policy)
         self._output: ActorOutput | None = None
+        self._done: Actions | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.actor.policy!r})"
@@ -271,7 +321,15 @@ class Learned(Rule):
     def act(self, view: View) -> Actions:
         """One decision per environment. InputError if the policy was trained with other sensors or choices."""
         self._output = self.actor.act(view, greedy=True)
-        return self._output.decision.actions
+        self._done = self._output.decision.actions
+        return self._done
+
+    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
+        """The next decisions of the step; None where they are over, as after one decision if the policy makes no more."""
+        assert self._done is not None, "act is called first"
+        output = self.actor.further(view, self._done, refused, greedy=True)
+        self._done = None if output is None else output.decision.actions
+        return self._done
 
     def judgement(self) -> Judgement:
         """What the policy thought of the last decisions."""
@@ -292,6 +350,11 @@ class Learned(Rule):
         self.actor.load_state(state["mind"])
 
 
+def _kept(hold: Tensor, old: Hidden, new: Hidden) -> Hidden:
+    """The new state, and the old one of the rows that are marked in `hold` (E, 1)."""
+    return torch.where(hold, old[0], new[0]), torch.where(hold, old[1], new[1])
+
+
 def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None:
     """Write the two files as a folder, which replaces an existing one. A crash leaves either the old or the new folder."""
     weights = save({name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()})
@@ -306,6 +369,7 @@ def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None
         },
         "settings": dict(policy.settings),
         "origin": dict(policy.origin),
+        **({"decisions_per_step": policy.decisions_per_step} if policy.decisions_per_step > 1 else {}),
     }
     text = json.dumps({**facts, "checksum": _checksum(facts)}, indent=2, allow_nan=False) + "\n"
     retry(folder, lambda: write_folder(folder, {WEIGHTS: weights, FACTS: text.encode()}))
@@ -324,7 +388,7 @@ def load_policy(folder: Path) -> Policy:
         language = Language(*(tuple(known[name]) for name in Language._fields))
         state = load(data)
         _check_rows(state, language)
-        policy = Policy.fresh(language, 0, facts["settings"])
+        policy = Policy.fresh(language, 0, facts["settings"], _decisions(facts))
         wanted = policy.network.state_dict()
         if odd := [name for name, tensor in state.items() if name in wanted and tensor.dtype != wanted[name].dtype]:
             raise ValueError(f"tensor {odd[0]} is {state[odd[0]].dtype}, the network has {wanted[odd[0]].dtype}")
@@ -407,6 +471,14 @@ def _moments(known: Mapping[str, Any], features: int) -> Moments:
     if (moments.var < 0).any() or (moments.n < 0).any():
         raise ValueError("the normaliser has a variance or a count below 0")
     return moments
+
+
+def _decisions(facts: Mapping[str, Any]) -> int:
+    """`decisions_per_step` of a file, 1 where the file does not name it. ValueError if it is not a positive whole number."""
+    number = facts.get("decisions_per_step", 1)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"decisions_per_step is {number!r}, which is no whole number from 1 on")
+    return number
 
 
 def _vocabulary() -> dict[str, list[str]]:

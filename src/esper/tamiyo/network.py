@@ -99,15 +99,18 @@ class FactoredRecurrentActorCritic(nn.Module):
         zeros = torch.zeros(envs, self.shapes.hidden)
         return zeros, zeros
 
-    def forward(self, batch: Batch, hidden: Hidden, starts: Tensor | None = None) -> tuple[Encoded, Tensor, Hidden]:
+    def forward(
+        self, batch: Batch, hidden: Hidden, starts: Tensor | None = None, idle: Tensor | None = None
+    ) -> tuple[Encoded, Tensor, Hidden]:
         """Encodings, values (T, E) and the state after the last step.
 
         starts: (T, E) bool, steps at which a new sequence begins. The state of the row is set to zeros before such a step.
-        None stands for no such step.
+        idle: (T, E) bool, steps at which a row decides nothing. They leave its state as it is, and what is returned of them
+        means nothing. None stands for no such step.
         """
         code = self.encoder(torch.cat([batch.slot, self.blueprint(batch.blueprint)], -1))
         pooled = torch.cat([batch.env, code.mean(2), code.amax(2)], -1)
-        trunk, hidden = self._recur(self.pooled(pooled), hidden, starts)
+        trunk, hidden = self._recur(self.pooled(pooled), hidden, starts, idle)
         value = self.value_head(trunk).squeeze(-1) * self.value_scale + self.value_mean
         return Encoded(trunk, code, batch.cost, batch.menu), value, hidden
 
@@ -149,16 +152,23 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.value_mean.copy_(mean)
         self.value_scale.copy_(scale)
 
-    def _recur(self, x: Tensor, hidden: Hidden, starts: Tensor | None) -> tuple[Tensor, Hidden]:
-        """Run the LSTM over (T, E, H), in one call for each range of steps within which no sequence begins."""
+    def _recur(self, x: Tensor, hidden: Hidden, starts: Tensor | None, idle: Tensor | None) -> tuple[Tensor, Hidden]:
+        """Run the LSTM over (T, E, H), in one call for each range of steps within which no sequence begins and no row is idle."""
         state = (hidden[0].unsqueeze(0), hidden[1].unsqueeze(0))
         cuts = [] if starts is None else [t for t in starts.any(1).nonzero()[:, 0].tolist() if t > 0]
+        alone = set() if idle is None else set(idle.any(1).nonzero()[:, 0].tolist())
+        if alone:
+            cuts = sorted({*cuts, *alone, *(t + 1 for t in alone)} - {0, len(x)})
         parts = []
         for begin, end in zip([0, *cuts], [*cuts, len(x)], strict=True):
             if starts is not None:
                 keep = (~starts[begin]).to(x.dtype)[None, :, None]
                 state = (state[0] * keep, state[1] * keep)
-            part, state = self.lstm(x[begin:end], state)
+            part, after = self.lstm(x[begin:end], state)
+            if idle is not None and begin in alone:
+                hold = idle[begin][None, :, None]
+                after = (torch.where(hold, state[0], after[0]), torch.where(hold, state[1], after[1]))
+            state = after
             parts.append(part)
         return torch.cat(parts), (state[0][0], state[1][0])
 

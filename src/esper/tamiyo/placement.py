@@ -81,13 +81,19 @@ class Placement(Rule):
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """The next decisions of the step; None where no environment has any."""
-        self._hear(refused)
+        if self._last is not None:
+            # What was carried out may be the decision of another, which this controller teaches.
+            envs, last = np.arange(len(refused)), self._last
+            there = view.seeds.blueprint[envs, last.slot] == last.blueprint
+            self._hear(refused, np.asarray((refused != Refusal.NONE) | there))
         actions = self._decide(view)
         return actions if (actions.op != Op.WAIT).any() else None
 
     def store(self, outcome: Outcome) -> None:
         """Note which decisions were refused, if `further` was not asked."""
-        self._hear(outcome.refused)
+        if self._last is not None:
+            own = [mine == done for mine, done in zip(self._last, outcome.actions, strict=True)]
+            self._hear(outcome.refused, np.logical_and.reduce(own))
 
     def reasons(self) -> Sequence[str | None]:
         """For each environment, why the seed of the last decision was planted; None for other decisions."""
@@ -109,14 +115,16 @@ class Placement(Rule):
         """Restore a `state`."""
         self._wish, self._reasons, self._next = state.get("wish"), state.get("reasons", []), state.get("next")
 
-    def _hear(self, refused: NDArray[np.int8]) -> None:
-        """Go on to the next choice of a slot after a refused GERMINATE, and past the last one after an accepted one."""
-        if self._last is None:
-            return
+    def _hear(self, refused: NDArray[np.int8], own: Bools) -> None:
+        """Go on to the next choice of a slot after a refused GERMINATE, and past the last one after an accepted one.
+
+        own: (E,) whether what was carried out was the decision of this controller.
+        """
         assert self._next is not None, "act comes before it"
+        assert self._last is not None
         actions, self._last = self._last, None
         for planted, move in ((refused != Refusal.NONE, 1), (refused == Refusal.NONE, DONE)):
-            rows = np.flatnonzero((actions.op == Op.GERMINATE) & planted)
+            rows = np.flatnonzero((actions.op == Op.GERMINATE) & planted & own)
             self._next[rows, actions.slot[rows]] += move
 
     def _decide(self, view: View) -> Actions:

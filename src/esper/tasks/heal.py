@@ -63,6 +63,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
             "narrow_blueprints": ("bypass-rank-4", "bypass-rank-2"),
             "weak_blueprints": ("bypass-rank-4", "bypass-rank-2"),
         },
+        "ppo": {"teacher": "tree", "decisions_per_step": 8},
     }
 )
 

@@ -1,0 +1,224 @@
+"""Several decisions in one step: how likely they are, how they are recorded and learnt, and what a teacher of them teaches."""
+
+import copy
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.actions import Actions, Head, Op
+from esper.leyline.errors import InputError
+from esper.leyline.masks import allowed_of, every_decision, offered
+from esper.leyline.stages import Stage
+from esper.runs.cohort import cohorts_of
+from esper.runs.configuration import training_configs
+from esper.runs.school import School
+from esper.simic.advantages import advantages
+from esper.simic.client import SimicClient
+from esper.simic.imitation import Apprentice
+from esper.simic.ppo import PPO
+from esper.simic.rewards import get_reward
+from esper.simic.rollout import Rollout
+from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.controller import Language, Learned, Policy, load_policy, save_policy
+from esper.tamiyo.placement import Uniform
+from esper.tamiyo.policy import GREEDY, judge
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.play import Observer, Until, play
+from populations import blobs, small_config
+
+ENVS, STEPS, MANY = 4, 4, 3
+MENU = ("bypass-rank-1", "bypass-linear", "mlp-small")
+SEVERAL: Mapping[str, object] = {"ppo": {"decisions_per_step": MANY, "minibatches": 2}}
+
+
+class Lesson:
+    """An engine, and a client with or without a teacher."""
+
+    def __init__(self, led: float | None = None, envs: int = ENVS, first: int = 0):
+        config = small_config(SEVERAL, envs=envs, steps=STEPS, first_instance=first)
+        self.engine = VectorizedEngine(blobs(menu=MENU), config)
+        policy = Policy.fresh(Language.of([self.engine.space]), 0, decisions_per_step=MANY)
+        self.learner, reward = PPO(policy, config.ppo, 0), get_reward(config.reward)
+        self.client = (
+            SimicClient(self.learner, reward) if led is None else Apprentice(self.learner, reward, Uniform(), led)
+        )
+
+    def played(self, *observers: Observer) -> "Lesson":
+        self.engine.reset()
+        play(self.engine, self.client, *observers)
+        return self
+
+
+def alike(one: Rollout, other: Rollout) -> bool:
+    pairs = zip(
+        [*one.observation, *one.actions, *one[3:]], [*other.observation, *other.actions, *other[3:]], strict=True
+    )
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def decided(rollout: Rollout, row: int) -> list[torch.Tensor]:
+    """What a row decided, without the entries at which it was idle."""
+    keep = ~rollout.idle[:, row]
+    return [field[keep, row] for field in (*rollout.actions, rollout.log_prob, rollout.reward, rollout.value)]
+
+
+@pytest.fixture(scope="module")
+def own() -> Lesson:
+    return Lesson().played()
+
+
+def test_some_rows_decide_more_often_than_others_and_none_more_than_the_limit(own):
+    rollout = own.client.rollout()
+    counts = (~rollout.idle).sum(0)
+    assert STEPS < len(rollout.value) <= STEPS * MANY
+    assert counts.min() < counts.max()
+
+
+def test_the_probabilities_of_a_further_decision_sum_to_one():
+    lesson = Lesson()
+    view, found = lesson.engine.reset(), []
+    policy, actor = lesson.learner.policy, lesson.client.actor
+
+    def further(view, refused):
+        output = actor.further(view, done, refused, greedy=False)
+        if output is not None and not found:
+            table = every_decision(view.space)
+            valid = allowed_of(view.masks, table)[0]
+            batch = policy.batch(
+                policy.normalised(type(output.observation)(*(field[None] for field in output.observation))), MENU
+            )
+            with torch.no_grad():
+                encoded, _, _ = policy.network(batch, before)
+                for row in table[valid]:
+                    actions = Actions(*(np.full(ENVS, choice) for choice in row))
+                    masks = offered(view.masks, actions)
+                    tensors = ([torch.from_numpy(x)[None] for x in part] for part in (actions, masks))
+                    found.append(float(judge(policy.network, encoded, *tensors, GREEDY).log_prob[0, 0].exp()))
+
+    output = actor.act(view, greedy=False)
+    done, before = output.decision.actions._replace(op=np.full(ENVS, Op.GERMINATE)), actor.hidden
+    lesson.engine.step(output.decision.actions, None, further)
+    assert len(found) > 1
+    assert sum(found) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_row_decides_the_same_whether_others_decide_more_or_not(own):
+    alone = Lesson(envs=1, first=2).played().client.rollout()
+    for mine, theirs in zip(decided(alone, 0), decided(own.client.rollout(), 2), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_rewards_of_a_step_stand_at_the_last_decision_of_each_row(own):
+    rollout = own.client.rollout()
+    assert not rollout.reward[rollout.idle].any()
+    assert (rollout.end.sum(0) == 1).all()
+    assert not rollout.end[rollout.idle].any()
+
+
+def test_advantages_and_returns_are_those_without_the_idle_entries():
+    generator = torch.Generator().manual_seed(1)
+    reward, value = (torch.randn(6, 2, generator=generator) for _ in range(2))
+    end = torch.zeros(6, 2, dtype=torch.bool)
+    idle = torch.tensor([[0, 0], [0, 1], [0, 1], [0, 0], [0, 0], [0, 1]], dtype=torch.bool)
+    end[5, 0] = end[4, 1] = True
+    reward = reward.masked_fill(idle, 0.0)
+    found = advantages(reward, value, torch.zeros(6, 2), end, 0.9, 0.8, idle)
+    for row in (0, 1):
+        keep = ~idle[:, row]
+        parts = (x[keep, row, None] for x in (reward, value, torch.zeros(6, 2), end))
+        for whole, single in zip(found, advantages(*parts, 0.9, 0.8), strict=True):
+            torch.testing.assert_close(whole[keep, row, None], single)
+
+
+def test_ppo_learns_from_further_decisions(own):
+    learner = copy.deepcopy(own.learner)
+    figures = learner.update(
+        [own.client.rollout()], [MENU]
+    )  # raises if the log-probabilities are not those of the rollout
+    assert np.isfinite([figures["policy_loss"], figures["value_loss"], figures["kl"]]).all()
+
+
+def test_idle_entries_are_not_learnt_from(own):
+    rollout = own.client.rollout()
+    learners = copy.deepcopy(own.learner), copy.deepcopy(own.learner)
+    learners[0].update([rollout], [MENU])
+    learners[1].update([rollout.padded(len(rollout.value) + 5)], [MENU])
+    for one, other in zip(*(each.policy.network.parameters() for each in learners), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_rollouts_of_other_lengths_are_joined(own):
+    rollout = own.client.rollout()
+    longer = rollout.padded(len(rollout.value) + 2)
+    joined = Rollout.joined([rollout, longer])
+    assert alike(joined, Rollout.joined([longer, longer]))
+
+
+def test_a_teacher_that_plants_all_seeds_in_one_step_is_imitated():
+    lesson = Lesson(led=1.0).played()
+    rollout, learner = lesson.client.rollout(), lesson.learner
+    planted = (rollout.actions[Head.OP] == Op.GERMINATE) & (torch.arange(len(rollout.value)) < MANY)[:, None]
+    assert (planted.sum(0) == 2).all()  # both slots, in the first step
+    likely = [learner.imitate([rollout], [MENU])["log_likelihood"] for _ in range(25)]
+    assert likely[-1] > likely[0] / 2  # a log-likelihood is negative
+    student = Learned(learner.policy)
+    lesson.engine.reset()
+    play(lesson.engine, student, _After(1))
+    assert (lesson.engine.view().seeds.stage != Stage.DORMANT).all()
+
+
+def _After(steps: int) -> Until:
+    count = iter(range(steps + 1))
+    return Until(lambda: next(count) == steps)
+
+
+def test_a_teacher_goes_on_where_the_policy_did_not_follow_it():
+    lesson = Lesson(led=0.0).played()
+    rollout = lesson.client.rollout()
+    op, slot = rollout.actions[Head.OP], rollout.actions[Head.SLOT]
+    empty = rollout.observation[4] < 0  # (T, E, S)
+    germinates = (op == Op.GERMINATE) & ~rollout.idle
+    assert germinates.any()
+    assert empty.gather(2, slot[..., None])[..., 0][germinates].all()
+
+
+def test_an_episode_of_imitation_that_was_interrupted_goes_on_as_if_it_was_not():
+    whole, first, second = Lesson(led=0.5).played(), Lesson(led=0.5), Lesson(led=0.5)
+    first.played(_After(2))
+    state, engine = copy.deepcopy(first.client.state()), first.engine.snapshot()
+    second.engine.reset()
+    second.engine.restore(engine)
+    second.client.load_state(state)
+    play(second.engine, second.client)
+    assert alike(whole.client.rollout(), second.client.rollout())
+
+
+def test_a_saved_policy_makes_as_many_decisions_as_it_was_trained_to(tmp_path):
+    for number in (1, MANY):
+        policy = Policy.fresh(Language.of([Lesson().engine.space]), 0, decisions_per_step=number)
+        save_policy(policy, tmp_path / str(number))
+        assert load_policy(tmp_path / str(number)).decisions_per_step == number
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"ppo": {"teacher": "nobody", "imitation_rounds": 1}}, "ppo.teacher: unknown controller 'nobody'"),
+        (
+            {"ppo": {"teacher": "participation", "imitation_rounds": 1}, "probe": {"sensors_every": 0}},
+            "probe.sensors_every is 0; set it to 1 or more",
+        ),
+        ({"ppo": {"rounds": 0, "imitation_rounds": 0}}, "so nothing would be learnt"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused(settings, says):
+    (config,) = training_configs([blobs()], "quick", settings)
+    with pytest.raises(InputError, match=says):
+        School(cohorts_of(blobs(), config), Policy.fresh(Language.of([Lesson().engine.space]), 0), config)
+
+
+def test_the_teacher_is_any_controller(tmp_path):
+    config = small_config({"ppo": {"teacher": "uniform"}})
+    assert isinstance(get_controller(config.ppo.teacher, config), Uniform)
