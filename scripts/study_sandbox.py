@@ -23,7 +23,8 @@ from esper.lab.sandbox import ARMS, CHAIN, GROWTH, Blindfolded, Sandbox, arms, b
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.tamiyo.controller import Language, Learned, Policy, RecurrentActor
+from esper.tamiyo.actor import RecurrentActor
+from esper.tamiyo.controller import Language, Learned, Policy
 
 Row = dict[str, float]
 OTHER = 1000

@@ -166,7 +166,7 @@ BAD = {
     "reward": (["train", "iris", "--set", "reward.name=gold"], "reward.name"),
     "baseline": (["train", "iris", "--set", "reward.relative_to=twin"], "--twin"),
     "group": (["train", "iris", "--envs", "9"], "reward.group_size"),
-    "no rounds": (["train", "iris", "--rounds", "0"], "ppo.rounds"),
+    "no rounds": (["train", "iris", "--rounds", "0", "--set", "ppo.imitation_rounds=0"], "ppo.rounds"),
     "no environments": (["train", "iris", "--envs", "0"], "envs"),
     "no steps": (["train", "iris", "--steps", "0"], "steps"),
     "seed": (["train", "iris", "--seed", "-1"], "seed"),

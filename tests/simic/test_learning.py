@@ -8,8 +8,9 @@ from esper.lab.sandbox import CHAIN, GROWTH, Blindfolded, Sandbox, arms, bandit,
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
+from esper.tamiyo.actor import RecurrentActor
 from esper.tamiyo.baselines import RandomValid
-from esper.tamiyo.controller import Language, Learned, Policy, RecurrentActor
+from esper.tamiyo.controller import Language, Learned, Policy
 
 SEED = 1
 

@@ -14,7 +14,7 @@ from esper.leyline.view import Floats, Outcome, View
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
 from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
-from esper.tamiyo.controller import ActorOutput, RecurrentActor
+from esper.tamiyo.actor import ActorOutput, RecurrentActor
 
 
 class SimicClient:

@@ -15,7 +15,7 @@ from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Outcome, View
 from esper.simic.client import SimicClient, sampled_step
 from esper.simic.ppo import PPO
-from esper.tamiyo.controller import ActorOutput
+from esper.tamiyo.actor import ActorOutput
 from esper.tamiyo.policy import GREEDY
 
 

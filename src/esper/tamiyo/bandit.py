@@ -57,7 +57,7 @@ class Linear(NamedTuple):
 
     def deviation(self, x: Floats) -> Floats:
         """The standard deviations of the expected gains of x (..., D) -> (...) [J]."""
-        spread: Floats = NOISE * np.sqrt(np.einsum("...d,de,...e->...", x, self.covariance, x))
+        spread: Floats = NOISE * np.sqrt(((x @ self.covariance) * x).sum(-1))
         return spread
 
 

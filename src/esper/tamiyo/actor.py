@@ -1,0 +1,168 @@
+"""A policy that runs through an episode: its observations, its memory, and one or more decisions a step. E environments."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.actions import Actions, Head, Op
+from esper.leyline.masks import only_wait
+from esper.leyline.protocols import Judgement
+from esper.leyline.verdicts import Refusal
+from esper.leyline.view import Outcome, Space, View
+from esper.tamiyo.baselines import draws
+from esper.tamiyo.network import Encoded, Hidden
+from esper.tamiyo.observation import History, Inputs, Observation, observe
+from esper.tamiyo.policy import GREEDY, Decision, decide
+
+if TYPE_CHECKING:
+    from esper.tamiyo.controller import Policy
+
+
+class ActorOutput(NamedTuple):
+    """The results of a policy for one step.
+
+    Attributes:
+        observation (Observation): (E, ...)
+        decision (Decision): one per environment
+        value ((E,) tensor): V of the state, in units of return
+        starts ((E,) bool array): whether a sequence begins with this step
+        idle ((E,) bool array): whether the environment decides nothing, because its decisions of the step are over
+    """
+
+    observation: Observation
+    decision: Decision
+    value: Tensor
+    starts: NDArray[np.bool_]
+    idle: NDArray[np.bool_]
+
+    def judgement(self) -> Judgement:
+        """What the policy thought of the decisions."""
+        decision = self.decision
+        found = (decision.probability, decision.entropy, self.value)
+        return Judgement(*(np.asarray(tensor.numpy(), np.float64) for tensor in found))
+
+
+class RecurrentActor:
+    """Runs a policy through an episode. It holds the history of measurements and the hidden state of the network."""
+
+    def __init__(self, policy: "Policy") -> None:
+        self.policy = policy
+        self.history: History | None = None
+        self.hidden: Hidden | None = None
+        self._begins: NDArray[np.bool_] | None = None
+        self._episode = -1
+        self._open = np.zeros(0, bool)  # environments whose decisions of the step are not over
+        self._made = 0  # decisions of the step so far
+        self._heard = False  # whether `further` has added the decisions of the step to the history
+
+    def act(self, view: View, exploration: Mapping[Head, float] = GREEDY, *, greedy: bool) -> ActorOutput:
+        """Decide for every environment. The memory is empty at the first step of an episode and after `reset`."""
+        envs = len(view.host_params)
+        if self.history is None or view.episode != self._episode or view.step == 0 or len(self.history.op) != envs:
+            self.policy.language.check(view.space)
+            self.history, self.hidden = History.empty(envs), self.policy.network.initial(envs)
+            self._begins, self._episode = np.ones(envs, bool), view.episode
+        assert self.hidden is not None
+        assert self._begins is not None
+        self.history = self.history.measured(view.measurements)
+        self._open, self._made, self._heard = np.ones(envs, bool), 0, False
+        output = self._decide(view, exploration, greedy)
+        self._begins = np.zeros(envs, bool)
+        return output
+
+    def further(
+        self,
+        view: View,
+        done: Actions,
+        refused: NDArray[np.int8],
+        exploration: Mapping[Head, float] = GREEDY,
+        *,
+        greedy: bool,
+    ) -> ActorOutput | None:
+        """Decide once more in the same step, where the last decision was not WAIT; None where the decisions of the step are over.
+
+        done, refused: (E,) the last decisions that were carried out, and a `Refusal` for each. The decision of an environment
+        whose decisions are over is WAIT, and its memory stays as it is.
+        """
+        if self.policy.decisions_per_step == 1:
+            return None
+        assert self.history is not None
+        op, accepted = np.where(self._open, done.op, self.history.op), np.asarray(refused == Refusal.NONE)
+        self.history = self.history._replace(op=op, accepted=np.where(self._open, accepted, self.history.accepted))
+        self._open, self._heard = self._open & (done.op != Op.WAIT), True
+        if self._made >= self.policy.decisions_per_step or not self._open.any():
+            return None
+        return self._decide(view, exploration, greedy)
+
+    def _decide(self, view: View, exploration: Mapping[Head, float], greedy: bool) -> ActorOutput:
+        """One decision of the environments that are open, and WAIT in the others."""
+        assert self.history is not None
+        assert self.hidden is not None
+        assert self._begins is not None
+        observation, idle = observe(view, self.history), ~self._open
+        masks = only_wait(view.masks, idle) if idle.any() else view.masks
+        with torch.no_grad():
+            encoded, value, hidden = self._forward(observation, view.space, self.hidden)
+            drawn = None if greedy else draws(view, self._made)
+            decision = decide(self.policy.network, encoded, masks, drawn, exploration)
+            hold = torch.from_numpy(idle)[:, None]
+            self.hidden = hidden if self._made == 0 else _kept(hold, self.hidden, hidden)
+        self._made += 1
+        return ActorOutput(observation, decision, value[0], self._begins, idle)
+
+    def value(self, view: View) -> Tensor:
+        """V of the state (E,), without a decision. The memory is unchanged."""
+        assert self.history is not None
+        assert self.hidden is not None
+        observation = observe(view, self.history.measured(view.measurements))
+        with torch.no_grad():
+            return self._forward(observation, view.space, self.hidden)[1][0]
+
+    def store(self, outcome: Outcome) -> None:
+        """Add the last decisions to the history, if `further` has not. The memory of a row that was rolled back is emptied."""
+        assert self.history is not None
+        if not self._heard:
+            self.history = self.history.decided(outcome.actions, outcome.accepted)
+        if outcome.rolled_back.any():
+            self.reset(outcome.rolled_back)
+
+    def reset(self, rows: NDArray[np.bool_]) -> None:
+        """Empty the memory of the environments that are marked in `rows` (E,), which begin a new sequence."""
+        assert self.history is not None
+        assert self.hidden is not None
+        assert self._begins is not None
+        keep = torch.from_numpy(~rows)[:, None]
+        self.history, self.hidden = self.history.reset(rows), (self.hidden[0] * keep, self.hidden[1] * keep)
+        self._begins = self._begins | rows
+
+    def state(self) -> dict[str, Any]:
+        """The memory as a tree of arrays."""
+        return {
+            "episode": self._episode,
+            "history": None if self.history is None else self.history._asdict(),
+            "hidden": self.hidden,
+            "begins": self._begins,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`. The policy is not part of it."""
+        history, hidden = state["history"], state["hidden"]
+        self.history = None if history is None else History(**history)
+        self.hidden = None if hidden is None else (hidden[0], hidden[1])
+        self._begins, self._episode = state["begins"], state["episode"]
+
+    def _forward(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
+        seen = self.policy.normalised(observation)
+        inputs = Inputs(seen.env[None], seen.slot[None], seen.blueprint[None], seen.cost[None])
+        batch = self.policy.batch(inputs, [info.name for info in space.blueprints])
+        result: tuple[Encoded, Tensor, Hidden] = self.policy.network(batch, hidden)
+        return result
+
+
+def _kept(hold: Tensor, old: Hidden, new: Hidden) -> Hidden:
+    """The new state, and the old one of the rows that are marked in `hold` (E, 1)."""
+    return torch.where(hold, old[0], new[0]), torch.where(hold, old[1], new[1])
