@@ -8,7 +8,7 @@ from types import MappingProxyType
 from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
-from esper.tasks import digits, heal, heal_bytes, images, repair, small, spirals, text, tinystories, trained
+from esper.tasks import digits, heal, heal_bytes, images, repair, small, spirals, tables, text, tinystories, trained
 from esper.tasks.healing_hosts import VECTORS
 from esper.tasks.healing_images import IMAGES
 from esper.tasks.reference import load_task, unnamed_function
@@ -16,6 +16,7 @@ from esper.tasks.reference import load_task, unnamed_function
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
     "repair-full": (repair.repair_full, repair.FULL),
+    "repair-tables": (tables.repair_tables, tables.SUMMARY),
     **{
         f"{hosts.name}{suffix}": (partial(build, hosts), summary.format(hosts))
         for hosts in (VECTORS, IMAGES)
