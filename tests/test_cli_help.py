@@ -14,6 +14,7 @@ COMMANDS = [
     "heal",
     "tasks",
     "blueprints",
+    "controller",
     "config",
     "export",
     "events",

@@ -39,6 +39,7 @@ from esper.runs.resume import Opening
 from esper.runs.train import train as train_run
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.shipped import resolved
 from esper.tasks.catalog import get_task
 from esper.tasks.hosts import host_from
 from esper.tolaria.data import stack_splits
@@ -62,7 +63,8 @@ def grow(
 
     `task` is a task, the name of one of `esper tasks`, or "path.py:function". If `config` is a mapping of config keys, it
     overrides the defaults of the task; a `Config` is used unchanged, except for the name of the task. `controller` is a name, a
-    schedule file or a `PolicyClient`; None takes the one of the config. Returns the summary, the object that
+    schedule file or a `PolicyClient`; None takes the one of the config, and without it `shipped` where its card says that it
+    beats the rule, else `heuristic`. Returns the summary, the object that
     `esper grow --json` prints. Raises InputError on bad input, before anything is written.
 
     `progress` shows the steps on stderr: True always, False never, and "auto" in a terminal and in a notebook.
@@ -79,20 +81,20 @@ def grow(
     check_switch(overwrite, "overwrite")
     folder = None if run is None else to_path(run, "run")
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
+    notes: list[str] = []
     if not isinstance(config, Config):
         asked = {} if config is None else config
         check_settings(asked, [task])
-        config = growth_config(task, asked, {"controller": controller} if isinstance(controller, str) else {})
-    named = {"task": task.name}
-    if controller is not None:
-        named["controller"] = controller if isinstance(controller, str) else type(controller).__name__
+        given = {} if controller is None else {"controller": _name(controller)}
+        config = growth_config(task, asked, given, tell=notes.append)
+    named = {"task": task.name, "controller": resolved(config.controller if controller is None else _name(controller))}
     config = with_steps(config.model_copy(update=named), task)
     if controller is None or isinstance(controller, str):
         controller = get_controller(config.controller, config)
     if not isinstance(controller, PolicyClient) or isinstance(controller, type):
         raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
     with growth_progress(progress, config.steps, task.objective.metric) as watch:
-        summary = grow_run(task, config, controller, folder, watch, Opening(overwrite=overwrite), outputs)
+        summary = grow_run(task, config, controller, folder, watch, Opening(overwrite=overwrite), outputs, notes)
     return end_of(summary, folder, on_interrupt)
 
 
@@ -145,6 +147,11 @@ def train(
             asked=actors,
         )
     return end_of(summary, folder, on_interrupt)
+
+
+def _name(controller: PolicyClient | str) -> str:
+    """What the config calls a controller."""
+    return controller if isinstance(controller, str) else type(controller).__name__
 
 
 def to_task(task: Any) -> AnyTask:

@@ -16,7 +16,7 @@ from esper.commands.events import events
 from esper.commands.export import export
 from esper.commands.exporting import export_events
 from esper.commands.healing import heal
-from esper.commands.listing import blueprints, config, tasks
+from esper.commands.listing import blueprints, config, controller, tasks
 from esper.commands.options import fail, say
 from esper.commands.report import report
 from esper.commands.running import grow, resume, train
@@ -57,6 +57,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "heal": heal,
     "tasks": tasks,
     "blueprints": blueprints,
+    "controller": controller,
     "config": config,
     "export": export,
     "events": events,

@@ -1,4 +1,4 @@
-"""`esper tasks`, `esper blueprints` and `esper config`: commands that list what Esper has."""
+"""`esper tasks`, `esper blueprints`, `esper controller` and `esper config`: commands that list what Esper has."""
 
 from typing import Annotated, Any
 
@@ -58,6 +58,25 @@ def blueprints() -> None:
         for (kind, name), blueprint in BLUEPRINTS.items()
     ]
     print_columns(rows)
+
+
+def controller(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="shipped, or a version of it.", show_default=False)
+    ] = None,
+) -> None:
+    """List the controllers, or print the card of the shipped one: on what it was trained and measured, and where it loses."""
+    from esper.tamiyo.catalog import CONTROLLERS
+    from esper.tamiyo.shipped import NAME, card_of, is_shipped, resolved, versions
+
+    if name is None:
+        print_columns([("controller", "summary"), *CONTROLLERS.items()])
+        return
+    version = resolved(name)
+    if not is_shipped(version):
+        raise InputError(f"{name!r} has no card; give {', '.join([NAME, *versions()])}, or no name for a list of all")
+    for line in card_of(version).splitlines():
+        say(line)
 
 
 def config(

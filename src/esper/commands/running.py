@@ -34,8 +34,8 @@ def grow(
     controller: Annotated[
         str | None,
         typer.Option(
-            help="The name of a controller (docs/hosts.md#controllers), a schedule file, a file of trees, or the run folder "
-            "of a trained controller."
+            help="The name of a controller (`esper controller`), a schedule file, a file of trees, or the run folder of a "
+            "trained controller; by default shipped where its card says that it beats the rule, else heuristic."
         ),
     ] = None,
     envs: Envs = None,
@@ -83,11 +83,14 @@ def grow(
     options: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
     options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
     options |= {"baselines": baselines, "twin": twin}
-    config = growth_config(chosen, *read_layers("grow", from_file, settings, options))
+    layers = read_layers("grow", from_file, settings, options)
+    notes: list[str] = []
+    config = growth_config(chosen, *layers, tell=notes.append)
     client = get_controller(config.controller, config)
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(Path(config.controller).stem)}-s{config.seed}"
     with beside(folder, watch), live(console_beside(watch), config.steps, chosen.objective.metric) as progress:
-        summary = run_population(chosen, config, client, folder, progress, Opening(overwrite=overwrite))
+        opening = Opening(overwrite=overwrite)
+        summary = run_population(chosen, config, client, folder, progress, opening, notes=notes)
     finish(summary, folder, json_, print_summary)
 
 

@@ -67,7 +67,8 @@ class Config(Section):
     controller: str = Field(
         "heuristic",
         description="name of a controller (docs/hosts.md#controllers), the path of a schedule file or of fitted trees, or the "
-        "run folder of a trained controller",
+        "run folder of a trained controller; where nothing sets it, `esper grow` takes shipped if its card says that it beats "
+        "the rule (docs/shipped.md)",
     )
     envs: int = Field(8, ge=1, description="environments, twins not counted")
     shards: int = Field(

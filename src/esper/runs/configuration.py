@@ -1,6 +1,6 @@
 """The config of a run, merged from those of the task, of a trained controller and of the user."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,18 +10,29 @@ from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
 from esper.leyline.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.task import AnyTask
+from esper.runs.default_controller import default_controller
 from esper.store.reading import read_named
 from esper.tamiyo.catalog import settings_of
+from esper.tamiyo.shipped import resolved
 
 
-def growth_config(task: AnyTask, *asked: Mapping[str, Any]) -> Config:
+def growth_config(task: AnyTask, *asked: Mapping[str, Any], tell: Callable[[str], None] | None = None) -> Config:
     """Return the config of a growth: the defaults of the task, the settings of a trained controller, and the layers `asked`.
 
-    Later layers take precedence. The controller is the one that the merged layers name. Raises InputError for a bad key
-    or value.
+    Later layers take precedence. The controller is the one that the merged layers name, or else that of `default_controller`;
+    `tell` is then called with one line that says which and why. `shipped` becomes the name of its latest version. Raises
+    InputError for a bad key or value.
     """
-    named = build_config(task.defaults, *asked).controller
-    return with_steps(build_config(task.defaults, settings_of(named), *asked, {"task": task.name}), task)
+    merged = build_config(task.defaults, *asked)
+    if "controller" in merged.model_fields_set:
+        named = resolved(merged.controller)
+    else:
+        choice = default_controller(task, merged)
+        named = choice.controller
+        if tell is not None:
+            tell(str(choice))
+    ours = {"task": task.name, "controller": named}
+    return with_steps(build_config(task.defaults, settings_of(named), *asked, ours), task)
 
 
 def load_config_file(path: str) -> dict[str, Any]:

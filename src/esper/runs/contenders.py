@@ -19,6 +19,7 @@ from esper.simic.rewards import objective
 from esper.store.reading import read_named
 from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of, trained, with_sensors
 from esper.tamiyo.controller import FACTS, WEIGHTS
+from esper.tamiyo.shipped import facts_of, is_shipped, resolved
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
 
@@ -53,10 +54,13 @@ class Contender(NamedTuple):
 def named(name_or_path: str) -> Contender:
     """Make a contender from the name of a controller, a schedule file, or the folder of a trained controller.
 
-    Its `content` covers the files of the controller and no other file of the folder.
+    Its `content` covers the files of the controller and no other file of the folder. `shipped` becomes its latest version.
     """
+    name_or_path = resolved(name_or_path)
     path, folder, content = Path(name_or_path), trained(name_or_path), hashlib.sha256()
     parts = [Path(FACTS), Path(WEIGHTS)] if folder is not None else [Path()]
+    if is_shipped(name_or_path):
+        content.update(facts_of(name_or_path)["digest"].encode())
     for part in [] if name_or_path in CONTROLLERS else parts:
         file = (folder or path) / part
         if file.is_file():

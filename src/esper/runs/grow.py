@@ -39,6 +39,7 @@ from esper.runs.stopping import stopping_figures
 from esper.store.checkpoint import Checkpoints
 from esper.store.files import MODELS
 from esper.tamiyo.catalog import with_sensors
+from esper.tamiyo.shipped import Shipped
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
@@ -53,6 +54,7 @@ def grow(
     watch: Watch | None = None,
     opening: Opening = NEW,
     outputs: Sequence[Output] = (),
+    notes: Sequence[str] = (),
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate the grown networks on the test split, and export them.
 
@@ -62,7 +64,8 @@ def grow(
 
     If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
     none. The task, the config and the controller must be those that the run began with. With a change, `config` is the
-    changed config, and a finished run can continue too. `outputs` get every row of the events.
+    changed config, and a finished run can continue too. `outputs` get every row of the events. `notes` are lines that are
+    shown when the run begins.
     """
     started = time.perf_counter()
     watch = watch or Silent()
@@ -76,6 +79,8 @@ def grow(
         engine.population.data.sound(test_splits(engine, task))  # checked now, so that the run does not fail at its end
         episode = _episode(growth)
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
+        for note in notes:
+            watch.note(note)
         failure = Failure(run, partial(_run_row, engine, config), partial(_asked, growth, episode))
         with _closing_row(run, engine, watch), failure.recorded(), engine.timer.memory("between steps", users=False):
             played = _play(growth, episode)
@@ -332,6 +337,7 @@ def _asked(growth: Growth, episode: Episode) -> Summary:
         "status": "failed",
         "task": config.task,
         "controller": config.controller,
+        **({"controller_digest": growth.client.digest} if isinstance(growth.client, Shipped) else {}),
         "envs": config.envs,
         "steps": config.steps,
         "steps_done": episode.steps,

@@ -15,6 +15,7 @@ from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, 
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform
 from esper.tamiyo.schedule import load_schedule
+from esper.tamiyo.shipped import Shipped, is_shipped, resolved
 from esper.tamiyo.trees import Trees
 
 FOLDER = "controller"
@@ -30,6 +31,7 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
         "inner-use": "plants a bypass around a narrow or dead block, else as uniform does",
         "drift": "plants a bypass where the activations leave those of the intact network, where the task has one (heal-taught)",
         "tree": "plants what trees fitted on damaged networks expect most of, from sensors before the first step",
+        "shipped": "plants what fitted trees expect clearly more of than of the rule collapse; docs/shipped.md is its card",
         "heuristic": "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
     }
 )
@@ -51,11 +53,13 @@ KEEPS: Mapping[str, Any] = MappingProxyType({"gates": {"permissive": True}})
 """The settings of a placement, which take precedence over the config of a task: it keeps what it planted."""
 
 
-def get_controller(name_or_path: str, config: Config) -> PolicyClient:
+def get_controller(name_or_path: str, config: Config | None = None) -> PolicyClient:
     """A new controller, by name, from a schedule file, or from the folder of a trained controller.
 
-    Raises InputError if there is no such name, file or folder.
+    `config` has the settings of the rule `heuristic`; None takes the defaults. Raises InputError if there is no such name, file
+    or folder.
     """
+    config = Config() if config is None else config
     if not isinstance(name_or_path, str):
         raise InputError(f"the controller is {show(name_or_path)}; give a name or a path as text")
     match name_or_path:
@@ -67,6 +71,8 @@ def get_controller(name_or_path: str, config: Config) -> PolicyClient:
             return Heuristic(config.heuristic, config.gates)
         case "tree":
             return Trees()
+        case _ if is_shipped(resolved(name_or_path)):
+            return Shipped(name_or_path)
         case _ if name_or_path in PLACEMENTS:
             return PLACEMENTS[name_or_path]()
     if Path(name_or_path).suffix == TREES and Path(name_or_path).is_file():
@@ -94,8 +100,8 @@ def settings_of(name_or_path: str) -> Mapping[str, Any]:
     folder = trained(name_or_path)
     if folder is not None:
         return read_settings(folder)
-    placed = name_or_path in (*PLACEMENTS, "tree") or Path(name_or_path).suffix in (TREES, bandit.SUFFIX)
-    return KEEPS if placed else {}
+    suffixed = Path(name_or_path).suffix in (TREES, bandit.SUFFIX)
+    return KEEPS if suffixed or name_or_path in (*PLACEMENTS, "tree") or is_shipped(name_or_path) else {}
 
 
 def with_sensors(config: Config, client: PolicyClient) -> Config:
@@ -108,7 +114,7 @@ def with_sensors(config: Config, client: PolicyClient) -> Config:
 
 def trained(name_or_path: str) -> Path | None:
     """The folder of a trained controller, given it or its run folder; None where the path is neither."""
-    if name_or_path in CONTROLLERS:
+    if name_or_path in CONTROLLERS or is_shipped(name_or_path):
         return None
     inner = Path(name_or_path) / FOLDER
     if inner.is_symlink():

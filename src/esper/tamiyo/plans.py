@@ -47,9 +47,15 @@ SPARSE_ROWS = Plan("sparse rows", ("sparse-rows",))
 SPARSE_HEAD = Plan("sparse head", ("sparse-head",))
 """Rows of the head, for the slot behind it."""
 FULL_HEAD = Plan("full head", ("full-head",))
+LINEAR = Plan("linear bypass", ("bypass-linear",))
+HIDDEN = Plan("hidden bypass", ("bypass-mlp",))
+SKIP = Plan("skip from the input", ("skip-mlp",))
+"""For the last slot: it goes around all blocks at once."""
 
 PLACED = (NONE, BYPASS, MIXED, HERE)
 """The plans that trees choose from beside UNIFORM: NONE has no slot, and HERE takes the last."""
+LARGER = (LINEAR, HIDDEN)
+"""Plans with seeds of more parameters, for hosts that train."""
 
 
 def indices(space: Space, names: Sequence[str]) -> list[int]:

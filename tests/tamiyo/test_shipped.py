@@ -1,0 +1,177 @@
+"""The shipped controller: its files, its versions, what it decides on hosts of any kind, and where it is the default."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import esper
+from esper.cli import main
+from esper.leyline.errors import InputError
+from esper.runs import default_controller as defaults
+from esper.runs.configuration import growth_config
+from esper.runs.contenders import named
+from esper.runs.resume import read_config
+from esper.tamiyo import shipped as module
+from esper.tamiyo.plans import BYPASS, HERE, HIDDEN, LINEAR, NONE, RANKS, UNIFORM
+from esper.tamiyo.shipped import FOLDER, LARGE, SMALL, Option, Shipped, card_of, choose, facts_of, options, versions
+from esper.tasks.catalog import get_task
+from esper.tasks.dense import BridgedMLP
+
+LATEST = versions()[-1]
+SHORT: Mapping[str, Any] = {
+    "envs": 2,
+    "steps": 3,
+    "baselines": [],
+    "models": "none",
+    "data": {"batch_size": 16, "batches_per_step": 1},
+}
+VECTORS = {"blueprints": [*RANKS, "low-rank"], "lifecycle": {"max_seeds": 8, "max_training_seeds": 8}}
+
+
+def frozen(width: int = 12, blocks: int = 3) -> esper.Task:
+    host = BridgedMLP(4, width, (width,) * blocks, 2, (False,) * blocks, frozen=True, entry=True)
+    return _task(host, torch.randn(96, 4, generator=torch.Generator().manual_seed(0)))
+
+
+def _task(host: Any, x: torch.Tensor) -> esper.Task:
+    task = esper.task("mine", x, torch.arange(len(x)) % 2, host=host)
+    assert isinstance(task, esper.Task)
+    return task
+
+
+@pytest.mark.parametrize("version", versions())
+def test_the_arrays_are_small_numbers_and_those_that_the_facts_name(version: str) -> None:
+    path = FOLDER / f"{version}.safetensors"
+    assert path.stat().st_size < 400_000
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == facts_of(version)["digest"]
+    assert {array.dtype.kind for array in load_file(path).values()} <= set("iuf")
+
+
+def test_the_page_of_the_documentation_is_the_card_of_the_latest_version() -> None:
+    assert (Path(__file__).parents[2] / "docs" / "shipped.md").read_text(encoding="utf-8") == card_of(LATEST)
+
+
+@pytest.mark.parametrize(("width", "blocks"), [(5, 1), (12, 3), (30, 7)])
+def test_it_decides_on_frozen_hosts_of_any_width_and_depth(width: int, blocks: int) -> None:
+    summary = esper.grow(frozen(width, blocks), {**SHORT, **VECTORS}, controller="shipped")
+    assert (summary["controller"], summary["controller_digest"]) == (LATEST, facts_of(LATEST)["digest"])
+    assert summary["status"] == "finished"
+
+
+@pytest.mark.parametrize("menu", [["bypass-linear", "bypass-mlp", "skip-mlp"], ["bypass-linear", "bypass-mlp"]])
+def test_it_plants_larger_seeds_where_the_menu_has_them(menu: list[str]) -> None:
+    host = esper.mlp(inputs=4, width=8, classes=2)
+    task = _task(host, torch.randn(96, 4, generator=torch.Generator().manual_seed(0)))
+    summary = esper.grow(task, {**SHORT, "blueprints": menu}, controller="shipped")
+    assert summary["status"] == "finished"
+    if "skip-mlp" in menu:
+        assert summary["seeds"]["germinated"] == 2
+
+
+@pytest.mark.parametrize("kind", ["map", "sequence"])
+def test_on_maps_and_sequences_it_decides_and_says_what_it_did_not_plant(kind: str) -> None:
+    if kind == "map":
+        task = _task(esper.cnn(inputs=(1, 8, 8), width=4, classes=2), torch.randn(96, 1, 8, 8))
+    else:
+        tokens = torch.randint(0, 8, (96, 6), generator=torch.Generator().manual_seed(0))
+        host = esper.transformer(8, 8, 1, heads=2, length=6)
+        task = esper.task("mine", tokens, tokens, host=host, kind="classification")
+    summary = esper.grow(task, SHORT, controller="shipped")
+    assert summary["status"] == "finished"
+    assert summary["seeds"]["germinated"] > 0 or "no plan of shipped-" in " ".join(summary["explanations"])
+
+
+def test_without_a_config_the_name_is_enough() -> None:
+    client = esper.get_controller("shipped")
+    assert isinstance(client, Shipped)
+    assert client.version == LATEST
+
+
+def test_the_trees_replace_the_rule_by_a_margin_alone_and_never_by_bypasses_everywhere() -> None:
+    found = options(SMALL, 2)
+    uniform, at_0, at_1 = (found.index(option) for option in (Option(UNIFORM), Option(BYPASS, 0), Option(BYPASS, 1)))
+    gains = np.full((3, len(found)), -1.0)
+    gains[:, at_0] = 0.1
+    gains[0, at_1], gains[1, at_1], gains[2, uniform] = 0.11, 0.13, 0.5
+    assert choose(found, gains, [Option(BYPASS, 0)] * 3)[1].tolist() == [at_0, at_1, at_0]
+
+
+def test_the_options_of_a_host_name_slots_that_it_has() -> None:
+    assert options(SMALL, 1)[:2] == [Option(UNIFORM), Option(NONE)]
+    assert options(SMALL, 1)[-1] == Option(HERE, 0)
+    assert [option.slot for option in options(LARGE, 3) if option.plan in (LINEAR, HIDDEN)] == [0, 1, 2] * 2
+
+
+def test_a_version_that_is_not_there_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["grow", "iris", "--controller", "shipped-99"])
+    err = capsys.readouterr().err
+    assert leaving.value.code == 2
+    assert err.count("\n") == 1
+    assert "no controller 'shipped-99', only shipped-1" in err
+
+
+def test_a_resumed_run_keeps_its_version_and_refuses_other_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    config = {**SHORT, **VECTORS, "checkpoint": {"every_steps": 1}}
+    esper.grow(frozen(), config, controller="shipped", run=folder)
+    assert read_config(folder).controller == LATEST
+    summary = esper.resume(folder, task=frozen(), settings=["steps=4"])
+    assert (summary["controller"], summary["steps_done"]) == (LATEST, 4)
+    monkeypatch.setattr(Shipped, "state", lambda self: {"digest": "0"})
+    with pytest.raises(InputError, match="decided by other arrays"):
+        Shipped(LATEST).load_state({"digest": "0"})
+
+
+def test_an_evaluation_names_the_version_and_tells_its_arrays_apart() -> None:
+    assert named("shipped").name == LATEST
+    assert named("shipped").content == named(LATEST).content != named("heuristic").content
+
+
+def test_the_command_prints_the_card_and_lists_the_controllers(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, line in ((["controller", "shipped"], "# The shipped controller"), (["controller"], "heuristic ")):
+        with pytest.raises(SystemExit) as leaving:
+            main(arguments)
+        assert leaving.value.code == 0
+        assert line in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["controller", "never"])
+    assert "has no card" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_the_default_follows_the_facts_of_the_card(wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = json.loads(json.dumps(facts_of(LATEST)))
+    for kind in facts["kinds"]:
+        kind["wins"] = wins
+    monkeypatch.setattr(defaults, "facts_of", lambda version: facts)
+    told: list[str] = []
+    menu = {"blueprints": [*RANKS, "low-rank"]}
+    config = growth_config(frozen(), menu, tell=told.append)
+    assert config.controller == (LATEST if wins else "heuristic")
+    assert config.gates.permissive == wins
+    assert len(told) == 1
+    assert told[0].startswith(f"controller {config.controller}: ")
+
+
+@pytest.mark.parametrize(("task", "settings"), [("iris", {}), ("digits-image", {}), ("iris", {"blueprints": [*RANKS]})])
+def test_on_hosts_that_were_not_measured_the_rule_stays_the_default(task: str, settings: Mapping[str, Any]) -> None:
+    told: list[str] = []
+    assert growth_config(get_task(task), settings, tell=told.append).controller == "heuristic"
+    assert "is not the default for such hosts" in told[0]
+
+
+def test_a_controller_that_is_named_needs_no_reason() -> None:
+    told: list[str] = []
+    config = growth_config(frozen(), {"controller": "shipped"}, tell=told.append)
+    assert (config.controller, told) == (LATEST, [])
+    assert module.resolved("never") == "never"
