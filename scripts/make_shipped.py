@@ -29,12 +29,14 @@ from esper.tamiyo.healing_features import FEATURES
 from esper.tamiyo.placement import Collapse, ParticipationDrop, Placement
 from esper.tamiyo.shipped import FOLDER, GROUPS, LARGE, MARGIN, SMALL, Option, choose, options
 
-CASES = {"heal": (480, 320), "repair": (320, 160)}
+CASES = {"heal": (480, 320), "repair": (320, 160), "repair-tables": (160, 160)}
 """Training and fresh cases of each source."""
 SETTINGS: dict[str, dict[str, Any]] = {
     SMALL: {"n_estimators": 32, "min_samples_leaf": 3, "max_leaf_nodes": 96},
     LARGE: {"n_estimators": 16, "min_samples_leaf": 5, "max_leaf_nodes": 48},
 }
+SKIPPED = "skip from the input at 3"
+"""What is planted on the hosts of `repair` where the menu has skip-mlp."""
 DOCS = Path(__file__).parent.parent / "docs" / "shipped.md"
 STREAMS = Path(__file__).parent / "fit_streams.py"
 
@@ -69,7 +71,7 @@ KINDS = (
     ),
     Kind(
         LARGE,
-        ("repair",),
+        ("repair", "repair-tables"),
         "untrained, damaged MLPs that train, without skip-mlp in the menu",
         False,
         ("bypass-linear", "bypass-mlp"),
@@ -235,6 +237,9 @@ def measured(kind: Kind, training: Cases, fresh: Cases, models: dict[str, Forest
         },
         "rivals": rivals,
         "families": families,
+        "skip": row("skip", fresh.objective[SKIPPED], fresh.objective[kind.rule], every)
+        if kind.group == LARGE
+        else None,
     }
 
 
