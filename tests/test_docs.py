@@ -209,4 +209,4 @@ def test_the_menu_of_the_site_leads_to_every_page():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     outside = {"index.md", "contributing.md", "security.md", "changelog.md"}  # made of pages beside docs/
-    assert set(re.findall(r": ([\w/]+\.md)$", text, re.MULTILINE)) == pages | outside
+    assert set(re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE)) == pages | outside

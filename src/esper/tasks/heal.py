@@ -17,7 +17,7 @@ from esper.tasks.convolutional import BridgedCNN
 from esper.tasks.damage import Damage, DamageKind, damage_host, damage_split, draw_damage
 from esper.tasks.dense import MLP
 from esper.tasks.healing_data import CLASSES, HEALING, SIZES, Part, Problem
-from esper.tasks.healing_hosts import BLOCKS, VECTORS, Bridged, HostSet, trained_weights
+from esper.tasks.healing_hosts import BLOCKS, VECTORS, BridgedHost, HostSet, trained_weights
 from esper.tasks.objectives import Classification
 
 FROZEN = "{0.summary}, damaged and frozen: repair them with seeds of a few parameters"
@@ -84,7 +84,7 @@ class Facts:
     key: int
     number: int
     problem: Problem
-    architecture: Bridged
+    architecture: BridgedHost
     damage: Damage
     hosts: HostSet
 
@@ -104,7 +104,7 @@ class DamagedHost:
     hosts: HostSet = VECTORS
 
     @property
-    def architecture(self) -> Bridged:
+    def architecture(self) -> BridgedHost:
         """The host by which a saved network names it. A removed block has a skip."""
         sound = self.hosts.architecture(self.number)
         removed = self.damage.segments if self.damage.kind == DamageKind.REMOVED else ()
@@ -137,7 +137,7 @@ class CorrectedHost:
     cap: float
 
     @property
-    def architecture(self) -> Bridged:
+    def architecture(self) -> BridgedHost:
         """The host by which a saved network names it."""
         return self._damaged.architecture
 
@@ -244,7 +244,7 @@ def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, 
     )
 
 
-def trained_host(number: int, architecture: Bridged | None = None, of: HostSet = VECTORS) -> SegmentedHost:
+def trained_host(number: int, architecture: BridgedHost | None = None, of: HostSet = VECTORS) -> SegmentedHost:
     """The trained host of a number, as an architecture where it is given."""
     host = (architecture or of.architecture(number))()
     with torch.no_grad():

@@ -53,7 +53,7 @@ SOUND = 0.75
 LARGEST = 2**24  # bytes of a file
 
 Weights = dict[str, Tensor]
-Bridged = BridgedMLP | BridgedCNN
+BridgedHost = BridgedMLP | BridgedCNN
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class HostSet:
     inputs: tuple[int, ...]
     problem: Callable[[int], Problem]
     examples: Callable[[Problem, Part, int | None], Split]
-    architecture: Callable[[int], Bridged]
-    largest: Callable[[], Bridged]
+    architecture: Callable[[int], BridgedHost]
+    largest: Callable[[], BridgedHost]
     updates: int
     mapping: Mapping = "auto"
     rates: tuple[float, float, float] = (0.02, 0.003, 0.01)
