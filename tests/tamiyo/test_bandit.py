@@ -64,6 +64,17 @@ def test_none_and_low_rank_have_one_place_and_other_plans_every_slot() -> None:
     assert [slot for plan, slot in options if plan == NONE] == [-1]
 
 
+def test_what_an_episode_brought_is_learnt_by_the_plan_and_the_slot_that_were_picked() -> None:
+    bandit, single = Bandit(), Bandit()
+    bandit.context = contexts(some(3, 3, 6, len(FEATURES)))
+    bandit.picked = [(BYPASS, 2), (UNIFORM, -1), (NONE, -1)]
+    bandit.learn_all(np.array([0.2, 0.3, -0.4]))
+    single.learn(BYPASS, bandit.context[0, 2], 0.2)
+    single.learn(NONE, bandit.context[2, 5], -0.4)
+    for name, model in single.models.items():
+        np.testing.assert_array_equal(bandit.models[name].moment, model.moment)
+
+
 def test_a_feature_that_was_not_measured_counts_as_zero() -> None:
     np.testing.assert_array_equal(contexts(np.array([UNKNOWN, 0.5, 9.0])), [1.0, 0.0, 0.5, 4.0])
 

@@ -72,7 +72,8 @@ class Bandit(Placement):
 
     Learning, it adds `bold` standard deviations to every expectation (LinUCB; Li et al., "A contextual-bandit approach to
     personalized news article recommendation", 2010, algorithm 1, with one linear model for each plan, shared by all slots).
-    `learn` takes what an episode brought. `bold` 0 plants what is best so far.
+    `learn` takes what an episode brought, and `learn_all` what the last one brought in every environment. `bold` 0 plants what is
+    best so far.
     """
 
     def __init__(self, models: Mapping[str, Linear] | None = None, bold: float = 0.0) -> None:
@@ -81,13 +82,14 @@ class Bandit(Placement):
         self.models = dict(models or {plan.name: Linear.prior(size) for plan in PLACED})
         self.bold = bold
         self.context = np.zeros((0, 0, size))  # (E, S, D) of the last picks
+        self.picked: list[tuple[Plan, int]] = []  # the last picks (E,), slot -1 for a plan without one
 
     def pick(self, view: View) -> Picks:
         """The argmax over plans and slots."""
         self.context = contexts(table(slot_features(view, taught=False), FEATURES))
         options, gains = self.gains(self.context)
         best = gains.argmax(1)
-        picks = [options[index] for index in best]
+        self.picked = picks = [options[index] for index in best]
         reasons = [
             f"the bandit expects {gain:+.3f} in J over a bypass around every block, the most of {len(options)} plans"
             for gain in gains.max(1).tolist()
@@ -110,6 +112,11 @@ class Bandit(Placement):
         """Add an episode: the plan, the context (D,) of its slot, the last one for NONE, and J less that of UNIFORM."""
         if plan != UNIFORM:
             self.models[plan.name] = self.models[plan.name].observed(context, gain)
+
+    def learn_all(self, gains: Floats) -> None:
+        """Add the episode that followed the last picks: J of each environment (E,), less that of UNIFORM on its instance."""
+        for (plan, slot), context, gain in zip(self.picked, self.context, gains.tolist(), strict=True):
+            self.learn(plan, context[slot], gain)
 
 
 def save_bandit(path: Path, bandit: Bandit) -> None:
