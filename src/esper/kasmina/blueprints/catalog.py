@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -363,20 +364,10 @@ _built_in("conv-heavy", Tap.HERE, **_two_convs(16, 3), summary="3x3 to 16 channe
 _built_in("bypass-conv-1x1", Tap.BEFORE, **_one_conv(1), summary="1x1 around the segment: width")
 _built_in("bypass-conv-3x3", Tap.BEFORE, **_one_conv(3), summary="3x3 around the segment: width")
 _built_in("skip-conv", Tap.INPUT, **_two_convs(8, 1), summary="3x3 to 8 channels from the host's input, then 1x1")
-
-
-def _channelwise(*names: str) -> None:
-    """The blueprints of these names for vectors, at each position of a map."""
-    for name in names:
-        entry = BLUEPRINTS[Kind.VECTOR, name]
-
-        def build(reads: int, writes: int, entry: Blueprint = entry) -> nn.Module:
-            return maps.Channelwise(entry.build(reads, writes))
-
-        _built_in(name, entry.tap, build, entry.parameters, f"{entry.summary}, at each position", Kind.MAP)
-
-
-_channelwise("low-rank", "mlp-small", *(f"bypass-rank-{k}" for k in (1, 2, 4, 8)), "bypass-mlp-small")
+for _name in ("low-rank", "mlp-small", *(f"bypass-rank-{_k}" for _k in (1, 2, 4, 8)), "bypass-mlp-small"):
+    _entry = BLUEPRINTS[Kind.VECTOR, _name]
+    _build = partial(maps.channelwise, _entry.build)
+    _built_in(_name, _entry.tap, _build, _entry.parameters, f"{_entry.summary}, at each position", Kind.MAP)
 
 
 _SEQUENCE = Kind.SEQUENCE
@@ -423,18 +414,9 @@ _built_in(
     "linear map at each position around the segment: width",
     _SEQUENCE,
 )
-_built_in(
-    "bypass-mlp",
-    Tap.BEFORE,
-    **_mlp(16, _SEQUENCE),
-    summary="hidden layer of 16 units at each position around the segment: width",
-)
-_built_in(
-    "bypass-mlp-small",
-    Tap.BEFORE,
-    **_mlp(4, _SEQUENCE),
-    summary="hidden layer of 4 units at each position around the segment: width",
-)
+for _name, _units in (("bypass-mlp", 16), ("bypass-mlp-small", 4)):
+    _about = f"hidden layer of {_units} units at each position around the segment: width"
+    _built_in(_name, Tap.BEFORE, **_mlp(_units, _SEQUENCE), summary=_about)
 _built_in(
     "full-head",
     Tap.BEFORE,

@@ -7,6 +7,7 @@ forward.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -121,3 +122,8 @@ class Channelwise(nn.Module):
         """(B, reads, H, W) -> (B, writes, H, W), or (E, B, reads, H, W) -> (E, B, writes, H, W)."""
         delta: Tensor = self.seed(u.movedim(-3, -1)).movedim(-1, -3)
         return delta
+
+
+def channelwise(build: Callable[[int, int], nn.Module], reads: int, writes: int) -> Channelwise:
+    """A seed for vectors at each position of a map, as `build` makes it for these widths."""
+    return Channelwise(build(reads, writes))
