@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from esper.leyline.actions import Actions
 from esper.leyline.task import Mixture
 from esper.leyline.view import View
 from esper.runs.contenders import Contender, contender_config
@@ -78,6 +79,26 @@ class Fixed(Placement):
     def pick(self, view: View) -> Picks:
         envs = len(view.masks.op)
         return Picks([self.placed.plan] * envs, np.full(envs, self.placed.slot), [self.placed.name] * envs)
+
+
+class Last(Fixed):
+    """A bypass of rank 1 at the last three blocks, as far as the cap allows: the best fixed plan at a cap of 3 %."""
+
+    def __init__(self) -> None:
+        super().__init__(Placed(UNIFORM))
+
+    def _decide(self, view: View) -> Actions:
+        assert self._wish is not None, "pick comes before it"
+        self._wish[:, : SLOTS - 3] = -1
+        return super()._decide(view)
+
+
+LAST = "rank 1 at 3 4 5"
+
+
+def last_blocks() -> Contender:
+    settings = {"controller": LAST, "gates": {"permissive": True}, "probe": {"coalitions_every": 1000}}
+    return Contender(LAST, settings, lambda config: Last())
 
 
 def fixed(placed: Placed) -> Contender:
@@ -225,6 +246,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--setting", choices=list(SETTINGS), default=ONE_SITE)
+    parser.add_argument("--last", action="store_true", help="grow a bypass at each of the last three blocks as well")
     parser.add_argument("--residual", action="store_true")
     parser.add_argument("--task", choices=list(COLLECTIONS), default=VECTORS.name)
     options = parser.parse_args()
@@ -233,8 +255,9 @@ def main() -> None:
     found_cases = cases(FIRST[options.part], options.cases, not options.residual, options.setting, hosts)
     keys = [facts.key for facts in found_cases]
     task, settings = heal(hosts), SETTINGS[options.setting].settings
+    contenders = {placed.name: fixed(placed) for placed in plans} | ({LAST: last_blocks()} if options.last else {})
     for seed in range(options.seeds):
-        found = kept(options.folder, {placed.name: fixed(placed) for placed in plans}, task, keys, seed, settings, rows)
+        found = kept(options.folder, contenders, task, keys, seed, settings, rows)
         for name, figures in found.items():
             print(seed, name, *(f"{column.mean():.4f}" for column in figures), flush=True)
 
