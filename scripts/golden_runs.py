@@ -179,11 +179,11 @@ def train(*names: str) -> Golden:
 
 
 def evaluation() -> Golden:
-    """The heuristic, the rules and a searched schedule on a few held-out instances of `repair`."""
+    """The heuristic, the rules, a searched plan and the opponents on a few held-out instances of `repair`."""
 
     def start(folder: Path) -> None:
         esper.evaluate(
-            "heuristic", "repair", instances=6, seeds=2, searched=4, out=folder, overwrite=True, progress=False
+            "heuristic", "repair", instances=6, seeds=2, search_episodes=60, out=folder, overwrite=True, progress=False
         )
 
     def rewind(folder: Path) -> None:

@@ -40,8 +40,8 @@ from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.contenders import BEST, ROWS, Contender, named
 from esper.runs.evaluation import evaluate
 from esper.runs.evaluation_record import Evaluation
+from esper.runs.plan_search import Candidate, entry_line, search_plans
 from esper.runs.resume import Opening
-from esper.runs.schedule_search import search_schedules
 from esper.runs.statistics import interquartile_mean, interval, mean, mean_difference
 from esper.runs.statistics import probability_of_improvement as improvement
 from esper.runs.train import train
@@ -51,7 +51,8 @@ from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import Learned, Policy, load_policy
 from esper.tamiyo.features import RELATIVE
 from esper.tamiyo.observation import Inputs, Observation, input_names
-from esper.tamiyo.schedule import Entry, Schedule
+from esper.tamiyo.plans import Placed, Plan
+from esper.tamiyo.schedule import Entry
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import Facts, describe
 
@@ -121,7 +122,7 @@ class Size(NamedTuple):
     """How large the study is: instances by seeds of a part."""
 
     trainings: tuple[int, ...]  # seeds of the standard trainings
-    searched: int  # training instances of the search for a fixed schedule
+    searched: int  # episodes of the search for the best fixed plan
     evaluate: tuple[int, int]
     quick: tuple[int, int]
     others: tuple[int, int]
@@ -131,10 +132,10 @@ class Size(NamedTuple):
     learner: Mapping[str, Any]  # settings of every training
 
 
-FULL = Size((0, 1, 2), 64, (200, 3), (50, 3), (24, 2), (100, 2), (200, 1), {}, {})
+FULL = Size((0, 1, 2), 2048, (200, 3), (50, 3), (24, 2), (100, 2), (200, 1), {}, {})
 QUICK = Size(
     (0, 1),
-    1,
+    20,
     *((4, 2), (4, 1), (3, 1), (4, 1), (4, 1)),
     {"steps": 14, "data": {"batches_per_step": 2}, "blueprints": ["bypass-linear"]},
     {"envs": 16, "ppo": {"rounds": 1, "imitation_rounds": 1, "validate_envs": 4}},
@@ -339,14 +340,16 @@ def train_one(training: Training, folder: Path, settings: Sequence[Mapping[str, 
 
 
 def search(path: Path, searched: int, layer: Mapping[str, Any]) -> str:
-    """Find the best fixed schedule on training instances and write it to a file."""
+    """Find the best fixed plan on training instances and write it to a file."""
     torch.set_num_threads(1)
-    found = search_schedules(task_of("repair"), [layer], instances=searched)
-    lines = [
-        {**entry.model_dump(mode="json", exclude_none=True), "op": entry.op.name.lower()} for entry in found.entries
-    ]
+    found = search_plans(task_of("repair"), [layer], episodes=searched)
     facts = {name: getattr(found, name) for name in ("objective", "candidates", "instances", "episodes", "seconds")}
-    write_atomic(path, to_json({"entries": lines, "settings": dict(found.contender.settings), **facts}))
+    choice = found.best.choice
+    if isinstance(choice, Placed):
+        lines = {"plan": [*choice.plan, choice.slot], "entries": []}
+    else:
+        lines = {"plan": None, "entries": [entry_line(entry) for entry in choice]}
+    write_atomic(path, to_json({**lines, "settings": dict(found.best.settings), **facts}))
     return f"search in {found.seconds:.0f} s"
 
 
@@ -355,9 +358,11 @@ def contender_of(player: Player) -> Contender:
     ours = {"controller": player.name}
     if player.source.endswith(".json"):
         found = read(Path(player.source))
-        entries = [Entry.model_validate(line) for line in found["entries"]]
-        settings, content = {**found["settings"], **ours}, json.dumps(found["entries"])
-        return Contender(player.name, settings, lambda config: Schedule(entries, player.name), content)
+        choice: Placed | tuple[Entry, ...] = tuple(Entry.model_validate(line) for line in found["entries"])
+        if found["plan"] is not None:
+            name, here, others, everywhere, slot = found["plan"]
+            choice = Placed(Plan(name, tuple(here), tuple(others), everywhere), slot)
+        return Candidate(player.name, choice, found["settings"]).contender(player.name)
     known = named(player.source)
     known = known._replace(name=player.name, settings={**known.settings, **ours})
     if not player.shuffled:

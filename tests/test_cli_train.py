@@ -20,7 +20,7 @@ from processes import begun
 SHORT = ["--set", "data.batches_per_step=2", "--set", "reward.group_size=2", "--set", "ppo.imitation_rounds=1"]
 SHORT += ["--set", "ppo.validate_envs=2", "--set", "ppo.validate_every=1", "--set", "ppo.update_epochs=1"]
 TINY = ["--envs", "4", "--steps", "4", "--rounds", "2", *SHORT]
-FEW = ["--instances", "2", "--seeds", "1", "--searched", "2", "--baselines", "none"]
+FEW = ["--instances", "2", "--seeds", "1", "--search-episodes", "4", "--baselines", "none", "--opponents", "none"]
 FEW += ["--set", "steps=5", "--set", "data.batches_per_step=2", "--set", "slots=[block0]"]
 
 
@@ -140,7 +140,7 @@ def test_what_is_asked_for_goes_before_the_settings_of_a_controller(esper, train
 def test_eval_compares_a_trained_controller_with_the_rules(esper, trained):
     code, out, err = esper("eval", str(trained), "--tasks", "spirals-narrow", *FEW, "--set", "blueprints=[bypass-mlp]")
     assert code == 0, err
-    for name in ("never", "random-valid", "heuristic", "best schedule", "against", "P(better)"):
+    for name in ("never", "random-valid", "heuristic", "best fixed plan", "against", "P(better)"):
         assert name in out
     (folder,) = Path("runs/evaluation").glob("spirals-narrow-*")
     record = json.loads((folder / "evaluation.json").read_text(), parse_constant=pytest.fail)

@@ -121,8 +121,10 @@ def test_eval_train_and_tasks_take_such_a_task(command):
         "2",
         "--seeds",
         "1",
-        "--searched",
-        "1",
+        "--search-episodes",
+        "2",
+        "--opponents",
+        "none",
         *settings,
         "--json",
         "--baselines",
@@ -269,8 +271,10 @@ def test_evaluate_from_python_is_the_record_that_the_command_prints(command):
         "2",
         "--seeds",
         "1",
-        "--searched",
-        "1",
+        "--search-episodes",
+        "2",
+        "--opponents",
+        "none",
         "--baselines",
         "none",
         "--set",
@@ -280,7 +284,15 @@ def test_evaluate_from_python_is_the_record_that_the_command_prints(command):
     assert code == 0
     settings = {"data": {"batches_per_step": 1}, "steps": 2}
     record = esper.evaluate(
-        tasks="iris", instances=2, seeds=1, searched=1, settings=settings, baselines=(), out="out", progress=False
+        tasks="iris",
+        instances=2,
+        seeds=1,
+        search_episodes=2,
+        settings=settings,
+        baselines=(),
+        opponents=(),
+        out="out",
+        progress=False,
     )
     printed = json.loads(out)
     runs = [each["tasks"][0]["runs"]["heuristic"]["objective"] for each in (record, printed)]

@@ -24,7 +24,7 @@ from esper.leyline.resuming import is_reference, resume_call, resume_command
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
-from esper.runs.contenders import Contender, named
+from esper.runs.contenders import Contender, trainings
 from esper.runs.crews import ALONE, Asked, asked_for
 from esper.runs.evaluation import run_evaluation
 from esper.runs.evaluation_folder import FIGURE, ROOT, EvaluationFolder
@@ -152,18 +152,22 @@ def evaluate(
     instances: int = 200,
     seeds: int = 3,
     first: int = 0,
-    searched: int = 64,
+    search_episodes: int | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),
     baselines: Sequence[str] = BASELINES[1:],
+    opponents: Sequence[str] | None = None,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
     progress: Shown = "auto",
 ) -> dict[str, Any]:
-    """Compare controllers with the rules and the best fixed schedule on held-out instances, as `esper eval` does.
+    """Compare controllers with the rules and the opponents of a task on held-out instances, as `esper eval` does.
 
-    `controllers` are names, schedule files or run folders of trained controllers; `tasks` are tasks or names. `settings` are
-    config keys for all of them, as {"steps": 12} or ["steps=12"]. `baselines` are static networks to compare with
-    (docs/baselines.md), of the size that the first controller grew to, or the heuristic without controllers; () for none. With
+    `controllers` are names, schedule files, run folders of trained controllers, or "NAME=FOLDER,FOLDER" for several trainings
+    of one controller; `tasks` are tasks or names. `search_episodes` is the search budget of the best fixed plan and of fitted
+    trees; None takes that of the controllers, or 2,048. `settings` are config keys for all of them, as {"steps": 12} or
+    ["steps=12"]. `baselines` are static networks to compare with (docs/baselines.md), of the size that the first controller
+    grew to, or the heuristic without controllers; () for none. `opponents` are names of opponents of the tasks
+    (docs/opponents.md); None for all, () for none. With
     `out`, the record, the figure, the report and the grown networks are written to that folder, and a later call uses
     the networks again; `overwrite` allows to replace a record there. Returns the record, the object that `esper eval --json`
     prints. Raises InputError before anything is grown.
@@ -175,14 +179,15 @@ def evaluate(
 
     def compare(grown: Path | None) -> dict[str, Any]:
         return run_evaluation(
-            [each if isinstance(each, Contender) else named(each) for each in listed],
+            [own for each in listed for own in ([each] if isinstance(each, Contender) else trainings(each))],
             [get_task(each) if isinstance(each, str) else each for each in chosen],
             instances=instances,
             seeds=seeds,
             first=first,
             settings=layers,
-            searched=searched,
+            search_episodes=search_episodes,
             baselines=baselines,
+            opponents=opponents,
             folder=grown,
             watch=say,
         )

@@ -12,7 +12,7 @@ from esper.leyline.errors import InputError
 from pages import EVIL, Page
 
 ABSENT = {"value": None, "low": None, "high": None}
-RULES = ["never", "random-valid", "heuristic", "best schedule"]
+RULES = ["never", "random-valid", "heuristic", "best fixed plan"]
 
 
 def estimate(value: float, width: float = 0.05) -> dict[str, Any]:
@@ -44,10 +44,12 @@ def estimates(names: list[str]) -> dict[str, Any]:
 
 def record(names: list[str], **over: Any) -> dict[str, Any]:
     search = {
+        "plan": "bypass-mlp at [b] in step 2",
         "entries": [{"at": 2, "op": "germinate", "slot": "[b]", "blueprint": "bypass-mlp", "keep": True}],
         "permissive_gates": True,
         "probe_objective": 0.7,
         "candidates": 61,
+        "tried": 61,
         "instances": 64,
         "episodes": 1216,
         "seconds": 12.34,
@@ -81,7 +83,7 @@ def printed(evaluation: dict[str, Any], width: int = 120) -> str:
 def test_a_controller_has_j_twice_with_its_intervals_and_then_the_other_means():
     rows = [row.split() for row in printed(record([*RULES, "mine"])).splitlines() if row.startswith(" mine")]
     assert rows[0] == ["mine", "0.900", "[0.850,", "0.950]", "0.920", "[0.870,", "0.970]"]
-    assert rows[1] == ["mine", "1.000", "4,936", "1.00", "1,234.5"]
+    assert rows[1] == ["mine", "1.000", "4,936", "1.00", "1,234.5", "-"]
 
 
 def test_in_a_narrow_window_names_are_folded_and_figures_are_whole():
@@ -107,7 +109,7 @@ def test_a_rule_that_was_named_is_compared_with_every_other_rule():
     assert [(row["controller"], row["rule"]) for row in rows] == [
         ("heuristic", "never"),
         ("heuristic", "random-valid"),
-        ("heuristic", "best schedule"),
+        ("heuristic", "best fixed plan"),
     ]
 
 
@@ -142,7 +144,7 @@ def test_a_difference_that_rounds_to_zero_has_no_minus():
 def test_what_was_grown_and_what_the_search_cost_are_printed():
     text = printed(record(RULES))
     assert "repair: 200 heldout problems by 3 seeds" in text
-    assert "best of 61 schedules in 1,216 episodes on training instances (12.3 seconds)" in text
+    assert "best of 61 plans in 1,216 episodes on training instances (12.3 seconds)" in text
     assert "its J there, on the probe split: 0.700" in text
 
 
@@ -169,14 +171,14 @@ def test_the_schedule_that_was_found_is_printed_as_a_schedule_file_has_it():
         "entries": [{"at": 2, "op": "germinate", "slot": "b", "keep": True}]
     }
     head, *entries, cost = search_lines(search)
-    assert head == "best schedule, with permissive gates:"
+    assert head == "best fixed plan, with permissive gates: bypass-mlp at [b] in step 2"
     assert yaml.safe_load("\n".join(entries)) == search["entries"]
-    assert cost.startswith("best of 61 schedules in 1,216 episodes on training instances")
+    assert cost.startswith("best of 61 plans in 1,216 episodes on training instances")
 
 
 def test_that_nothing_is_best_planted_is_said():
-    search = record(RULES)["tasks"][0]["search"] | {"entries": [], "permissive_gates": False}
-    assert search_lines(search)[0] == "best schedule: plant nothing"
+    search = record(RULES)["tasks"][0]["search"] | {"entries": [], "plan": "none", "permissive_gates": False}
+    assert search_lines(search)[0] == "best fixed plan: none"
 
 
 def test_what_is_absent_is_a_dash_and_without_bounds_there_is_a_value_alone():
@@ -195,7 +197,7 @@ def test_a_figure_is_drawn_in_the_format_of_its_name(tmp_path, suffix, start):
 def test_every_controller_and_comparison_is_named_in_the_figure(tmp_path):
     draw_evaluation(record([*RULES, "mine"]), tmp_path / "figure.svg")
     drawn = (tmp_path / "figure.svg").read_text()
-    for name in (*RULES, "mine - never", "mine - best schedule", "interquartile mean"):
+    for name in (*RULES, "mine - never", "mine - best fixed plan", "interquartile mean"):
         assert f"<!-- {name} -->" in drawn
 
 

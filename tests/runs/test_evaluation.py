@@ -15,7 +15,6 @@ from esper.runs.contenders import BEST, RULES, Contender, named
 from esper.runs.evaluation import evaluate, run_evaluation
 from esper.runs.evaluation_record import Evaluation, Figures
 from esper.runs.grow import grow
-from esper.runs.schedule_search import _try, candidate_schedules, search_schedules, searched_networks
 from esper.store.files import to_json
 from esper.tamiyo.baselines import Never
 from esper.tamiyo.controller import Language, Policy, save_policy
@@ -219,63 +218,6 @@ def test_a_damaged_file_is_refused_by_name(mixture, tmp_path):
         run(mixture, [NEVER], seeds=1, folder=tmp_path)
 
 
-LONG = {
-    "steps": 10,
-    "data": {"batch_size": 12, "batches_per_step": 6},
-    "gates": {"min_training_steps": 1, "min_holding_steps": 1},
-}
-
-
-@pytest.fixture(scope="module")
-def found(slim):
-    return search_schedules(slim.sealed(), [LONG], instances=8)
-
-
-def test_the_search_finds_the_bypass_of_the_slim_block_without_a_test_split(found):
-    assert [entry.slot for entry in found.entries] == ["block0"]
-    assert found.entries[0].blueprint in ("bypass-linear", "bypass-mlp")
-    assert (found.candidates, found.episodes) == (1 + 2 * 3 * 3, 8 * 19)
-
-
-def test_the_schedule_that_was_found_pays_on_starts_that_were_not_searched_on(slim, found):
-    figures = evaluate(slim, [NEVER, found.contender], instances=8, seeds=1, settings=[LONG]).figures
-    assert figures.objective[1].mean() > figures.objective[0].mean() + 0.05
-
-
-def test_of_the_candidates_the_better_half_goes_on(slim):
-    lines = []
-    found = search_schedules(slim, [SHORT, {"steps": 4}], instances=20, watch=lines.append)
-    assert [line.split("search for the best fixed schedule, ")[1] for line in lines] == [
-        "10 schedules on 8 training instances",
-        "the better 5 on 8 more training instances",
-        "the better 3 on 4 more training instances",
-    ]
-    assert found.episodes == searched_networks(10, 20) == 10 * 8 + 5 * 8 + 3 * 4
-
-
-def test_where_no_seed_may_be_planted_the_best_schedule_plants_nothing(slim):
-    assert search_schedules(slim, [SHORT, {"lifecycle": {"max_seeds": 0}}], instances=2).entries == ()
-
-
-def test_where_parameters_are_dear_the_best_schedule_plants_nothing(slim):
-    assert search_schedules(slim, [SHORT, {"reward": {"rent": 10}}], instances=2).entries == ()
-
-
-def test_schedules_side_by_side_are_each_as_alone(mixture):
-    plans = [candidate.entries for candidate in candidate_schedules(mixture, [SHORT])[:5]]
-    keys = np.array(mixture.keys("training")[3:5])
-    together = _try(mixture, plans, keys, [SHORT], "training")
-    alone = [_try(mixture, [plan], keys, [SHORT], "training") for plan in plans]
-    np.testing.assert_array_equal(together, np.concatenate(alone))
-    assert len(np.unique(together, axis=0)) > 1
-
-
-def test_candidates_are_single_seeds_pairs_and_all_slots_within_what_may_be_planted(mixture):
-    for most, sizes in ((1, {0, 1}), (2, {0, 1, 2}), (3, {0, 1, 2}), (4, {0, 1, 2, 4})):
-        candidates = candidate_schedules(mixture, [SHORT, {"lifecycle": {"max_seeds": most}}])
-        assert {len(candidate.entries) for candidate in candidates} == sizes
-
-
 @pytest.fixture(scope="module")
 def told():
     """The lines of the evaluation of `record`."""
@@ -286,13 +228,24 @@ def told():
 def record(mixture, told):
     settings = [SHORT, FEW]
     contenders = [PLANNED, HEURISTIC]
-    return run_evaluation(contenders, [mixture], instances=2, seeds=2, settings=settings, searched=2, watch=told.append)
+    return run_evaluation(
+        contenders,
+        [mixture],
+        instances=2,
+        seeds=2,
+        settings=settings,
+        search_episodes=9,
+        opponents=(),
+        watch=told.append,
+    )
 
 
 def test_an_evaluation_says_first_how_much_it_grows_and_after_a_population_how_long_that_takes(record, told):
     searched = record["tasks"][0]["search"]["episodes"]
-    counts = f"32 networks to grow, and {searched} in the search for the best schedule"
-    assert told[0] == f"8 contenders, static networks included, on 1 task: {counts}"
+    counts = (
+        f"32 networks to grow, and {searched} in the search on training instances (9 for each opponent: as asked for)"
+    )
+    assert told[0] == f"1 task, static networks and opponents included: {counts}"
     (line,) = [line for line in told if " networks took " in line]
     assert f" of {32 + searched} networks took " in line
     assert line.endswith(" for the others")
@@ -359,7 +312,9 @@ def test_a_record_holds_every_run_that_its_estimates_are_of(record):
 
 def test_several_tasks_are_summed_up_where_their_metric_is_one(slim, mixture):
     settings = [SHORT, FEW]
-    record = run_evaluation([], [slim, mixture], instances=2, seeds=1, settings=settings, searched=1, baselines=())
+    record = run_evaluation(
+        [], [slim, mixture], instances=2, seeds=1, settings=settings, search_episodes=2, opponents=(), baselines=()
+    )
     never = [task["controllers"][0]["metric"]["value"] for task in record["tasks"]]
     assert record["together"]["controllers"][0]["metric"]["value"] == pytest.approx(np.mean(never))
 
@@ -372,6 +327,7 @@ def test_several_tasks_are_summed_up_where_their_metric_is_one(slim, mixture):
         ([PLANNED._replace(name=BEST)], "give each a name of its own"),
         ([PLANNED._replace(name="heuristic")], "give each a name of its own"),
         ([PLANNED._replace(name="plain")], "give each a name of its own"),
+        ([PLANNED._replace(name="oracle")], "give each a name of its own"),
     ],
 )
 def test_bad_controllers_are_refused_before_anything_is_grown(slim, controllers, sentence):
@@ -417,7 +373,9 @@ def test_what_was_trained_is_who_a_contender_is_and_not_what_else_its_run_holds(
 def test_a_metric_that_is_not_finite_is_null_in_the_record(slim):
     diverging = {"optimizer": {"lr": 1e30}, "governor": {"enabled": False}}
     settings = [SHORT, FEW, diverging, {"reward": {"objective": "log_loss"}}]
-    record = run_evaluation([], [slim], instances=2, seeds=1, settings=settings, searched=1, baselines=())
+    record = run_evaluation(
+        [], [slim], instances=2, seeds=1, settings=settings, search_episodes=2, opponents=(), baselines=()
+    )
     never = record["tasks"][0]["controllers"][0]
     assert never["objective"] == never["objective_iqm"] == {"value": None, "low": None, "high": None}
     to_json(record)

@@ -17,10 +17,10 @@ from esper.runs.evaluation_folder import EvaluationFolder, default_folder
 from esper.store.lock import Lock
 from populations import blobs
 
-FEW = {"instances": 1, "seeds": 1, "searched": 1, "baselines": ()}
+FEW = {"instances": 1, "seeds": 1, "search_episodes": 2, "baselines": (), "opponents": ()}
 SHORT = {"steps": 2, "data": {"batches_per_step": 1, "batch_size": 12}, "blueprints": ["bypass-linear"]}
-COMMAND = ["--tasks", "iris", "--instances", "1", "--seeds", "1", "--searched", "1", "--set", "steps=2"]
-COMMAND += ["--baselines", "none"]
+COMMAND = ["--tasks", "iris", "--instances", "1", "--seeds", "1", "--search-episodes", "2", "--set", "steps=2"]
+COMMAND += ["--baselines", "none", "--opponents", "none"]
 COMMAND += ["--set", "data.batches_per_step=1", "--set", "blueprints=[bypass-linear]"]
 
 
@@ -109,5 +109,5 @@ def test_evaluations_without_a_folder_stand_beside_each_other_and_share_what_was
     folders = sorted(Path("runs/evaluation").glob("iris-*"))
     records = [json.loads((folder / "evaluation.json").read_text()) for folder in folders]
     assert sorted(record["first_instance"] for record in records) == [0, 1]
-    assert len(list(Path("runs/evaluation/grown").iterdir())) == 8
+    assert len(list(Path("runs/evaluation/grown").iterdir())) == 9  # a search among them
     assert out == (folders[[record["first_instance"] for record in records].index(1)] / "evaluation.json").read_text()

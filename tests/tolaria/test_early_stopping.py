@@ -253,7 +253,8 @@ def test_an_evaluation_scores_the_best_networks_of_an_own_task():
         [task],
         instances=2,
         seeds=1,
-        searched=1,
+        search_episodes=2,
+        opponents=(),
         baselines=(),
         settings=[{"steps": 20, "data": {"batch_size": 12, "batches_per_step": 2}, "early_stopping": {"patience": 2}}],
     )

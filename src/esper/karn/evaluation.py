@@ -28,13 +28,16 @@ def print_evaluation(record: Record, console: Console) -> None:
     for task in record["tasks"]:
         print_line(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
         _print_estimates(console, task, task["metric"], record)
-        for line in static_lines(record, task):
-            print_line(console, line)
-        for line in search_lines(task["search"]):
+        for line in (*static_lines(record, task), *opponent_lines(task), *search_lines(task["search"])):
             print_line(console, line)
     if record["together"] is not None:
         print_line(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
         _print_estimates(console, record["together"], record["tasks"][0]["metric"], record)
+    if "search_budget" in record:
+        budget = record["search_budget"]
+        print_line(
+            console, f"search budget of each opponent: {counted(budget['episodes'], 'episode')}, {budget['reason']}"
+        )
     for line in interval_lines(record):
         print_line(console, line)
     print_line(console, "interquartile mean: the mean over the middle half of the runs")
@@ -72,20 +75,27 @@ def interval_lines(record: Record) -> list[str]:
 
 
 def objectives_table(estimates: Record) -> Table:
-    """Table of J by controller, as mean and as interquartile mean."""
-    table = _table("controller", "J", "J, interquartile mean")
-    for row in estimates["controllers"]:
-        cells = row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")
+    """Table of J by controller, as mean and as interquartile mean, and of the share of the headroom where it is known."""
+    shares = [row.get("share_of_headroom") for row in estimates["controllers"]]
+    table = _table("controller", "J", "J, interquartile mean", *(["headroom"] if any(shares) else []))
+    for row, share in zip(estimates["controllers"], shares, strict=True):
+        cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
+        if any(shares):
+            cells.append("-" if share is None else spread(share, ".0%"))
         table.add_row(*map(_cell, cells))
     return table
 
 
 def costs_table(estimates: Record, metric: str) -> Table:
-    """Table of the parts of J by controller, as means over the runs, and of the training time of all runs."""
-    table = _table("controller", metric, "added parameters", "seeds kept", "training s")
+    """Table of the parts of J by controller, as means over the runs, of the training time of all runs, and of the number of
+    episodes that the controller was trained or searched with.
+    """
+    table = _table("controller", metric, "added parameters", "seeds kept", "training s", "searched")
     for row in estimates["controllers"]:
         cells = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
-        table.add_row(*map(_cell, (row["name"], *cells, f"{row['seconds']:,.1f}")))
+        episodes = row.get("episodes")
+        searched = "-" if episodes is None else f"{episodes:,}"
+        table.add_row(*map(_cell, (row["name"], *cells, f"{row['seconds']:,.1f}", searched)))
     return table
 
 
@@ -99,16 +109,21 @@ def comparisons_table(estimates: Record, record: Record) -> Table:
 
 
 def compared(estimates: Record, record: Record) -> list[Record]:
-    """The comparisons to show: of each named controller with every rule and static network.
+    """The comparisons to show: of each named controller with every rule, static network and opponent.
 
-    If no controller was named, of the rules with `never` and with the static networks.
+    If no controller was named: of all with `never`, of the rules with the static networks, and of the opponents with the best
+    fixed plan.
     """
     rows, rules = estimates["comparisons"], record["rules"]
-    static = [row["name"] for row in estimates["controllers"] if row.get("static")]
+    static, opponents = (
+        [row["name"] for row in estimates["controllers"] if row.get(kind)] for kind in ("static", "opponent")
+    )
     grown = [row for row in rows if row["controller"] not in static]
-    named = record.get("named") or [row["controller"] for row in grown if row["controller"] not in rules]
+    named = record.get("named") or [row["controller"] for row in grown if row["controller"] not in (*rules, *opponents)]
     return [row for row in grown if row["controller"] in named] or [
-        row for row in grown if row["rule"] in (rules[0], *static)
+        row
+        for row in grown
+        if row["rule"] == rules[0] or row["rule"] in (static if row["controller"] in rules else rules[-1:])
     ]
 
 
@@ -124,15 +139,35 @@ def static_lines(record: Record, task: Record) -> list[str]:
     return lines + [f"{name}: absent: {reason}" for name, reason in task.get("absent", {}).items()]
 
 
+def opponent_lines(task: Record) -> list[str]:
+    """What the columns on opponents and on several trainings of a controller mean."""
+    rows = {row["name"]: row for row in task["controllers"]}
+    lines = []
+    if any(row.get("share_of_headroom") for row in rows.values()):
+        lines.append(
+            "headroom: the share of the oracle's gain over the best fixed plan; the oracle knows the best plan of each problem "
+            "from the test split of its other runs"
+        )
+    if task.get("opponents"):
+        lines.append("searched: episodes that a controller was trained or searched with; 0 for a rule, - if unknown")
+    for name, members in task.get("groups", {}).items():
+        lines.append(
+            f"{name}: {counted(len(members), 'training')}; its intervals are over trainings and problems together"
+        )
+    return lines
+
+
 def search_lines(search: Record) -> list[str]:
-    """The schedule that the search found, as lines of a schedule file, and the cost of the search."""
+    """The plan that the search found, a schedule as lines of a schedule file, and the cost of the search."""
     gates = ", with permissive gates" if search["permissive_gates"] else ""
-    cost = f"{counted(search['candidates'], 'schedule')} in {counted(search['episodes'], 'episode')}"
+    of = f" of {search['candidates']:,}" if search.get("tried", search["candidates"]) < search["candidates"] else ""
+    tried = counted(search.get("tried", search["candidates"]), "plan")
+    cost = f"{tried}{of} in {counted(search['episodes'], 'episode')}"
     entries = [
         f"  - {{{', '.join(f'{key}: {_yaml(value)}' for key, value in entry.items())}}}" for entry in search["entries"]
     ]
     return [
-        f"best schedule{gates}:{'' if entries else ' plant nothing'}",
+        f"best fixed plan{gates}: {search['plan']}",
         *entries,
         f"best of {cost} on training instances ({search['seconds']:,.1f} seconds); its J there, on the probe split: "
         f"{_number(search['probe_objective'], '.3f')}",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from esper.leyline.batches import Batch, Shapes, cast, leaves, picked, shapes
 from esper.leyline.brief import brief
 from esper.leyline.errors import DataWarning, InputError, warn
+from esper.leyline.opponents import DEFAULT, Opponents
 from esper.leyline.source import Source
 
 _LISTED = 5  # examples that a sentence names
@@ -285,6 +286,7 @@ class Task:
         plain (callable or None): from a number of parameters to a function that returns a plain host of at least so many
         target_scaling (Scaling or None): of targets that hosts return standardized; the splits hold them as they came
         source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
+        opponents (Opponents): what an evaluation adds
     """
 
     name: str
@@ -306,6 +308,7 @@ class Task:
     plain: Callable[[int], Callable[[], nn.Module]] | None = None
     target_scaling: Scaling | None = None
     source: Source | None = None
+    opponents: Opponents = DEFAULT
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -380,6 +383,7 @@ class Mixture:
         objective (Objective): loss, metric and number of outputs
         menu (names): names of the blueprints that may be planted
         defaults (mapping): config that the mixture sets, under the user's own
+        opponents (Opponents): what an evaluation adds
     """
 
     name: str
@@ -391,6 +395,7 @@ class Mixture:
     objective: Objective
     menu: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    opponents: Opponents = DEFAULT
 
     def __post_init__(self) -> None:
         assert self.room.lengths is not None, "a row of a mixture is padded to lengths that its room names"

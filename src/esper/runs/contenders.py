@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +12,15 @@ from numpy.typing import NDArray
 
 from esper.leyline.config import Config, build_config
 from esper.leyline.controller_settings import check_controller_settings
+from esper.leyline.errors import InputError
 from esper.leyline.length import with_steps
+from esper.leyline.opponents import SEARCHED
 from esper.leyline.protocols import PolicyClient
 from esper.leyline.task import AnyTask
 from esper.leyline.view import Floats, Outcome
 from esper.simic.rewards import objective
 from esper.store.reading import read_named
-from esper.tamiyo.catalog import CONTROLLERS, get_controller, settings_of, trained, with_sensors
+from esper.tamiyo.catalog import CONTROLLERS, episodes_of, get_controller, settings_of, trained, with_sensors
 from esper.tamiyo.controller import FACTS, WEIGHTS
 from esper.tamiyo.shipped import facts_of, is_shipped, resolved
 from esper.tolaria.engine import VectorizedEngine
@@ -28,8 +31,8 @@ ROWS = 64
 
 RULES = ("never", "random-valid", "heuristic")
 
-BEST = "best schedule"
-"""Name of the schedule that a search finds. Every evaluation compares with it and with RULES."""
+BEST = SEARCHED
+"""Every evaluation compares with it and with RULES."""
 
 Say = Callable[[str], None]
 
@@ -43,12 +46,35 @@ class Contender(NamedTuple):
             `leyline.controller_settings`, and `controller`
         make (callable): from a config to a new controller, which must not learn
         content (str): digest of the files that `make` reads; stored results of another content are not reused
+        group (str): name of the controller of which this is one of several trainings; empty for a single one
+        episodes (int or None): number of episodes that it was trained or searched with, 0 for a rule; None if unknown
     """
 
     name: str
     settings: Mapping[str, Any]
     make: Callable[[Config], PolicyClient]
     content: str = ""
+    group: str = ""
+    episodes: int | None = None
+
+
+def trainings(text: str) -> list[Contender]:
+    """Make contenders from a name or path, or several trainings of one controller from `NAME=PATH,PATH`.
+
+    A path may be a pattern, as in `ppo=runs/ppo-s*`. Raises InputError if there is no such name or path, if a pattern matches
+    nothing, or if a training is given twice.
+    """
+    group, given, rest = text.partition("=")
+    if not given or Path(text).exists():
+        return [named(text)]
+    parts = [part.strip() for part in rest.split(",")]
+    paths = [path for part in parts for path in (sorted(glob(part)) if has_magic(part) else [part])]
+    if not group or not paths or "" in paths or len(set(paths)) < len(paths):
+        found = ", ".join(paths) or "nothing"
+        raise InputError(
+            f"{text!r} names the trainings {found}; give NAME=PATH,PATH with a name, and each training of it once"
+        )
+    return [named(path)._replace(name=f"{group}: {path}", group=group) for path in paths]
 
 
 def named(name_or_path: str) -> Contender:
@@ -71,6 +97,7 @@ def named(name_or_path: str) -> Contender:
         {**settings_of(name_or_path), "controller": name_or_path},
         lambda config: get_controller(name_or_path, config),
         content.hexdigest(),
+        episodes=episodes_of(name_or_path),
     )
 
 

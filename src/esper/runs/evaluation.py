@@ -3,62 +3,44 @@
 C contenders, N instances, R seeds, E environments of a population.
 """
 
-import hashlib
-import io
-import itertools
-import json
-import time
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from esper.kasmina.static import Absent
-from esper.leyline.config import BASELINES, Config, baseline_names, build_config
+from esper.leyline.config import BASELINES, baseline_names, build_config
 from esper.leyline.errors import InputError
+from esper.leyline.opponents import FITTED, ORACLE, SEARCHED
 from esper.leyline.pace import Pace
-from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.text import counted
-from esper.leyline.view import Floats
-from esper.runs.baselines import grown_of
-from esper.runs.contenders import (
-    BEST,
-    ROWS,
-    RULES,
-    Contender,
-    Say,
-    contender_config,
-    grow_contender,
-    named,
-    tell,
-)
+from esper.runs.contenders import BEST, ROWS, RULES, Contender, Say, named
+from esper.runs.design import Design, Grower, Runs, stacked
 from esper.runs.environment import describe_environment
-from esper.runs.evaluation_record import (
-    Evaluation,
-    Figures,
-    Record,
-    findings,
-)
-from esper.runs.origin import fingerprint
-from esper.runs.schedule_search import (
-    SEARCHED,
-    candidate_schedules,
-    search_schedules,
-    searched_networks,
-)
-from esper.runs.static_contenders import Arrays, grown_as_arrays, grown_from, static_figures
-from esper.simic.rewards import objective
-from esper.store.disk import file_name, write_atomic
-from esper.tolaria.engine import VectorizedEngine
+from esper.runs.evaluation_record import Evaluation, Figures, Record, findings
+from esper.runs.opponents import NOBODY, Budget, Entered, check_opponents, enter, fitted_tree, search_budget
+from esper.runs.plan_search import EPISODES, Found, search_plans
+from esper.tamiyo.plans import NONE, UNIFORM
 from esper.tolaria.fitting import instance_keys
 from esper.tolaria.runtime import resolve_device
 
-ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances", "first_instance", "models")
-"""Config keys that an evaluation sets itself. Settings must not contain them."""
+
+class Asked(NamedTuple):
+    """What is grown on one task beside the controllers.
+
+    Attributes:
+        static (names): static networks
+        sized_by (str or None): the contender whose networks determine their sizes
+        entered (Entered): the opponents
+        budget (Budget): of the opponents that are searched for
+    """
+
+    static: Sequence[str] = ()
+    sized_by: str | None = None
+    entered: Entered = NOBODY
+    budget: Budget = Budget(EPISODES, "the default", False)
 
 
 def run_evaluation(
@@ -70,46 +52,56 @@ def run_evaluation(
     part: str = "heldout",
     first: int = 0,
     settings: Sequence[Mapping[str, Any]] = (),
-    searched: int = SEARCHED,
+    search_episodes: int | None = None,
     baselines: Sequence[str] = BASELINES,
+    opponents: Sequence[str] | None = None,
     folder: Path | None = None,
     watch: Say | None = None,
 ) -> Record:
-    """Compare controllers with never, random-valid, heuristic and the best fixed schedule on every task.
+    """Compare controllers with never, random-valid, heuristic, the best fixed plan and the opponents of every task.
 
-    baselines: static networks that are compared too (docs/baselines.md); the controller never is the twin. They have
-    the sizes of the networks that the first controller grew, or of those of the heuristic if no controller is given.
-    settings: layers of config over that of the tasks, the same for all contenders. folder: stores the results of
-    populations, which are reused. watch: called with lines of progress.
+    search_episodes: the search budget of the opponents; None takes that of the controllers (`search_budget`). baselines:
+    static networks that are compared too (docs/baselines.md); the controller never is the twin. They have the sizes of the
+    networks that the first controller grew, or of those of the heuristic if no controller is given. opponents: names of those
+    of the tasks that take part; None for all. settings: layers of config over that of the tasks, the same for all contenders.
+    folder: stores the results of populations, which are reused. watch: called with lines of progress.
 
     Returns a strict JSON object. Raises InputError before anything is grown.
     """
-    rules, ours = _contenders(controllers, tasks, baselines)
+    rules, ours = _contenders(controllers)
+    _check_names([contender.name for contender in (*rules, *ours)], tasks, baselines)
+    check_opponents(opponents, tasks, seeds)
     static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
-    for design, contender in itertools.product(designs, (*rules, *ours)):
-        design.check(contender)
-    if searched < 1:
-        raise InputError(f"the search for a schedule is to end with {counted(searched, 'instance')}; give 1 or more")
+    budget = search_budget(ours, search_episodes)
+    sized_by = ours[0].name if ours else RULES[2]
+    asked = [
+        Asked(static, sized_by, enter(design.task, opponents, settings, seeds, budget), budget) for design in designs
+    ]
+    for design, own in zip(designs, asked, strict=True):
+        _check_apart(ours, own.entered.rules)
+        for contender in (*rules, *own.entered.rules, *ours):
+            design.check(contender)
     if folder is not None:
         _create(folder)
-    pace = _plan(tasks, len(rules) + len(ours) + 1 + len(static), instances * seeds, searched, settings, watch)
-    sized_by = ours[0].name if ours else RULES[2]
+    pace = _plan(len(rules) + len(ours) + 1 + len(static), asked, instances * seeds, watch)
     evaluations, searches = [], []
-    for design in designs:
-        found = search_schedules(design.task.sealed(), settings, instances=searched, watch=watch, pace=pace)
-        contenders = [*rules, found.contender, *ours]
+    for design, own in zip(designs, asked, strict=True):
+        grower = Grower.of(design, folder, watch, pace)
+        found = _search(grower, budget)
         searches.append(found)
-        evaluations.append(_compared(design, contenders, static, sized_by, folder, watch, pace))
+        evaluations.append(_compared(grower, [*rules, found.contender, *ours], own, folder))
+    rows = [contender.group or contender.name for contender in controllers]
     return {
-        "named": [controller.name for controller in controllers],
+        "named": list(dict.fromkeys(rows)),
         "instances": instances,
         "seeds": list(evaluations[0].seeds),
         "part": part,
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
+        "search_budget": {"episodes": budget.episodes, "reason": budget.reason},
         "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
-        **findings(evaluations, searches, static),
+        **findings(evaluations, searches, static, rows),
     }
 
 
@@ -146,30 +138,32 @@ def evaluate(
         design.check(contender)
     if folder is not None:
         _create(folder)
-    return _compared(design, contenders, static, sized_by, folder, watch, pace)
+    return _compared(Grower.of(design, folder, watch, pace), contenders, Asked(static, sized_by), folder)
 
 
-def _compared(
-    design: "Design",
-    contenders: Sequence[Contender],
-    static: Sequence[str],
-    sized_by: str | None,
-    folder: Path | None,
-    watch: Say | None,
-    pace: Pace | None,
-) -> Evaluation:
-    """Return the figures of all contenders, and of the static networks with the sizes that the contender `sized_by` grew."""
-    task = design.task
-    kept = Kept(folder, fingerprint(task) if folder is not None else {})
-    runs = {contender.name: _grow(design, contender, kept, watch, pace) for contender in contenders}
-    absent: dict[str, str] = {}
-    for name in static:
-        sizer = next(contender for contender in contenders if contender.name == sized_by)
-        trained = _train(design, name, sizer, runs[sizer.name], kept, watch)
+def _compared(grower: Grower, contenders: Sequence[Contender], asked: Asked, folder: Path | None) -> Evaluation:
+    """Return the figures of all contenders, of the opponents, and of the static networks that were asked for."""
+    design, entered = grower.design, asked.entered
+    task, absent = design.task, dict(entered.absent)
+    runs = {contender.name: grower.grow(contender) for contender in contenders}
+    opponents = _opponents(grower, entered, asked.budget)
+    episodes = {contender.name: contender.episodes for contender in (*contenders, *opponents)}
+    against = {each.name: runs.get(each.name) or grower.grow(each) for each in opponents}
+    against |= _references(grower, entered, asked.budget, folder, episodes)
+    if entered.plans:
+        against[ORACLE] = _oracle(grower, entered, runs | against)
+    ours = contenders[len(RULES) + 1 :] if against else []
+    order = [*(each.name for each in contenders if each not in ours), *against, *(each.name for each in ours)]
+    runs = {name: (runs | against)[name] for name in dict.fromkeys(order)}
+    for name in asked.static:
+        sizer = next(contender for contender in contenders if contender.name == asked.sized_by)
+        trained = grower.train(name, sizer, runs[sizer.name])
         if isinstance(trained, Absent):
             absent[name] = trained.reason
         else:
             runs[name] = trained
+    groups = {each.group: tuple(own.name for own in contenders if own.group == each.group) for each in contenders}
+    groups.pop("", None)
     return Evaluation(
         task=task.name,
         metric=task.objective.metric,
@@ -177,165 +171,99 @@ def _compared(
         instances=instance_keys(task, design.config(contenders[0], design.seeds[0])),
         seeds=design.seeds,
         sampled=isinstance(task, Mixture),
-        figures=Figures(*(_stacked(runs, name) for name in Figures._fields)),
-        static=tuple(name for name in static if name not in absent),
+        figures=Figures(*(np.stack([stacked(each, name) for each in runs.values()]) for name in Figures._fields)),
+        static=tuple(name for name in asked.static if name not in absent),
         absent=absent,
-        sized_by=sized_by,
+        sized_by=asked.sized_by,
+        opponents=tuple(against),
+        groups=groups,
+        episodes=episodes
+        | {name: max((episodes[own] or 0 for own in of), default=0) or None for name, of in groups.items()},
     )
 
 
-class Design(NamedTuple):
-    """The instances, seeds and settings that all contenders share."""
-
-    task: AnyTask
-    settings: Sequence[Mapping[str, Any]]  # layers of config over that of the task
-    seeds: tuple[int, ...]
-    part: str  # the part of the task's instances
-    first: int
-    instances: int
-    rows: int  # largest number of environments of a population
-
-    @classmethod
-    def of(
-        cls,
-        task: AnyTask,
-        settings: Sequence[Mapping[str, Any]],
-        seeds: int,
-        part: str,
-        first: int,
-        instances: int,
-        rows: int = ROWS,
-    ) -> "Design":
-        """Return the design with consecutive seeds from that of the config on. Raises InputError if nothing can be evaluated."""
-        if task.test is None:
-            raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
-        for name, count in (("instances", instances), ("seeds", seeds)):
-            if count < 1:
-                raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
-        base = build_config(task.defaults, *settings).seed
-        for name in ASKED:
-            if any(name in layer for layer in settings):
-                raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
-        return cls(task, settings, tuple(range(base, base + seeds)), part, first, instances, rows)
-
-    def check(self, contender: Contender) -> None:
-        """Check that a contender can decide on the task, by one decision in one environment. Raises InputError if it cannot."""
-        instance_keys(self.task, self.config(contender, self.seeds[-1]))
-        config = contender_config(self.task, contender, self.settings, self.seeds[0], self.part, self.first, 1)
-        contender.make(config).act(VectorizedEngine(self.task.sealed(), config).reset())
-
-    def config(self, contender: Contender, seed: int) -> Config:
-        """Return the config of a contender on all instances at once."""
-        return contender_config(self.task, contender, self.settings, seed, self.part, self.first, self.instances)
-
-    def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
-        """Yield every population of a contender: the index of its seed, its first instance, and its config."""
-        for (at, seed), start in itertools.product(enumerate(self.seeds), range(0, self.instances, self.rows)):
-            envs, first = min(self.rows, self.instances - start), self.first + start
-            yield at, start, contender_config(self.task, contender, self.settings, seed, self.part, first, envs)
+def _opponents(grower: Grower, entered: Entered, budget: Budget) -> list[Contender]:
+    """Return the opponents on the task itself."""
+    design = grower.design
+    if not entered.fitted:
+        return list(entered.rules)
+    return [*entered.rules, fitted_tree(design.task, design.settings, budget, grower.kept, grower.watch, grower.pace)]
 
 
-Runs = list[list[Arrays]]
-"""The figures of a contender, by seed and population."""
-
-
-def _grow(design: Design, contender: Contender, kept: "Kept", watch: Say | None, pace: Pace | None) -> Runs:
-    """Grow every population of a contender, or read its stored results."""
-    task = design.task
-    grown: Runs = [[] for _ in design.seeds]
-    for at, start, config in design.populations(contender):
-        begin = time.perf_counter()
-        grown[at].append(kept.grow(task, contender, config))
-        if pace is not None:
-            seconds = time.perf_counter() - begin
-            fresh = seconds > grown[at][-1]["seconds"].sum() / 2  # else its results were stored
-            pace.add(config.envs, seconds if fresh else None)
-        done = f"{start + config.envs} of {counted(design.instances, 'instance')}"
-        tell(watch, f"{task.name}: {contender.name}, seed {config.seed}, {done}")
+def _references(
+    grower: Grower, entered: Entered, budget: Budget, folder: Path | None, episodes: dict[str, int | None]
+) -> dict[str, Runs]:
+    """Grow the opponents on tasks of their own, on the same instances; note their numbers of episodes."""
+    grown: dict[str, Runs] = {}
+    for name, reference in entered.references.items():
+        own = Grower.of(grower.design._replace(task=reference.task()), folder, grower.watch, grower.pace)
+        contender = _search(own, budget).contender if reference.controller == SEARCHED else named(reference.controller)
+        episodes[name] = contender.episodes
+        grown[name] = own.grow(contender._replace(name=name))
     return grown
 
 
-def _train(design: Design, name: str, sizer: Contender, grown: Runs, kept: "Kept", watch: Say | None) -> Runs | Absent:
-    """Train the static networks of a name for every population that `sizer` grew; return Absent if the task has none."""
-    task = design.task
-    beside: Runs = [[] for _ in design.seeds]
-    for at, start, config in design.populations(sizer):
-        trained = kept.train(name, task, sizer, config, grown[at][start // design.rows])
-        if isinstance(trained, Absent):
-            tell(watch, f"{task.name}: {name} is absent: {trained.reason}")
-            return trained
-        beside[at].append(trained)
-        done = f"{start + config.envs} of {counted(design.instances, 'instance')}"
-        tell(watch, f"{task.name}: {name}, seed {config.seed}, {done}")
-    return beside
+def _oracle(grower: Grower, entered: Entered, runs: Mapping[str, Runs]) -> Runs:
+    """Return the figures of the oracle. Plans that equal a contender that was grown have its figures."""
+    alike = {NONE.name: RULES[0], UNIFORM.name: "uniform"}
+    return grower.oracle(
+        [
+            runs[alike[plan.name]] if alike.get(plan.name) in runs else grower.grow(plan.contender(f"plan {plan.name}"))
+            for plan in entered.plans
+        ]
+    )
 
 
-def _stacked(runs: Mapping[str, Sequence[Sequence[Arrays]]], name: str) -> Floats:
-    """Return one figure of all contenders, (C, N, R)."""
-    seeds = [[np.concatenate([chunk[name] for chunk in chunks]) for chunks in each] for each in runs.values()]
-    return np.stack([np.stack(each, 1) for each in seeds])
+def _search(grower: Grower, budget: Budget) -> Found:
+    """Search for the best fixed plan of the task of a design."""
+    design = grower.design
+    return search_plans(
+        design.task,
+        design.settings,
+        episodes=budget.episodes,
+        kept=grower.kept,
+        watch=grower.watch,
+        pace=grower.pace,
+    )
 
 
-def _plan(
-    tasks: Sequence[AnyTask],
-    contenders: int,
-    runs: int,
-    searched: int,
-    settings: Sequence[Mapping[str, Any]],
-    watch: Say | None,
-) -> Pace | None:
+def _plan(contenders: int, asked: Sequence[Asked], runs: int, watch: Say | None) -> Pace | None:
     """Report the number of networks that an evaluation grows. Returns None without `watch`."""
     if watch is None:
         return None
-    search = sum(
-        searched_networks(len(candidate_schedules(task.sealed(), settings)), min(searched, len(task.keys("training"))))
-        for task in tasks
+    grown, search = 0, 0
+    for own in asked:
+        entered = own.entered
+        fresh = [plan for plan in entered.plans if plan.name not in (NONE.name, UNIFORM.name)]
+        grown += (contenders + len(entered.rules) + entered.fitted + len(entered.references) + len(fresh)) * runs
+        searched = [each for each in entered.references.values() if each.controller == SEARCHED]
+        search += own.budget.episodes * (1 + entered.fitted + len(searched))
+    budget = asked[0].budget
+    watch(
+        f"{counted(len(asked), 'task')}, static networks and opponents included: {counted(grown, 'network')} to grow, and "
+        f"{search:,} in the search on training instances ({budget.episodes:,} for each opponent: {budget.reason})"
     )
-    grown = len(tasks) * contenders * runs
-    some = f"{counted(contenders, 'contender')}, static networks included, on {counted(len(tasks), 'task')}"
-    watch(f"{some}: {counted(grown, 'network')} to grow, and {search:,} in the search for the best schedule")
+    for own in asked:
+        for name, reason in own.entered.absent.items():
+            watch(f"{name} takes no part: {reason}")
     return Pace(search + grown, "networks", watch)
 
 
-def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
-    """Return the figures (E,) of one population, and its growth as arrays. Only this function here reads test data of a
-    growth.
-    """
-    engine, outcome, seconds = grow_contender(task.sealed(), contender, config)
-    tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
-    metric, loss = engine.evaluate(tests)
-    value = metric if config.reward.objective == "metric" else -loss
-    added = engine.exported_params() - outcome.host_params
-    figures = Figures(
-        objective=objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size),
-        metric=metric,
-        added_params=added.astype(np.float64),
-        kept=(outcome.seeds.stage == Stage.FOSSILIZED).sum(1).astype(np.float64),
-        seconds=np.full(config.envs, seconds / config.envs),
-    )
-    return {**figures._asdict(), **grown_as_arrays(grown_of(engine))}
-
-
-def _contenders(
-    controllers: Sequence[Contender], tasks: Sequence[AnyTask], baselines: Sequence[str]
-) -> tuple[list[Contender], list[Contender]]:
-    """Return the rules that every evaluation has, and the controllers that are none of them.
-
-    Raises InputError if a name is taken twice.
-    """
+def _contenders(controllers: Sequence[Contender]) -> tuple[list[Contender], list[Contender]]:
+    """Return the rules that every evaluation has, and the controllers that are none of them."""
     rules = [named(name) for name in RULES]
     again = [(rule.name, rule.settings) for rule in rules]
-    ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
-    _check_names([contender.name for contender in (*rules, *ours)], tasks, baselines)
-    return rules, ours
+    return rules, [controller for controller in controllers if (controller.name, controller.settings) not in again]
 
 
 def _check_names(contenders: Sequence[str], tasks: Sequence[AnyTask], baselines: Sequence[str]) -> None:
     """Raise InputError if a contender or a task is named twice, or a name is reserved or unknown."""
-    if len(set(contenders)) < len(contenders) or {BEST, *BASELINES} & set(contenders):
-        reserved = ", ".join(map(repr, (BEST, *BASELINES)))
+    references = dict.fromkeys(name for task in tasks for name in task.opponents.references)
+    reserved = (BEST, ORACLE, FITTED, *references, *BASELINES)
+    if len(set(contenders)) < len(contenders) or set(reserved) & set(contenders):
         raise InputError(
-            f"the controllers are {', '.join(contenders)}; give each a name of its own, and none of {reserved}"
+            f"the controllers are {', '.join(contenders)}; give each a name of its own, and none of "
+            f"{', '.join(map(repr, reserved))}"
         )
     try:
         baseline_names(list(baselines))
@@ -346,52 +274,12 @@ def _check_names(contenders: Sequence[str], tasks: Sequence[AnyTask], baselines:
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
 
 
-class Kept:
-    """Computes the figures of populations on `data`, or reads them from a folder where they are stored."""
-
-    def __init__(self, folder: Path | None, data: Mapping[str, str]) -> None:
-        self.folder, self.data = folder, data
-
-    def grow(self, task: AnyTask, contender: Contender, config: Config) -> Arrays:
-        """Return the figures (E,) of a contender's population, and its growth as arrays."""
-        found = self._find([contender.name, contender.content], config, lambda: _figures(task, contender, config))
-        assert not isinstance(found, Absent)
-        return found
-
-    def train(self, name: str, task: AnyTask, sizer: Contender, config: Config, grown: Arrays) -> Arrays | Absent:
-        """Return the figures (E,) of the static networks for a population of `sizer`, with `grown`, its figures and growth."""
-        host_params = grown["params"] - grown["added_params"].astype(np.int64)
-        return self._find(
-            [name, sizer.name, sizer.content],
-            config,
-            lambda: static_figures(name, task, config, grown_from(grown), host_params),
-        )
-
-    def _find(self, who: Sequence[str], config: Config, make: Callable[[], Arrays | Absent]) -> Arrays | Absent:
-        if self.folder is None:
-            return make()
-        asked = json.dumps([*who, config.model_dump(mode="json"), self.data], sort_keys=True)
-        tag = hashlib.sha256(asked.encode()).hexdigest()[:16]
-        name = f"{file_name(config.task)}-{file_name(who[0])[-40:]}-s{config.seed}-{config.first_instance}-{tag}.npz"
-        path = self.folder / name
-        if not path.exists():
-            made = make()
-            if not isinstance(made, Absent):
-                content = io.BytesIO()
-                np.savez_compressed(content, allow_pickle=False, **made)
-                write_atomic(path, content.getvalue())
-            return made
-        try:
-            with zipfile.ZipFile(path) as parts:
-                if sum(part.file_size for part in parts.infolist()) > 2**30:
-                    raise ValueError("more than any figures")
-            with np.load(path, allow_pickle=False) as arrays:
-                found = dict(arrays)
-            if set(Figures._fields) - set(found):
-                raise KeyError("some figures")
-        except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error):
-            raise InputError(f"{path} cannot be read as kept figures; remove it, and they are grown again") from None
-        return found
+def _check_apart(controllers: Sequence[Contender], opponents: Sequence[Contender]) -> None:
+    """Raise InputError if a controller has the name of an opponent and is another one."""
+    settings = {each.name: each.settings for each in opponents}
+    for controller in controllers:
+        if settings.get(controller.name, controller.settings) != controller.settings:
+            raise InputError(f"a controller has the name of the opponent {controller.name!r}; give it another name")
 
 
 def _create(folder: Path) -> None:

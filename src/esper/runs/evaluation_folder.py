@@ -55,7 +55,7 @@ class EvaluationFolder:
 
 
 def default_folder(
-    controllers: Sequence[Contender], tasks: Sequence[str], settings: Sequence[Mapping[str, Any]], **numbers: int
+    controllers: Sequence[Contender], tasks: Sequence[str], settings: Sequence[Mapping[str, Any]], **numbers: int | None
 ) -> Path:
     """Return the default folder for the arguments of an evaluation, which is a function of the arguments."""
     asked = [[each.name, each.content, dict(each.settings)] for each in controllers]

@@ -1,15 +1,16 @@
 """The record of an evaluation: figures with intervals. C contenders, N instances, R runs of each."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from esper.leyline.opponents import ORACLE
 from esper.leyline.view import Floats
 from esper.runs.contenders import BEST, RULES
-from esper.runs.schedule_search import Found, entry_line
+from esper.runs.plan_search import Found, entry_line
 from esper.runs.statistics import (
     CONFIDENCE,
     DRAWS,
@@ -20,7 +21,9 @@ from esper.runs.statistics import (
     mean,
     mean_difference,
     probability_of_improvement,
+    share_of_headroom,
 )
+from esper.tamiyo.plans import Placed
 
 Record = dict[str, Any]
 
@@ -55,8 +58,11 @@ class Evaluation(NamedTuple):
         sampled (bool): True where instances are problems of a mixture, False where they are starts on one data set
         figures (Figures, (C, N, R)): the figures
         static (names): the contenders that are static networks
-        absent (mapping): static networks that could not be trained, with the reasons
+        absent (mapping): static networks and opponents that could not take part, with the reasons
         sized_by (str or None): the contender whose grown networks determine the sizes of the static networks
+        opponents (names): the contenders that the task declares as opponents
+        groups (mapping): contenders that are trainings of one controller, by the name of the controller
+        episodes (mapping): number of episodes that contenders were trained or searched with; None if unknown
     """
 
     task: str
@@ -69,14 +75,34 @@ class Evaluation(NamedTuple):
     static: tuple[str, ...] = ()
     absent: Mapping[str, str] = MappingProxyType({})
     sized_by: str | None = None
+    opponents: tuple[str, ...] = ()
+    groups: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    episodes: Mapping[str, int | None] = MappingProxyType({})
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The contenders as they are shown: a controller that was trained several times is one of them."""
+        of = {member: name for name, members in self.groups.items() for member in members}
+        return tuple(dict.fromkeys(of.get(name, name) for name in self.contenders))
 
     def problems(self, figure: Floats) -> Floats:
         """Return a figure (N, R) of one contender as problems by runs. All starts on one data set are runs of one problem."""
         return figure if self.sampled else figure.reshape(1, -1)
 
+    def scores(self, name: str, figure: str) -> Floats:
+        """Return a figure of a row as problems by runs; the runs of all of its trainings come one after the other."""
+        all_of = getattr(self.figures, figure)
+        members = self.groups.get(name, (name,))
+        return np.concatenate([self.problems(all_of[self.contenders.index(member)]) for member in members], 1)
 
-def findings(evaluations: Sequence[Evaluation], searches: Sequence[Found], static: Sequence[str]) -> Record:
-    """Return the results on every task, and on all tasks together if they have the same metric."""
+
+def findings(
+    evaluations: Sequence[Evaluation], searches: Sequence[Found], static: Sequence[str], named: Sequence[str] = ()
+) -> Record:
+    """Return the results on every task, and on all tasks together if they have the same metric.
+
+    named: the rows that are compared with every opponent; all others are compared with the rules and the static networks.
+    """
     alike = len({evaluation.metric for evaluation in evaluations}) == 1
     return {
         "confidence": CONFIDENCE,
@@ -84,12 +110,14 @@ def findings(evaluations: Sequence[Evaluation], searches: Sequence[Found], stati
         "rules": [*RULES, BEST],
         "baselines": list(static),
         "sized_by": evaluations[0].sized_by,
-        "tasks": [task_record(evaluation, found) for evaluation, found in zip(evaluations, searches, strict=True)],
-        "together": _estimates(evaluations) if alike and len(evaluations) > 1 else None,
+        "tasks": [
+            task_record(evaluation, found, named) for evaluation, found in zip(evaluations, searches, strict=True)
+        ],
+        "together": _estimates(evaluations, named) if alike and len(evaluations) > 1 else None,
     }
 
 
-def task_record(evaluation: Evaluation, found: Found) -> Record:
+def task_record(evaluation: Evaluation, found: Found, named: Sequence[str] = ()) -> Record:
     """Return the results on one task: estimates, the search, and every run."""
     problems, runs = evaluation.problems(evaluation.figures.objective[0]).shape
     return {
@@ -98,17 +126,11 @@ def task_record(evaluation: Evaluation, found: Found) -> Record:
         "sampled": evaluation.sampled,
         "problems": problems,
         "runs_of_each": runs,
-        "search": {
-            "entries": [entry_line(entry) for entry in found.entries],
-            "permissive_gates": "gates" in found.contender.settings,
-            "probe_objective": _number(found.objective),
-            "candidates": found.candidates,
-            "instances": found.instances,
-            "episodes": found.episodes,
-            "seconds": round(found.seconds, 3),
-        },
+        "search": _search(found),
         "absent": dict(evaluation.absent),
-        **_estimates([evaluation]),
+        "opponents": list(evaluation.opponents),
+        "groups": {name: list(members) for name, members in evaluation.groups.items()},
+        **_estimates([evaluation], named),
         "instance_keys": evaluation.instances.tolist(),
         "runs": {
             contender: {
@@ -120,49 +142,69 @@ def task_record(evaluation: Evaluation, found: Found) -> Record:
     }
 
 
-def _estimates(evaluations: Sequence[Evaluation]) -> Record:
-    """Return estimates for every contender, and for every contender compared with every rule, over one task or several."""
-    contenders = [name for name in evaluations[0].contenders if all(name in each.contenders for each in evaluations)]
-    rules = (*RULES, BEST)
+def _search(found: Found) -> Record:
+    """Return the plan that was found, and what the search cost. `entries` is empty for a plan that is no schedule."""
+    choice = found.best.choice
+    return {
+        "plan": found.best.name,
+        "entries": [] if isinstance(choice, Placed) else [entry_line(entry) for entry in choice],
+        "permissive_gates": "gates" in found.best.settings,
+        "probe_objective": _number(found.objective),
+        "candidates": found.candidates,
+        "tried": found.tried,
+        "instances": found.instances,
+        "episodes": found.episodes,
+        "seconds": round(found.seconds, 3),
+    }
 
-    def tasks(figure: str, contender: int) -> Tasks:
-        return [
-            each.problems(getattr(each.figures, figure)[each.contenders.index(contenders[contender])])
-            for each in evaluations
+
+def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str]) -> Record:
+    """Return estimates for every row, and for every row compared with rules, over one task or several."""
+    first = evaluations[0]
+    rows = [name for name in first.rows if all(name in each.rows for each in evaluations)]
+    rules, shown = (*RULES, BEST), (*RULES, BEST, *first.static)
+
+    def estimate(statistic: Callable[..., Floats], figure: str, *names: str) -> Record:
+        repeats = {name: len(first.groups.get(name, (name,))) for name in names}
+        most = max(repeats.values())
+        assert set(repeats.values()) <= {1, most}, "trainings of two controllers are not paired"
+        tasks: list[Tasks] = [
+            [np.tile(each.scores(name, figure), (1, most // repeats[name])) for each in evaluations] for name in names
         ]
+        return _interval(interval(statistic, *tasks, trainings=most))
 
     controllers = [
         {
-            "name": contender,
-            "rule": contender in rules,
-            "static": contender in evaluations[0].static,
-            "objective": _interval(interval(mean, tasks("objective", index))),
-            "objective_iqm": _interval(interval(interquartile_mean, tasks("objective", index))),
-            "metric": _interval(interval(mean, tasks("metric", index))),
-            "added_params": _interval(interval(mean, tasks("added_params", index))),
-            "kept": _interval(interval(mean, tasks("kept", index))),
-            "seconds": round(float(sum(seconds.sum() for seconds in tasks("seconds", index))), 3),
+            "name": name,
+            "rule": name in rules,
+            "static": name in first.static,
+            "opponent": name in first.opponents,
+            "trainings": len(first.groups.get(name, (name,))),
+            "episodes": first.episodes.get(name),
+            "objective": estimate(mean, "objective", name),
+            "objective_iqm": estimate(interquartile_mean, "objective", name),
+            "share_of_headroom": estimate(share_of_headroom, "objective", name, BEST, ORACLE)
+            if ORACLE in rows
+            else None,
+            "metric": estimate(mean, "metric", name),
+            "added_params": estimate(mean, "added_params", name),
+            "kept": estimate(mean, "kept", name),
+            "seconds": round(float(sum(each.scores(name, "seconds").sum() for each in evaluations)), 3),
         }
-        for index, contender in enumerate(contenders)
+        for name in rows
     ]
     comparisons = [
         {
-            "controller": contender,
-            "rule": contenders[rule],
-            "difference": _interval(interval(mean_difference, tasks("objective", index), tasks("objective", rule))),
-            "probability": _interval(
-                interval(probability_of_improvement, tasks("objective", index), tasks("objective", rule))
-            ),
+            "controller": name,
+            "rule": rule,
+            "difference": estimate(mean_difference, "objective", name, rule),
+            "probability": estimate(probability_of_improvement, "objective", name, rule),
         }
-        for index, contender, rule in _pairs(contenders, (*rules, *evaluations[0].static))
+        for name in rows
+        for rule in rows
+        if rule != name and rule in (*shown, *(first.opponents if name in named else ()))
     ]
     return {"controllers": controllers, "comparisons": comparisons}
-
-
-def _pairs(contenders: Sequence[str], rules: Sequence[str]) -> Iterator[tuple[int, str, int]]:
-    """Yield every contender with every other rule: (index of the contender, its name, index of the rule)."""
-    for index, contender in enumerate(contenders):
-        yield from ((index, contender, rule) for rule, name in enumerate(contenders) if name in rules and rule != index)
 
 
 def _interval(estimate: Interval) -> Record:

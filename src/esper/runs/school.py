@@ -152,8 +152,17 @@ class School:
             "seed": self.config.seed,
             "round": self.best[1],
             "validation_objective": self.best[0],
+            "episodes": self.episodes(self.best[1]),
         }
         return self.policy
+
+    def episodes(self, number: int) -> int:
+        """Return the number of episodes that all cohorts played until the end of a round, imitation and validation included."""
+        settings, rounds = self.config.ppo, number + 1
+        validations = -(-rounds // settings.validate_every) + bool(settings.imitation_rounds)
+        watched = sum(cohort.watched.envs for cohort in self.cohorts if cohort.watched is not None)
+        envs = sum(cohort.config.envs for cohort in self.cohorts)
+        return (rounds + settings.imitation_rounds) * envs + validations * watched
 
     def summary(self) -> Summary:
         """Return the best round, the figures of the last rounds, and the numbers of rollbacks and refusals."""

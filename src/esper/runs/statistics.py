@@ -63,11 +63,36 @@ def probability_of_improvement(ours: Tasks, theirs: Tasks) -> Floats:
     return mean([_better(a, b)[..., None] for a, b in zip(ours, theirs, strict=True)])
 
 
-def interval(statistic: Callable[..., Floats], *controllers: Tasks, draws: int = DRAWS, seed: int = 0) -> Interval:
+def share_of_headroom(ours: Tasks, base: Tasks, ceiling: Tasks) -> Floats:
+    """(...) mean(ours - base) / mean(ceiling - base): 0 at the base and 1 at the ceiling; nan where the ceiling is not above."""
+    room = mean_difference(ceiling, base)
+    return np.where(room > 0, mean_difference(ours, base) / np.where(room > 0, room, 1), np.nan)
+
+
+def best_by_others(scores: Floats) -> NDArray[np.int64]:
+    """scores (K, P, R) -> (P, R) index of the plan with the highest mean over the other runs of the problem.
+
+    A plan is chosen by other runs than the one whose score it then has, so the mean of the chosen scores is not raised by
+    the choice. R is at least 2.
+    """
+    assert scores.shape[2] > 1, "the choice for a run is made by others"
+    others = np.stack([np.delete(scores, run, 2).mean(2) for run in range(scores.shape[2])], 2)
+    return np.asarray(np.nan_to_num(others, nan=-np.inf).argmax(0))
+
+
+def interval(
+    statistic: Callable[..., Floats], *controllers: Tasks, draws: int = DRAWS, seed: int = 0, trainings: int = 1
+) -> Interval:
     """Compute a statistic of the scores of one or more controllers, with percentile bounds from a stratified bootstrap.
 
     Each task is a stratum. A bootstrap sample has the same problems (or runs, where a task is one problem) for all
-    controllers. All three numbers are nan where a score is nan. The bounds are nan where a task has a single unit.
+    controllers. All three numbers are nan where a score is nan. The bounds are nan where a task has a single unit, or where
+    the statistic of a sample is nan.
+
+    trainings: the runs of a problem are those of so many trainings of the same controller, one training after the other. A
+    bootstrap sample then has trainings and problems that are both drawn with replacement, the same trainings for all
+    problems and tasks (Owen, "The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007). Scores of a controller
+    without trainings are repeated for every training.
     """
     assert controllers
     shapes = [scores.shape for scores in controllers[0]]
@@ -75,7 +100,7 @@ def interval(statistic: Callable[..., Floats], *controllers: Tasks, draws: int =
     if any(np.isnan(scores).any() for tasks in controllers for scores in tasks):
         return Interval(np.nan, np.nan, np.nan)
     value = float(statistic(*controllers))
-    units = [problems if problems > 1 else runs for problems, runs in shapes]
+    units = [problems if problems > 1 else runs // trainings for problems, runs in shapes]
     if min(units) < 2:
         return Interval(value, np.nan, np.nan)
     random, drawn = np.random.default_rng(seed), np.zeros(draws)
@@ -83,7 +108,12 @@ def interval(statistic: Callable[..., Floats], *controllers: Tasks, draws: int =
     for start in range(0, draws, batch):
         some = drawn[start : start + batch]
         chosen = [random.integers(count, size=(len(some), count)) for count in units]
-        some[:] = statistic(*([_take(*pair) for pair in zip(tasks, chosen, strict=True)] for tasks in controllers))
+        if trainings == 1:
+            samples = [[_take(*pair) for pair in zip(tasks, chosen, strict=True)] for tasks in controllers]
+        else:
+            which = random.integers(trainings, size=(len(some), trainings))
+            samples = [[_take_both(*pair, which) for pair in zip(tasks, chosen, strict=True)] for tasks in controllers]
+        some[:] = statistic(*samples)
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(value, float(low), float(high))
 
@@ -91,6 +121,17 @@ def interval(statistic: Callable[..., Floats], *controllers: Tasks, draws: int =
 def _take(scores: Floats, chosen: NDArray[np.int64]) -> Floats:
     """scores (P, R), chosen (draws, units) -> (draws, P, R). Units are problems, or the runs of a single problem."""
     return scores[chosen] if len(scores) > 1 else scores[0][chosen][:, None]
+
+
+def _take_both(scores: Floats, chosen: NDArray[np.int64], which: NDArray[np.int64]) -> Floats:
+    """scores (P, T R), chosen (draws, units), which (draws, T) -> (draws, P, T R): units as in `_take`, and trainings."""
+    problems, trainings = len(scores), which.shape[1]
+    by_training = scores.reshape(problems, trainings, -1).swapaxes(0, 1)  # (T, P, R)
+    if problems > 1:
+        taken = by_training[which[:, None], chosen[:, :, None]]  # (draws, P, T, R)
+    else:
+        taken = by_training[which[:, :, None], 0, chosen[:, None]][:, None]  # (draws, 1, T, R)
+    return np.asarray(taken.reshape(len(which), problems, -1))
 
 
 def _better(ours: Floats, theirs: Floats) -> Floats:

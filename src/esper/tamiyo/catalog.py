@@ -11,12 +11,12 @@ from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient, Senses
 from esper.tamiyo import bandit
 from esper.tamiyo.baselines import Never, RandomValid
-from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_settings
+from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_origin, read_settings
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform
 from esper.tamiyo.schedule import load_schedule
 from esper.tamiyo.shipped import Shipped, is_shipped, resolved
-from esper.tamiyo.trees import Trees
+from esper.tamiyo.trees import SHIPPED, Trees, load_trees
 
 FOLDER = "controller"
 """Name of the folder, within a run folder, of the controller that was trained in the run."""
@@ -102,6 +102,21 @@ def settings_of(name_or_path: str) -> Mapping[str, Any]:
         return read_settings(folder)
     suffixed = Path(name_or_path).suffix in (TREES, bandit.SUFFIX)
     return KEEPS if suffixed or name_or_path in (*PLACEMENTS, "tree") or is_shipped(name_or_path) else {}
+
+
+def episodes_of(name_or_path: str) -> int | None:
+    """The number of episodes that a controller was trained with: 0 for a rule; None where its file does not say."""
+    if name_or_path == "tree":
+        return load_trees(SHIPPED).episodes
+    if is_shipped(resolved(name_or_path)):
+        return None
+    if name_or_path in CONTROLLERS:
+        return 0
+    if Path(name_or_path).suffix == TREES and Path(name_or_path).is_file():
+        return load_trees(Path(name_or_path)).episodes
+    folder = trained(name_or_path)
+    episodes = read_origin(folder).get("episodes") if folder is not None else None
+    return episodes if isinstance(episodes, int) and episodes > 0 else None
 
 
 def with_sensors(config: Config, client: PolicyClient) -> Config:

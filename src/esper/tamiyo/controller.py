@@ -264,6 +264,12 @@ def read_settings(folder: Path) -> Mapping[str, Any]:
     return settings
 
 
+def read_origin(folder: Path) -> Mapping[str, Any]:
+    """The `origin` of a controller, read without its weights. InputError as in `load_policy`."""
+    origin: dict[str, Any] = _read_facts(find_folder(folder))["origin"]
+    return origin
+
+
 def is_controller(folder: Path) -> bool:
     """Whether a folder has the JSON file of a controller."""
     return (find_folder(folder) / FACTS).is_file()

@@ -21,6 +21,8 @@ from esper.store.reading import read_named
 LARGEST = 2**24  # bytes of a file
 FEATURES = "features"
 """Name of the tensor that holds the names of the features, as UTF-8 of a JSON list."""
+EPISODES = "episodes"
+"""Name of the tensor that holds the number of episodes, where it is known."""
 
 
 class Forest(NamedTuple):
@@ -60,10 +62,12 @@ class Forests(NamedTuple):
     Attributes:
         features (F names): the columns that the trees read
         models (mapping): forests by name
+        episodes (int or None): number of episodes whose figures the trees were fitted on; None if unknown
     """
 
     features: tuple[str, ...]
     models: Mapping[str, Forest]
+    episodes: int | None = None
 
 
 def forest_of(fitted: Any) -> Forest:
@@ -95,7 +99,8 @@ def save_forests(path: Path, forests: Forests) -> None:
         f"{name}.{field}": getattr(own, field) for name, own in forests.models.items() for field in Forest._fields
     }
     names = np.frombuffer(json.dumps(forests.features).encode(), np.uint8)
-    write_atomic(path, save({**tensors, FEATURES: names}))
+    counted = {} if forests.episodes is None else {EPISODES: np.array(forests.episodes, np.int64)}
+    write_atomic(path, save({**tensors, **counted, FEATURES: names}))
 
 
 def load_forests(path: Path, known: Sequence[str]) -> Forests:
@@ -104,6 +109,7 @@ def load_forests(path: Path, known: Sequence[str]) -> Forests:
     try:
         tensors = load(data)
         features = tuple(json.loads(bytes(tensors.pop(FEATURES))))
+        episodes = int(tensors.pop(EPISODES)) if EPISODES in tensors else None
         names = sorted({name.rpartition(".")[0] for name in tensors})
         models = {name: Forest(*(tensors[f"{name}.{field}"] for field in Forest._fields)) for name in names}
     except (SafetensorError, KeyError, ValueError, TypeError):
@@ -116,7 +122,7 @@ def load_forests(path: Path, known: Sequence[str]) -> Forests:
     for name, forest in models.items():
         if not _is_whole(forest, len(features)):
             raise InputError(f"the trees {name!r} of {path} are damaged; fit them again")
-    return Forests(features, models)
+    return Forests(features, models, episodes)
 
 
 def _is_whole(forest: Forest, features: int) -> bool:

@@ -18,7 +18,7 @@ from esper.leyline.text import nothing_planted
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Bools, Floats, Outcome, View
 from esper.tamiyo.baselines import Rule
-from esper.tamiyo.plans import BYPASS, HERE, MIXED, UNIFORM, Plan, inner_slots, wished
+from esper.tamiyo.plans import BYPASS, HERE, MIXED, UNIFORM, Placed, Plan, inner_slots, wished
 
 DROP = 0.5
 """A participation that falls below this share of the participation in front of the segment is a drop."""
@@ -163,6 +163,24 @@ class Uniform(Placement):
         """The same in every environment."""
         envs = len(view.masks.op)
         return Picks([UNIFORM] * envs, np.full(envs, -1), ["every block gets a bypass"] * envs)
+
+
+class Fixed(Placement):
+    """Plants given plans whatever the host is, each in an equal share of the environments."""
+
+    sensors_every = 0
+
+    def __init__(self, plans: Sequence[Placed]) -> None:
+        super().__init__()
+        self.plans = plans
+
+    def pick(self, view: View) -> Picks:
+        """The plan of each share, in order."""
+        each, rest = divmod(len(view.masks.op), len(self.plans))
+        assert not rest, "the environments cannot be shared equally"
+        of_env = [placed for placed in self.plans for _ in range(each)]
+        slots = np.array([placed.slot for placed in of_env])
+        return Picks([placed.plan for placed in of_env], slots, ["the plan is fixed"] * len(of_env))
 
 
 class ParticipationDrop(Placement):

@@ -22,11 +22,14 @@ class Plan(NamedTuple):
         name (str): name of the plan
         here (names): choices for the slot that the plan is for, in the order in which they are tried
         others (names): choices for the other slots whose segments keep the width of the stream, after those of the slot
+        everywhere (bool): whether `here` is for every slot that it fits, instead of those that keep the width, if the plan
+            has no slot
     """
 
     name: str
     here: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    everywhere: bool = False
 
 
 NONE = Plan("none")
@@ -75,12 +78,67 @@ def inner_slots(space: Space) -> Bools:
 
 
 def wished(space: Space, plan: Plan, slot: Ints) -> Ints:
-    """(E, S, P) indices into the menu, -1 at the end: what the plan plants for the slots (E,); all slots where slot is -1."""
+    """(E, S, P) indices into the menu, -1 at the end: what the plan plants for the slots (E,); no slot where slot is -1."""
     here, others = indices(space, plan.here), indices(space, plan.others)
     size = max(len(here), len(others), 1)
     inner = inner_slots(space)
     blueprint = np.full((*inner.shape, size), -1)
-    own = np.where(slot[:, None] < 0, inner, np.arange(inner.shape[1]) == slot[:, None])
+    unplaced = np.ones_like(inner) if plan.everywhere else inner
+    own = np.where(slot[:, None] < 0, unplaced, np.arange(inner.shape[1]) == slot[:, None])
     for where, choices in ((inner, others), (own, here)):
         blueprint[where] = [*choices, *[-1] * (size - len(choices))]
     return blueprint
+
+
+class Placed(NamedTuple):
+    """A plan at a slot.
+
+    Attributes:
+        plan (Plan): the plan
+        slot (int): index of the slot; -1 for a plan that has no slot
+    """
+
+    plan: Plan
+    slot: int = -1
+
+    @property
+    def name(self) -> str:
+        """The name of the plan, with the index of its slot."""
+        return self.plan.name if self.slot < 0 else f"{self.plan.name} at {self.slot}"
+
+    def words(self, space: Space) -> str:
+        """The name of the plan, with the name of its slot."""
+        return self.plan.name if self.slot < 0 else f"{self.plan.name} at {space.slots[self.slot]}"
+
+
+def choices_of(space: Space) -> list[Placed]:
+    """The plans that rules and trees choose from, at most 2 S + 3, without those that plant the same as one before."""
+    slots = range(len(space.slots))
+    placed = [Placed(plan, slot) for plan in (BYPASS, MIXED) for slot in slots]
+    return _different(space, [Placed(NONE), Placed(UNIFORM), *placed, Placed(HERE, slots[-1])])
+
+
+def plans_of(space: Space) -> list[Placed]:
+    """Every plan of the menu: `choices_of`, then each blueprint at each slot that it fits, and each at every such slot."""
+    slots = range(len(space.slots))
+    singles, packages = [], []
+    for index, blueprint in enumerate(space.blueprints):
+        plan = Plan(blueprint.name, (blueprint.name,))
+        singles += [Placed(plan, slot) for slot in slots if space.fits[slot, index]]
+        packages.append(Placed(Plan(f"{blueprint.name} everywhere", (blueprint.name,), everywhere=True)))
+    return _different(space, [*choices_of(space), *singles, *packages])
+
+
+def _different(space: Space, plans: Sequence[Placed]) -> list[Placed]:
+    """The plans whose choices differ at a slot that they fit, in an environment; the first of several that are alike."""
+    found: dict[bytes, Placed] = {}
+    size = len(space.blueprints)
+    for placed in plans:
+        wish = wished(space, placed.plan, np.full(len(space.width), placed.slot))  # (E, S, P)
+        fits = np.broadcast_to(space.fits, (*wish.shape[:2], size))
+        able = np.take_along_axis(fits, np.maximum(wish, 0), 2) & (wish >= 0)
+        last = np.where(able, 0, 1).argsort(2, kind="stable")  # what fits comes first, in its order
+        kept = np.take_along_axis(np.where(able, wish, -1), last, 2)
+        whole = np.pad(kept, ((0, 0), (0, 0), (0, max(size - kept.shape[2], 0))), constant_values=-1)
+        found.setdefault(whole[:, :, :size].tobytes(), placed)
+    return list(found.values())

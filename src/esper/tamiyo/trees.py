@@ -22,13 +22,9 @@ class Trees(Placement):
     The features are free of the size of the host. UNIFORM has the gain 0.
     """
 
-    def __init__(self, path: Path = SHIPPED) -> None:
+    def __init__(self, trees: Path | Forests = SHIPPED) -> None:
         super().__init__()
-        self.forests: Forests = load_forests(path, TAUGHT_FEATURES)
-        known = [plan.name for plan in PLACED]
-        unknown = [name for name in self.forests.models if name not in known]
-        if unknown:
-            raise InputError(f"the trees of {path} are for the plan {unknown[0]!r}; the plans are {', '.join(known)}")
+        self.forests: Forests = load_trees(trees) if isinstance(trees, Path) else trees
 
     def pick(self, view: View) -> Picks:
         """The argmax of the expected gains; UNIFORM where none is above 0."""
@@ -56,3 +52,13 @@ class Trees(Placement):
                 options.append((plan, -1 if plan == NONE else slot))
                 columns.append(expected[:, slot])
         return options, np.stack(columns, 1)
+
+
+def load_trees(path: Path) -> Forests:
+    """The trees of a file. InputError if they are not trees of known plans, or read unknown features."""
+    forests = load_forests(path, TAUGHT_FEATURES)
+    known = [plan.name for plan in PLACED]
+    unknown = [name for name in forests.models if name not in known]
+    if unknown:
+        raise InputError(f"the trees of {path} are for the plan {unknown[0]!r}; the plans are {', '.join(known)}")
+    return forests

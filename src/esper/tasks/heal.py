@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.batches import Batch
 from esper.leyline.errors import InputError
+from esper.leyline.opponents import Opponents, Reference
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
 from esper.tasks.closed_form import correct
 from esper.tasks.convolutional import BridgedCNN
@@ -177,7 +179,13 @@ def heal(hosts: HostSet = VECTORS) -> Mixture:
 
     80 updates; seeds may have 6 % of the host's parameters (`governor.param_limit`).
     """
-    return _mixture(hosts, "", FROZEN, hosts.rates[0], _damaged(frozen=True), frozen=True)
+    mixture = _mixture(hosts, "", FROZEN, hosts.rates[0], _damaged(frozen=True), frozen=True)
+    return replace(
+        mixture,
+        opponents=Opponents(
+            RULES, {"drift-taught": Reference(partial(heal_taught, hosts), "drift"), **references(hosts)}
+        ),
+    )
 
 
 def heal_taught(hosts: HostSet = VECTORS) -> Mixture:
@@ -193,7 +201,7 @@ def heal_taught(hosts: HostSet = VECTORS) -> Mixture:
 
         return frozen(key)._replace(intact=intact)
 
-    return replace(mixture, sample=sample)
+    return replace(mixture, sample=sample, opponents=Opponents((*RULES, "drift"), references(hosts)))
 
 
 def heal_unfrozen(hosts: HostSet = VECTORS) -> Mixture:
@@ -212,6 +220,20 @@ def heal_eora(cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
     `cap` is the share of the host's parameters that the corrections may have. They are part of the host and pay no rent.
     """
     return _mixture(VECTORS, "-eora", EORA, VECTORS.rates[0], lambda facts: CorrectedHost(facts, cap), frozen=True)
+
+
+RULES = ("uniform", "participation", "collapse", "inner-use", "tree")
+"""The rules that an evaluation on `heal` adds."""
+
+
+def references(hosts: HostSet) -> dict[str, Reference]:
+    """The networks of an evaluation on `heal` that may do what a controller may not, each on a task of its own."""
+    closed = {"closed-form": Reference(heal_eora)} if hosts is VECTORS else {}
+    return {
+        "fine-tuning": Reference(partial(heal_unfrozen, hosts)),
+        "from-scratch": Reference(partial(heal_scratch, hosts)),
+        **closed,
+    }
 
 
 Build = Callable[[Facts], Callable[[], nn.Module]]
@@ -241,6 +263,7 @@ def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, 
         objective=Classification(CLASSES),
         menu=MENU,
         defaults={**DEFAULTS, "optimizer": {"lr": lr}, "mapping": hosts.mapping},
+        opponents=Opponents(rules=(), oracle=False),
     )
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from esper.leyline import keys
 from esper.leyline.errors import InputError
+from esper.leyline.opponents import DEFAULT, SEARCHED, Opponents, Reference
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
 from esper.tasks.hosts import VECTOR_MENU, DamagedMLP
 from esper.tasks.objectives import Classification
@@ -218,12 +219,13 @@ def repair() -> Mixture:
             "reward": {"rent": 0.1},
             "gates": {"gain_z": -1.0, "contribution_z": 0.0, "min_contribution": -0.02},
         },
+        opponents=Opponents((), {"full-menu": Reference(repair_full, SEARCHED)}),
     )
 
 
 def repair_full() -> Mixture:
     """The instances of `repair` with FULL_MENU. A skip from the host's input may go around the damage of all blocks at once."""
-    return replace(repair(), name="repair-full", summary=FULL, menu=FULL_MENU)
+    return replace(repair(), name="repair-full", summary=FULL, menu=FULL_MENU, opponents=DEFAULT)
 
 
 def sample(key: int) -> Instance:

@@ -10,6 +10,7 @@ from esper.karn.evaluation import (
     costs_table,
     interval_lines,
     objectives_table,
+    opponent_lines,
     sample_words,
     search_lines,
     spread,
@@ -68,6 +69,18 @@ def _asked(record: Record) -> list[str]:
         f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
         f"under the run seeds {', '.join(map(str, record['seeds']))}.",
         "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
+        *_budget(record),
+    ]
+
+
+def _budget(record: Record) -> list[str]:
+    """The search budget of the opponents, where the record has it."""
+    budget = record.get("search_budget")
+    if budget is None:
+        return []
+    episodes = counted(budget["episodes"], "episode")
+    return [
+        f"Each opponent that is searched for or fitted had {episodes} on training instances: {printable(budget['reason'])}."
     ]
 
 
@@ -86,6 +99,7 @@ def _task(record: Record, task: Record, key: str) -> Section:
         "Interquartile mean: the mean over the middle half of the runs. P(better): of one run of each on the same problem, how "
         "probably the controller's has the higher J.",
         *static_lines(record, task),
+        *opponent_lines(task),
         *search_lines(task["search"]),
     ]
     return Section(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)

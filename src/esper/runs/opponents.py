@@ -1,0 +1,192 @@
+"""The opponents that an evaluation adds: which take part, with which search budget, and how they are made."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from esper.leyline.config import build_config
+from esper.leyline.errors import InputError
+from esper.leyline.opponents import FITTED, ORACLE, SEARCHED, Reference
+from esper.leyline.pace import Pace
+from esper.leyline.task import AnyTask
+from esper.leyline.text import counted
+from esper.leyline.view import Space
+from esper.runs.contenders import ROWS, Contender, Say, named, tell
+from esper.runs.kept import Kept
+from esper.runs.plan_search import EPISODES, UNMEASURED, Candidate, grow_abreast, space_of
+from esper.tamiyo.catalog import KEEPS, PLACEMENTS
+from esper.tamiyo.forest import Forest, Forests
+from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
+from esper.tamiyo.plans import UNIFORM, choices_of, indices, plans_of
+from esper.tamiyo.tree_fitting import fit_trees
+from esper.tamiyo.trees import Trees
+from esper.tolaria.engine import VectorizedEngine
+
+LEAST = 32
+"""Fewest training instances on which trees are fitted."""
+
+
+class Budget(NamedTuple):
+    """The search budget of the opponents.
+
+    Attributes:
+        episodes (int): number of episodes
+        reason (str): what it was derived from
+        given (bool): whether it was asked for, or is that of a controller
+    """
+
+    episodes: int
+    reason: str
+    given: bool
+
+
+class Entered(NamedTuple):
+    """The opponents that take part on one task.
+
+    Attributes:
+        rules (contenders): built-in controllers
+        references (mapping): opponents on tasks of their own, by name
+        plans (candidates): the plans of the oracle; empty without it
+        fitted (bool): whether trees are fitted
+        absent (mapping): opponents that take no part, with the reasons
+    """
+
+    rules: Sequence[Contender]
+    references: Mapping[str, Reference]
+    plans: Sequence[Candidate]
+    fitted: bool
+    absent: Mapping[str, str]
+
+
+NOBODY = Entered((), {}, (), False, {})
+
+
+def check_opponents(names: Sequence[str] | None, tasks: Sequence[AnyTask], seeds: int) -> None:
+    """Raise InputError if an opponent is not one of any task, or if the oracle is asked for with a single seed."""
+    known = dict.fromkeys(name for task in tasks for name in task.opponents.names)
+    for name in names or ():
+        if name not in known:
+            which = ", ".join(known) or "none"
+            of = ", ".join(task.name for task in tasks)
+            raise InputError(f"unknown opponent {name!r}; those of {of} are {which}, and none leaves all of them out")
+    if ORACLE in (names or ()) and seeds < 2:
+        raise InputError(
+            f"the {ORACLE} chooses for one seed by the figures of others, and there is {counted(seeds, 'seed')}; give 2 "
+            "seeds or more (--seeds 2, seeds=2), or leave it out of the opponents"
+        )
+
+
+def search_budget(controllers: Sequence[Contender], asked: int | None) -> Budget:
+    """Return the budget that was asked for, or else that of the controller with the most episodes, or else EPISODES.
+
+    Raises InputError if less than one episode was asked for.
+    """
+    if asked is not None:
+        if asked < 1:
+            raise InputError(
+                f"the search for the {SEARCHED} was given {counted(asked, 'episode')}; give 1 or more "
+                "(--search-episodes, search_episodes=)"
+            )
+        return Budget(asked, "as asked for", True)
+    known = [(each.episodes, each.name) for each in controllers if each.episodes]
+    if known:
+        episodes, name = max(known)
+        return Budget(episodes, f"as many as {name} was trained with", True)
+    unknown = [each.name for each in controllers if each.episodes is None]
+    said = f", because the file of {unknown[0]} does not say with how many it was trained" if unknown else ""
+    return Budget(EPISODES, f"the default{said}", False)
+
+
+def enter(
+    task: AnyTask,
+    names: Sequence[str] | None,
+    settings: Sequence[Mapping[str, Any]],
+    seeds: int,
+    budget: Budget,
+) -> Entered:
+    """Return the named opponents of a task, or all of them if `names` is None.
+
+    Absent are those that can plant nothing of the menu, the oracle with a single seed, and FITTED where the budget is the
+    default or too small.
+    """
+    declared, space = task.opponents, space_of(task, settings)
+    wanted = [name for name in declared.names if names is None or name in names]
+    absent: dict[str, str] = {}
+    rules = []
+    for name in (name for name in declared.rules if name in wanted):
+        if (name in PLACEMENTS or name == "tree") and not indices(space, UNIFORM.here):
+            absent[name] = f"the menu has none of {', '.join(UNIFORM.here)}"
+        else:
+            rules.append(named(name))
+    fitted = FITTED in wanted and "tree" not in absent
+    count = budget.episodes // len(choices_of(space))
+    if fitted and not budget.given:
+        absent[FITTED] = "it is fitted where a search budget is given (--search-episodes, or a trained controller)"
+    elif fitted and count < LEAST:
+        absent[FITTED] = (
+            f"{counted(budget.episodes, 'episode')} are {counted(count, 'instance')} under each of "
+            f"{len(choices_of(space))} plans, and fitting needs {LEAST}"
+        )
+    if ORACLE in wanted and seeds < 2:
+        absent[ORACLE] = "it chooses for one seed by the figures of others, and there is one"
+    plans = oracle_plans(space) if ORACLE in wanted and ORACLE not in absent else []
+    references = {name: each for name, each in declared.references.items() if name in wanted}
+    return Entered(rules, references, plans, fitted and FITTED not in absent, absent)
+
+
+def oracle_plans(space: Space) -> list[Candidate]:
+    """Return the plans that rules and trees choose from; each blueprint at each slot where the menu has none of them."""
+    plans = choices_of(space)
+    if len(plans) == 1:
+        plans = plans_of(space)
+    return [Candidate(placed.words(space), placed, UNMEASURED) for placed in plans]
+
+
+def fitted_tree(
+    task: AnyTask,
+    settings: Sequence[Mapping[str, Any]],
+    budget: Budget,
+    kept: Kept,
+    watch: Say | None,
+    pace: Pace | None,
+) -> Contender:
+    """Return a controller of trees that are fitted on training instances, with all episodes of the budget that go into them.
+
+    Every plan that trees choose from is grown on the same instances, with one seed; J is computed on the probe split. The
+    features are those of `tree`, and the drifts from the intact network where the task declares the rule `drift`.
+    """
+    task, plans = task.sealed(), choices_of(space_of(task, settings))
+    count = budget.episodes // len(plans)
+    keys = np.array(task.keys("training")[:count])
+    names = TAUGHT_FEATURES if "drift" in task.opponents.rules else FEATURES
+    tell(watch, f"{task.name}: {FITTED}, {counted(len(plans), 'plan')} on {counted(count, 'training instance')}")
+    x, objective = [], {placed: np.zeros(0) for placed in plans}
+    for start in range(0, count, ROWS):
+        chunk = keys[start : start + ROWS]
+        layer = {"task": task.name, "envs": len(chunk), "baselines": [], "probe": {"sensors_every": 2**20}}
+        view = VectorizedEngine(task, build_config(task.defaults, *settings, layer)).reset(chunk)
+        x.append(table(slot_features(view, names is TAUGHT_FEATURES), names))
+        for placed in plans:
+            candidate = Candidate(placed.name, placed, UNMEASURED)
+            (own,) = grow_abreast(task, [candidate], chunk, settings, "training", kept, pace)
+            objective[placed] = np.append(objective[placed], own)
+    forests = Forests(tuple(names), fit_trees(np.concatenate(x), objective), count * len(plans))
+    return Contender(
+        FITTED,
+        {**KEEPS, "controller": FITTED},
+        lambda config: Trees(forests),
+        _digest(forests),
+        episodes=forests.episodes,
+    )
+
+
+def _digest(forests: Forests) -> str:
+    """A digest of all arrays of trees."""
+    content = hashlib.sha256(" ".join(forests.features).encode())
+    for name, forest in sorted(forests.models.items()):
+        content.update(name.encode())
+        for field in Forest._fields:
+            content.update(getattr(forest, field).tobytes())
+    return content.hexdigest()
