@@ -242,3 +242,10 @@ def test_the_page_of_an_evaluation_has_a_verdict_for_every_pair_and_escapes_name
         InputError, match=r"evaluation\.json does not hold an evaluation \(.*\); put back what esper eval wrote"
     ):
         esper.report(tmp_path)
+
+
+def test_a_share_of_the_headroom_is_in_percent():
+    known, unknown = record([*RULES, "mine"]), record(RULES)
+    known["tasks"][0]["controllers"][-1]["share_of_headroom"] = {"value": -0.38, "low": -3.9, "high": 0.5}
+    assert "-38 [-390, 50] %" in printed(known)
+    assert "headroom" not in printed(unknown)

@@ -81,7 +81,7 @@ def objectives_table(estimates: Record) -> Table:
     for row, share in zip(estimates["controllers"], shares, strict=True):
         cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
         if any(shares):
-            cells.append("-" if share is None else spread(share, ".0%"))
+            cells.append("-" if share is None else _percent(share))
         table.add_row(*map(_cell, cells))
     return table
 
@@ -209,6 +209,12 @@ def spread(estimate: Record, form: str) -> str:
         return plain(estimate, form)
     value, low, high = (rounded(estimate[name], form) for name in ("value", "low", "high"))
     return f"{value} [{low}, {high}]"
+
+
+def _percent(share: Record) -> str:
+    """A share with its interval, in percent."""
+    known = {name: None if value is None else 100 * value for name, value in share.items()}
+    return "-" if known["value"] is None else f"{spread(known, '.0f')} %"
 
 
 def plain(estimate: Record, form: str) -> str:
