@@ -41,9 +41,12 @@ KNOBS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "reset-blocks": [{"lr": lr} for lr in (0.007, 0.01, 0.015)],
     "adaptive": [{"lr": lr} for lr in (0.01, 0.0125, 0.015)],
     "reactivate": [{"trunk_rate": rate} for rate in (0.03, 0.1, 0.3)],
-    "shipped": [{}],
+    **{
+        name: [{}]
+        for name in ("reactivate-annealed", "reactivate-seeds", "reactivate-both", "reactivate-doses", "shipped")
+    },
 }
-"""Three settings of each method with normalised features. The second one is also played without."""
+"""Three settings of each method with normalised features, or its defaults. The second one is also played without."""
 SETS: Mapping[str, tuple[Change, ...]] = {"recurring-shared": (Change.SHARED,), "mixture": tuple(Change)}
 REFERENCE, TOLD = "reset-blocks", "told"
 RETURNING = (Change.RECURRING, Change.SHARED, Change.LABELS)
@@ -76,7 +79,7 @@ def tune(path: Path, options: argparse.Namespace) -> None:
         changes = SETS[kind]
         each = options.streams or (16 if len(changes) == 1 else 2)
         streams = streams_of(changes, RANGES["training"].start, each, options.updates)
-        for name in options.methods:
+        for name in (each for each in options.methods if len(KNOBS[each]) > 1):
             begun, score = time.monotonic(), {}
             plain = {**KNOBS[name][1], "norm": False}
             for settings in ({"norm": True, **knob} for knob in (*KNOBS[name], plain)):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from esper.streams.controllers import Adaptive, OnAlarm, StoreAndReactivate
-from esper.streams.decisions import KEEP_HEAD, NEW_HEAD
+from esper.streams.decisions import KEEP, NEW
 from stream_views import NONE, done, view_of
 
 
@@ -14,9 +14,9 @@ def test_without_an_alarm_no_rule_changes_a_head_or_a_block():
 
 def test_the_stored_head_of_least_loss_returns_if_it_fits():
     rule = StoreAndReactivate()
-    assert rule.act(view_of((0.9, 0.4))).head.tolist() == [1]
-    assert rule.act(view_of((1.7, NONE))).head.tolist() == [NEW_HEAD]
-    assert rule.act(view_of((0.95, NONE), loss=1.0)).head.tolist() == [NEW_HEAD]
+    assert rule.act(view_of((0.9, 0.4))).place.tolist() == [1]
+    assert rule.act(view_of((1.7, NONE))).place.tolist() == [NEW]
+    assert rule.act(view_of((0.95, NONE), loss=1.0)).place.tolist() == [NEW]
     assert done(rule.act(view_of((0.9, 0.4)))) == {"STORE", "ACTIVATE"}
 
 
@@ -66,4 +66,4 @@ def test_the_adaptive_rule_goes_on_from_its_memory():
     one.act(view_of())
     other.load(one.snapshot())
     assert done(other.act(view_of())) == done(one.act(view_of())) == {"NEW", "RESET"}
-    assert one.act(view_of(alarm=False)).head.tolist() == [KEEP_HEAD]
+    assert one.act(view_of(alarm=False)).place.tolist() == [KEEP]

@@ -7,9 +7,10 @@ import torch
 from esper.leyline.errors import InputError
 from esper.store.checkpoint import flatten, unflatten
 from esper.streams.alarm import DEVIATIONS, LEAST, MEMORY, REST, InputShift, heard, silent
+from esper.streams.bank import EVERY_PART, HEAD_PART, SEED_PARTS, slot_part
 from esper.streams.controllers import OnAlarm
 from esper.streams.data import Change, draw_streams
-from esper.streams.decisions import KEEP_HEAD, NEW_HEAD, Operation, unchanged
+from esper.streams.decisions import KEEP, NEW, Operation, unchanged
 from esper.streams.learner import NetworkLearner, Price
 from esper.streams.methods import BANK, METHODS, build_learner
 from esper.streams.network import Rows, TrunkAndHead
@@ -48,23 +49,23 @@ def assert_equal_trees(one, other):
 def test_store_and_activate_return_a_head_bit_for_bit():
     rows = rows_of()
     rows.value[:, rows.trunk :] = torch.randn(rows.value[:, rows.trunk :].shape)
-    first, every, none = rows.value.clone(), np.arange(3), np.full(3, KEEP_HEAD)
+    first, every, none = rows.value.clone(), np.arange(3), np.full(3, KEEP)
     rows.store_and_activate(every, np.ones(3, bool), none, 5)
-    rows.new_head(every)
+    rows.new(every, 5)
     assert not rows.value[:, rows.trunk :].any()
-    assert rows.stored.sum(1).tolist() == [1, 1, 1]
-    rows.store_and_activate(every, np.ones(3, bool), rows.stored.argmax(1), 9)
+    assert (rows.bank.held != 0).sum(1).tolist() == [1, 1, 1]
+    rows.store_and_activate(every, np.ones(3, bool), rows.bank.held.argmax(1), 9)
     assert torch.equal(rows.value, first)
-    slot = rows.stored.argmax(1)
-    assert not rows.bank[every, slot].any()  # the head of zeros went to the slot that was freed
+    slot = rows.bank.held.argmax(1)
+    assert not rows.bank.numbers[every, slot].any()  # the head of zeros went to the slot that was freed
 
 
 def test_a_full_bank_loses_the_head_that_was_stored_first():
-    rows, one, none = rows_of(bank=2, keys=(7,)), np.array([0]), np.array([KEEP_HEAD])
+    rows, one, none = rows_of(bank=2, keys=(7,)), np.array([0]), np.array([KEEP])
     for update, value in enumerate((1.0, 2.0, 3.0)):
         rows.value[:, rows.trunk :] = value
         rows.store_and_activate(one, np.array([True]), none, update)
-    assert sorted(rows.bank[0, :, 0].tolist()) == [2.0, 3.0]
+    assert sorted(rows.bank.numbers[0, :, 0].tolist()) == [2.0, 3.0]
 
 
 def test_stored_heads_predict_as_they_did_when_active():
@@ -72,21 +73,21 @@ def test_stored_heads_predict_as_they_did_when_active():
     rows.value[:, rows.trunk :] = torch.randn(rows.value[:, rows.trunk :].shape)
     features = rows.features(x, slice(0, 3)).detach()
     before = rows.logits(features, slice(0, 3)).detach()
-    rows.store_and_activate(np.arange(3), np.ones(3, bool), np.full(3, KEEP_HEAD), 0)
-    rows.new_head(np.arange(3))
-    stored = rows.stored_logits(features, np.arange(3))
-    torch.testing.assert_close(stored[torch.arange(3), rows.stored.argmax(1)], before)
+    rows.store_and_activate(np.arange(3), np.ones(3, bool), np.full(3, KEEP), 0)
+    rows.new(np.arange(3), 0)
+    stored = rows.stored_logits(x, features, np.arange(3))
+    torch.testing.assert_close(stored[torch.arange(3), rows.bank.held.argmax(1)], before)
 
 
 def test_a_reset_draws_blocks_with_zero_output_and_empties_the_bank():
     rows, x = rows_of(), torch.randn(3, 4, 8)
     rows.value[:] = torch.randn(rows.value.shape)
-    rows.stored[:] = True
+    rows.bank.held[:] = HEAD_PART
     before = rows.value.clone()
     rows.redraw_blocks(np.array([1]), update=3)
     embedded = rows.stack(x, slice(0, 3), part="trunk.0")
     assert torch.equal(rows.features(x, slice(0, 3))[1], embedded[1])
-    assert rows.stored.any(1).tolist() == [True, False, True]
+    assert rows.bank.held.any(1).tolist() == [True, False, True]
     assert torch.equal(rows.value[[0, 2]], before[[0, 2]])
     assert torch.equal(rows.value[1, rows.trunk :], before[1, rows.trunk :])
 
@@ -137,7 +138,7 @@ def test_prices_add_up_to_the_multiply_adds_of_every_pass():
     player, consulted = Player(streams, learner), np.zeros(3)
     weights = [place.shape.numel() for place in learner.rows.stack.places if place.name.endswith("weight")]
     for update in range(80):
-        stored = learner.rows.stored.sum(1)
+        stored = (learner.rows.bank.held != 0).sum(1)
         player.play(until=update + 1)
         consulted += np.where(player.alarms[update], stored * weights[-1] * 16, 0)
     found = player.result()
@@ -174,7 +175,7 @@ def test_the_rate_of_the_host_is_a_share_and_a_host_of_rate_zero_stays_bit_for_b
 def test_no_decision_changes_nothing():
     decision = unchanged(3)
     assert not decision.operations().any()
-    new = decision._replace(head=np.array([NEW_HEAD, KEEP_HEAD, 0]), store=np.array([True, False, False]))
+    new = decision._replace(place=np.array([NEW, KEEP, 0]), store=np.array([True, False, False]))
     assert new.operations()[:, [Operation.STORE, Operation.ACTIVATE, Operation.NEW]].tolist() == [
         [True, False, True],
         [False, False, False],
@@ -239,8 +240,92 @@ def test_methods_are_of_about_the_same_size():
     for name in METHODS:
         learner = build_learner(name, streams)
         rows = len(learner.rows.keys) // len(streams.keys)
-        numbers = rows * learner.rows.stack.size + learner.rows.bank[0].numel()
+        numbers = rows * learner.rows.stack.size + learner.rows.bank.numbers[0].numel()
         if name == "replay":
             numbers += learner.addition.x[0].numel() // 4 + learner.addition.y[0].numel() // 4
+        if learner.rows.bank.holds & SEED_PARTS:
+            numbers += learner.rows.bank.dose[0].numel()
         assert 8_150 <= numbers <= 8_550, (name, numbers)
-    assert learner.rows.bank.shape[1] in (0, BANK)
+    assert learner.rows.bank.numbers.shape[1] in (0, BANK)
+
+
+def seeded_rows(holds=EVERY_PART, bank=2, keys=(7, 8, 9)):
+    rows = Rows(TrunkAndHead(8, 6, 5, 2, 3, norm=True, rank=2), np.array(keys), bank=bank, holds=holds)
+    rows.value[:, rows.trunk :] = torch.randn(rows.value[:, rows.trunk :].shape)
+    return rows
+
+
+@pytest.mark.parametrize("holds", [HEAD_PART, SEED_PARTS, EVERY_PART])
+def test_seeds_and_heads_go_to_the_bank_and_come_back_bit_for_bit(holds):
+    rows, every, x = seeded_rows(holds), np.arange(3), torch.randn(3, 4, 8)
+    first = rows.value.clone()
+    shown = rows.logits(rows.features(x, slice(0, 3)), slice(0, 3)).detach()
+    rows.store_and_activate(every, np.ones(3, bool), np.full(3, KEEP), 5)
+    rows.new(every, 5)
+    moved = torch.zeros(rows.stack.size, dtype=torch.bool)
+    for _, region in rows.bank.regions:
+        moved[region] = True
+    assert torch.equal(rows.value[:, ~moved], first[:, ~moved])
+    assert not (rows.value[:, moved] == first[:, moved]).all(1).any()
+    assert torch.equal(rows.stored_logits(x, rows.features(x, slice(0, 3)), every)[:, 0], shown)
+    assert not (rows.value[:, moved] == first[:, moved]).all(1).any()  # the trial left the active parts alone
+    rows.store_and_activate(every, np.ones(3, bool), np.zeros(3, int), 9)
+    assert torch.equal(rows.value, first)
+
+
+def test_the_seed_of_one_slot_moves_alone():
+    rows, every = seeded_rows(), np.arange(3)
+    first, second = rows.value.clone(), slot_part(1)
+    region = dict(rows.bank.regions)[second]
+    rows.store_and_activate(every, np.ones(3, bool), np.full(3, KEEP), 5, np.full(3, second))
+    assert rows.bank.held[:, 0].tolist() == [second] * 3
+    rows.new(every, 5, np.full(3, second))
+    changed = (rows.value != first).any(0)
+    assert changed[region].any()
+    assert not changed[: region.start].any()
+    assert not changed[region.stop :].any()
+    rows.store_and_activate(every, np.zeros(3, bool), np.zeros(3, int), 6, np.full(3, second))
+    assert torch.equal(rows.value, first)
+    assert not rows.bank.held.any()
+
+
+def test_a_new_seed_changes_nothing_until_it_trains():
+    rows, x = seeded_rows(), torch.randn(3, 4, 8)
+    rows.new(np.arange(3), 0)
+    assert torch.equal(rows.features(x, slice(0, 3)), rows.stack(x, slice(0, 3), part="trunk"))
+
+
+def test_stored_seeds_act_together_with_the_doses_of_the_context():
+    rows, every, x = seeded_rows(), np.arange(3), torch.randn(3, 4, 8)
+    kept = rows.value[1].clone()
+    rows.store_and_activate(every, np.ones(3, bool), np.full(3, KEEP), 5)
+    rows.new(every, 5)
+    new = rows.value[1].clone()
+    dose = np.full((3, 2), np.nan)
+    dose[1, 0] = 0.25
+    assert rows.bank.set_doses(dose).tolist() == [False, True, False]
+    net = [TrunkAndHead(8, 6, 5, 2, 3, norm=True, rank=2) for _ in range(2)]
+    for own, vector in zip(net, (kept, new), strict=True):
+        for place, parameter in zip(rows.stack.places, own.parameters(), strict=True):
+            parameter.data.copy_(place.of(vector))
+    h = net[1].trunk[0](x[1])
+    for block, old, seed in zip(net[1].trunk[1:], net[0].seeds, net[1].seeds, strict=False):
+        h = block(h)
+        h = h + seed(h) + 0.25 * old(h)
+    shown = rows.features(x, slice(0, 3))
+    torch.testing.assert_close(shown[1], net[1].trunk[-1](h))
+    # Another context comes and goes: the doses return with the context that they belong to.
+    rows.store_and_activate(every, np.ones(3, bool), np.full(3, KEEP), 6)
+    rows.new(every, 6)
+    assert not rows.bank.dose[1, -1, :-1].any()
+    rows.store_and_activate(every, np.ones(3, bool), np.ones(3, int), 7)
+    assert torch.equal(rows.features(x, slice(0, 3)), shown)
+    # A seed that was lost no longer acts.
+    rows.bank.empty(every)
+    assert torch.equal(rows.bank.dose, torch.eye(3).repeat(3, 1, 1))
+
+
+def test_places_without_a_seed_take_no_dose():
+    rows = seeded_rows()
+    assert not rows.bank.set_doses(np.ones((3, 2))).any()
+    assert not rows.bank.dose[:, -1, :-1].any()

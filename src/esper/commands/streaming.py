@@ -17,20 +17,33 @@ Methods = Annotated[
     ),
 ]
 Change = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="NAME",
-        help="How the data change: novel, recurring, recurring-shared, half-and-half, novel-labels, class-arrival, drift, "
-        "or mixture, where streams take turns.",
+        help="How the data change: novel, recurring, recurring-shared (the default), half-and-half, novel-labels, class-arrival, "
+        "drift, or mixture, where streams take turns.",
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.npz",
+        help="A stream of your own instead: features, labels, and contexts or lengths of segments. Streams then differ in their "
+        "initial weights.",
     ),
 ]
 
 
 def stream(
     methods: Methods = None,
-    change: Change = "recurring-shared",
+    change: Change = None,
+    data: Data = None,
     streams: Annotated[int, typer.Option(metavar="N", help="Streams.")] = 20,
-    updates: Annotated[int, typer.Option(metavar="T", help="Batches of each stream.")] = 1664,
+    updates: Annotated[
+        int | None,
+        typer.Option(metavar="T", help="Batches of each stream; 1664, or all of --data.", show_default=False),
+    ] = None,
     part: Annotated[str, typer.Option(metavar="training|validation|heldout", help="Part of the streams.")] = "heldout",
     first: Annotated[int, typer.Option(metavar="N", help="Number of the first stream of the part.")] = 0,
     settings: Annotated[
@@ -65,6 +78,7 @@ def stream(
         record = compare(
             methods or DEFAULT,
             change,
+            data=data,
             streams=streams,
             updates=updates,
             part=part,

@@ -32,6 +32,7 @@ from esper.streams.data import RANGES, UPDATES, Change, DrawnStreams, draw_strea
 from esper.streams.decisions import Operation
 from esper.streams.learner import Price
 from esper.streams.methods import METHODS, build_learner, full_settings
+from esper.streams.own import DATA, OwnStreams, own_streams
 from esper.streams.play import Played, Player, segment_accuracy
 
 Record = dict[str, Any]
@@ -48,10 +49,11 @@ _MEND = "name another folder, or replace the comparison with --overwrite"
 
 def stream(
     methods: Sequence[str] | str = DEFAULT,
-    change: str = str(Change.SHARED),
+    change: str | None = None,
     *,
+    data: str | PathLike[str] | Mapping[str, Any] | None = None,
     streams: int = 20,
-    updates: int = UPDATES,
+    updates: int | None = None,
     part: str = "heldout",
     first: int = 0,
     settings: Mapping[str, Mapping[str, Any]] | Sequence[str] = (),
@@ -61,18 +63,28 @@ def stream(
 ) -> Record:
     """Compare methods on the same streams of changing data, as `esper stream` does, and return the record.
 
-    Each batch is scored before it is trained on. `change` is a `Change`, or "mixture": the streams take turns in having one of
-    them. Streams number `first` to `first + streams - 1` of the `part` ("training", "validation" or "heldout") are played for
-    `updates` batches. `settings` are those of methods, as {"ensemble": {"lr": 0.01}} or ["ensemble.lr=0.01"].
+    Each batch is scored before it is trained on. `change` is a `Change`, "recurring-shared" by default, or "mixture": the streams
+    take turns in having one of them. Streams number `first` to `first + streams - 1` of the `part` ("training", "validation" or
+    "heldout") are played for `updates` batches, 1,664 by default. `settings` are those of methods, as {"ensemble": {"lr": 0.01}}
+    or ["ensemble.lr=0.01"].
+
+    `data` is a stream of one's own in place of a change: a .npz file, or a mapping, with the arrays `features` (n, ...), `labels`
+    (n,), and `contexts` (n,) or `segments` (S,), the lengths of segments. All streams are then these examples in their order, cut
+    into batches of 32 from one context, and differ in the initial weights of the networks.
 
     With `out`, the state is kept in that folder: after an interrupt, the same call goes on from there and gets the same numbers
     as without it. `overwrite` allows to replace another comparison there. `watch` is told of progress in lines of text. Raises
     InputError before anything is played, and KeyboardInterrupt if a signal ended the comparison.
     """
     names = [methods] if isinstance(methods, str) else list(methods)
-    asked = _arguments(names, change, streams, updates, part, first, settings)
+    if data is None:
+        change, updates = change or str(Change.SHARED), UPDATES if updates is None else updates
+    elif change is not None:
+        raise InputError(f"change is {show(change)}, but data are given, too; give one of them")
+    asked = _arguments(names, change or DATA, streams, updates, part, first, settings)
+    drawn = _own(data, asked) if data is not None else drawn_streams(asked)
     if out is None:
-        return _compared(asked, None, watch)
+        return _compared(asked, drawn, None, watch)
     folder = to_path(out, "out")
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder")
@@ -81,18 +93,23 @@ def stream(
     lock.take()
     try:
         known = _take_up(folder, asked, overwrite)
-        return _compared(asked, folder, watch) if known is None else known
+        return _compared(asked, drawn, folder, watch) if known is None else known
     finally:
         lock.release()
 
 
 def _arguments(
-    names: Sequence[str], change: str, streams: int, updates: int, part: str, first: int, settings: Any
+    names: Sequence[str], change: str, streams: int, updates: int | None, part: str, first: int, settings: Any
 ) -> Record:
     """The arguments as they are kept in the folder. Raises InputError if one is bad."""
-    check_choice(change, "change", [str(each) for each in CHANGES])
+    if change != DATA:
+        check_choice(change, "change", [str(each) for each in CHANGES])
     check_choice(part, "part", list(RANGES))
-    for name, value, least in (("streams", streams, 1), ("updates", updates, 1), ("first", first, 0)):
+    for name, value, least in (
+        ("streams", streams, 1),
+        ("updates", 1 if updates is None else updates, 1),
+        ("first", first, 0),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             why = ", so a stream has no segments" if name == "updates" else ""
             raise InputError(f"{name} is {show(value)}{why}; give a whole number of at least {least}")
@@ -139,9 +156,20 @@ def drawn_streams(asked: Record) -> DrawnStreams:
     return draw_streams(range(start, start + asked["streams"]), changes, updates=asked["updates"])
 
 
-def _compared(asked: Record, folder: Path | None, watch: Callable[[str], None] | None) -> Record:
+def _own(data: Any, asked: Record) -> OwnStreams:
+    """The streams of one's own data, whose length and hash become arguments of the comparison."""
+    start = RANGES[asked["part"]].start + asked["first"]
+    streams = own_streams(data, range(start, start + asked["streams"]), updates=asked["updates"])
+    hashed = sha256(streams.x.numpy().tobytes() + streams.y.numpy().tobytes() + streams.order.tobytes())
+    asked |= {"updates": streams.updates, DATA: hashed.hexdigest()}
+    return streams
+
+
+def _compared(
+    asked: Record, streams: DrawnStreams | OwnStreams, folder: Path | None, watch: Callable[[str], None] | None
+) -> Record:
     """Play every method that has not been played, and return the record."""
-    streams, found = drawn_streams(asked), dict[str, Record]()
+    found = dict[str, Record]()
     with Interrupt() as interrupt:
         for name, settings in asked["settings"].items():
             kept = kept_name(name)
@@ -170,7 +198,7 @@ def _compared(asked: Record, folder: Path | None, watch: Callable[[str], None] |
     return record
 
 
-def _figures(streams: DrawnStreams, played: Played) -> Record:
+def _figures(streams: DrawnStreams | OwnStreams, played: Played) -> Record:
     """What a record holds of a method: lists over streams."""
     return {
         "returned": played.returned.tolist(),
@@ -183,7 +211,7 @@ def _figures(streams: DrawnStreams, played: Played) -> Record:
     }
 
 
-def _record(asked: Record, streams: DrawnStreams, found: Mapping[str, Record]) -> Record:
+def _record(asked: Record, streams: DrawnStreams | OwnStreams, found: Mapping[str, Record]) -> Record:
     """The record: arguments, streams, and for each method its figures and how it compares with the first one."""
     reference = next(iter(found))
 

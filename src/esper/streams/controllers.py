@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from esper.streams.data import Floats, Ints
-from esper.streams.decisions import KEEP_HEAD, NEW_HEAD, Decision, StreamView, unchanged
+from esper.streams.decisions import KEEP, NEW, Decision, StreamView, unchanged
 from esper.streams.network import Bools
 
 
@@ -27,7 +27,7 @@ class OnAlarm:
         """Return the decisions."""
         alarm = view.alarm
         return unchanged(len(alarm))._replace(
-            head=np.where(alarm & self.new_head, NEW_HEAD, KEEP_HEAD),
+            place=np.where(alarm & self.new_head, NEW, KEEP),
             reset=alarm & self.reset,
             keep=np.where(alarm, self.keep, 1.0),
             forget=alarm & self.forget,
@@ -46,17 +46,32 @@ class StoreAndReactivate:
 
     A stored head fits if its loss on the batch is below `fits` nats and below the loss of the active head by `margin`. The
     trunk, which all heads share, has the full learning rate for its first `settle` updates, and `trunk_rate` of it afterwards.
+    Where the bank holds seeds, they take the place of the head, or go with it. With `support`, the stored seeds of least loss
+    act beside new ones, with this alpha, for as long as the new context lasts and whenever it returns.
     """
 
-    def __init__(self, *, trunk_rate: float = 0.1, fits: float = 1.6, margin: float = 0.1, settle: int = 60) -> None:
-        self.trunk_rate, self.fits, self.margin, self.settle = trunk_rate, fits, margin, settle
+    def __init__(
+        self,
+        *,
+        trunk_rate: float = 0.1,
+        fits: float = 1.6,
+        margin: float = 0.1,
+        settle: int = 60,
+        support: float = 0.0,
+    ) -> None:
+        self.trunk_rate, self.fits, self.margin, self.settle, self.support = trunk_rate, fits, margin, settle, support
 
     def act(self, view: StreamView) -> Decision:
         """Return the decisions."""
         best, fits = self.best(view)
-        head = np.where(view.alarm, np.where(fits, best, NEW_HEAD), KEEP_HEAD)
+        place = np.where(view.alarm, np.where(fits, best, NEW), KEEP)
         rate = np.where(view.trunk_age == self.settle, self.trunk_rate, np.nan)
-        return unchanged(len(best))._replace(head=head, store=view.alarm, trunk_rate=rate)
+        dose = None
+        if self.support:
+            starts = np.nonzero((place == NEW) & view.stored[np.arange(len(best)), best])[0]
+            dose = np.full(view.stored.shape, np.nan)
+            dose[starts, best[starts]] = self.support
+        return unchanged(len(best))._replace(place=place, store=view.alarm, trunk_rate=rate, dose=dose)
 
     def best(self, view: StreamView) -> tuple[Any, Bools]:
         """(N,) the slot whose head has the least loss, and whether that head fits."""
@@ -106,7 +121,7 @@ class Adaptive:
         reset = self.resets & moved
         rate = np.where(~self.resets & (view.trunk_age == self.rule.settle), self.rule.trunk_rate, np.nan)
         return unchanged(len(best))._replace(
-            head=np.where(view.alarm, np.where(fits & ~reset, best, NEW_HEAD), KEEP_HEAD),
+            place=np.where(view.alarm, np.where(fits & ~reset, best, NEW), KEEP),
             store=view.alarm & ~self.resets,
             reset=reset,
             trunk_rate=rate,

@@ -95,8 +95,15 @@ class Segment(NamedTuple):
 class Streams(Protocol):
     """N streams of the same length, batch size, features and classes, which are played side by side."""
 
-    inputs: int
-    classes: int
+    @property
+    def inputs(self) -> int:
+        """D."""
+        ...
+
+    @property
+    def classes(self) -> int:
+        """C."""
+        ...
 
     @property
     def updates(self) -> int:

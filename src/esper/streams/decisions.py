@@ -1,4 +1,4 @@
-"""What a controller of streams sees and decides. N streams, M stored heads.
+"""What a controller of streams sees and decides. N streams, M places in the bank, each for a head, for seeds, or for both.
 
 The operations act on the network of a stream, before it trains on the batch on which the decision was made.
 """
@@ -8,23 +8,25 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from esper.streams.bank import EVERY_PART
 from esper.streams.data import Floats, Ints
 from esper.streams.network import Bools
 
-KEEP_HEAD, NEW_HEAD = -1, -2
-"""Values of `Decision.head` that are no slot of the bank."""
+KEEP, NEW = -1, -2
+"""Values of `Decision.place` that are no place in the bank."""
 
 
 class Operation(IntEnum):
     """What can be done to a network, in the order in which it is done.
 
     Attributes:
-        STORE: a copy of the active head goes to the bank
-        ACTIVATE: a stored head leaves the bank and becomes the active one
-        NEW: the active head becomes zero
-        RESET: all blocks are drawn anew with zero output, and the bank is emptied
+        STORE: copies of the active parts, which are a head, seeds or both, go to a place in the bank
+        ACTIVATE: the parts of a place leave the bank and become the active ones, and so do their doses
+        NEW: the active head becomes zero; active seeds are drawn anew with zero output
+        RESET: all blocks are drawn anew with zero output, as are the seeds, and the bank is emptied
         SHRINK: all weights move toward fresh ones, and the bank is emptied
         SET_HOST: the learning rate of the trunk changes
+        SET_DOSE: stored seeds act beside the active ones, or cease to
     """
 
     STORE = 0
@@ -33,6 +35,7 @@ class Operation(IntEnum):
     RESET = 3
     SHRINK = 4
     SET_HOST = 5
+    SET_DOSE = 6
 
 
 class StreamView(NamedTuple):
@@ -48,8 +51,9 @@ class StreamView(NamedTuple):
         input_shift (Floats): (N,) mean over features of the squared difference between this batch's mean and the mean since the
             last alarm, in units of its variance under no change; about 1 without a change, nan where there was no batch
         classes (Ints): (N,) classes in this batch
-        stored (Bools): (N, M) slots of the bank that hold a head
-        stored_loss (Floats): (N, M) loss of every stored head on this batch [nats]; nan where there is none, or no alarm
+        stored (Bools): (N, M) places that hold a part
+        stored_loss (Floats): (N, M) the loss on this batch if the parts of a place were active [nats]; nan where there are none,
+            or no alarm
         trunk_rate (Floats): (N,) learning rate of the trunk as a share of the full one
         trunk_age (Ints): (N,) updates since the blocks were drawn
     """
@@ -69,45 +73,54 @@ class StreamView(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """One decision for each stream. Wherever the head or the blocks change, the optimizer forgets its moments.
+    """One decision for each stream. Wherever a part or a block changes, the optimizer forgets its moments.
 
     Attributes:
-        head (Ints): (N,) KEEP_HEAD, NEW_HEAD, or the slot of the stored head to ACTIVATE
-        store (Bools): (N,) STORE the active head first
+        place (Ints): (N,) KEEP, NEW, or the place whose parts to ACTIVATE
+        store (Bools): (N,) STORE the active parts first
         reset (Bools): (N,) RESET the blocks
         keep (Floats): (N,) share of all weights that SHRINK keeps; 1 changes nothing, 0 draws the network anew
         forget (Bools): (N,) forget the moments where nothing else changes
         trunk_rate (Floats): (N,) SET_HOST to this share of the full learning rate; nan leaves it
+        parts (Ints): (N,) the parts that STORE, ACTIVATE and NEW act on, as a sum of `bank.HEAD_PART` and `bank.slot_part`;
+            of these, the ones that the bank holds are meant
+        dose (Floats | None): (N, M) SET_DOSE: the alpha with which the stored seeds of each place act from now on in the context
+            of the active parts; nan leaves it; None leaves all
     """
 
-    head: Ints
+    place: Ints
     store: Bools
     reset: Bools
     keep: Floats
     forget: Bools
     trunk_rate: Floats
+    parts: Ints
+    dose: Floats | None = None
 
     def operations(self) -> Bools:
         """(N, operations) which operations each stream gets."""
-        found = np.zeros((len(self.head), len(Operation)), bool)
+        found = np.zeros((len(self.place), len(Operation)), bool)
         found[:, Operation.STORE] = self.store
-        found[:, Operation.ACTIVATE] = self.head >= 0
-        found[:, Operation.NEW] = self.head == NEW_HEAD
+        found[:, Operation.ACTIVATE] = self.place >= 0
+        found[:, Operation.NEW] = self.place == NEW
         found[:, Operation.RESET] = self.reset
         found[:, Operation.SHRINK] = self.keep < 1
         found[:, Operation.SET_HOST] = ~np.isnan(self.trunk_rate)
+        if self.dose is not None:
+            found[:, Operation.SET_DOSE] = ~np.isnan(self.dose).all(1)
         return found
 
 
 def unchanged(count: int) -> Decision:
     """Return the decision to do nothing, whose arrays may be changed."""
     return Decision(
-        head=np.full(count, KEEP_HEAD),
+        place=np.full(count, KEEP),
         store=np.zeros(count, bool),
         reset=np.zeros(count, bool),
         keep=np.ones(count),
         forget=np.zeros(count, bool),
         trunk_rate=np.full(count, np.nan),
+        parts=np.full(count, EVERY_PART),
     )
 
 
@@ -115,7 +128,7 @@ class StreamController(Protocol):
     """Decides for all streams at once, after every batch."""
 
     def act(self, view: StreamView) -> Decision:
-        """Return the decisions. ACTIVATE needs a head in that slot."""
+        """Return the decisions. ACTIVATE needs a part in that place."""
         ...
 
     def snapshot(self) -> dict[str, Any]:

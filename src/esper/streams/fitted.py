@@ -17,7 +17,7 @@ from esper.leyline.errors import InputError
 from esper.store.reading import read_named
 from esper.streams.controllers import best_stored
 from esper.streams.data import Floats
-from esper.streams.decisions import KEEP_HEAD, NEW_HEAD, Decision, StreamView, unchanged
+from esper.streams.decisions import KEEP, NEW, Decision, StreamView, unchanged
 from esper.streams.network import Bools
 
 SHIPPED = Path(__file__).with_name("shipped.json")
@@ -102,10 +102,10 @@ class Fitted:
         reset = moved & ((self.balance <= -np.asarray(number["patience"])) | (view.classes <= number["few"]))
         self.resets = np.where(moved, reset, self.resets)
         stays = view.alarm & ~fits & ~reset & (view.loss < number["keep"])
-        other = np.where(reset | ~fits, NEW_HEAD, best)
+        other = np.where(reset | ~fits, NEW, best)
         later = np.where(self.resets, number["reset_rate"], number["trunk_rate"])
         return unchanged(len(best))._replace(
-            head=np.where(view.alarm & ~stays, other, KEEP_HEAD),
+            place=np.where(view.alarm & ~stays, other, KEEP),
             store=view.alarm & ~self.resets & ~stays,
             reset=reset,
             trunk_rate=np.where(view.trunk_age == np.rint(number["settle"]), later, np.nan),

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper.streams.alarm import Alarm, InputShift, heard, silent
+from esper.streams.bank import HEAD_PART
 from esper.streams.data import Floats, Ints, Streams
-from esper.streams.decisions import Decision, Operation, StreamController, StreamView
+from esper.streams.decisions import KEEP, NEW, Decision, Operation, StreamController, StreamView
 from esper.streams.network import HEAD, TRUNK, Bools, Rows, TrunkAndHead
 
 
@@ -121,16 +122,18 @@ class NetworkLearner:
         least: float | Floats = 1.0,
         to_first: bool = False,
         bank: int = 0,
+        holds: int = HEAD_PART,
         addition: Callable[["NetworkLearner"], Addition] | None = None,
     ) -> None:
         """Draw the networks.
 
-        The learning rate of the trunk is `lr`, that of the head `head_rate * lr`. The rate of a head halves whenever it has
-        trained for another `halving` updates, down to the share `least`; with 0 it stays. These numbers may be arrays (N,).
+        The learning rate of the trunk is `lr`, that of the parts that the bank `holds` is `head_rate * lr`. The latter halves
+        whenever the parts have trained for another `halving` updates, down to the share `least`; with 0 it stays. These numbers
+        may be arrays (N,). A head that the bank does not hold learns with the trunk.
         With `to_first`, weights decay to their first values, else to 0.
         """
         count = len(streams.keys)
-        self.rows = Rows(module, streams.keys, bank=bank)
+        self.rows = Rows(module, streams.keys, bank=bank, holds=holds)
         self.controller, self.lr, self.head_rate, self.decay = controller, lr, head_rate, decay
         self.halving, self.least = halving, least
         self.first = self.rows.value.clone() if to_first else None
@@ -142,7 +145,10 @@ class NetworkLearner:
         self.done = np.zeros((count, len(Operation)), np.int64)
         self.price = np.zeros((count, len(Price)), np.int64)
         weights = [(place.shape.numel(), place.start) for place in self.rows.stack.places if len(place.shape) == 2]
-        self.head_cost = sum(size for size, start in weights if start >= self.rows.trunk)
+        self.head_cost = module.head.weight.numel()
+        self.seed_cost = sum(
+            size for size, start in weights if start > self.rows.trunk
+        )  # those of a stored one that acts too
         self.cost = sum(size for size, _ in weights)  # multiply-adds of a forward pass of one example
         self.features: Tensor
         self.logits: Tensor
@@ -153,7 +159,7 @@ class NetworkLearner:
         every = slice(0, len(self.alarms))
         self.features = self.rows.features(x, every)
         self.logits = self.rows.logits(self.features, every)
-        self.price[:, Price.PREDICT] += self.cost * x.shape[1]
+        self.price[:, Price.PREDICT] += self.costs(every) * x.shape[1]
         return self.logits.detach()
 
     def learn(self, x: Tensor, y: Tensor, scores: Scores) -> None:
@@ -165,26 +171,34 @@ class NetworkLearner:
         if len(changed):  # their graph is that of parameters that are gone
             again = cross_entropy(self._forward(x[changed], changed), y[changed])
             own = own.index_put((torch.from_numpy(changed),), again)
-            self.price[changed, Price.TRAIN] += self.cost * x.shape[1]
+            self.price[changed, Price.TRAIN] += self.costs(changed) * x.shape[1]
         loss = own if self.addition is None else self.addition.loss(self, x, y, own)
         loss.sum().backward()
         del self.features, self.logits
-        self.price[:, Price.TRAIN] += 2 * self.cost * x.shape[1]
+        self.price[:, Price.TRAIN] += 2 * self.costs(slice(0, len(y))) * x.shape[1]
         if self.addition is not None:
             self.addition.before_step(self)
-        rate = np.empty((len(view.loss), 2))
-        rate[:, TRUNK], rate[:, HEAD] = self.lr * self.trunk_rate, self.lr * self.head_rate * self.head_share()
-        self.rows.step(rate, self.decay, self.first)
+        self.rows.step(self.rates(), self.decay, self.first)
         self.trunk_age += 1
         self.rows.age += 1
         self.update += 1
         if self.addition is not None:
             self.addition.after_step(self, x, y)
 
-    def head_share(self) -> Floats:
-        """(N,) the rate of the active heads as a share of that of a new head: max(least, 2^-floor(age / halving))."""
+    def rates(self) -> Floats:
+        """(N, parts) learning rates. Parts of age a have the share max(least, 2^-floor(a / halving)) of the rate of new ones."""
         halves = np.where(np.asarray(self.halving) > 0, self.rows.age // np.maximum(self.halving, 1), 0)
-        return np.maximum(self.least, 0.5**halves)
+        rate = np.empty((len(self.trunk_rate), len(self.rows.parts)))
+        rate[:, TRUNK] = self.lr * self.trunk_rate
+        rate[:, HEAD:] = (self.lr * self.head_rate * np.maximum(self.least, 0.5**halves))[:, None]
+        if not self.rows.bank.holds & HEAD_PART:
+            rate[:, HEAD] = rate[:, TRUNK]
+        return rate
+
+    def costs(self, rows: Ints | slice) -> Ints:
+        """(n,) multiply-adds of a forward pass of one example, with the stored seeds that act."""
+        acting = self.rows.bank.dose[rows, -1, :-1].count_nonzero(1).numpy()
+        return np.asarray(self.cost + acting * self.seed_cost)
 
     def look(self, x: Tensor, y: Tensor, scores: Scores) -> StreamView:
         """Return the view of a batch that was predicted, and take note of its alarms."""
@@ -192,13 +206,15 @@ class NetworkLearner:
         self.alarm, self.alarms = heard(self.alarm, scores.loss)
         shift = self.shift.measure(x)
         self.shift.add(x, self.alarms)
-        stored_loss = np.full(self.rows.stored.shape, np.nan)
-        asked = np.nonzero(self.alarms & self.rows.stored.any(1))[0]
+        stored = self.rows.bank.held != 0
+        stored_loss = np.full(stored.shape, np.nan)
+        asked = np.nonzero(self.alarms & stored.any(1))[0]
         if len(asked):
-            logits = self.rows.stored_logits(self.features.detach()[asked], asked)
+            logits = self.rows.stored_logits(x[asked], self.features.detach()[asked], asked)
             loss = cross_entropy(logits, y[asked][:, None].expand(logits.shape[:-1])).double().numpy()
-            stored_loss[asked] = np.where(self.rows.stored[asked], loss, np.nan)
-            self.price[asked, Price.CONSULT] += self.rows.stored[asked].sum(1) * self.head_cost * x.shape[1]
+            stored_loss[asked] = np.where(stored[asked], loss, np.nan)
+            each = self.cost if self.rows.slots else self.head_cost
+            self.price[asked, Price.CONSULT] += stored[asked].sum(1) * each * x.shape[1]
         seen = torch.zeros(len(y), self.logits.shape[-1], dtype=torch.bool).scatter_(1, y, True).sum(1).numpy()
         return StreamView(
             update=self.update,
@@ -209,7 +225,7 @@ class NetworkLearner:
             since=since,
             input_shift=shift,
             classes=seen,
-            stored=self.rows.stored.copy(),
+            stored=stored,
             stored_loss=stored_loss,
             trunk_rate=self.trunk_rate.copy(),
             trunk_age=self.trunk_age.copy(),
@@ -219,17 +235,20 @@ class NetworkLearner:
         """Change the networks. Returns the streams whose weights have changed."""
         self.done += decision.operations()
         shrinks, resets = decision.keep < 1, decision.reset
-        heads = np.nonzero((decision.head >= 0) | decision.store)[0]
-        if len(heads):
-            self.rows.store_and_activate(heads, decision.store[heads], decision.head[heads], self.update)
-        for rows, operate in (
-            (np.nonzero(decision.head < -1)[0], self.rows.new_head),
-            (np.nonzero(resets)[0], lambda rows: self.rows.redraw_blocks(rows, self.update)),
-            (np.nonzero(shrinks)[0], lambda rows: self.rows.shrink(rows, decision.keep[rows], self.update)),
-        ):
-            if len(rows):
-                operate(rows)
-        changed = (decision.head != -1) | resets | shrinks
+        moves = np.nonzero((decision.place >= 0) | decision.store)[0]
+        if len(moves):
+            store, place, parts = decision.store[moves], decision.place[moves], decision.parts[moves]
+            self.rows.store_and_activate(moves, store, place, self.update, parts)
+        starts = np.nonzero(decision.place == NEW)[0]
+        if len(starts):
+            self.rows.new(starts, self.update, decision.parts[starts])
+        if resets.any():
+            self.rows.redraw_blocks(np.nonzero(resets)[0], self.update)
+        if shrinks.any():
+            self.rows.shrink(np.nonzero(shrinks)[0], decision.keep[shrinks], self.update)
+        changed = (decision.place != KEEP) | resets | shrinks
+        if decision.dose is not None:
+            changed = changed | self.rows.bank.set_doses(decision.dose)
         forgets = np.nonzero(changed | decision.forget)[0]
         if len(forgets):
             self.rows.forget(forgets)
@@ -240,16 +259,17 @@ class NetworkLearner:
 
     @torch.no_grad()
     def recall(self, x: Tensor, y: Tensor, unlabelled: Tensor) -> Tensor:
-        """Logits of unlabelled examples by the active head, or by the stored one whose loss on labelled examples is less."""
+        """Logits of unlabelled examples by the active parts, or by the stored ones whose loss on labelled examples is less."""
         every = np.arange(len(x))
         features = self.rows.features(x, slice(0, len(x)))
         active = cross_entropy(self.rows.logits(features, slice(0, len(x))), y)
-        stored = cross_entropy(logits := self.rows.stored_logits(features, every), y[:, None].expand(logits.shape[:-1]))
-        stored = torch.where(torch.from_numpy(self.rows.stored), stored, torch.inf)
+        logits = self.rows.stored_logits(x, features, every)
+        stored = cross_entropy(logits, y[:, None].expand(logits.shape[:-1]))
+        stored = torch.where(torch.from_numpy(self.rows.bank.held != 0), stored, torch.inf)
         best = torch.cat([active[:, None], stored], 1).argmin(1)
         features = self.rows.features(unlabelled, slice(0, len(x)))
         own = self.rows.logits(features, slice(0, len(x)))[:, None]
-        each = torch.cat([own, self.rows.stored_logits(features, every)], 1)
+        each = torch.cat([own, self.rows.stored_logits(unlabelled, features, every)], 1)
         return each[torch.arange(len(x)), best]
 
     def _forward(self, x: Tensor, rows: Ints) -> Tensor:

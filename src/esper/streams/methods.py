@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
 from esper.streams.additions import Consolidation, Replacement, Replay
+from esper.streams.bank import EVERY_PART, SEED_PARTS
 from esper.streams.controllers import Adaptive, OnAlarm, StoreAndReactivate
 from esper.streams.data import Streams
 from esper.streams.ensemble import EnsembleLearner
@@ -20,6 +21,9 @@ from esper.streams.network import TrunkAndHead
 Settings = Mapping[str, Any]
 WIDE, NARROW, STORING, MEMBER = (40, 32, 2), (32, 28, 2), (32, 32, 2), (12, 20, 1)
 """Width, hidden units and number of residual blocks: of one network, beside a replay buffer, beside a bank, and of a member."""
+SEEDED, SEEDED_BOTH = (28, 24, 2), (26, 22, 2)
+RANK, RANK_BOTH = 5, 4
+"""Sizes beside a bank of seeds, and of seeds and heads, and the hidden units of their seeds."""
 MEMBERS, BANK, CAPACITY = 6, 5, 128
 
 
@@ -37,8 +41,8 @@ class Method(NamedTuple):
     build: Callable[[Streams, Settings], Learner]
 
 
-def _module(streams: Streams, settings: Settings, size: tuple[int, int, int]) -> TrunkAndHead:
-    return TrunkAndHead(streams.inputs, *size, streams.classes, norm=settings["norm"])
+def _module(streams: Streams, settings: Settings, size: tuple[int, int, int], rank: int = 0) -> TrunkAndHead:
+    return TrunkAndHead(streams.inputs, *size, streams.classes, norm=settings["norm"], rank=rank)
 
 
 def _static(streams: Streams, settings: Settings, **rule: Any) -> Learner:
@@ -76,6 +80,14 @@ def _reactivate(streams: Streams, settings: Settings) -> Learner:
     return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
 
 
+def _reactivate_seeds(streams: Streams, settings: Settings, *, heads: bool) -> Learner:
+    """Stored seeds, or with `heads` seeds and heads together."""
+    own = {name: settings[name] for name in ("lr", "head_rate", "decay", "halving", "least")}
+    rule = StoreAndReactivate(trunk_rate=settings["trunk_rate"], support=settings["support"])
+    size, rank, holds = (SEEDED_BOTH, RANK_BOTH, EVERY_PART) if heads else (SEEDED, RANK, SEED_PARTS)
+    return NetworkLearner(streams, _module(streams, settings, size, rank), rule, bank=BANK, holds=holds, **own)
+
+
 def _adaptive(streams: Streams, settings: Settings) -> Learner:
     own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
     rule = Adaptive(len(streams.keys), trunk_rate=settings["trunk_rate"], patience=settings["patience"])
@@ -96,6 +108,9 @@ def _of_file(path: Path) -> Method:
 
 
 _COMMON: Settings = MappingProxyType({"lr": 0.01, "head_rate": 1.0, "decay": 0.01, "norm": True})
+_ANNEALED: Settings = MappingProxyType(
+    {**_COMMON, "lr": 0.015, "head_rate": 2.0, "trunk_rate": 0.2, "halving": 40.0, "least": 0.125}
+)
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "adamw": Method("one network that trains on, whatever happens", _COMMON, _static),
@@ -139,6 +154,26 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "at an alarm, the head is stored, and a stored head that fits returns, or a new one starts",
             {**_COMMON, "lr": 0.015, "head_rate": 2.0, "trunk_rate": 0.1, "halving": 0.0, "least": 0.125},
             _reactivate,
+        ),
+        "reactivate-annealed": Method(
+            "as reactivate; the learning rate of a head falls with the updates that it has trained for",
+            _ANNEALED,
+            _reactivate,
+        ),
+        "reactivate-seeds": Method(
+            "as reactivate-annealed, with seeds in place of heads; one head serves all contexts",
+            {**_ANNEALED, "support": 0.0},
+            lambda streams, settings: _reactivate_seeds(streams, settings, heads=False),
+        ),
+        "reactivate-both": Method(
+            "as reactivate-annealed, with a head and the seeds of all slots together",
+            {**_ANNEALED, "support": 0.0},
+            lambda streams, settings: _reactivate_seeds(streams, settings, heads=True),
+        ),
+        "reactivate-doses": Method(
+            "as reactivate-both; the stored seeds of least loss act beside new ones, by a dose table",
+            {**_ANNEALED, "support": 0.5},
+            lambda streams, settings: _reactivate_seeds(streams, settings, heads=True),
         ),
         "adaptive": Method(
             "reactivates where the past returns, and resets the blocks where it does not",
