@@ -61,6 +61,9 @@ def test_a_path_is_the_method_of_its_numbers(tmp_path):
     file = tmp_path / "own.json"
     file.write_bytes(to_file({**START, "fits": 1.25}))
     assert full_settings(str(file), {})["fits"] == 1.25
+    assert full_settings("shipped", {"soon": -0.5})["soon"] == -0.5
+    with pytest.raises(InputError, match=r"shipped.soon is -9; give a number from -2 to 5"):
+        full_settings("shipped", {"soon": -9})
     streams = draw_streams([5], [Change.SHARED], updates=3)
     assert build_learner(str(file), streams).controller.numbers["fits"] == 1.25
     assert set(RATES) < set(read_numbers(SHIPPED)) == set(NUMBERS)

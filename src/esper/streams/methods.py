@@ -214,7 +214,12 @@ def full_settings(name: str, given: Settings) -> Settings:
         if isinstance(value, bool) != (kind is bool) or not isinstance(value, int if kind is int else int | float):
             what = {bool: "true or false", int: "a whole number of at least 1", float: "a number of at least 0"}[kind]
             raise InputError(f"{name}.{key} is {show(value)}; give {what}")
-        if kind is not bool and not (1 if kind is int else 0) <= value < math.inf:
+        if key in NUMBERS and known.keys() >= NUMBERS.keys():  # a fitted number, which may be negative
+            if not NUMBERS[key].low <= value <= NUMBERS[key].high:
+                raise InputError(
+                    f"{name}.{key} is {value}; give a number from {NUMBERS[key].low:g} to {NUMBERS[key].high:g}"
+                )
+        elif kind is not bool and not (1 if kind is int else 0) <= value < math.inf:
             raise InputError(
                 f"{name}.{key} is {value}; give {'at least 1' if kind is int else 'a finite number of at least 0'}"
             )
