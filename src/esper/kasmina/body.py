@@ -16,7 +16,7 @@ from esper.kasmina.host_table import HostTable
 from esper.kasmina.layout import Layout
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.passes import Kept, Pass, Step
-from esper.kasmina.plan import Branches, Indices, PlanCache, Route
+from esper.kasmina.plan import Branches, Indices, Plan, PlanCache, Route
 from esper.kasmina.planning import OneDose, Planner
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack import Mapping, Stack
@@ -78,7 +78,7 @@ class Body:
         self._real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
-        self.plans: PlanCache[Step] = PlanCache(PLANS)
+        self.plans: PlanCache[Plan, Step] = PlanCache(PLANS)
 
     # Surgery.
 

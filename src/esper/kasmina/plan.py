@@ -4,7 +4,7 @@ E environments, S slots, B examples, X branches. A pass goes over a *part* of th
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -177,11 +177,12 @@ class Route(NamedTuple):
         return self.doses.origin
 
 
+Planned = TypeVar("Planned", bound=Hashable)
 Prepared = TypeVar("Prepared")
 
 
-class PlanCache(Generic[Prepared]):
-    """A cache of what is prepared for plans, for the plans that were used last.
+class PlanCache(Generic[Planned, Prepared]):
+    """A cache of what is prepared for plans, or for plans with shapes, for those that were used last.
 
     built: number of plans that something was prepared for. reused: number of times that it was found in the cache.
     evicted: number of plans dropped because more than `bound` were in use.
@@ -191,15 +192,14 @@ class PlanCache(Generic[Prepared]):
         assert bound > 0, bound
         self.bound = bound
         self.built = self.reused = self.evicted = 0
-        self._known: OrderedDict[Plan, Prepared] = OrderedDict()
+        self._known: OrderedDict[Planned, Prepared] = OrderedDict()
 
-    def get(self, plan: Plan, prepare: Callable[[Plan], Prepared]) -> Prepared:
+    def get(self, plan: Planned, prepare: Callable[[Planned], Prepared]) -> Prepared:
         """Return what was prepared for a plan, or prepare it now with `prepare`."""
-        known = self._known.get(plan)
-        if known is not None:
+        if plan in self._known:
             self.reused += 1
             self._known.move_to_end(plan)
-            return known
+            return self._known[plan]
         self.built += 1
         made = self._known[plan] = prepare(plan)
         if len(self._known) > self.bound:

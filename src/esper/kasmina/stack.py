@@ -23,8 +23,8 @@ warnings.filterwarnings("ignore", message="grad and param do not obey the gradie
 
 Mapping = Literal["auto", "vmap", "loop"]
 Way = Literal["direct", "vmap", "loop"]
-Rows = slice | NDArray[np.int64]
-"""Rows of a stack that a call runs: a slice is a view, an index array gathers."""
+Rows = slice | NDArray[np.int64] | Tensor
+"""Rows of a stack that a call runs: a slice is a view, indices gather. A compiled pass has them in a tensor (n,) int64."""
 
 
 class _Part(NamedTuple):
@@ -183,6 +183,26 @@ class Stack(Columns):
 
     # Access of each way of running to the rows.
 
+    def bind(self, columns: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[Any, list[Tensor]]]:
+        """Let calls read and write other columns of the same shapes; return what `unbind` takes to undo it."""
+        own = self.columns, self._leaves
+        self.columns, self._leaves = {**self.columns, **columns}, {}
+        return own
+
+    def unbind(self, own: tuple[dict[str, Tensor], dict[Any, list[Tensor]]]) -> None:
+        """Undo `bind`."""
+        self.columns, self._leaves = own
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The parameters that calls have read, as leaves of the graph."""
+        return [leaf for leaves in self._leaves.values() for leaf in leaves]
+
+    @property
+    def loops(self) -> bool:
+        """Whether a part runs in a loop, as far as calls have shown."""
+        return self.random or any(part.way == "loop" for part in self._parts.values())
+
     def _parameters(self, what: _Part, rows: Rows, frozen: bool) -> list[Tensor]:
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.capacity)
@@ -215,8 +235,8 @@ class Stack(Columns):
             path, _, own = name.removeprefix("buffer.").rpartition(".")
             self.module.get_submodule(path)._buffers[own] = buffer
 
-    def _index(self, rows: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(rows).to(self.device)
+    def _index(self, rows: NDArray[np.int64] | Tensor) -> Tensor:
+        return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device)
 
     def _loop(self, x: Batch, rows: Rows, part: str, frozen: bool, keys: NDArray[np.int64] | None) -> Tensor:
         chosen = range(self.capacity)[rows] if isinstance(rows, slice) else rows

@@ -93,6 +93,11 @@ class Config(Section):
         description="type of the products in training: off computes them in float32, bf16 in bfloat16, and auto in bfloat16 if "
         "the device multiplies it natively; parameters, the optimizer and all measured figures stay float32",
     )
+    compile: Literal["off", "on", "auto"] = Field(
+        "off",
+        description="on compiles the training passes by torch.compile, and auto does so for plans that gain from it by a "
+        "measurement (docs/compiling.md)",
+    )
     baselines: tuple[str, ...] = Field(
         BASELINES,
         description="static networks that are trained for comparison: any of twin, same-size, plain, skips, or none "
@@ -148,10 +153,10 @@ class Config(Section):
             raise ValueError("give auto, cpu, cuda or cuda:i, such as cuda:0")
         return value
 
-    @pydantic.field_validator("amp", mode="before")
+    @pydantic.field_validator("amp", "compile", mode="before")
     @classmethod
     def _read_off(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads off as false
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
 
     @pydantic.field_validator("baselines", mode="before")
     @classmethod

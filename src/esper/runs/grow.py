@@ -44,6 +44,7 @@ from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
+from esper.tolaria.stacked import StackedPopulation
 
 
 def grow(
@@ -153,6 +154,7 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
         **written._asdict(),
         **engine.governor.record.counts(),
         **engine.fates.lists(),
+        **_compiled(engine),
         "explanations": _explanations(growth, episode, played),
         "seconds": round(seconds, 3),
         "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
@@ -381,6 +383,12 @@ def _growth(
         "pruned": germinated - kept - left - discarded,
     }
     return {"seeds": seeds, "grown": grown, "unfinished": unfinished}
+
+
+def _compiled(engine: VectorizedEngine) -> Summary:
+    """Return what torch.compile did, if the run asked for it."""
+    counts = engine.population.compiled if isinstance(engine.population, StackedPopulation) else None
+    return {} if counts is None else {"compiled": counts}
 
 
 def _explanations(growth: Growth, episode: Episode, played: Played) -> list[str]:

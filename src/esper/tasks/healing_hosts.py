@@ -5,7 +5,6 @@ for. A group is a file in the cache folder, and is trained again where the file 
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,16 +22,13 @@ from esper.kasmina.stack import Mapping, Stack
 from esper.leyline import keys
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split, one_tensor
+from esper.store.cache import cache_root
 from esper.store.disk import write_atomic
 from esper.store.reading import read_kept
 from esper.store.tensors import to_parts
 from esper.tasks.convolutional import BridgedCNN
 from esper.tasks.dense import BridgedMLP
 from esper.tasks.healing_data import CLASSES, INPUTS, Draw, Part, Problem, examples, one_of, problem, uniform
-
-VARIABLE = "ESPER_CACHE"
-"""The environment variable that names the cache folder of Esper. The default is `esper` in the user's cache folder, which is
-XDG_CACHE_HOME or `.cache` in the home folder."""
 
 BLOCKS = 5
 WIDTHS = (16, 20, 24)  # of the stream
@@ -133,8 +129,7 @@ def trained_weights(number: int, of: HostSet = VECTORS) -> Weights:
 
 def cache_folder(of: HostSet = VECTORS) -> Path:
     """The folder of the trained hosts: <name>-<recipe> in the cache folder of Esper."""
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(VARIABLE) or Path(user) / "esper") / f"{of.name}-{of.recipe}"
+    return cache_root() / f"{of.name}-{of.recipe}"
 
 
 @lru_cache(maxsize=64)

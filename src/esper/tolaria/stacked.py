@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,10 @@ from esper.leyline.view import BlueprintInfo, Floats, Seeds, Space
 from esper.tolaria.certifying import growth
 from esper.tolaria.choosing import choose_rows
 from esper.tolaria.coalitions import coalitions
+from esper.tolaria.compiling import Passes
 from esper.tolaria.data import Examples
 from esper.tolaria.fitting import menu_of, selected
+from esper.tolaria.gradients import total_of
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.population import (
     Asked,
@@ -56,8 +59,7 @@ class StackedPopulation:
     """R hosts and their seeds in training; implements `tolaria.population.Population`.
 
     body: parameters, buffers and moments of every host and seed. data: the data that they are trained and measured on.
-    feed, optimizer, objective: the batches, the update rule and the loss of a training step. products: the type in which
-    it multiplies, or None for that of the parameters.
+    feed, passes, optimizer: the batches, the forward and backward passes and the update rule of a training step.
     """
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
@@ -96,7 +98,8 @@ class StackedPopulation:
             moments=self.optimizer.rule.moments,
             device=self.device,
         )
-        self.products = resolve_amp(config.amp, self.device, body.dtype)
+        products = resolve_amp(config.amp, self.device, body.dtype)
+        self.passes = Passes(body, total_of(body, self.objective, config, products), config, products)
         self.host_params = body.table.host_params
         self.space = Space(
             slots=tuple(slot.name for slot in body.slots),
@@ -151,10 +154,9 @@ class StackedPopulation:
             seeds,
             self.feed,
             self.optimizer,
-            self.objective,
+            self.passes,
             self.config,
             (self.data.instance, self._episode),
-            self.products,
             parameter_norms,
         )
 
@@ -249,6 +251,14 @@ class StackedPopulation:
         self.feed.reset(episode)
         self.feed.batch = tree["batch"]
         self._survey()
+
+    @property
+    def compiled(self) -> dict[str, float] | None:
+        """What was compiled and how often it ran, for the summary; None with `compile=off`."""
+        if self.config.compile == "off":
+            return None
+        counts = asdict(self.passes.counts)
+        return {**counts, "seconds": round(self.passes.counts.seconds, 3), "recompiled": self.passes.recompiled}
 
     # Evaluation and export at the end of an episode.
 

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.body import Body
-from esper.kasmina.plan import Branches, Indices, Route
+from esper.kasmina.plan import Branches, Indices
 from esper.kasmina.stack import Stack
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, key
 from esper.leyline.stages import ADDED, Stage, among
-from esper.leyline.task import Objective
 from esper.leyline.view import Seeds
+from esper.tolaria.compiling import Passes
 from esper.tolaria.data import SharedBatchIterator
 from esper.tolaria.optimizer import StackedOptimizer, Updates
-from esper.tolaria.precision import products_in
 
 
 class Trained(NamedTuple):
@@ -58,17 +57,16 @@ def train(
     seeds: Seeds,
     feed: SharedBatchIterator,
     optimizer: StackedOptimizer,
-    objective: Objective,
+    passes: Passes,
     config: Config,
     dropout: tuple[Indices, int],
-    products: torch.dtype | None = None,
     parameter_norms: bool = False,
 ) -> Trained:
     """Train every row on the step's batches.
 
     `dropout` is (instance (E,), episode). Together with the seed and the batch number it is the key of dropout. The
     optimizer moves exactly the trainable rows: hosts, and seeds in TRAINING, BLENDING (not doomed), HOLDING or
-    FOSSILIZED. `products` is the type in which the forward and backward passes multiply; None is that of the parameters.
+    FOSSILIZED. `passes` computes the gradients.
     `parameter_norms` asks for the gradient norm of each parameter too.
     """
     shadow = config.lifecycle.incubation == "shadow"
@@ -93,13 +91,16 @@ def train(
     body.train(True)
     loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
     sums, draws = [loss[route.part] for route in routes], body.draws
+    last = config.steps * config.data.batches_per_step
     for _ in range(updates):
         for _ in range(accumulate):
             keys = key(config.seed, Purpose.DROPOUT, dropout[0], dropout[1], feed.batch) if draws else None
             feed.advance()
             for route, total in zip(routes, sums, strict=True):
                 own = None if keys is None else keys[route.part]
-                total += _backward(body, route, feed, objective, config, own, products)
+                total += passes.backward(
+                    route, *feed.of(route.part), feed.weights_of(route.part), own, last - feed.batch
+                )
         for group in (host, *groups):
             group.norm.add_(group.updates.step(group.parts))
     return Trained(
@@ -109,40 +110,6 @@ def train(
         tuple(owners),
         tuple((group.names, group.parts / updates) for group in (host, *groups) if group.parts is not None),
     )
-
-
-def _backward(
-    body: Body,
-    route: Route,
-    feed: SharedBatchIterator,
-    objective: Objective,
-    config: Config,
-    keys: Indices | None,
-    products: torch.dtype | None,
-) -> Tensor:
-    """Compute the losses (n,) of a part of the rows on the present batch, and add their gradients to those of the rows."""
-    x, y = feed.of(route.part)
-    with products_in(products, body.device):
-        result = body.run(x, route, keys=keys)
-    weights = feed.weights_of(route.part)
-    losses = _weighted(objective.loss(result.output.to(body.dtype), y), weights).mean(1)
-    total = losses.sum()
-    if result.branches is not None:
-        assert route.origin is not None
-        branched = objective.loss(result.branches.to(body.dtype), y.index_select(0, route.origin))
-        own = None if weights is None else weights.index_select(0, route.origin)
-        total = total + _weighted(branched, own).mean(1).sum()
-    if result.proximal is not None:
-        total = total + config.lifecycle.proximal * result.proximal
-    if total.requires_grad:  # nothing trains in a host that is frozen as a whole and has no seed
-        accumulate = config.optimizer.accumulation_steps
-        (total if accumulate == 1 else total / accumulate).backward()
-    return losses.detach()
-
-
-def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Return (n, B) losses times the weights of their examples, if these have any."""
-    return losses if weights is None else losses * weights
 
 
 def _seed_groups(
