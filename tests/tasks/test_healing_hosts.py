@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from esper.leyline.errors import InputError
+from esper.store.cache import VARIABLE
 from esper.tasks import healing_hosts
 from esper.tasks.healing_data import FAMILIES, SIZES, Part, digit_pools, examples, problem
 from esper.tasks.healing_hosts import (
     GROUP,
     RESIDUAL,
-    VARIABLE,
     HostSet,
     architecture,
     cache_folder,

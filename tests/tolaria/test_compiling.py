@@ -1,5 +1,6 @@
 """Training passes as graphs. The graphs run here as they are; tests/third_party/test_compiled.py lets torch compile them."""
 
+import copy
 import json
 
 import numpy as np
@@ -129,11 +130,9 @@ def test_a_state_that_is_restored_goes_on_bit_for_bit():
     view, client = whole.reset(), Script(GROW)
     while view.step < 4:
         view, _ = whole.step(client.act(view))
-    kept = torch.utils._pytree.tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, whole.state()
-    )
+    kept = copy.deepcopy(whole.snapshot())
     resumed = VectorizedEngine(blobs(), config)
-    there = resumed.load_state(kept)
+    there = resumed.restore(kept)
     for engine, at in ((whole, view), (resumed, there)):
         while at.step < config.steps:
             at, _ = engine.step(client.act(at))

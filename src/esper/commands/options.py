@@ -29,6 +29,10 @@ Epochs = Annotated[
 ]
 Seed = Annotated[str | None, typer.Option("--seed", metavar="N", help="Seed of the run.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Device of the networks.")]
+Compile = Annotated[
+    str | None,
+    typer.Option("--compile", metavar="off|on|auto", help="Compile the training passes (docs/compiling.md)."),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="YAML file of settings; `esper config --yaml` prints one."),

@@ -9,6 +9,7 @@ import typer
 from esper.commands.options import (
     PLACE,
     Cluster,
+    Compile,
     ConfigFile,
     Device,
     Devices,
@@ -43,6 +44,7 @@ def grow(
     epochs: Epochs = None,
     seed: Seed = None,
     device: Device = None,
+    compile_: Compile = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -82,7 +84,7 @@ def grow(
         )
     options: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
     options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
-    options |= {"baselines": baselines, "twin": twin}
+    options |= {"baselines": baselines, "twin": twin, "compile": compile_}
     layers = read_layers("grow", from_file, settings, options)
     notes: list[str] = []
     config = growth_config(chosen, *layers, tell=notes.append)
