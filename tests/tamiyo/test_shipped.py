@@ -157,8 +157,8 @@ def test_the_default_follows_the_facts_of_the_card(wins: bool, monkeypatch: pyte
     told: list[str] = []
     menu = {"blueprints": [*RANKS, "low-rank"]}
     config = growth_config(frozen(), menu, tell=told.append)
-    assert config.controller == (LATEST if wins else "heuristic")
-    assert config.gates.permissive == wins
+    assert config.controller == (LATEST if wins else "participation"), "the rule of the kind"
+    assert config.gates.permissive
     assert len(told) == 1
     assert told[0].startswith(f"controller {config.controller}: ")
 

@@ -1,4 +1,4 @@
-"""Which controller `esper grow` takes where none is named: `shipped` where its card says that it beats the rule."""
+"""Which controller `esper grow` takes if none is named: `shipped` where its card says that it beats the rule, else the rule."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from esper.leyline.task import AnyTask
 from esper.tamiyo.shipped import NAME, facts_of, resolved
 
 RULE = "heuristic"
-"""The default where `shipped` is not."""
+"""The default on hosts of no kind of the card. A kind has a rule of its own."""
 CARD = "`esper controller shipped`"
 
 
@@ -47,7 +47,7 @@ def _by_card(version: str, kind: Mapping[str, Any]) -> Choice:
     where = f"on {kind['hosts']} it {{}} {kind['rule']} on families that it was not trained on ({CARD})"
     if kind["wins"]:
         return Choice(version, where.format("beats the rule"))
-    return Choice(RULE, f"{version} is not the default here: " + where.format("does not clearly beat the rule"))
+    return Choice(kind["rule"], f"{version} is not the default here: " + where.format("does not clearly beat the rule"))
 
 
 def _host(task: AnyTask) -> SegmentedHost:
