@@ -31,7 +31,18 @@ FOLDS = {
         "bypass-rank-4",
         "bypass-rank-8",
     )
-} | {(Kind.SEQUENCE, name) for name in ("low-rank", "bypass-linear")}
+} | {
+    (Kind.SEQUENCE, name)
+    for name in (
+        "low-rank",
+        "bypass-linear",
+        "bypass-rank-1",
+        "bypass-rank-2",
+        "bypass-rank-4",
+        "bypass-rank-8",
+        "sparse-rows",
+    )
+}
 
 
 def grown(kind, name, blend=Blend.ADD, *, bias=True, change=lambda model: None):

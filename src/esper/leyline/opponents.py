@@ -1,7 +1,6 @@
 """The opponents that an evaluation adds to the controllers that it is given, as a task declares them."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -30,6 +29,9 @@ class Reference(NamedTuple):
     controller: str = "never"
 
 
+NO_REFERENCES: Mapping[str, Reference] = {}  # a plain mapping, because tasks are pickled to be sent to actors
+
+
 class Opponents(NamedTuple):
     """The opponents of an evaluation on one task, beside the rules and the best fixed plan, which always take part.
 
@@ -40,7 +42,7 @@ class Opponents(NamedTuple):
     """
 
     rules: tuple[str, ...] = PLACED
-    references: Mapping[str, Reference] = MappingProxyType({})
+    references: Mapping[str, Reference] = NO_REFERENCES
     oracle: bool = True
 
     @property

@@ -165,4 +165,5 @@ def _largest(norms: Tensor, count: int) -> Tensor:
 
 def _spread(chosen: Tensor, like: Tensor) -> Tensor:
     """Indices (k,), or stacked (E, k), for every position of a stream (..., B, L, C): (..., B, L, k)."""
-    return chosen.unsqueeze(-2).unsqueeze(-2).expand(*like.shape[:-1], -1)
+    places = chosen if chosen.dim() == 1 else chosen[:, None, None]
+    return places.expand(*like.shape[:-1], -1)
