@@ -146,7 +146,8 @@ def test_the_full_menu_has_each_blueprint_at_each_slot_and_at_every_slot_and_no_
     assert plans[: len(choices_of(space))] == choices_of(space)
     names = {placed.words(space) for placed in plans}
     assert {"none", "uniform", "bypass at embed", "low rank at block4", "mlp-small at block2"} <= names
-    assert {f"{blueprint.name} everywhere" for blueprint in space.blueprints} <= names
+    everywhere = {f"{blueprint.name} everywhere" for blueprint in space.blueprints}
+    assert everywhere - names == {"bypass-rank-1 everywhere"}, "uniform plants the same"
     wishes = {wished(space, each.plan, np.full(len(space.width), each.slot)).tobytes() for each in plans}
     assert len(wishes) == len(plans)
 
