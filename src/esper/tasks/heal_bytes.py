@@ -51,7 +51,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "steps": 10,
         "data": {"batch_size": 8, "batches_per_step": 4},
-        "optimizer": {"lr": 0.01},
+        "optimizer": {"lr": 0.03},
         "lifecycle": {"max_seeds": LAYERS + 2, "max_training_seeds": LAYERS + 2},
         "governor": {"param_limit": 0.06},
         "reward": {"rent": 0.1},
@@ -156,7 +156,7 @@ def heal_bytes_unfrozen() -> Mixture:
 def heal_bytes_scratch() -> Mixture:
     """The instances of `heal-bytes` with hosts that are drawn afresh: the controller `never` is training from scratch."""
     mixture = _mixture("heal-bytes-scratch", SCRATCH, lambda facts: HOST, frozen=False)
-    return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.01}})
+    return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.003}})
 
 
 def _mixture(name: str, summary: str, host: Callable[[ByteFacts], Callable[[], nn.Module]], frozen: bool) -> Mixture:
