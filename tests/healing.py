@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from esper.store.cache import VARIABLE
 from esper.tasks import healing_hosts
 
 
@@ -14,7 +15,7 @@ def quick_hosts(cache: Path) -> Iterator[None]:
     """Train hosts for a few updates, in a cache of their own."""
     train = healing_hosts.train_group
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(healing_hosts.VARIABLE, str(cache))
+        patch.setenv(VARIABLE, str(cache))
         patch.setattr(healing_hosts, "train_group", lambda numbers, of: train(numbers, updates=20, starts=1, of=of))
         healing_hosts._group.cache_clear()
         yield

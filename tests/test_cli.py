@@ -232,7 +232,7 @@ def test_digits_as_images_grow_from_the_command(esper):
     assert "test accuracy" in out
 
 
-@pytest.mark.parametrize("name", ["conv-light", "mlp-small"])
+@pytest.mark.parametrize("name", ["conv-light", "affine"])
 def test_a_blueprint_of_another_kind_than_the_slots_is_refused(esper, name):
     task = "digits-narrow" if name == "conv-light" else "digits-image-narrow"
     code, _, err = esper("grow", task, *QUICK, "--set", f"blueprints=[{name}]")

@@ -277,7 +277,14 @@ def test_names_of_others_in_an_evaluation_are_printed_and_drawn_as_they_are(tmp_
         "seconds": 1.0,
     }
     pair = {"controller": name, "rule": name, "difference": estimate, "probability": estimate}
-    search = {"permissive_gates": False, "episodes": 1, "seconds": 1.0, "candidates": 1, "entries": [{"op": name}]}
+    search = {
+        "permissive_gates": False,
+        "episodes": 1,
+        "seconds": 1.0,
+        "candidates": 1,
+        "plan": name,
+        "entries": [{"op": name}],
+    }
     task = {
         "task": name,
         "metric": name,

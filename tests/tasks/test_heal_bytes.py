@@ -11,10 +11,11 @@ from esper.leyline.actions import Op
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.stages import Stage
+from esper.store.cache import VARIABLE
 from esper.tamiyo.placement import DriftRise
 from esper.tamiyo.plans import FULL_HEAD, SPARSE_HEAD, SPARSE_ROWS, Plan
 from esper.tamiyo.schedule import Entry, Schedule
-from esper.tasks import byte_hosts, byte_text, healing_hosts
+from esper.tasks import byte_hosts, byte_text
 from esper.tasks.byte_damage import Half, half_of, symbol_map
 from esper.tasks.byte_hosts import GROUP, HOST, LAYERS, cache_folder, train_group, trained_weights
 from esper.tasks.byte_text import SYMBOLS, common, texts, windows
@@ -45,7 +46,7 @@ SPLITS = (Part.HOST, Part.PROBE, Part.VALIDATION, Part.TEST)
 @pytest.fixture(autouse=True, scope="module")
 def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(healing_hosts.VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))
         patch.setattr(byte_hosts, "train_group", lambda numbers: train_group(numbers, updates=2))
         byte_hosts._group.cache_clear()
         yield

@@ -287,7 +287,7 @@ def both_kinds():
 
 @pytest.mark.parametrize("mapping", ["auto", "vmap"])
 def test_a_host_may_have_slots_of_both_kinds(mapping):
-    task = pictures(host=both_kinds, menu=("conv-light", "mlp-small"))
+    task = pictures(host=both_kinds, menu=("conv-light", "affine"))
     config = small_config({"lifecycle": {"max_training_seeds": 2}}, envs=2, mapping=mapping)
     engine = VectorizedEngine(task, config)
     assert engine.space.fits.tolist() == [[True, False], [False, True]]
@@ -303,7 +303,7 @@ def test_a_host_may_have_slots_of_both_kinds(mapping):
     )
     engine.run(script)
     network, topology = engine.export(0)
-    assert [seed["blueprint"] for seed in topology["seeds"]] == ["conv-light", "mlp-small"]
+    assert [seed["blueprint"] for seed in topology["seeds"]] == ["conv-light", "affine"]
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(network(task.probe.x), task.probe.y)
     assert float(loss) == pytest.approx(script.outcomes[-1].after.loss[0], rel=1e-4)

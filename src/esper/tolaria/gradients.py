@@ -17,16 +17,18 @@ Total = tuple[Tensor | None, Tensor]
 
 
 def total_of(
-    body: Body, objective: Objective, config: Config, products: torch.dtype | None
+    body: Body, objective_now: Callable[[], Objective], config: Config, products: torch.dtype | None
 ) -> Callable[[Route, Batch, Tensor, Tensor | None, Indices | None], Total]:
     """Return the function that computes the loss of a route on a batch.
 
     The function takes the route, x leaves (n, B, ...), y (n, B, ...), the weights (n, B) of the examples or None, and the
-    keys (n,) of dropout or None. products: the type in which the pass multiplies; None is that of the parameters.
+    keys (n,) of dropout or None. objective_now: returns the objective; a campaign of faults replaces that of a population.
+    products: the type in which the pass multiplies; None is that of the parameters.
     """
     accumulate = config.optimizer.accumulation_steps
 
     def total(route: Route, x: Batch, y: Tensor, weights: Tensor | None, keys: Indices | None) -> Total:
+        objective = objective_now()
         with products_in(products, body.device):
             result = body.run(x, route, keys=keys)
         losses = _weighted(objective.loss(result.output.to(body.dtype), y), weights).mean(1)

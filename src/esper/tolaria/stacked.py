@@ -99,7 +99,7 @@ class StackedPopulation:
             device=self.device,
         )
         products = resolve_amp(config.amp, self.device, body.dtype)
-        self.passes = Passes(body, total_of(body, self.objective, config, products), config, products)
+        self.passes = Passes(body, total_of(body, lambda: self.objective, config, products), config, products)
         self.host_params = body.table.host_params
         self.space = Space(
             slots=tuple(slot.name for slot in body.slots),
