@@ -16,6 +16,21 @@ Controllers = Annotated[
     ),
 ]
 
+SearchEpisodes = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Episodes of the search for the best fixed plan, and of fitting trees, on training instances; by default "
+        "as many as the controllers were trained with, or 2048.",
+    ),
+]
+Opponents = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...", help="Opponents of the tasks (docs/opponents.md), such as tree,oracle; all, or none."
+    ),
+]
+
 
 def evaluate(
     controllers: Controllers = None,
@@ -26,14 +41,7 @@ def evaluate(
         typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config."),
     ] = 3,
     first: Annotated[int, typer.Option(metavar="N", help="Number of the first held-out instance.")] = 0,
-    search_episodes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Episodes of the search for the best fixed plan, and of fitting trees, on training instances; by default "
-            "as many as the controllers were trained with, or 2048.",
-        ),
-    ] = None,
+    search_episodes: SearchEpisodes = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH."),
@@ -43,12 +51,7 @@ def evaluate(
         str,
         typer.Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none."),
     ] = "same-size,plain,skips",
-    opponents: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...", help="Opponents of the tasks (docs/opponents.md), such as tree,oracle; all, or none."
-        ),
-    ] = "all",
+    opponents: Opponents = "all",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the record in DIR.")] = False,
     json_: Json = False,
 ) -> None:

@@ -1,6 +1,6 @@
 """`esper grow`, `esper train` and `esper resume`: commands whose result is a run folder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,7 +69,7 @@ def grow(
     use_one_thread()
     from esper.karn.bars import live
     from esper.karn.console import print_summary
-    from esper.runs.configuration import growth_config, load_config_file
+    from esper.runs.configuration import growth_config
     from esper.runs.grow import grow as run_population
     from esper.runs.resume import Opening
     from esper.store.disk import file_name
@@ -77,11 +77,7 @@ def grow(
     from esper.tasks.catalog import get_task
 
     chosen = get_task(task)
-    from_file = {} if config_file is None else load_config_file(str(config_file))
-    if from_file.get("task", task) != task:
-        raise InputError(
-            f"--config {config_file} is of task {from_file['task']!r}, not {task!r}; name the one you mean"
-        )
+    from_file = _read_file(config_file, task)
     options: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
     options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
     options |= {"baselines": baselines, "twin": twin, "compile": compile_}
@@ -94,6 +90,16 @@ def grow(
         opening = Opening(overwrite=overwrite)
         summary = run_population(chosen, config, client, folder, progress, opening, notes=notes)
     finish(summary, folder, json_, print_summary)
+
+
+def _read_file(config_file: Path | None, task: str) -> Mapping[str, Any]:
+    """Read a file of settings. Raises InputError if it is of another task."""
+    from esper.runs.configuration import load_config_file
+
+    found = {} if config_file is None else load_config_file(str(config_file))
+    if found.get("task", task) != task:
+        raise InputError(f"--config {config_file} is of task {found['task']!r}, not {task!r}; name the one you mean")
+    return found
 
 
 def train(

@@ -1,5 +1,6 @@
 """`esper stream`: methods compared on streams of changing data."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -71,9 +72,6 @@ def stream(
     from esper.runs.streaming import stream as compare
     from esper.store.files import to_json
 
-    def tell(line: str) -> None:
-        say(line, err=True)
-
     try:
         record = compare(
             methods or DEFAULT,
@@ -86,7 +84,7 @@ def stream(
             settings=settings or (),
             out=out,
             overwrite=overwrite,
-            watch=tell,
+            watch=partial(say, err=True),
         )
     except KeyboardInterrupt as interrupt:
         after = "nothing was kept, as --out was not given" if out is None else "the same command continues it"

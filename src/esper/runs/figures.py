@@ -13,6 +13,7 @@ from esper.nissa.rows import EvaluationRow
 from esper.runs.split_sizes import split_sizes
 from esper.simic.rewards import objective
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.stacked import StackedPopulation
 
 Summary = dict[str, Any]
 """The final figures as in summary.json: strict JSON, with null for a quantity that was not measured."""
@@ -99,3 +100,9 @@ def _formula(name: str, config: Config, smallest: int) -> str:
     value = name if reward.objective == "metric" else "- loss"
     host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"
     return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host})"
+
+
+def compiled_figures(engine: VectorizedEngine) -> Summary:
+    """Return what torch.compile did, if the run asked for it."""
+    counts = engine.population.compiled if isinstance(engine.population, StackedPopulation) else None
+    return {} if counts is None else {"compiled": counts}

@@ -31,7 +31,7 @@ from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_ba
 from esper.runs.environment import describe_environment
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
-from esper.runs.figures import Summary, evaluation_rows, final_figures, test_splits
+from esper.runs.figures import Summary, compiled_figures, evaluation_rows, final_figures, test_splits
 from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import NEW, Opening, fitting
 from esper.runs.run_folder import RunFolder, emit_checkpoints
@@ -44,7 +44,6 @@ from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
-from esper.tolaria.stacked import StackedPopulation
 
 
 def grow(
@@ -154,7 +153,7 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
         **written._asdict(),
         **engine.governor.record.counts(),
         **engine.fates.lists(),
-        **_compiled(engine),
+        **compiled_figures(engine),
         "explanations": _explanations(growth, episode, played),
         "seconds": round(seconds, 3),
         "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,
@@ -383,12 +382,6 @@ def _growth(
         "pruned": germinated - kept - left - discarded,
     }
     return {"seeds": seeds, "grown": grown, "unfinished": unfinished}
-
-
-def _compiled(engine: VectorizedEngine) -> Summary:
-    """Return what torch.compile did, if the run asked for it."""
-    counts = engine.population.compiled if isinstance(engine.population, StackedPopulation) else None
-    return {} if counts is None else {"compiled": counts}
 
 
 def _explanations(growth: Growth, episode: Episode, played: Played) -> list[str]:

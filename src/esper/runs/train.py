@@ -84,9 +84,8 @@ def train(
     with Interrupt() as interrupt, opened(interrupt, opening, sealed, outputs) as run, ExitStack() as stack:
         shards = [cohorts_of(task, each, 1 if asked.any else None) for task, each in zip(sealed, configs, strict=True)]
         spaces = [each[0].engine.space for each in shards]
-        policy = Policy.fresh(
-            Language.of(spaces), config.seed, settings_of_policy(config), config.ppo.decisions_per_step
-        )
+        language, decisions = Language.of(spaces), config.ppo.decisions_per_step
+        policy = Policy.fresh(language, config.seed, settings_of_policy(config), decisions)
         actors = None
         if asked.any:
             for each in shards:
