@@ -16,7 +16,7 @@ from esper.leyline.actions import Actions
 from esper.leyline.config import build_config
 from esper.tasks.heal import heal_taught
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.probe import _samples, doses, sense
+from esper.tolaria.probe import doses, samples, sense
 from esper.tolaria.sensors import Taught, activity, drift, participation_ratio
 from esper.tolaria.teaching import taught_streams
 
@@ -38,9 +38,9 @@ def main() -> None:
     taught: list[Taught] = taught_streams(data, body)
 
     def samples() -> None:
-        _samples(body, routes, data.fit, population.objective)
+        samples(body, routes, data.fit, population.objective)
 
-    found = _samples(body, routes, data.fit, population.objective)
+    found = samples(body, routes, data.fit, population.objective)
     width = torch.from_numpy(body.table.taps.astype(np.float32))
     trials: dict[str, Callable[[], object]] = {
         "a step: 2 updates and a probe": lambda: engine.step(Actions.wait(HOSTS)),

@@ -25,8 +25,8 @@ from esper.leyline.view import View
 from esper.runs.contenders import Contender, contender_config
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import with_sensors
-from esper.tamiyo.placement import Picks, Placement
-from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, UNIFORM_2, Plan
+from esper.tamiyo.placement import Fixed
+from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, UNIFORM_2, Placed
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import RANGES, Facts, describe, heal, heal_scratch, heal_unfrozen
 from esper.tasks.healing_hosts import BLOCKS, VECTORS, HostSet
@@ -47,17 +47,6 @@ SLOTS = BLOCKS + 1  # the slot behind the embedding comes first
 Floats = NDArray[np.float64]
 
 
-class Placed(NamedTuple):
-    """A plan at a slot; slot -1 for one that has no slot."""
-
-    plan: Plan
-    slot: int = -1
-
-    @property
-    def name(self) -> str:
-        return self.plan.name if self.slot < 0 else f"{self.plan.name} at {self.slot}"
-
-
 PLANS = (
     Placed(NONE),
     Placed(UNIFORM),
@@ -67,25 +56,11 @@ PLANS = (
 )
 
 
-class Fixed(Placement):
-    """One plan in every environment."""
-
-    sensors_every = 0
-
-    def __init__(self, placed: Placed) -> None:
-        super().__init__()
-        self.placed = placed
-
-    def pick(self, view: View) -> Picks:
-        envs = len(view.masks.op)
-        return Picks([self.placed.plan] * envs, np.full(envs, self.placed.slot), [self.placed.name] * envs)
-
-
 class Last(Fixed):
     """A bypass of rank 1 at the last three blocks, as far as the cap allows: the best fixed plan at a cap of 3 %."""
 
     def __init__(self) -> None:
-        super().__init__(Placed(UNIFORM))
+        super().__init__([Placed(UNIFORM)])
 
     def _decide(self, view: View) -> Actions:
         assert self._wish is not None, "pick comes before it"
@@ -104,7 +79,7 @@ def last_blocks() -> Contender:
 def fixed(placed: Placed) -> Contender:
     name = placed.name
     settings = {"controller": name, "gates": {"permissive": True}, "probe": {"coalitions_every": 1000}}
-    return Contender(name, settings, lambda config: Fixed(placed))
+    return Contender(name, settings, lambda config: Fixed([placed]))
 
 
 def concentrated(facts: Facts) -> bool:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from collect_healing import EMPTY, PLANS, ROWS, Figures, Floats, Placed, concentrated, fixed, kept
+from collect_healing import EMPTY, PLANS, ROWS, Figures, Floats, concentrated, fixed, kept
 
 from esper.leyline.config import build_config
 from esper.leyline.task import Mixture
 from esper.leyline.view import View
 from esper.runs.contenders import named
 from esper.tamiyo.healing_features import FEATURES, slot_features, table
-from esper.tamiyo.plans import HIDDEN, LINEAR, NONE, RANKS, SKIP, UNIFORM
+from esper.tamiyo.plans import HIDDEN, LINEAR, NONE, RANKS, SKIP, UNIFORM, Placed
 from esper.tasks import heal, repair, tables
 from esper.tasks.hosts import VECTOR_MENU
 from esper.tolaria.engine import VectorizedEngine

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from collect_healing import COLLECTIONS, FIRST, PLANS, Floats, Placed, cases, fixed, kept
+from collect_healing import COLLECTIONS, FIRST, PLANS, Floats, cases, fixed, kept
 from numpy.typing import NDArray
 from sklearn.ensemble import ExtraTreesRegressor
 
@@ -22,7 +22,7 @@ from esper.leyline.config import build_config
 from esper.leyline.view import View
 from esper.tamiyo.forest import Forest, Forests, forest_of, save_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
-from esper.tamiyo.plans import PLACED, UNIFORM
+from esper.tamiyo.plans import PLACED, UNIFORM, Placed
 from esper.tasks.heal import Facts, heal, heal_taught
 from esper.tasks.healing_hosts import VECTORS, HostSet
 from esper.tolaria.engine import VectorizedEngine

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from collect_healing import EMPTY, FIRST, PLANS, STATIC, Figures, Floats, Placed, cases, fixed, kept
+from collect_healing import EMPTY, FIRST, PLANS, STATIC, Figures, Floats, cases, fixed, kept
 from fit_trees import Known, fitted, known, picked, views
 from numpy.typing import NDArray
 
@@ -25,7 +25,7 @@ from esper.runs.statistics import interval, mean_difference
 from esper.tamiyo.forest import forest_of, load_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES
 from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement
-from esper.tamiyo.plans import NONE, UNIFORM
+from esper.tamiyo.plans import NONE, UNIFORM, Placed
 from esper.tamiyo.trees import SHIPPED
 from esper.tasks.heal import heal
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from collect_healing import Figures, Floats, Placed, concentrated, fixed, kept
+from collect_healing import Figures, Floats, concentrated, fixed, kept
 from study_heal import Scores, chosen, rule_picks, whole
 
 from esper.leyline.config import build_config
@@ -38,6 +38,7 @@ from esper.tamiyo.plans import (
     UNIFORM,
     UNIFORM_8,
     UNIFORM_MLP,
+    Placed,
 )
 from esper.tamiyo.trees import Trees
 from esper.tasks.byte_hosts import LAYERS

@@ -17,20 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from collect_healing import (
-    FIRST,
-    LAST,
-    ONE_SITE,
-    PLANS,
-    SETTINGS,
-    STATIC,
-    Floats,
-    Placed,
-    cases,
-    fixed,
-    kept,
-    last_blocks,
-)
+from collect_healing import FIRST, LAST, ONE_SITE, PLANS, SETTINGS, STATIC, Floats, cases, fixed, kept, last_blocks
 from fit_trees import Known, features, fitted, picked, views
 from numpy.typing import NDArray
 from study_heal import RULES, SENSED, Scores, chosen, left_out, oracle, points, rule_picks, whole
@@ -38,7 +25,7 @@ from study_heal import RULES, SENSED, Scores, chosen, left_out, oracle, points, 
 from esper.runs.contenders import named
 from esper.tamiyo.forest import forest_of, load_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES
-from esper.tamiyo.plans import NONE, UNIFORM
+from esper.tamiyo.plans import NONE, UNIFORM, Placed
 from esper.tamiyo.trees import SHIPPED
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import CorrectedHost, Facts, describe, heal, split_of

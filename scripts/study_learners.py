@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from collect_healing import FIRST, PLANS, Bench, Figures, Floats, Placed, cases, fixed, kept
+from collect_healing import FIRST, PLANS, Bench, Figures, Floats, cases, fixed, kept
 from fit_trees import Known, fitted, known, picked, views
 from numpy.typing import NDArray
 from study_heal import SENSED, joint, rule_picks
@@ -34,7 +34,7 @@ from esper.tamiyo.bandit import SUFFIX, Bandit, contexts, load_bandit, save_band
 from esper.tamiyo.forest import forest_of, load_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.placement import ParticipationDrop
-from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM
+from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, Placed
 from esper.tamiyo.trees import SHIPPED
 from esper.tasks.heal import heal
 

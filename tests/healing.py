@@ -1,13 +1,17 @@
 """Damaged hosts for tests that are trained in a moment."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.host import SegmentedHost
 from esper.store.cache import VARIABLE
 from esper.tasks import healing_hosts
+from esper.tasks.damage import Damage, DamageKind, damage_host
 
 
 @contextmanager
@@ -20,3 +24,16 @@ def quick_hosts(cache: Path) -> Iterator[None]:
         healing_hosts._group.cache_clear()
         yield
     healing_hosts._group.cache_clear()
+
+
+def damaged(
+    like: Callable[[], SegmentedHost], kind: DamageKind, segments: tuple[int, ...], severity: float
+) -> SegmentedHost:
+    """A small host with random weights, biases too as of a trained one, and damage."""
+    with drawn_with(3):
+        host = like()
+        with torch.no_grad():
+            for parameter in host.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    damage_host(host, Damage(kind, segments, severity, key=7))
+    return host

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import healing
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.layers import Residual
 from esper.kasmina.stack import Stack
@@ -38,13 +39,7 @@ WEIGHTS = [kind for kind in DamageKind if kind not in (DamageKind.INPUT, DamageK
 
 
 def damaged(kind: DamageKind, segments: tuple[int, ...], severity: float, like: BridgedMLP = PLAIN) -> SegmentedHost:
-    torch.manual_seed(3)
-    host = like()
-    with torch.no_grad():
-        for parameter in host.parameters():  # biases too, as of a trained network
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    damage_host(host, Damage(kind, segments, severity, key=7))
-    return host
+    return healing.damaged(like, kind, segments, severity)
 
 
 def sound(like: BridgedMLP = PLAIN) -> SegmentedHost:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import healing
 from esper.cli import app
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.host import SegmentedHost, check_host
@@ -22,7 +23,7 @@ from esper.leyline.task import Split
 from esper.tamiyo.placement import DriftRise, sensor
 from esper.tamiyo.plans import MIXED, inner_slots
 from esper.tamiyo.schedule import Entry, Schedule
-from esper.tasks.damage import Damage, DamageKind, damage_host, damage_split, input_group, prune_units
+from esper.tasks.damage import Damage, DamageKind, damage_split, input_group, prune_units
 from esper.tasks.dense import Bridged
 from esper.tasks.heal import (
     MENU,
@@ -56,13 +57,7 @@ def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def damaged(kind: DamageKind, segments: tuple[int, ...], severity: float, like: BridgedCNN = PLAIN) -> SegmentedHost:
-    with drawn_with(3):
-        host = like()
-        with torch.no_grad():
-            for parameter in host.parameters():  # biases too, as of a trained network
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    damage_host(host, Damage(kind, segments, severity, key=7))
-    return host
+    return healing.damaged(like, kind, segments, severity)
 
 
 def sound(like: BridgedCNN = PLAIN) -> SegmentedHost:

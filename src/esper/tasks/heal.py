@@ -46,12 +46,8 @@ MENU = (
     "low-rank",
     "mlp-small",
 )
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
+BUDGET: Mapping[str, Any] = MappingProxyType(
     {
-        "steps": 40,
-        "data": {"batch_size": 32, "batches_per_step": 2},
-        "optimizer": {"lr": 0.02},
-        "lifecycle": {"max_seeds": BLOCKS + 1, "max_training_seeds": BLOCKS + 1},
         "governor": {"param_limit": 0.06},
         "reward": {"rent": 0.1},
         "gates": {
@@ -65,6 +61,16 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
             "narrow_blueprints": ("bypass-rank-4", "bypass-rank-2"),
             "weak_blueprints": ("bypass-rank-4", "bypass-rank-2"),
         },
+    }
+)
+"""Settings of every trained host with damage: seeds of few parameters, which are kept unless they do harm."""
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "steps": 40,
+        "data": {"batch_size": 32, "batches_per_step": 2},
+        "optimizer": {"lr": 0.02},
+        "lifecycle": {"max_seeds": BLOCKS + 1, "max_training_seeds": BLOCKS + 1},
+        **BUDGET,
         "ppo": {"teacher": "tree", "decisions_per_step": 8},
     }
 )

@@ -17,7 +17,7 @@ from esper.tasks.byte_damage import damage_text, damage_transformer
 from esper.tasks.byte_hosts import HOST, LAYERS, trained_weights
 from esper.tasks.byte_text import LENGTH, SYMBOLS, common, windows
 from esper.tasks.damage import Damage, draw_damage
-from esper.tasks.heal import RANGES
+from esper.tasks.heal import BUDGET, RANGES
 from esper.tasks.healing_data import Part
 from esper.tasks.objectives import NextByte
 from esper.tasks.sequential import OpenTransformer, Transformer
@@ -53,19 +53,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "data": {"batch_size": 8, "batches_per_step": 4},
         "optimizer": {"lr": 0.03},
         "lifecycle": {"max_seeds": LAYERS + 2, "max_training_seeds": LAYERS + 2},
-        "governor": {"param_limit": 0.06},
-        "reward": {"rent": 0.1},
-        "gates": {
-            "min_training_steps": 1,
-            "min_holding_steps": 1,
-            "gain_z": -1.0,
-            "contribution_z": 0.0,
-            "min_contribution": -0.02,
-        },
-        "heuristic": {
-            "narrow_blueprints": ("bypass-rank-4", "bypass-rank-2"),
-            "weak_blueprints": ("bypass-rank-4", "bypass-rank-2"),
-        },
+        **BUDGET,
     }
 )
 
