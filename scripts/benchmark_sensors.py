@@ -37,7 +37,7 @@ def main() -> None:
     routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
     taught: list[Taught] = taught_streams(data, body)
 
-    def samples() -> None:
+    def shared() -> None:
         samples(body, routes, data.fit, population.objective)
 
     found = samples(body, routes, data.fit, population.objective)
@@ -45,7 +45,7 @@ def main() -> None:
     trials: dict[str, Callable[[], object]] = {
         "a step: 2 updates and a probe": lambda: engine.step(Actions.wait(HOSTS)),
         "all growth sensors": lambda: sense(body, seeds, data.fit, data.probe, population.objective, taught),
-        "the forward and backward pass that all sensors share": samples,
+        "the forward and backward pass that all sensors share": shared,
         "participation, participation_before": lambda: [
             participation_ratio(h, real=s.real) for s in found for h in (s.stream, s.before)
         ],
