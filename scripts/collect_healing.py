@@ -40,8 +40,9 @@ FIRST = {
     "training": RANGES["training"].start,
     "heldout": RANGES["heldout"].start + 16384,
     "fresh": RANGES["heldout"].start + 32768,
+    "further": RANGES["heldout"].start + 57344,
 }
-"""First key of each set of cases. Nothing was chosen by the figures of `fresh`."""
+"""First key of each set of cases. Nothing was chosen by the figures of `fresh` and `further`."""
 SPREAD = (DamageKind.MIXED, DamageKind.NONE)
 SLOTS = BLOCKS + 1  # the slot behind the embedding comes first
 Floats = NDArray[np.float64]
