@@ -1,8 +1,9 @@
 """What placing seeds by sensors is worth on `heal-images`: the table of scripts/study_heal.py for convolutional hosts.
 
-    python scripts/collect_healing.py FOLDER/training --task heal-images --part training --cases 40
-    python scripts/collect_healing.py FOLDER/fresh --task heal-images --part fresh --cases 40 --seeds 2
+    python scripts/collect_healing.py FOLDER/one-site/training --task heal-images --part training --cases 160
+    python scripts/collect_healing.py FOLDER/one-site/fresh --task heal-images --part fresh --cases 160 --seeds 2
     python scripts/study_heal_images.py FOLDER
+    python scripts/study_heal_images.py FOLDER --setting "cap 3 %"   # of FOLDER/cap-3-%, with the hosts of one site
 
 The cases are held-out keys of plain hosts with one damaged site. Intervals are over hosts, each with all of its cases, because a
 host has several. What is missing in FOLDER is grown.
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from collect_healing import COLLECTIONS, FIRST, Floats, cases, fixed, kept
-from fit_trees import Known, fitted, known, picked, views
+from collect_healing import COLLECTIONS, FIRST, ONE_SITE, SETTINGS, Floats, cases, fixed, kept
+from fit_trees import Known, features, fitted, picked, views
 from numpy.typing import NDArray
-from study_heal import RULES, SEEDS, SENSED, Scores, by_damage, chosen, rule_picks, whole
+from study_heal import RULES, SEEDS, SENSED, Scores, by_damage, chosen, left_out, rule_picks, whole
 
 from esper.runs.contenders import Contender, named
 from esper.tamiyo.forest import forest_of, load_forests
@@ -32,19 +33,39 @@ BUILDS = {"full fine-tuning": (heal_unfrozen, IMAGES.rates[1]), "from scratch": 
 DRAWS = 4000
 
 
+def folder_of(root: Path, setting: str) -> Path:
+    return root / setting.replace(" ", "-")
+
+
 def grown(
-    folder: Path, contenders: Mapping[str, Contender], keys: Sequence[int], settings: Mapping[str, object]
+    folder: Path,
+    contenders: Mapping[str, Contender],
+    keys: Sequence[int],
+    settings: Mapping[str, object],
+    seeds: int = SEEDS,
 ) -> dict[str, Scores]:
-    """The figures of contenders on the frozen hosts, of both starts."""
-    runs = [kept(folder, contenders, heal(IMAGES), keys, seed, settings, OWN.rows) for seed in range(SEEDS)]
+    """The figures of contenders on the frozen hosts, of every start."""
+    runs = [kept(folder, contenders, heal(IMAGES), keys, seed, settings, OWN.rows) for seed in range(seeds)]
     return {name: whole([run[name] for run in runs]) for name in contenders}
 
 
-def static(folder: Path, keys: Sequence[int]) -> dict[str, Scores]:
-    """Full fine-tuning and training from scratch, without rent."""
-    found = {}
+def measured(root: Path, setting: str, part: str, count: int, seeds: int) -> tuple[Known, dict[str, Scores]]:
+    """What is known of the cases of a setting, and the figures of every plan. The features are those of one site."""
+    facts, path = cases(FIRST[part], count, hosts=IMAGES), folder_of(root, ONE_SITE) / f"features-{part}-{count}.npy"
+    keys = [each.key for each in facts]
+    if not path.exists():
+        np.save(path, features(keys, IMAGES))
+    by_plan, settings = {placed.name: fixed(placed) for placed in OWN.plans}, SETTINGS[setting].settings
+    plans = grown(folder_of(root, setting) / part, by_plan, keys, settings, seeds)
+    return Known(facts, np.load(path), {name: own.objective.mean(1) for name, own in plans.items()}), plans
+
+
+def static(root: Path, setting: str, keys: Sequence[int]) -> dict[str, Scores]:
+    """Full fine-tuning and training from scratch, without rent, for as many steps as the seeds have."""
+    steps = {name: value for name, value in SETTINGS[setting].settings.items() if name == "steps"}
+    folder, found = folder_of(root, setting if steps else ONE_SITE) / "static", {}
     for name, (build, lr) in BUILDS.items():
-        settings, never = {"optimizer": {"lr": lr}}, {name: named("never")}
+        settings, never = {"optimizer": {"lr": lr}} | steps, {name: named("never")}
         runs = [kept(folder, never, build(IMAGES), keys, seed, settings, OWN.rows)[name] for seed in range(SEEDS)]
         found[name] = whole(runs)
     return found
@@ -74,20 +95,25 @@ def points(ours: Floats, theirs: Floats, host: NDArray[np.int64]) -> str:
 
 
 def table(scores: Mapping[str, Scores], host: NDArray[np.int64]) -> None:
-    """J, accuracy, and the paired gains over three plans that read no sensor."""
+    """J, accuracy, the paired gains over three plans that read no sensor, and those over time over the first of them."""
     rivals = ("best fixed plan", UNIFORM_2.name, UNIFORM.name)
-    print(f"\n| | J | accuracy | {' | '.join(f'over {rival}, points [95 %]' for rival in rivals)} |")
-    print("|---|---|---|---|---|---|")
+    heads = [f"over {rival}, points [95 %]" for rival in rivals] + [f"over time, over {rivals[0]}"]
+    print(f"\n| | J | accuracy | {' | '.join(heads)} |")
+    print("|---|---|---|---|---|---|---|")
     for name, own in scores.items():
         cells = ["" if name == rival else points(own.objective, scores[rival].objective, host) for rival in rivals]
+        timeless = name in (rivals[0], *BUILDS)
+        cells.append("" if timeless else points(own.over_time, scores[rivals[0]].over_time, host))
         print(f"| {name} | {own.objective.mean():.3f} | {own.metric.mean():.3f} | {' | '.join(cells)} |")
 
 
-def residual(folder: Path, count: int) -> None:
+def residual(folder: Path, count: int, settings: Mapping[str, object]) -> None:
     """The control: hosts with skips, where damage can be repaired anywhere."""
     facts = cases(FIRST["fresh"], count, plain=False, hosts=IMAGES)
     keys, host = [each.key for each in facts], np.array([each.number for each in facts])
-    found = grown(folder, {name: named(name) for name in ("uniform", "participation", "tree")}, keys, SENSED)
+    found = grown(
+        folder, {name: named(name) for name in ("uniform", "participation", "tree")}, keys, {**SENSED, **settings}
+    )
     print(f"\n{len(keys)} residual cases from key {keys[0]} on, {len(np.unique(host))} hosts")
     for name, own in found.items():
         print(
@@ -98,21 +124,21 @@ def residual(folder: Path, count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cases", type=int, default=40, help="held-out cases")
-    parser.add_argument("--training", type=int, default=40, help="training cases")
+    parser.add_argument("--setting", choices=["one site", "cap 3 %", "cap 10 %", "160 updates"], default=ONE_SITE)
+    parser.add_argument("--cases", type=int, default=160, help="held-out cases")
+    parser.add_argument("--training", type=int, default=160, help="training cases")
     parser.add_argument("--residual", type=int, default=20, help="residual cases of the control; 0 for none")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    training = known(options.folder / "training", "training", options.training, 1, hosts=IMAGES)
-    held = known(options.folder / "fresh", "fresh", options.cases, SEEDS, hosts=IMAGES)
+    root, setting = options.folder, options.setting
+    training, _ = measured(root, setting, "training", options.training, 1)
+    held, plans = measured(root, setting, "fresh", options.cases, SEEDS)
     keys = [facts.key for facts in held.facts]
-    by_plan = {placed.name: fixed(placed) for placed in OWN.plans}
-    plans = grown(options.folder / "fresh", by_plan, keys, {})
     value = {name: own.mean() for name, own in training.objective.items()}
     best = max(value, key=lambda name: value[name])
     print(f"{len(training.x)} training cases: " + ", ".join(f"{name} {mean:.3f}" for name, mean in value.items()))
     print(
-        f"{len(keys)} cases, keys {keys[0]} to {keys[-1]}, {len(np.unique(held.host))} hosts; best fixed plan: {best}"
+        f"{setting}: {len(keys)} cases, keys {keys[0]} to {keys[-1]}, {len(np.unique(held.host))} hosts; best fixed plan: {best}"
     )
 
     scores = {"never": plans[NONE.name], "best fixed plan": plans[best], "uniform": plans[UNIFORM.name]}
@@ -123,12 +149,15 @@ def main() -> None:
     scores["tree, as shipped"] = chosen(picked(dict(shipped.models), held, shipped.features), plans)
     scores["tree, fitted on images"] = fits(training, FEATURES, held, plans)
     scores["tree, fitted on images (taught)"] = fits(training, TAUGHT_FEATURES, held, plans)
+    scores["tree, damage left out"] = chosen(left_out(training, held), plans)
     scores["oracle"] = best_of_all(plans)
-    scores |= static(options.folder / "static", keys)
+    scores |= static(root, setting, keys)
     table(scores, held.host)
     by_damage(scores, np.array([facts.damage.kind.value for facts in held.facts]))
+    taught, drift = scores["tree, fitted on images (taught)"], scores["drift (taught)"]
+    print(f"taught trees over drift: {points(taught.objective, drift.objective, held.host)}")
     if options.residual:
-        residual(options.folder / "residual", options.residual)
+        residual(folder_of(root, setting) / "residual", options.residual, SETTINGS[setting].settings)
 
 
 if __name__ == "__main__":

@@ -277,7 +277,7 @@ def main() -> None:
             show(title + suffix, parts[title + suffix])
             if TABLES[title].fits and suffix in ("", CUT_TITLE):
                 claims(title + suffix, parts[title + suffix])
-        by_damage(found, np.array([kind.value for kind in kinds]))
+        by_damage(found, kinds)
     side_by_side({title: parts[title] for title in options.tables})
 
 
