@@ -49,6 +49,7 @@ from esper.tasks.healing_data import Part
 
 CUT = (DamageKind.PRUNED, DamageKind.LOW_RANK)
 CUT_TITLE = ", pruned units and low rank"
+RESIDUAL = 64  # cases of the control
 OF_DATA = (DamageKind.INPUT, DamageKind.LABELS, DamageKind.NONE)
 
 
@@ -253,6 +254,19 @@ def spread(root: Path) -> None:
         print(f"{name} {own.objective.mean():.3f}, over uniform {points(own.objective[:, None], base)}")
 
 
+def residual(root: Path, of: Table) -> None:
+    """Print the control: hosts with skips, where damage can be repaired anywhere."""
+    facts = cases(FIRST[of.part], RESIDUAL, False, of.setting)
+    keys, names = [each.key for each in facts], ("uniform", "participation", "tree")
+    folder, settings = root / of.setting.replace(" ", "-") / "residual", {**SENSED, **SETTINGS[of.setting].settings}
+    by_name = {name: named(name) for name in names}
+    runs = [kept(folder, by_name, heal(), keys, seed, settings) for seed in range(of.seeds)]
+    found = {name: whole([run[name] for run in runs]) for name in names}
+    print(f"\n{len(keys)} residual cases, keys {keys[0]} to {keys[-1]}")
+    for name, own in found.items():
+        print(f"{name} {own.objective.mean():.3f}, over uniform {points(own.objective, found['uniform'].objective)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -278,6 +292,8 @@ def main() -> None:
             if TABLES[title].fits and suffix in ("", CUT_TITLE):
                 claims(title + suffix, parts[title + suffix])
         by_damage(found, kinds)
+        if TABLES[title].part == "further":
+            residual(options.folder, TABLES[title])
     side_by_side({title: parts[title] for title in options.tables})
 
 
