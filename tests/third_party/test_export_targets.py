@@ -41,6 +41,21 @@ class Kill:
 
 esper.grow("iris", SETTINGS, controller="random-valid", run=sys.argv[1], outputs=[Kill()], progress=False)
 """
+KILLED_IN_STORE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from esper.karn.exporters.to_mlflow import MLflow
+
+folder = Path(sys.argv[1])
+
+def kill():
+    while not (folder / "mlflow.part").exists():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=kill, daemon=True).start()
+MLflow(folder).open("first", None, {})
+"""
 TRACKIO = """
 import json, sys
 from trackio.sqlite_storage import SQLiteStorage
@@ -223,6 +238,27 @@ def test_names_of_users_break_no_target_and_a_run_that_was_killed_is_said_to_be(
     exported(folder, target, tmp_path / "store")
     (run,) = READERS[target](tmp_path / "store").values()
     check_whole(run, folder)
+
+
+def test_a_store_of_mlflow_is_made_whole_though_an_exporter_was_killed_on_the_way_and_two_begin_at_once(tmp_path):
+    store = tmp_path / "store"
+    (store / ".esper").mkdir(parents=True)
+    (store / ".esper" / "target").write_text("mlflow\n")
+    done = subprocess.run([sys.executable, "-c", KILLED_IN_STORE, str(store)], check=False, capture_output=True)
+    assert done.returncode == -9, done.stderr.decode()
+    assert (store / "mlflow.part").exists()
+    assert not (store / "mlflow.db").exists()
+    command = [sys.executable, "-m", "esper", "export-events", "--to", "mlflow", "--into", str(store)]
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        settings = {"envs": 2, "steps": 3, "models": "none", "baselines": []}
+        esper.grow("iris", settings, controller="never", run=folder, progress=False)
+    begun = [subprocess.Popen([*command, str(folder)], stderr=subprocess.PIPE) for folder in folders]
+    assert [(process.communicate()[1], process.returncode)[1] for process in begun] == [0, 0]
+    runs = read_mlflow(store)
+    assert not (store / "mlflow.part").exists()
+    for folder in folders:
+        check_whole(runs[folder.name], folder)
 
 
 def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):

@@ -1,14 +1,13 @@
 """Export of a run: its rows become points, and these go to a target, once each and in order."""
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from esper.karn.exporters.curves import Curves, Point
 from esper.karn.exporters.final import Box, boxes_of, drawing, final_table, fingerprint, title_of
-from esper.karn.exporters.store import EXPORTS, Exports, Ledger, Record
+from esper.karn.exporters.store import EXPORTS, PATIENCE, Exports, Ledger, Record, wait_for
 from esper.karn.exporters.targets import Target, check_target, make_target
 from esper.karn.reader import OpenRun, Status, Tail
 from esper.leyline.errors import InputError, typed_line
@@ -17,7 +16,6 @@ from esper.nissa.rows import Row, RunRow
 from esper.store.files import EVENTS
 
 CHUNK = 2**20  # bytes of the events that are read at once
-PATIENCE = 60.0  # how long a follower waits for another exporter of the same run [seconds]
 
 More = Callable[[], bool]
 """Waits a little while. False if the run has ended, so that no rows follow those that are in the file by now."""
@@ -79,23 +77,11 @@ def export_run(
     exports = Exports(folder, target, run.folder)
     made = make_target(target, folder)
     exports.make()
-    _lock(exports, patient=more is not None)
+    wait_for(exports.lock, PATIENCE if more is not None else 0.0)
     try:
         return Transfer(run, exports, made, draw).all(more)
     finally:
         exports.lock.release()
-
-
-def _lock(exports: Exports, patient: bool) -> None:
-    """Take the lock; with `patient`, wait until the exporter of an earlier process has ended."""
-    until = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return exports.lock.take()
-        except InputError:
-            if not patient or time.monotonic() > until:
-                raise
-        time.sleep(0.2)
 
 
 class Transfer:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ KEPT = ".esper"
 """The folder of the records in a folder of exports; no program that shows runs looks into it."""
 TARGET = "target"
 RECORD = "record.json"
+PATIENCE = 60.0  # how long an exporter waits for another one [seconds]
 _LONGEST = 80  # characters of a run's name
 _LARGEST = 2**20  # bytes of a record that are read
 _MEND = "remove the folder of exports, and export again"
@@ -98,6 +100,18 @@ def check_exports(folder: Path, target: str) -> None:
             raise InputError(f"{folder} holds exports to {held}, not to {target}; name another folder (--into)")
     elif names and names != [KEPT]:  # a crash may leave the folder of the records without the name of the target
         raise InputError(f"{folder} holds other files and no exports; name a new or an empty folder (--into)")
+
+
+def wait_for(lock: Lock, patience: float = PATIENCE) -> None:
+    """Take a lock. InputError if another process still holds it after `patience` seconds."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return lock.take()
+        except InputError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(0.2)
 
 
 def _read(path: Path) -> Record:

@@ -1,14 +1,16 @@
 """Export to MLflow: a local SQLite store, with a folder of artifacts beside it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from esper.karn.exporters.store import KEPT, wait_for
 from esper.karn.exporters.targets import FinalTable, as_markdown
+from esper.store.lock import Lock
 
 EXPERIMENT = "esper"
 STORE = "mlflow.db"
@@ -24,22 +26,41 @@ class MLflow:
         from mlflow.entities import Metric
 
         self.folder, self._metric = folder.absolute(), Metric
-        self._client = mlflow.MlflowClient(f"sqlite:///{self.folder / STORE}")
+        self._connect: Callable[[Path], Any] = lambda path: mlflow.MlflowClient(f"sqlite:///{path}")
         self._waiting: list[Any] = []
 
     def open(self, name: str, known: str | None, facts: Mapping[str, str | int]) -> str:
         """The id of the run is drawn by MLflow. Facts are tags, because parameters could not change when a run is resumed."""
-        client = self._client
+        client, experiment = self._opened()
         if known is None:
-            found = client.get_experiment_by_name(EXPERIMENT)
-            place = (self.folder / "artifacts").as_uri()
-            experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, place)
             known = str(client.create_run(experiment, run_name=name).info.run_id)
         for key, value in facts.items():
             client.set_tag(known, key, value)
         client.update_run(known, status="RUNNING")
-        self._id = known
+        self._client, self._id = client, known
         return known
+
+    def _opened(self) -> tuple[Any, str]:
+        """A client of the store, and the id of the experiment.
+
+        MLflow makes a store in many steps, and one that was killed on the way, or that two processes make at once, cannot be
+        used. So one process makes it under another name, and it gets its own when it is whole.
+        """
+        store = self.folder / STORE
+        part = store.with_suffix(".part")
+        lock = Lock(self.folder / KEPT, lambda line: None)
+        wait_for(lock)
+        try:
+            if not store.exists():
+                part.unlink(missing_ok=True)
+                self._connect(part).search_experiments()
+                part.replace(store)
+            client = self._connect(store)
+            found = client.get_experiment_by_name(EXPERIMENT)
+            place = (self.folder / "artifacts").as_uri()
+            return client, found.experiment_id if found else client.create_experiment(EXPERIMENT, place)
+        finally:
+            lock.release()
 
     def scalars(self, x: int, time: float, values: Mapping[str, float]) -> None:
         if len(self._waiting) + len(values) > MOST:
