@@ -46,12 +46,15 @@ class Case(NamedTuple):
         norm: whether the host has batch normalisation, whose buffers are those of a part of the batch
         parts: backward passes of a step, all but the last of them without synchronisation
         wrap: how the model is wrapped: 'once', 'again' behind every decision, with the seeds that act, 'static' once; or sharded
-            by FSDP 'before' it was grafted or 'after'
+            by FSDP 'before' it was grafted or 'after', 'bare' without its layers by themselves, or as 'copies' on every process
         stops: the steps behind which the growth is saved
         start: the step behind which the training begins, from what was saved there; 0 for a new one
         spoilt: the step whose batch is not finite in the last process, 0 for none
         blueprint: of the seed that is kept: 0 is linear, and becomes part of its layer
         half: whether FSDP computes in bfloat16
+        clip: whether gradients are clipped, by a norm that is summed in another order under FSDP
+        looks: whether the model runs without a backward pass before each step of the growth
+        average: whether there is a moving average of the model
     """
 
     shadow: bool = False
@@ -63,6 +66,9 @@ class Case(NamedTuple):
     spoilt: int = 0
     blueprint: int = 1
     half: bool = False
+    clip: bool = True
+    looks: bool = False
+    average: bool = False
 
 
 STOPS = (3, 5, 7, 9, 24)
@@ -85,6 +91,12 @@ SHARDED = {
     "spoilt": Case(wrap="after", spoilt=18),
     "folded": Case(wrap="before", blueprint=0),
     "half": Case(wrap="after", half=True),
+    "copies": Case(wrap="copies"),
+    "average": Case(wrap="after", average=True, stops=(20,)),
+    "average from 20": Case(wrap="after", average=True, start=20),
+    "bare": Case(wrap="bare", clip=False, looks=True),
+    "bare, folded": Case(wrap="bare", blueprint=0, looks=True),
+    "wrapped": Case(clip=False),
 }
 
 
@@ -93,18 +105,20 @@ def host(case):
         middle = nn.BatchNorm1d(6) if case.norm else nn.Identity()
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), middle, nn.Tanh(), nn.Linear(6, 3)).double()
     if case.wrap == "before" and dist.is_initialized():
-        shard(model)
+        shard(model, case)
     return graft(model, {name: Site(name, name, name, Vector(6)) for name in ("0", "2")})
 
 
-def shard(model, *, half=False):
+def shard(model, case):
     """Some layers by themselves, the others with the whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (model[0], model[2]):
+    policy, size = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if case.half else None), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    if case.wrap == "copies":
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "parts"))
+    for layer in () if case.wrap == "bare" else (model[0], model[2]):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
@@ -114,25 +128,31 @@ def refusals(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel as Flat
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     line, square = (
         init_device_mesh("cpu", (size,)),
-        init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "parts")),
+        init_device_mesh("cpu", (1, size), mesh_dim_names=("parts", "tensors")),
     )
     with drawn_with(1):
         probe = torch.randn(12, 4).double(), torch.arange(12) % 3
-    partly, bare, flat, wide, uneven = (host(Case()) for _ in range(5))
-    fully_shard(partly[0], mesh=line)
-    fully_shard(ungraft(bare), mesh=line)
-    fully_shard(wide, mesh=square)
-    fully_shard(uneven, mesh=line)
-    flat = Flat(flat, device_id=torch.device("cpu"))
+    names = "partly", "bare", "flat", "tensors", "both", "alone", "uneven", "whole", "averaged"
+    models = {name: host(Case()) for name in names}
+    averages = {name: torch.optim.swa_utils.AveragedModel(models[name]) for name in ("whole", "averaged")}
+    fully_shard(models["partly"][0], mesh=line)
+    fully_shard(ungraft(models["bare"]), mesh=line)
+    models["flat"] = Flat(models["flat"], device_id=torch.device("cpu"))
+    parallelize_module(models["tensors"], line, {"2": ColwiseParallel()})
+    parallelize_module(models["both"], square["tensors"], {"2": ColwiseParallel()})
+    for name, mesh in {"both": square["parts"], "alone": square["parts"], "uneven": line, "whole": line}.items():
+        fully_shard(models[name], mesh=mesh)
+    fully_shard(averages["averaged"].module, mesh=line)
     said = {}
-    for name, model in {"partly": partly, "bare": bare, "flat": flat, "wide": wide, "uneven": uneven}.items():
+    for name, model in models.items():
         probes = [probe] * (1 + rank if name == "uneven" else 1)
         optimizer = torch.optim.AdamW(model.parameters())
         try:
-            Growth(model, optimizer, probe=probes, loss=F.cross_entropy, budget=9.0)
+            Growth(model, optimizer, ema=averages.get(name), probe=probes, loss=F.cross_entropy, budget=9.0)
         except InputError as error:
             said[name] = str(error)
     return said
@@ -142,8 +162,8 @@ def wrap(model, case):
     """The model for the loop: wrapped with the seeds that act, but without those whose gradients the loop does not see."""
     if not dist.is_initialized() or case.wrap == "before":
         return model
-    if case.wrap == "after":
-        shard(model, half=case.half)
+    if case.wrap in ("after", "bare", "copies"):
+        shard(model, case)
         return model
     ddp = nn.parallel.DistributedDataParallel
     seeds = {f"{site}.esper.": planted_at(model, site) for site in ("0", "2")}
@@ -170,7 +190,10 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
     """What a case comes to, in one process of several."""
     case = cases[name]
     model = host(case)
+    average = torch.optim.swa_utils.AveragedModel(model) if case.average else None
     wrapped = wrap(model, case)
+    if average is not None:
+        wrap(average.module, case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with drawn_with(1):
         probe = torch.randn(12, 4).double(), torch.arange(12) % 3
@@ -179,6 +202,7 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
     growth = Growth(
         wrapped,
         optimizer,
+        ema=average,
         probe=[probe] if rank == 0 else [tuple(part[:4] for part in probe)],
         loss=F.cross_entropy,
         controller=Script(script if rank == 0 else {}),  # the first process decides
@@ -189,6 +213,8 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
     seen = []
     if case.start:
         growth.load_state_dict(torch.load(folder / f"{name}.pt"))
+        if average is not None:
+            average.n_averaged.fill_(case.start)  # of the wrapper, which the loop owns
     for step in range(case.start, STEPS):
         for part in range(case.parts):
             with drawn_with(100 + step + 1000 * part):
@@ -199,9 +225,15 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
             last = part == case.parts - 1
             with nullcontext() if last or size == 1 else unsynchronised(wrapped):
                 (F.cross_entropy(wrapped(x), y) / case.parts).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
+        if average is not None:
+            average.update_parameters(model)
+        if case.looks:
+            with torch.no_grad():
+                wrapped(x)
         if growth.step(*((x, y) if case.shadow else ())) and case.wrap == "again":
             wrapped = wrap(model, case)
             growth.population.shared.follow([])  # the wrapper does it alone
@@ -212,10 +244,15 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
                 torch.save(state, folder / f"{name} from {step + 1}.pt")
     summary = growth.summary()
     trained = {key: gather(value).clone() for key, value in model.state_dict().items()}
-    if case.wrap in ("before", "after") and folder is not None:
+    if case.wrap in ("before", "after", "bare") and folder is not None:
         growth.save_adapter(folder / f"adapter of {name}")
+    if case.looks:
+        with torch.no_grad():
+            wrapped(x)
     network = growth.finish()
+    mean = {} if average is None else average.module.state_dict()
     finished = {key: gather(value) for key, value in network.state_dict().items()}
+    finished |= {f"average.{key}": gather(value).clone() for key, value in mean.items()}
     kinds = [type(part).__name__ for part in network]
     return {"trained": trained, "finished": finished, "summary": summary, "stages": seen, "kinds": kinds}
 

@@ -31,7 +31,7 @@ def test_a_sharded_network_grows_as_a_whole_one_in_one_process(found, name, tmp_
         for key, value in each[name]["finished"].items():
             assert torch.allclose(value, alone["finished"][key], rtol=1e-9, atol=1e-11), key
     seeds = any(".esper." in key for key in alone["finished"])
-    assert seeds == (name != "folded")
+    assert seeds == ("folded" not in name)
     assert sum(alone["summary"]["rollbacks"].values()) == (name == "spoilt")
 
 
@@ -49,6 +49,19 @@ def test_a_state_is_whole_and_goes_on_to_the_same_bits_in_a_network_sharded_in_a
     for each in found:
         assert equal(each["after from 9"]["trained"], each["after"]["trained"])
         assert each["after from 9"]["summary"] == each["after"]["summary"]
+
+
+def test_a_moving_average_goes_on_with_its_seeds(found):
+    for each in found:
+        assert "average.0.esper.seed.delta.out.weight" in each["average"]["finished"]
+        assert equal(each["average from 20"]["finished"], each["average"]["finished"])
+
+
+def test_a_sharded_network_has_the_bits_of_one_under_distributed_data_parallel(found):
+    for each in found:
+        assert each["bare"]["stages"] == each["wrapped"]["stages"]
+        assert each["bare"]["summary"] == each["wrapped"]["summary"]
+        assert equal(each["bare"]["finished"], each["wrapped"]["finished"])
 
 
 def test_a_seed_computes_in_the_precision_of_its_host(found):
@@ -75,5 +88,10 @@ def test_what_cannot_grow_is_refused_by_name_in_every_process(found):
         assert "its parameter '2.weight' is not; call fully_shard on the whole model" in said["partly"]
         assert "has no sites, which are found on a whole model" in said["bare"]
         assert "wrapped in FullyShardedDataParallel" in said["flat"]
-        assert "over a mesh of 2 dimensions" in said["wide"]
+        for name in ("tensors", "both"):
+            assert "parameter '2.weight' is distributed as (" in said[name]
+            assert "which is tensor parallelism; a network can grow under fully_shard alone" in said[name]
+        assert "is distributed over 1 of 2 processes; shard the model over a mesh of all of them" in said["alone"]
+        assert "ema is whole where the model is sharded; make ema before fully_shard" in said["whole"]
+        assert "the model is whole where ema is sharded; make ema before fully_shard" in said["averaged"]
         assert "probe has 1, 2 batches in the processes" in said["uneven"]

@@ -6,7 +6,7 @@ here imports it: a tensor in parts exists only where the program has done so.
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,19 +28,30 @@ def is_sharded(network: nn.Module) -> bool:
     return next(_sharded_modules(network), None) is not None
 
 
-def check_sharding(network: nn.Module) -> None:
-    """InputError if a sharded network has parameters that no seed could be like."""
-    for name, parameter in network.named_parameters():
+def check_sharding(network: nn.Module, processes: int) -> None:
+    """InputError if a network has parameters in parts, and some that no seed could be like.
+
+    processes: number of those that grow the network.
+    """
+    parameters: dict[str, Any] = dict(network.named_parameters())
+    sharded = is_sharded(network)
+    for name, parameter in parameters.items():
+        if in_parts(parameter) and not (sharded and _by_fsdp(parameter.placements)):
+            raise InputError(
+                f"parameter {name!r} is distributed as {tuple(parameter.placements)}, which is tensor parallelism; a network "
+                "can grow under fully_shard alone, as (Shard,) or (Replicate, Shard)"
+            )
+    for name, parameter in parameters.items() if sharded else ():
         if not in_parts(parameter):
             raise InputError(
                 f"the model is sharded by FSDP, but its parameter {name!r} is not; call fully_shard on the whole model "
                 "too, after its parts"
             )
-        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-        if mesh.ndim != 1:
+        mesh = parameter.device_mesh
+        if mesh.size() != processes:
             raise InputError(
-                f"parameter {name!r} is distributed over a mesh of {mesh.ndim} dimensions; a network can grow under "
-                "fully_shard over one"
+                f"parameter {name!r} is distributed over {mesh.size()} of {processes} processes; shard the model over a mesh "
+                "of all of them"
             )
         if parameter.device.type != mesh.device_type:
             raise InputError(
@@ -72,6 +83,14 @@ def gather(tensor: Tensor) -> Tensor:
     return gathered
 
 
+def gather_on_cpu(tensor: Tensor, first: bool) -> Tensor | None:
+    """A tensor that is in parts as the first process holds it whole, which alone keeps it; any other tensor itself."""
+    if not in_parts(tensor):
+        return tensor
+    whole = gather(tensor)  # every process takes part
+    return whole.cpu() if first else None
+
+
 def gather_module(module: M) -> M:
     """A copy of a module with whole parameters; every process calls this."""
     made = copy.deepcopy(module)
@@ -92,10 +111,24 @@ def like(value: Tensor, tensor: Tensor) -> Tensor:
     return made
 
 
+def placed(value: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a value on the device of a tensor, in parts where that is; a number stays where it is."""
+    if not value.dim():
+        return value.detach().clone()
+    # distribute_tensor returns a view, which would keep the whole in memory
+    return like(value.detach().to(tensor.device), tensor).clone()
+
+
 @torch.no_grad()
 def fill(tensor: Tensor, value: Tensor) -> None:
     """Copy a whole value, or one in the same parts, into a tensor."""
     tensor.copy_(like(value.to(tensor.device), tensor))
+
+
+def _by_fsdp(placements: Sequence[Any]) -> bool:
+    """Whether a parameter is in parts along the last dimension of its mesh, and copied along every other."""
+    *outer, last = placements
+    return bool(last.is_shard()) and all(each.is_replicate() for each in outer)
 
 
 def _sharded_modules(network: nn.Module) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from esper.kasmina.folding import fold
 from esper.kasmina.freezing import Freeze, Frozen
 from esper.kasmina.grafted import graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
-from esper.kasmina.sharding import fill, gather, is_sharded
+from esper.kasmina.sharding import fill, gather_on_cpu, is_sharded, reshard
 from esper.leyline.errors import InputError
 from esper.leyline.objective import objective
 from esper.leyline.protocols import PolicyClient, Resumable
@@ -31,7 +31,7 @@ from esper.tolaria.incubation import Scale
 from esper.tolaria.live import LivePopulation
 from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
-from esper.tolaria.ranks import Ranks, SharedGradients, several_processes
+from esper.tolaria.ranks import Ranks, SharedGradients, processes
 
 FORMAT = 2
 
@@ -123,9 +123,9 @@ class Growth:
             graft(network, example=measured.first)
         sites = sites_of(network)
         config = growth_config(sites, share, self.every, steps, seed, settings or {})
-        copies = [] if ema is None else [_average(ema, sites)]
+        copies = [] if ema is None else [_average(ema, sites, sharded)]
         ranks = Ranks(
-            shared or sharded or wrapper is not None or (mode == "reserve" and several_processes()), sharded=sharded
+            shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1), sharded=sharded
         )
         check_probes(ranks, len(measured.batches()))
         menu, shared_gradients = growth_menu(sites, config), SharedGradients(ranks, wrapper)
@@ -182,6 +182,7 @@ class Growth:
         if self.finished:
             return self.model
         self.engine.abandon()
+        reshard(self.model)
         population, seeds = self.population, self.engine.state.seeds
         for slot, site in enumerate(population.sites):
             if planted_at(self.model, site.name) is None:
@@ -267,6 +268,9 @@ class Growth:
     def state_dict(self) -> dict[str, Any]:
         """All of the training that is known here, for torch.save: the model, its seeds, the optimizer, the schedulers, the moving
         average and the decisions. It is taken between two steps.
+
+        Under `fully_shard` every process calls this. The first gets whole tensors, in the memory of the CPU; the others get an
+        empty state.
         """
         if self.finished:
             raise InputError("the network is finished; save it itself, as torch.save(model.state_dict(), path)")
@@ -285,14 +289,20 @@ class Growth:
             "attempts": as_tree(self.attempts),
             "controller": self.controller.state() if isinstance(self.controller, Resumable) else None,
         }
-        saved: dict[str, Any] = _saved(tree)
-        return saved
+        first = population.ranks.first or not population.ranks.together
+        saved: dict[str, Any] = _saved(tree, first)
+        return saved if first else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, with a model, an optimizer and schedulers that are made as they were then.
 
         InputError if they are others.
         """
+        if not state:
+            raise InputError(
+                "the saved state is empty, as fully_shard gives it to every process but the first; load that of the first "
+                "process in all of them"
+            )
         tree: dict[str, Any] = _loaded(state)
         population = self.population
         menu = [[entry.kind.value, entry.name] for entry in population.menu]
@@ -344,30 +354,39 @@ def _scale(scaler: Any) -> Scale | None:
     return scale
 
 
-def _average(ema: Any, sites: Mapping[str, Site]) -> nn.Module:
+def _average(ema: Any, sites: Mapping[str, Site], sharded: bool) -> nn.Module:
     """The grafted module of a moving average."""
     module = getattr(ema, "module", ema)
     if not isinstance(module, nn.Module) or not is_grafted(module) or dict(sites_of(module)) != dict(sites):
         raise InputError(
             "ema has no sites of its own; make it after esper.graft(model), so that it can get the seeds as well"
         )
+    if is_sharded(module) != sharded:
+        names = ("ema", "the model") if sharded else ("the model", "ema")
+        raise InputError(
+            f"{names[0]} is whole where {names[1]} is sharded; make ema before fully_shard, and call fully_shard on "
+            "ema.module as on the model"
+        )
     return module
 
 
-def _saved(tree: Any) -> Any:
-    """A tree of arrays, tensors and plain values as torch.save(..., weights_only loading) takes it."""
+def _saved(tree: Any, first: bool) -> Any:
+    """A tree of arrays, tensors and plain values as torch.save(..., weights_only loading) takes it.
+
+    first: whether this process keeps what it gathers, one tensor after the other, or lets it go.
+    """
     if isinstance(tree, np.ndarray):
         return {"array": torch.from_numpy(np.ascontiguousarray(tree)).reshape(tree.shape).clone()}
     if isinstance(tree, Tensor):
-        return gather(tree)
+        return gather_on_cpu(tree, first)
     if isinstance(tree, Enum):
         return tree.value
     if isinstance(tree, np.generic):
         return tree.item()
     if type(tree) is dict:
-        return {key: _saved(value) for key, value in tree.items()}
+        return {key: _saved(value, first) for key, value in tree.items()}
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
-        return type(tree)(_saved(value) for value in tree)
+        return type(tree)(_saved(value, first) for value in tree)
     return tree
 
 

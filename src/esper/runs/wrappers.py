@@ -9,7 +9,7 @@ from esper.kasmina.freezing import Freeze
 from esper.kasmina.grown import is_grafted
 from esper.kasmina.sharding import check_sharding, is_sharded, reshard
 from esper.leyline.errors import InputError
-from esper.tolaria.ranks import Ranks
+from esper.tolaria.ranks import Ranks, processes
 
 
 def unwrap(model: Any) -> tuple[nn.Module, DistributedDataParallel | None]:
@@ -29,14 +29,13 @@ def unwrap(model: Any) -> tuple[nn.Module, DistributedDataParallel | None]:
             "the model is wrapped in FullyShardedDataParallel, which flattens the parameters; use "
             "torch.distributed.fsdp.fully_shard or DistributedDataParallel"
         )
-    if is_sharded(network):
-        reshard(network)
-        check_sharding(network)
-        if not is_grafted(network):
-            raise InputError(
-                "the model is sharded and has no sites, which are found on a whole model; call esper.graft(model, example=x) "
-                "before fully_shard"
-            )
+    reshard(network)
+    check_sharding(network, processes())
+    if is_sharded(network) and not is_grafted(network):
+        raise InputError(
+            "the model is sharded and has no sites, which are found on a whole model; call esper.graft(model, example=x) "
+            "before fully_shard"
+        )
     return network, wrapper
 
 

@@ -101,15 +101,14 @@ class Grafts:
         made = self._made(slot, entry, blend, key)
         self.ranks.spread(made.parameters())
         for network in (*self.copies, self.network):
-            if network is self.network and is_sharded(network):
-                shard_like(made, network)
             bank = bank_at(network, site.name)
             if bank is not None:
                 bank.seat(entry.name).take(made)
-            elif network is self.network:
-                plant(network, site.name, made)
-            else:
-                plant(network, site.name, copy.deepcopy(made).requires_grad_(False))
+                continue
+            own = made if network is self.network else copy.deepcopy(made).requires_grad_(False)
+            if is_sharded(network):
+                shard_like(own, network)
+            plant(network, site.name, own)
         planted = self.at(site.name)
         assert planted is not None, "it was planted"
         self._blueprint_of[site.name] = blueprint
@@ -182,6 +181,7 @@ class Grafts:
         free = self._seats.free()
         found: dict[str, Tensor] = {}
         for index, network in enumerate((self.network, *self.copies)):
+            reshard(network)
             first = f"copy.{index}." if index else ""
             for name, tensor in (*network.named_parameters(), *network.named_buffers()):
                 if id(tensor) not in free:

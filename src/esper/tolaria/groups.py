@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from esper.kasmina.sharding import like
+from esper.kasmina.sharding import placed
 from esper.leyline.errors import InputError
 
 OWNER = "esper"
@@ -117,10 +117,7 @@ class Groups:
         for parameter, name in names.items():
             self.optimizer.state.pop(parameter, None)
             if name in moments:
-                self.optimizer.state[parameter] = {
-                    key: _like(value, parameter) if isinstance(value, Tensor) else copy.deepcopy(value)
-                    for key, value in moments[name].items()
-                }
+                self.optimizer.state[parameter] = placed_moments(moments[name], parameter)
 
     def state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Groups by the names of their parameters, moments, and what the schedulers remember."""
@@ -189,6 +186,14 @@ class Groups:
         return list(found.values())
 
 
+def placed_moments(moments: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """A copy of what an optimizer remembers of a parameter, on its device, and in parts where that is."""
+    return {
+        key: placed(value, parameter) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in moments.items()
+    }
+
+
 def without_seeds(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """State dicts of an optimizer and its scheduler as they are without the groups of seeds."""
     groups = optimizer["param_groups"]
@@ -215,13 +220,6 @@ def _entries(scheduler: Mapping[str, Any], own: Sequence[bool]) -> dict[str, Any
     if "_schedulers" in kept:
         kept["_schedulers"] = [_entries(each, own) for each in kept["_schedulers"]]
     return kept
-
-
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a saved moment, on the device of its parameter where it is of that shape, and in parts where that is."""
-    if not value.dim():
-        return value.detach().clone()
-    return like(value.detach().clone().to(parameter.device), parameter)
 
 
 def unwrapped(optimizer: Any) -> Any:

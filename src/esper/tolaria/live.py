@@ -4,7 +4,6 @@ The loop trains the host and the seeds that act on it. What is left to do here: 
 incubate, the measuring, and the way back to an earlier moment.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.grown import sites_of
 from esper.kasmina.lifecycle import Edits, dormant
 from esper.kasmina.planted import Mode
-from esper.kasmina.sharding import fill, reshard
+from esper.kasmina.sharding import fill, placed, reshard
 from esper.kasmina.survey import survey, undisturbed
 from esper.leyline.actions import Blend
 from esper.leyline.config import Config
@@ -25,7 +24,7 @@ from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.view import BlueprintInfo, Bools, Seeds, Space, choose
 from esper.tolaria.grafts import Grafts
-from esper.tolaria.groups import Groups
+from esper.tolaria.groups import Groups, placed_moments
 from esper.tolaria.incubation import Incubation
 from esper.tolaria.live_figures import measure_live
 from esper.tolaria.live_probe import Probe
@@ -115,6 +114,7 @@ class LivePopulation:
         Without a batch they learn straight through the host's own passes, from the next one on where they did not so far; with
         the (input, target) of the step, in a pass of their own.
         """
+        reshard(self.network)  # the loop may have run the network since its backward pass
         if self.incubation.straight != (batch is None):
             self.incubation.straight = batch is None
             self.follow(self._seeds)
@@ -178,6 +178,7 @@ class LivePopulation:
 
     def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
         """Have just these seeds, in this order; their weights are for the caller to fill in."""
+        reshard(self.network)
         for name in self.grafts.planted():
             self.incubation.forget(name)
         self.grafts.rebuild(seeds)
@@ -262,8 +263,13 @@ class _Kept:
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         """Go on from what `state` gave."""
         self.seeds, self.step = Seeds(**state["seeds"]), np.array(state["step"])
-        self.tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-        self.moments = copy.deepcopy(dict(state["moments"]))
+        own, names = self.live.grafts.tensors(), self.live.grafts.names()
+        self.tensors = {name: placed(tensor, own[name]) for name, tensor in state["tensors"].items()}
+        self.moments = {
+            name: placed_moments(state["moments"][name], parameter)
+            for parameter, name in names.items()
+            if name in state["moments"]
+        }
 
     def _unfinished(self, seeds: Seeds) -> set[int]:
         """The tensors of all seeds that are not part of the network for good."""

@@ -13,9 +13,9 @@ from esper.kasmina.sharding import in_parts
 T = TypeVar("T")
 
 
-def several_processes() -> bool:
-    """Whether this process is one of several of the default group."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def processes() -> int:
+    """Number of processes of the default group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class Ranks:
