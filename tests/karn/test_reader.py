@@ -60,13 +60,18 @@ def test_a_frame_has_a_column_for_every_field_and_a_row_for_every_row(run, kind)
 
 
 def test_a_journal_read_in_any_chunks_gives_the_rows_of_one_that_is_read_at_once(run, tmp_path):
-    data, whole = (run / "events.jsonl").read_bytes(), list(read_events(run / "events.jsonl"))
-    for size in (1, 7, 100, 1000, len(data)):
+    lines, every = (
+        (run / "events.jsonl").read_bytes().splitlines(keepends=True),
+        list(read_events(run / "events.jsonl")),
+    )
+    for size, rows in ((1, 12), (7, 12), (100, len(every)), (1000, len(every)), (10**9, len(every))):
+        data, whole = b"".join(lines[:rows]), every[:rows]
         path = tmp_path / f"{size}.jsonl"
         tail, found = Tail(path), []
-        for end in range(size, len(data) + size, size):
-            path.write_bytes(data[:end])
-            found += tail.read()
+        with path.open("wb", buffering=0) as file:
+            for begin in range(0, len(data), size):
+                file.write(data[begin : begin + size])
+                found += tail.read()
         assert found == whole
         assert tail.restarts == 0
 
