@@ -52,7 +52,7 @@ def measure(name: str, envs: int, turns: int) -> None:
         for mode, spent in times.items():
             passes.mode = "off" if mode == "eager" else mode
             begin = time.process_time()
-            losses[mode] = passes.backward(route, x, y, None, None)
+            losses[mode] = passes.backward(route, x, y, None, None, None)
             if turn:
                 spent.append(time.process_time() - begin)
             body.host.columns["gradient"].zero_()

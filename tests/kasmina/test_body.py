@@ -59,7 +59,7 @@ def test_an_incubating_seed_leaves_host_outputs_and_gradients_bit_identical(incu
         if result.branches is not None:
             total = total + result.branches.square().sum()
         if result.proximal is not None:
-            total = total + result.proximal
+            total = total + result.proximal.sum()
         total.backward()
         return result.output.detach(), body.host.columns["gradient"]
 

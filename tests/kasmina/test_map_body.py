@@ -143,7 +143,7 @@ def test_an_incubating_seed_leaves_the_host_bit_for_bit_alone():
         if result.branches is not None:
             total = total + result.branches.square().sum()
         if result.proximal is not None:
-            total = total + result.proximal
+            total = total + result.proximal.sum()
         total.backward()
         assert torch.equal(result.output, without)
         assert torch.equal(body.host.columns["gradient"], alone)

@@ -54,6 +54,15 @@ def test_isolated_seeds_accumulated_gradients_and_bfloat16_are_part_of_the_graph
     np.testing.assert_allclose(short.state.scores.loss, eager.state.scores.loss, rtol=0.05)
 
 
+def test_the_scales_of_float16_are_inputs_of_the_graph():
+    (short, *_), (eager, *_) = (
+        trajectory(small_config(amp="fp16", compile=mode, steps=2), {}) for mode in ("on", "off")
+    )
+    np.testing.assert_allclose(short.state.scores.loss, eager.state.scores.loss, rtol=0.05)
+    assert torch.equal(short.population.scaler.scale, eager.population.scaler.scale)
+    assert not (short.population.scaler.scale == 2.0**16).all()
+
+
 def test_every_plan_is_compiled_once():
     config = small_config(compile="on", steps=12)
     engine, *_ = trajectory(config, {})

@@ -263,11 +263,17 @@ def explanation_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def trouble_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Lines with the number of rollbacks and of refused operations by reason."""
+    """Lines with the number of rollbacks and of refused operations by reason, and of updates that overflowed in float16."""
     lines = []
     for kind, label in (("rollbacks", "rolled back"), ("refused", "refused")):
         reasons = [f"{count:,} {name.replace('_', ' ')}" for name, count in summary[kind].items()]
         lines += [f"{label}: {', '.join(reasons)}"] if reasons else []
+    if any((skipped := summary.get("skipped_updates", {"grown": []}))["grown"]):
+        counts, updates = skipped["grown"], skipped["updates"]
+        worst = max(range(len(counts)), key=counts.__getitem__)
+        line = f"skipped: {sum(counts):,} of {updates * len(counts):,} updates, whose gradients overflowed in float16"
+        many = f"; environment {worst} skipped {counts[worst]:,} of {updates:,}, so set amp to bf16 or off"
+        lines.append(line + many * (counts[worst] > updates / 2))
     return lines
 
 

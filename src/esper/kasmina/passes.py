@@ -44,7 +44,7 @@ class Pass(NamedTuple):
         output ((n, B, ...) tensor): outputs of the environments
         branches ((X, B, ...) tensor or None): outputs of the branches, in their order
         streams (S Streams): one for each slot, if asked for
-        proximal (() tensor or None): the sum over straight-through seeds of |c|^2 / |h|^2
+        proximal ((n,) tensor or None): the sum over the straight-through seeds of each environment of |c|^2 / |h|^2
     """
 
     output: Tensor
@@ -167,8 +167,9 @@ class _Running:
             where = doses.where if doses.where is not None else torch.arange(len(h), device=h.device)
             size = energy(acts_on)
             tiny = torch.finfo(size.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
-            proximal = (energy(change) / size.clamp(min=tiny)).sum()
-            self.proximal = proximal if self.proximal is None else self.proximal + proximal
+            if self.proximal is None:
+                self.proximal = size.new_zeros(len(h))
+            self.proximal = self.proximal.index_add(0, where, energy(change) / size.clamp(min=tiny))
             return Straight.apply(h, change, where)  # type: ignore[no-any-return,no-untyped-call]
         grown = h + change if doses.where is None else h.index_add(0, doses.where, change)
         return in_layout_of(h, grown)

@@ -90,10 +90,20 @@ class _Updates:
     def __init__(self, updates: Updates, feed: _Feed, stack: Stack, row: int | None) -> None:
         self._updates, self._feed, self._stack, self._row = updates, feed, stack, row
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._updates, name)
+
     def step(self, parts: Tensor | None = None) -> Tensor:
+        self._poison()
+        return self._updates.step(parts)
+
+    def norm(self, scale: Tensor | None = None) -> Tensor:
+        self._poison()
+        return self._updates.norm(scale)
+
+    def _poison(self) -> None:
         if self._row is not None and self._feed.now:
             self._stack.columns["gradient"][self._row, 0] = torch.nan
-        return self._updates.step(parts)
 
 
 @contextmanager

@@ -88,10 +88,11 @@ class Config(Section):
     deterministic: bool = Field(
         False, description="true uses only deterministic kernels of torch, without TF32 (docs/determinism.md)"
     )
-    amp: Literal["off", "bf16", "auto"] = Field(
+    amp: Literal["off", "bf16", "fp16", "auto"] = Field(
         "off",
-        description="type of the products in training: off computes them in float32, bf16 in bfloat16, and auto in bfloat16 if "
-        "the device multiplies it natively; parameters, the optimizer and all measured figures stay float32",
+        description="type of the products in training: off computes them in float32, bf16 in bfloat16, fp16 in float16 with a "
+        "loss scale for each network, and auto in bfloat16 if the device multiplies it natively; parameters, the optimizer "
+        "and all measured figures stay float32",
     )
     compile: Literal["off", "on", "auto"] = Field(
         "off",

@@ -102,7 +102,17 @@ def _formula(name: str, config: Config, smallest: int) -> str:
     return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host})"
 
 
-def compiled_figures(engine: VectorizedEngine) -> Summary:
-    """Return what torch.compile did, if the run asked for it."""
-    counts = engine.population.compiled if isinstance(engine.population, StackedPopulation) else None
-    return {} if counts is None else {"compiled": counts}
+def pass_figures(engine: VectorizedEngine) -> Summary:
+    """Return what torch.compile did, if the run asked for it, and the updates that were skipped, if they were in float16."""
+    population, config = engine.population, engine.config
+    if not isinstance(population, StackedPopulation):
+        return {}
+    figures: Summary = {} if population.compiled is None else {"compiled": population.compiled}
+    if population.scaler is not None:
+        skipped = population.skipped[: engine.rows].tolist()
+        figures["skipped_updates"] = {
+            "updates": engine.state.step * config.data.batches_per_step // config.optimizer.accumulation_steps,
+            "host": skipped[config.envs :] if config.twin else None,
+            "grown": skipped[: config.envs],
+        }
+    return figures

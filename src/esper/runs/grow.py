@@ -31,7 +31,7 @@ from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_ba
 from esper.runs.environment import describe_environment
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
-from esper.runs.figures import Summary, compiled_figures, evaluation_rows, final_figures, test_splits
+from esper.runs.figures import Summary, evaluation_rows, final_figures, pass_figures, test_splits
 from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import NEW, Opening, fitting
 from esper.runs.run_folder import RunFolder, emit_checkpoints
@@ -153,7 +153,7 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
         **written._asdict(),
         **engine.governor.record.counts(),
         **engine.fates.lists(),
-        **compiled_figures(engine),
+        **pass_figures(engine),
         "explanations": _explanations(growth, episode, played),
         "seconds": round(seconds, 3),
         "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,

@@ -97,22 +97,29 @@ class Passes:
         return max(0, graphs() - self._graphs - self.counts.plans)
 
     def backward(
-        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, keys: Any, remaining: int = 0
+        self,
+        route: Route,
+        x: Batch,
+        y: Tensor,
+        weights: Tensor | None,
+        factors: Tensor | None,
+        keys: Any,
+        remaining: int = 0,
     ) -> Tensor:
         """Compute the losses (n,) of a part of the rows on a batch, and add their gradients to those of the rows.
 
         The arguments are those of the function of `gradients.total_of`; `remaining` passes come after this one.
         """
         if self.mode != "off":
-            found = self._compiled(route, x, y, weights, remaining)
+            found = self._compiled(route, x, y, weights, factors, remaining)
             if found is not None:
                 self.counts.passes += 1
-                tensors, _ = _tensors(route, x, y, weights)
+                tensors, _ = _tensors(route, x, y, weights, factors)
                 with torch.no_grad():
                     losses: Tensor = found(_columns(self._stacks(route)), tensors)
                 return losses
             self.counts.eager += 1
-        total, losses = self.total(route, x, y, weights, keys)
+        total, losses = self.total(route, x, y, weights, factors, keys)
         if total is not None:
             total.backward()
         return losses
@@ -175,12 +182,14 @@ class Passes:
             found(_copies(_columns(self._stacks(route))), _tensors(route, *inputs)[0])
         return found
 
-    def traced(self, route: Route, x: Batch, y: Tensor, weights: Tensor | None) -> torch.fx.GraphModule:
+    def traced(
+        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None = None
+    ) -> torch.fx.GraphModule:
         """Return the graph of a pass, with all of its operations, those of the backward pass among them."""
         from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to load
 
         stacks = self._stacks(route)
-        tensors, spec = _tensors(route, x, y, weights)
+        tensors, spec = _tensors(route, x, y, weights, factors)
 
         def step(columns: Columns, given: list[Tensor]) -> Tensor:
             doses, *batch = pytree.tree_unflatten(_merged(spec, given), spec.tree)
@@ -282,9 +291,11 @@ class _Spec(NamedTuple):
 _TENSOR = object()
 
 
-def _tensors(route: Route, x: Batch, y: Tensor, weights: Tensor | None) -> tuple[list[Tensor], _Spec]:
+def _tensors(
+    route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None
+) -> tuple[list[Tensor], _Spec]:
     """Return the tensors that vary between passes of one plan. Arrays of the doses become tensors on the device."""
-    found, tree = pytree.tree_flatten((route.doses, x, y, weights))
+    found, tree = pytree.tree_flatten((route.doses, x, y, weights, factors))
     device = y.device
     found = [torch.from_numpy(leaf).to(device) if isinstance(leaf, np.ndarray) else leaf for leaf in found]
     rest = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found)

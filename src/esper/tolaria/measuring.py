@@ -164,12 +164,14 @@ def _exported(asked: Coalitions, figures: Figures, scores: Scores, kept: Indices
 
 def _signs(measurements: Measurements, figures: Figures) -> Signs:
     """Return the vital signs of a step."""
-    gradient = np.ones(len(figures.loss), bool)
-    if figures.trained is not None:
-        if figures.trained.gradient_norm is not None:
-            gradient = np.isfinite(figures.trained.gradient_norm)
-        for at, owners in figures.trained.seed_owners:
+    gradient, trained = np.ones(len(figures.loss), bool), figures.trained
+    if trained is not None:
+        if trained.gradient_norm is not None:
+            gradient = np.isfinite(trained.gradient_norm)
+        for at, owners in trained.seed_owners:
             gradient[owners] &= measurements.seed_gradient_finite[owners, at]
+        if trained.skipped is not None and trained.gradient_norm is not None:  # nan says that no update was made
+            gradient |= np.isnan(trained.gradient_norm)
     metric_se, outputs, parameters = figures.signs.T
     return Signs(
         loss=figures.loss,

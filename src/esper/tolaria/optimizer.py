@@ -11,6 +11,8 @@ from torch import Tensor
 from esper.kasmina.stack import Stack
 from esper.leyline.config import OptimizerConfig
 
+Update = Callable[[Tensor | None], None]
+
 
 class Rule(Protocol):
     """An update rule."""
@@ -18,11 +20,11 @@ class Rule(Protocol):
     moments: tuple[str, ...]  # names of the columns that it keeps beside every value
     weight_decay: float
 
-    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
+    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> "Update":
         """Return a function that makes one update in place at each call.
 
         columns (n, P): the value, the gradient and the moments of some rows. steps (n,): number of updates that each
-        row has had.
+        row has had. The function takes which rows (n,) bool count the update as one of theirs, or None for all.
         """
         ...
 
@@ -44,7 +46,7 @@ class AdamW:
     def __init__(self, config: OptimizerConfig) -> None:
         self.lr, self.weight_decay = config.lr, config.weight_decay
 
-    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
+    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
         """Return a function that makes one update in place at each call."""
         value = columns["value"]
         count = torch.from_numpy(steps).to(value.device, torch.float32, non_blocking=True)
@@ -52,7 +54,7 @@ class AdamW:
         value_rows, gradient_rows, first_rows, second_rows = rows
         counts = count.unbind(0)
 
-        def update() -> None:
+        def update(taken: Tensor | None) -> None:
             count.add_(1)
             torch._fused_adamw_(
                 value_rows,
@@ -69,6 +71,8 @@ class AdamW:
                 amsgrad=False,
                 maximize=False,
             )
+            if taken is not None:
+                count.sub_((~taken).to(count.dtype))
 
         return update
 
@@ -86,11 +90,11 @@ class SGD:
     def __init__(self, config: OptimizerConfig) -> None:
         self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
 
-    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Callable[[], None]:
+    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
         """Return a function that makes one update in place at each call."""
         value, gradient, buffer = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
 
-        def update() -> None:
+        def update(taken: Tensor | None) -> None:
             torch._fused_sgd_(
                 value,
                 gradient,
@@ -134,6 +138,7 @@ class Updates:
         self.places = stack.trained_places
         self.steps = stack.steps[rows]  # a view, so that the stack's count rises too
         self.value, self.gradient = columns["value"], columns["gradient"]
+        self._moved = [columns[name] for name in ("value", *rule.moments)]
         self.max_grad_norm = max_grad_norm
         self._update = rule.updates(columns, self.steps)
         # Multiplying by 1 and 0 is a dozen times as fast in torch on a CPU as filling by a mask.
@@ -152,18 +157,43 @@ class Updates:
         Returns the gradient norms (n,) before clipping; a norm is not finite if a gradient is not. The norms of each of the
         L trained parameters are added to `parts` (n, L), if it is given.
         """
-        gradient = self.gradient
+        norm = self.norm()
+        self.apply(norm, parts)
+        return norm
+
+    @torch.no_grad()
+    def norm(self, scale: Tensor | None = None) -> Tensor:
+        """Return the gradient norms (n,); a norm is not finite if a gradient is not.
+
+        The gradients of parameters that never train become 0, and all are divided by `scale` (n,), if it is given.
+        """
         if self._free is not None:
-            gradient.mul_(self._free)
-        norm: Tensor = torch.linalg.vector_norm(gradient, dim=1)
+            self.gradient.mul_(self._free)
+        if scale is not None:
+            self.gradient.div_(scale[:, None])
+        norm: Tensor = torch.linalg.vector_norm(self.gradient, dim=1)
+        return norm
+
+    @torch.no_grad()
+    def apply(self, norm: Tensor, parts: Tensor | None = None, taken: Tensor | None = None) -> None:
+        """Update the rows with their gradients, whose norms are `norm` (n,), and set these gradients to 0.
+
+        parts (n, L): the norms of each trained parameter are added to it. taken (n,) bool: rows that are updated, the others
+        keep their bits; None for all. `steps` counts the update for every row, because nothing is read from the device.
+        """
+        gradient = self.gradient
         if parts is not None:
             for index, place in enumerate(self.places):
-                parts[:, index] += torch.linalg.vector_norm(gradient[:, place.start : place.stop], dim=1)
+                part = torch.linalg.vector_norm(gradient[:, place.start : place.stop], dim=1)
+                parts[:, index] += part if taken is None else part.where(taken, 0)
         if self.max_grad_norm is not None:
             gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)[:, None])
-        self._update()
+        before = [] if taken is None else [column.clone() for column in self._moved]
+        self._update(taken)
         if self._free is not None and self._fixed_values is not None:
             self.value.mul_(self._free).add_(self._fixed_values)
+        if taken is not None:
+            for column, old in zip(self._moved, before, strict=True):
+                column.copy_(torch.where(taken[:, None], column, old))
         gradient.zero_()
         self.steps += 1
-        return norm

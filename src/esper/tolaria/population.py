@@ -56,6 +56,9 @@ class TrainedFigures(NamedTuple):
     seed_norms: list[Floats]  # (n,) the same of seeds, for each entry of `seed_owners`
     seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the rows (n,) that the norms belong to
     parameter_norms: ParameterNorms | None = None  # if `train` was asked for them and the population has them
+    skipped: Indices | None = (
+        None  # (R,) updates that overflowed in float16 and were skipped; norms are then nan if all were, inf if a row is lost
+    )
 
 
 class Figures(NamedTuple):

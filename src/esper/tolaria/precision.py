@@ -1,8 +1,10 @@
 """Mixed precision: the products of a training pass in a short floating-point type, everything else in that of the parameters."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from esper.leyline.errors import InputError
 
@@ -10,17 +12,19 @@ from esper.leyline.errors import InputError
 def resolve_amp(amp: str, device: torch.device, parameters: torch.dtype) -> torch.dtype | None:
     """Return the type in which the products of a training pass are computed; None leaves them in that of the parameters.
 
-    amp: off, bf16 or auto, which takes bf16 if the device multiplies it natively. parameters: the dtype of the hosts.
-    Raises InputError if bf16 is asked for and the device or the hosts do not allow it.
+    amp: off, bf16, fp16 or auto, which takes bf16 if the device multiplies it natively. parameters: the dtype of the hosts.
+    Raises InputError if the device or the hosts do not allow the type that is asked for.
     """
     native = multiplies_bfloat16(device)
     if amp == "off" or (amp == "auto" and not (native and parameters == torch.float32)):
         return None
     if parameters != torch.float32:
         raise InputError(f"amp is {amp}, which needs hosts in float32, but these are in {parameters}; set amp to off")
+    if amp == "fp16":
+        return torch.float16
     if not native:
         raise InputError(
-            f"amp is {amp}, but {_name(device)} does not multiply bfloat16 natively; set amp to off or auto"
+            f"amp is {amp}, but {_name(device)} does not multiply bfloat16 natively; set amp to off, fp16 or auto"
         )
     return torch.bfloat16
 
@@ -30,6 +34,17 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def check_modules(products: torch.dtype | None, device: torch.device, modules: Iterable[nn.Module]) -> None:
+    """Raise InputError if torch cannot run one of the modules with products of a type: an LSTM in float16 on most CPUs."""
+    if products != torch.float16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return
+    if any(isinstance(part, nn.LSTM) for module in modules for part in module.modules()):
+        raise InputError(
+            "amp is fp16, but torch has no LSTM in float16 for this processor; set amp to off, or to bf16 if the processor "
+            "multiplies it natively"
+        )
 
 
 def products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:

@@ -41,7 +41,7 @@ from esper.tolaria.population import (
     row_environments,
     row_numbers,
 )
-from esper.tolaria.precision import resolve_amp
+from esper.tolaria.precision import check_modules, resolve_amp
 from esper.tolaria.probe import Probed, probe, sense
 from esper.tolaria.resident import ResidentData
 from esper.tolaria.runtime import (
@@ -50,9 +50,11 @@ from esper.tolaria.runtime import (
     resolve_device,
     use_deterministic_kernels,
 )
+from esper.tolaria.scaling import GradScaler
 from esper.tolaria.sensors import SENSORS, Taught
 from esper.tolaria.teaching import taught_streams
 from esper.tolaria.training import Trained, train
+from esper.tolaria.updating import forget_skipped
 
 
 class StackedPopulation:
@@ -60,6 +62,7 @@ class StackedPopulation:
 
     body: parameters, buffers and moments of every host and seed. data: the data that they are trained and measured on.
     feed, passes, optimizer: the batches, the forward and backward passes and the update rule of a training step.
+    skipped (R,): updates of this episode that rows have skipped, because their gradients overflowed in float16.
     """
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
@@ -99,6 +102,9 @@ class StackedPopulation:
             device=self.device,
         )
         products = resolve_amp(config.amp, self.device, body.dtype)
+        check_modules(products, self.device, [body.host.template, *body.layout.forms.values()])
+        self.scaler = GradScaler.of(body.host, products)
+        self.skipped = np.zeros(rows, np.int64)
         self.passes = Passes(body, total_of(body, lambda: self.objective, config, products), config, products)
         self.host_params = body.table.host_params
         self.space = Space(
@@ -135,6 +141,9 @@ class StackedPopulation:
                 host = problem.host()
             body.plant_host(np.flatnonzero(which == index).tolist(), host, self.data.few(problem), problem.outputs)
         body.mask_outputs()
+        self.skipped[:] = 0
+        if self.scaler is not None:
+            self.scaler.begin()
         self._survey()
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
@@ -158,6 +167,7 @@ class StackedPopulation:
             self.config,
             (self.data.instance, self._episode),
             parameter_norms,
+            self.scaler,
         )
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
@@ -172,6 +182,7 @@ class StackedPopulation:
         if trained is not None:
             training = [trained.loss, trained.gradient_norm, *trained.seed_norms]
             training += [norms for _, norms in trained.parameter_norms]
+            training += [trained.skipped.updates] if trained.skipped is not None else []
         data = [self.feed.finite()] if asked.finite else []
         validation: list[Tensor] = []
         if asked.validation:
@@ -183,7 +194,7 @@ class StackedPopulation:
             assert self.data.fresh is not None, "fresh examples are set aside for `gates.certify`"
             grown = [growth(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)]
         packet = iter(read_packet([*probed, *sensors, *data, *validation, *grown, *training]))
-        return Figures._make(
+        figures = Figures._make(
             [
                 *itertools.islice(packet, len(probed)),
                 next(packet) if sensors else None,
@@ -193,6 +204,10 @@ class StackedPopulation:
                 _read(trained, packet, self.space.slots) if trained is not None else None,
             ]
         )
+        if trained is not None and figures.trained is not None and figures.trained.skipped is not None:
+            forget_skipped(body, figures.trained.skipped, trained.seed_owners)
+            self.skipped += figures.trained.skipped
+        return figures
 
     @property
     def fresh(self) -> Indices:
@@ -236,7 +251,8 @@ class StackedPopulation:
         """Return everything that the next step depends on, as entries of a tree of arrays that share memory with the
         population.
         """
-        return {"body": self.body.state(), "batch": self.feed.batch}
+        skipped = {} if self.scaler is None else {"skipped": self.skipped}
+        return {"body": self.body.state(), "batch": self.feed.batch, **skipped}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         """Restore what `snapshot` returned. Raises ValueError if it came from another population.
@@ -250,6 +266,7 @@ class StackedPopulation:
         self._episode, self._trained = episode, None
         self.feed.reset(episode)
         self.feed.batch = tree["batch"]
+        self.skipped = tree.get("skipped", self.skipped)
         self._survey()
 
     @property
@@ -315,11 +332,13 @@ def _read(trained: Trained, packet: Iterator[Floats], slots: Sequence[str]) -> T
     """Unpack the figures of a step's training from the rest of the packet that was read."""
     loss, norm = next(packet), next(packet)
     seed_norms = list(itertools.islice(packet, len(trained.seed_norms)))
-    if not trained.parameter_norms:
-        return TrainedFigures(loss, norm, seed_norms, trained.seed_owners)
-    host, *seeds = (zip(names, next(packet).T, strict=True) for names, _ in trained.parameter_norms)
-    found: dict[str, Floats] = {}
-    for (slot, rows), norms in zip(trained.seed_owners, seeds, strict=True):
-        for name, values in norms:  # seeds of several forms share names, but no row has two of them in one slot
-            found.setdefault(f"{slots[slot]}/{name}", np.full(len(loss), np.nan))[rows] = values
-    return TrainedFigures(loss, norm, seed_norms, trained.seed_owners, ParameterNorms(dict(host), found))
+    norms = None
+    if trained.parameter_norms:
+        host, *seeds = (zip(names, next(packet).T, strict=True) for names, _ in trained.parameter_norms)
+        found: dict[str, Floats] = {}
+        for (slot, rows), parts in zip(trained.seed_owners, seeds, strict=True):
+            for name, values in parts:  # seeds of several forms share names, but no row has two of them in one slot
+                found.setdefault(f"{slots[slot]}/{name}", np.full(len(loss), np.nan))[rows] = values
+        norms = ParameterNorms(dict(host), found)
+    skipped = next(packet).astype(np.int64) if trained.skipped is not None else None
+    return TrainedFigures(loss, norm, seed_norms, trained.seed_owners, norms, skipped)

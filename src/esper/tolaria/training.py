@@ -8,14 +8,15 @@ from torch import Tensor
 
 from esper.kasmina.body import Body
 from esper.kasmina.plan import Branches, Indices
-from esper.kasmina.stack import Stack
 from esper.leyline.config import Config
 from esper.leyline.keys import Purpose, key
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.view import Seeds
 from esper.tolaria.compiling import Passes
 from esper.tolaria.data import SharedBatchIterator
-from esper.tolaria.optimizer import StackedOptimizer, Updates
+from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.scaling import GradScaler
+from esper.tolaria.updating import ScaledUpdating, Skipped, Updating, trained_groups
 
 
 class Trained(NamedTuple):
@@ -28,15 +29,8 @@ class Trained(NamedTuple):
     parameter_norms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
     """Names (L,) of the trained parameters and their gradient norms (n, L), mean over the step's optimizer steps: of the hosts,
     then for each entry of `seed_owners`. Empty if they were not asked for."""
-
-
-class _Group(NamedTuple):
-    """Rows of a stack that the optimizer moves in this step."""
-
-    updates: Updates
-    norm: Tensor  # (n,) running sum
-    names: tuple[str, ...]  # (L,) of the trained parameters
-    parts: Tensor | None  # (n, L) running sum of their norms
+    skipped: Skipped | None = None
+    """The updates that were skipped; means of norms are over the others: nan if there is none, inf if the row is lost."""
 
 
 def shadows(seeds: Seeds) -> Branches:
@@ -61,13 +55,14 @@ def train(
     config: Config,
     dropout: tuple[Indices, int],
     parameter_norms: bool = False,
+    scaler: GradScaler | None = None,
 ) -> Trained:
     """Train every row on the step's batches.
 
     `dropout` is (instance (E,), episode). Together with the seed and the batch number it is the key of dropout. The
     optimizer moves exactly the trainable rows: hosts, and seeds in TRAINING, BLENDING (not doomed), HOLDING or
     FOSSILIZED. `passes` computes the gradients.
-    `parameter_norms` asks for the gradient norm of each parameter too.
+    `parameter_norms` asks for the gradient norm of each parameter too. `scaler` scales the losses, if there is one.
     """
     shadow = config.lifecycle.incubation == "shadow"
     branches = shadows(seeds)
@@ -85,8 +80,8 @@ def train(
     accumulate = config.optimizer.accumulation_steps
     updates = config.data.batches_per_step // accumulate
     rows = len(seeds.stage)
-    host = _group(body.host, slice(0, rows), optimizer, parameter_norms)
-    groups, owners = _seed_groups(body, seeds, optimizer, parameter_norms)
+    groups, owners = trained_groups(body, seeds, optimizer, parameter_norms)
+    steps = Updating(groups, updates) if scaler is None else ScaledUpdating(groups, updates, scaler, rows)
 
     body.train(True)
     loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
@@ -98,44 +93,15 @@ def train(
             feed.advance()
             for route, total in zip(routes, sums, strict=True):
                 own = None if keys is None else keys[route.part]
-                total += passes.backward(
-                    route, *feed.of(route.part), feed.weights_of(route.part), own, last - feed.batch
-                )
-        for group in (host, *groups):
-            group.norm.add_(group.updates.step(group.parts))
+                batch = *feed.of(route.part), feed.weights_of(route.part), steps.factors(route.part)
+                total += passes.backward(route, *batch, own, last - feed.batch)
+        steps.update()
+    host, *others = (steps.mean(group.norm, group) for group in groups)
     return Trained(
         loss / config.data.batches_per_step,
-        host.norm / updates,
-        tuple(group.norm / updates for group in groups),
+        host,
+        tuple(others),
         tuple(owners),
-        tuple((group.names, group.parts / updates) for group in (host, *groups) if group.parts is not None),
+        tuple((group.names, steps.mean(group.parts, group)) for group in groups if group.parts is not None),
+        steps.skipped,
     )
-
-
-def _seed_groups(
-    body: Body, seeds: Seeds, optimizer: StackedOptimizer, parameter_norms: bool
-) -> tuple[list[_Group], list[tuple[int, Indices]]]:
-    """Return the groups of the seeds that train, and the slot and the environments (n,) of each."""
-    groups, owners = [], []
-    for (slot, form), runs in body.trainable(seeds).items():
-        for run in runs:
-            if run.stop > run.start:
-                groups.append(_group(body.stacks[slot, form], run, optimizer, parameter_norms))
-                owners.append((slot, body.envs[slot, form][run]))
-    _check_trainable(seeds, owners)
-    return groups, owners
-
-
-def _group(stack: Stack, rows: slice, optimizer: StackedOptimizer, parameter_norms: bool) -> _Group:
-    norm = torch.zeros(rows.stop - rows.start, dtype=stack.dtype, device=stack.device)
-    names = tuple(place.name for place in stack.trained_places)
-    parts = norm.new_zeros(len(norm), len(names)) if parameter_norms else None
-    return _Group(optimizer.begin(stack, rows), norm, names, parts)
-
-
-def _check_trainable(seeds: Seeds, owners: list[tuple[int, Indices]]) -> None:
-    optimised = np.zeros(seeds.stage.shape, bool)
-    for slot, envs in owners:
-        optimised[envs, slot] = True
-    trains = among(seeds.stage, ADDED | {Stage.TRAINING}) & ~seeds.doomed
-    assert np.array_equal(optimised, trains), "the optimizer must move exactly the trainable rows"
