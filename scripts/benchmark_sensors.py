@@ -1,12 +1,14 @@
-"""What the sensors of `heal` cost, as a share of a training step without seeds.
+"""What each family of growth sensors costs on `heal`, as a share of a training step without seeds.
 
     python scripts/benchmark_sensors.py
 
-Medians of processor seconds of one thread over REPEATS, in turn, for 64 hosts.
+Medians of processor seconds of one thread over REPEATS, in turn, for 64 hosts. A family is measured whole, with the forward pass
+and, for gradient and explained, the backward passes that it needs.
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,13 +16,14 @@ from collect_healing import cases
 
 from esper.leyline.actions import Actions
 from esper.leyline.config import build_config
+from esper.leyline.config_sections import SENSOR_FAMILIES
 from esper.tasks.heal import heal_taught
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.probe import doses, samples, sense
-from esper.tolaria.sensors import Taught, activity, drift, participation_ratio
+from esper.tolaria.probe import sense
 from esper.tolaria.teaching import taught_streams
 
 HOSTS, REPEATS = 64, 15
+CHEAP = SENSOR_FAMILIES[:4]
 
 
 def main() -> None:
@@ -34,33 +37,17 @@ def main() -> None:
     engine.reset(keys)
     population, seeds = engine.population, engine.state.seeds
     body, data = population.body, population.data
-    routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
-    taught: list[Taught] = taught_streams(data, body)
+    taught = taught_streams(data, body)
 
-    def shared() -> None:
-        samples(body, routes, data.fit, population.objective)
+    def family(*names: str) -> None:
+        sense(body, seeds, data.fit, data.probe, population.objective, taught if "drift" in names else (), names)
 
-    found = samples(body, routes, data.fit, population.objective)
-    width = torch.from_numpy(body.table.taps.astype(np.float32))
     trials: dict[str, Callable[[], object]] = {
         "a step: 2 updates and a probe": lambda: engine.step(Actions.wait(HOSTS)),
-        "all growth sensors": lambda: sense(body, seeds, data.fit, data.probe, population.objective, taught),
-        "the forward and backward pass that all sensors share": shared,
-        "participation, participation_before": lambda: [
-            participation_ratio(h, real=s.real) for s in found for h in (s.stream, s.before)
-        ],
-        "participation_inner": lambda: [
-            participation_ratio(s.inner, real=s.real) for s in found if s.inner is not None
-        ],
-        "dead, unsaturated": lambda: [
-            activity(s.inner, width[:, slot, 3], s.real) for slot, s in enumerate(found) if s.inner is not None
-        ],
-        "drift, drift_before": lambda: [
-            drift(h, h0)
-            for s, t in zip(found, taught, strict=True)
-            for h, h0 in ((s.stream, t.stream), (s.before, t.before))
-        ],
-        "the intact networks, once an episode": lambda: taught_streams(data, body),
+        **{name: partial(family, name) for name in SENSOR_FAMILIES},
+        ", ".join(CHEAP): partial(family, *CHEAP),
+        "all families": partial(family, *SENSOR_FAMILIES),
+        "the intact networks for drift, once an episode": lambda: taught_streams(data, body),
     }
     seconds: dict[str, list[float]] = {name: [] for name in trials}
     for _ in range(REPEATS):

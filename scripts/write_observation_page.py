@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from esper.leyline.config_sections import SENSOR_FAMILIES
 from esper.tamiyo.features import GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, Feature, Flag, slot_features
 from esper.tamiyo.observation import CLIP
 from esper.tolaria.sensors import SENSORS
@@ -23,6 +24,19 @@ computes each column; the [architecture](architecture.md) says where they are re
 RELATIVE_LINE = f"""Every column of the tables "A slot" and "Growth sensors of a slot" comes a second time as `name{RELATIVE}`:
 the same, less its mean over the slots of the environment where it was measured. One `name?` serves both.
 """
+
+FAMILIES_LINE = """`probe.sensors` names the families that are measured. A sensor of another family is not measured.
+[What each costs](benchmarks/heal.md#what-the-sensors-cost) differs tenfold. A rule whose class has `sensor_families`, as
+`participation`, `collapse`, `inner-use` and `drift` have, gets these alone unless the config says otherwise; every other
+controller gets all. `explained` misranks the places of seeds and no rule reads it; the fitted trees do.
+"""
+NEEDS = {
+    "inner": "a forward pass that computes the inner features again",
+    "dead": "the same",
+    "drift": "a forward pass, and once an episode one of the intact networks",
+    "gradient": "a forward and a backward pass",
+    "explained": "a forward and a backward pass on two samples, and ridge regressions",
+}
 
 REST = """## Blueprints
 
@@ -58,6 +72,8 @@ def page() -> str:
             "### Growth sensors of a slot\n",
             "Taken every `probe.sensors_every` steps; h is the stream at the slot, g the gradient of the loss by it.\n",
             _features(sensors),
+            FAMILIES_LINE,
+            _families(),
             RELATIVE_LINE,
             "### Flags\n",
             _flags(SLOT_FLAGS),
@@ -72,6 +88,14 @@ def _features(features: Iterable[Feature]) -> str:
         for f in features
     )
     return "\n".join(["| column | unit | scale | ? | meaning |", "|---|---|---|---|---|", *rows, ""])
+
+
+def _families() -> str:
+    rows = []
+    for family in SENSOR_FAMILIES:
+        names = ", ".join(f"`{sensor.name}`" for sensor in SENSORS if sensor.family == family)
+        rows.append(f"| `{family}` | {names} | {NEEDS.get(family, 'a forward pass')} |")
+    return "\n".join(["| family | sensors | what it takes |", "|---|---|---|", *rows, ""])
 
 
 def _flags(flags: Iterable[Flag]) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.leyline.actions import Actions, Blend, Head, Op
     from esper.leyline.config import Config, RewardConfig, build_config
     from esper.leyline.errors import DataFault, InputError, LearningError, OutOfMemory, UserCodeError
-    from esper.leyline.protocols import Cites, Explains, PolicyClient, Resumable, Reward, Senses
+    from esper.leyline.protocols import Cites, Explains, PolicyClient, Resumable, Reward, SelectsSensors, Senses
     from esper.leyline.sites import Site
     from esper.leyline.slots import SlotSpec, Tap
     from esper.leyline.stages import Stage
@@ -103,6 +103,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "Scores",
     "Seeds",
     "SegmentedHost",
+    "SelectsSensors",
     "Senses",
     "Sequence",
     "Site",

@@ -9,6 +9,7 @@ import torch
 
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
+from esper.leyline.config_sections import SENSOR_FAMILIES
 from esper.leyline.protocols import Cites
 from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Refusal
@@ -43,7 +44,12 @@ def keys_of(kind: DamageKind, count: int = 1) -> list[int]:
 
 
 def engine_for(
-    name: str, keys: list[int], taught: bool = False, steps: int = 8, limit: float = 0.06
+    name: str,
+    keys: list[int],
+    taught: bool = False,
+    steps: int = 8,
+    limit: float = 0.06,
+    families: tuple[str, ...] | None = None,
 ) -> tuple[VectorizedEngine, Placement]:
     task = heal_taught() if taught else heal()
     fixed: dict[str, object] = {
@@ -54,6 +60,7 @@ def engine_for(
         "controller": name,
     }
     fixed["governor"] = {"param_limit": limit}
+    fixed["probe"] = {"sensors": families}
     config = build_config(task.defaults, settings_of(name), fixed)
     client = get_controller(name, config)
     assert isinstance(client, Placement)
@@ -256,3 +263,17 @@ def test_a_placement_names_the_sensors_that_it_reads(rule: type[Placement], read
     assert isinstance(rule(), Cites)
     assert {name for names in rule.sensors_read.values() for name in names} == read
     assert read <= {sensor.name for sensor in SENSORS}
+    assert {sensor.family for sensor in SENSORS if sensor.name in read} == set(rule.sensor_families)
+
+
+def test_a_rule_has_only_the_families_measured_that_it_reads_and_plants_what_it_would_with_all() -> None:
+    keys = keys_of(DamageKind.PRUNED, 3)
+    for name in ("participation", "drift"):
+        some, client = engine_for(name, keys, taught=True)
+        every, other = engine_for(name, keys, taught=True, families=SENSOR_FAMILIES)
+        own = [index for index, sensor in enumerate(SENSORS) if sensor.family in client.sensor_families]
+        mine, whole = some.view().measurements.sensors, every.view().measurements.sensors
+        np.testing.assert_array_equal(mine[..., own], whole[..., own])
+        assert np.isnan(np.delete(mine, own, 2)).all()
+        assert not np.isnan(np.delete(whole, own, 2)).all()
+        assert client.pick(some.view()).reasons == other.pick(every.view()).reasons

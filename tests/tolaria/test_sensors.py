@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from esper.leyline.config_sections import SENSOR_FAMILIES
 from esper.tolaria import sensors
 from esper.tolaria.sensors import (
     RELU_UNITS,
@@ -240,6 +241,19 @@ def test_drift_is_the_change_relative_to_the_intact_network_and_absent_without_o
     absent = sensors.growth_sensors(train, held, truth())
     assert absent[..., [names.index("drift"), names.index("drift_before")]].isnan().all()
     assert torch.equal(absent[..., BLIND], found[..., BLIND])
+
+
+@pytest.mark.parametrize("family", SENSOR_FAMILIES)
+def test_a_family_alone_has_the_figures_that_it_has_among_all(samples, family):
+    train, held = samples
+    taught = [sensors.Taught(s.stream, s.before) for s in draw(3, N)]
+    whole = sensors.growth_sensors(train, held, truth(), taught)
+    bare = [s._replace(gradient=s.gradient if family in ("gradient", "explained") else None) for s in train]
+    alone = sensors.growth_sensors(bare, held if family == "explained" else [], truth(), taught, (family,))
+    own = [index for index, sensor in enumerate(SENSORS) if sensor.family == family]
+    assert own
+    assert torch.equal(alone[..., own], whole[..., own])
+    assert alone[..., [index for index in range(len(SENSORS)) if index not in own]].isnan().all()
 
 
 def test_the_segment_that_is_a_bottleneck_has_the_lowest_participation():

@@ -15,6 +15,8 @@ from esper.leyline.exporters import TARGETS
 
 LARGE = 10**9
 """Upper limit of every whole number in a config but the seed."""
+SENSOR_FAMILIES = ("participation", "inner", "dead", "drift", "gradient", "explained")
+"""Families of growth sensors, which are measured apart (tolaria/sensors.py has the sensors of each)."""
 
 
 class Section(BaseModel):
@@ -223,6 +225,22 @@ class ProbeConfig(Section):
         ge=0,
         description="steps between measurements of the growth sensors; 0 for none, null for what the controller needs [steps]",
     )
+    sensors: tuple[str, ...] | None = Field(
+        None,
+        description="families of growth sensors that are measured, of participation, inner, dead, drift, gradient and explained; "
+        "null for all, and where sensors_every is null too for those that the controller names (docs/observation.md)",
+    )
+
+    @pydantic.field_validator("sensors", mode="before")
+    @classmethod
+    def _parse_sensors(cls, value: Any) -> Any:
+        """Distinct families in the order of `SENSOR_FAMILIES`, from a list or from a text with commas between them."""
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        if names is None:
+            return None
+        if not isinstance(names, list | tuple) or not names or any(name not in SENSOR_FAMILIES for name in names):
+            raise ValueError(f"give families out of {', '.join(SENSOR_FAMILIES)}; sensors_every 0 measures none")
+        return tuple(name for name in SENSOR_FAMILIES if name in names)
 
     @pydantic.field_validator("coalitions_every")
     @classmethod

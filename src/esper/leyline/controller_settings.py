@@ -9,6 +9,7 @@ from esper.leyline.errors import InputError
 ALLOWED = (
     "gates",
     "probe.coalitions_every",
+    "probe.sensors",
     "probe.sensors_every",
     "lifecycle.tempos",
     "lifecycle.targets",

@@ -48,6 +48,15 @@ class Senses(Protocol):
 
 
 @runtime_checkable
+class SelectsSensors(Protocol):
+    """A controller that reads some families of growth sensors and no others, so that the others are not computed for it."""
+
+    sensor_families: Sequence[
+        str
+    ]  # those of `probe.sensors`; used if that and `probe.sensors_every` are null; empty for all
+
+
+@runtime_checkable
 class Cites(Protocol):
     """A controller that says which growth sensors its decisions depend on, so that the events hold their values."""
 

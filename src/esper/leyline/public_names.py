@@ -72,6 +72,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "PolicyClient": "leyline.protocols",
         "Resumable": "leyline.protocols",
         "Senses": "leyline.protocols",
+        "SelectsSensors": "leyline.protocols",
         "Explains": "leyline.protocols",
         "get_controller": "tamiyo.catalog",
         "VectorizedEngine": "tolaria.engine",

@@ -195,9 +195,11 @@ def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int6
 
 def settings_of_policy(config: Config) -> dict[str, Any]:
     """Return the settings that a trained controller requires of every run."""
+    probe, families = config.probe, config.probe.sensors
+    measured = {} if families is None else {"sensors": list(families)}
     return {
         "gates": config.gates.model_dump(mode="json"),
-        "probe": {"sensors_every": config.probe.sensors_every, "coalitions_every": config.probe.coalitions_every},
+        "probe": {"sensors_every": probe.sensors_every, "coalitions_every": probe.coalitions_every, **measured},
         "lifecycle": {"tempos": list(config.lifecycle.tempos), "targets": list(config.lifecycle.targets)},
     }
 

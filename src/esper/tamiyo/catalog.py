@@ -8,7 +8,7 @@ from typing import Any
 from esper.leyline.config import Config
 from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
-from esper.leyline.protocols import PolicyClient, Senses
+from esper.leyline.protocols import PolicyClient, SelectsSensors, Senses
 from esper.tamiyo import bandit
 from esper.tamiyo.baselines import Never, RandomValid
 from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_origin, read_settings
@@ -120,11 +120,13 @@ def episodes_of(name_or_path: str) -> int | None:
 
 
 def with_sensors(config: Config, client: PolicyClient) -> Config:
-    """The config, with `probe.sensors_every` set to what the controller needs where it is null."""
+    """The config, with `probe.sensors_every` and then `probe.sensors` set to what the controller needs where they are null."""
     if config.probe.sensors_every is not None:
         return config
-    every = client.sensors_every if isinstance(client, Senses) else 0
-    return config.model_copy(update={"probe": config.probe.model_copy(update={"sensors_every": every})})
+    needs: dict[str, Any] = {"sensors_every": client.sensors_every if isinstance(client, Senses) else 0}
+    if config.probe.sensors is None and isinstance(client, SelectsSensors) and client.sensor_families:
+        needs["sensors"] = tuple(client.sensor_families)
+    return config.model_copy(update={"probe": config.probe.model_copy(update=needs)})
 
 
 def trained(name_or_path: str) -> Path | None:

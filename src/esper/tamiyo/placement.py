@@ -57,6 +57,7 @@ class Placement(Rule):
 
     sensors_every = ONCE
     sensors_read: Mapping[Op, Sequence[str]] = MappingProxyType({})
+    sensor_families: Sequence[str] = ()  # empty for all
 
     def __init__(self) -> None:
         self._wish: Ints | None = (
@@ -191,6 +192,7 @@ class ParticipationDrop(Placement):
     """
 
     sensors_read = MappingProxyType({Op.GERMINATE: ("participation", "participation_before")})
+    sensor_families = ("participation",)
 
     def pick(self, view: View) -> Picks:
         """From the sensors `participation` and `participation_before`, behind segments that keep the width of the stream."""
@@ -209,6 +211,7 @@ class Collapse(Placement):
     """
 
     sensors_read = MappingProxyType({Op.GERMINATE: ("dead", "participation", "participation_before")})
+    sensor_families = ("participation", "dead")
 
     def pick(self, view: View) -> Picks:
         """From the sensors `dead`, `participation` and `participation_before`."""
@@ -236,6 +239,7 @@ class InnerUse(Placement):
     """
 
     sensors_read = MappingProxyType({Op.GERMINATE: ("participation_inner", "participation")})
+    sensor_families = ("participation", "inner")
 
     def pick(self, view: View) -> Picks:
         """From the sensors `participation_inner` and `participation`."""
@@ -256,6 +260,7 @@ class DriftRise(Placement):
     """
 
     sensors_read = MappingProxyType({Op.GERMINATE: ("drift", "drift_before")})
+    sensor_families = ("drift",)
 
     def pick(self, view: View) -> Picks:
         """From the sensors `drift` and `drift_before`."""

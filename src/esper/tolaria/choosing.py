@@ -35,7 +35,7 @@ def choose_rows(body: Body, edits: Edits, seeds: Seeds, fit: Examples, objective
         return
     body.train(False)
     routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
-    seen = samples(body, routes, fit, objective)
+    seen = samples(body, routes, fit, objective, ("gradient",))
     for env, slot in born:
         sample, blueprint = seen[slot], int(seeds.blueprint[env, slot])
         at = slot, int(body.layout.form_of[slot, blueprint])
@@ -47,6 +47,7 @@ def choose_rows(body: Body, edits: Edits, seeds: Seeds, fit: Examples, objective
             body.table.taps[env, slot, HERE],
         )
         real = slice(None) if sample.real is None else sample.real[env]
+        assert sample.gradient is not None, "it was asked for"
         with torch.no_grad():
             seed.delta.choose(u[env][real, :reads], sample.gradient[env][real, :writes])  # type: ignore[operator]
         body.stacks[at].write(row, seed)

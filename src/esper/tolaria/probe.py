@@ -5,7 +5,7 @@ changed slot. The pass goes over rows one by one if the population runs them so,
 these are images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from esper.kasmina.layout import BEFORE, HERE, INNER, INPUT
 from esper.kasmina.passes import Streams
 from esper.kasmina.plan import Branches, Indices, Route
 from esper.leyline.batches import Batch, leaves, picked
+from esper.leyline.config_sections import SENSOR_FAMILIES
 from esper.leyline.streams import Kind, Stream
 from esper.leyline.task import Objective
 from esper.leyline.view import Estimate, Seeds
@@ -170,48 +171,77 @@ def output_spread(output: Tensor, examples: Examples) -> Tensor:
 
 
 def sense(
-    body: Body, seeds: Seeds, fit: Examples, held: Examples, objective: Objective, taught: Sequence[Taught] = ()
+    body: Body,
+    seeds: Seeds,
+    fit: Examples,
+    held: Examples,
+    objective: Objective,
+    taught: Sequence[Taught] = (),
+    families: Collection[str] = SENSOR_FAMILIES,
 ) -> Tensor:
     """Compute the growth sensors of every slot, (E, S, F), fitted on some training examples and tested on others.
 
     taught: the streams of the intact networks for `fit`, one entry per slot; none where the task has no intact network.
+    families: those that are computed; the sensors of others are nan.
     """
     body.train(False)
     routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
-    measured, other = (samples(body, routes, examples, objective) for examples in (fit, held))
+    measured = samples(body, routes, fit, objective, families)
+    other = samples(body, routes, held, objective, families) if "explained" in families else []
     true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype)
     widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
-    return growth_sensors(measured, other, widths, taught)
+    return growth_sensors(measured, other, widths, taught, families)
 
 
-def samples(body: Body, routes: Sequence[Route], examples: Examples, objective: Objective) -> list[Sample]:
-    """Return the streams at each slot for some examples, and the gradient of the loss there; one `Sample` a slot."""
+def samples(
+    body: Body,
+    routes: Sequence[Route],
+    examples: Examples,
+    objective: Objective,
+    families: Collection[str] = SENSOR_FAMILIES,
+) -> list[Sample]:
+    """Return the streams at each slot for some examples, with what the families of sensors need; one `Sample` a slot.
+
+    The gradient of the loss is there for `gradient` and `explained`, the inner features for `inner` and `dead`.
+    """
     found = []
     for piece in pieces(examples, body.layout.streams):
         x = examples.read(piece)
-        parts = [_sample(body, route, picked(x, route.part), examples, piece, objective) for route in routes]
+        parts = [_sample(body, route, picked(x, route.part), examples, piece, objective, families) for route in routes]
         found.append([_merged(slot, 0) for slot in zip(*parts, strict=True)])
     whole = [_merged(slot, 1) for slot in zip(*found, strict=True)]
     return [sample._replace(real=for_positions(examples.real, sample.stream)) for sample in whole]
 
 
-def _sample(body: Body, route: Route, x: Batch, examples: Examples, piece: slice, objective: Objective) -> list[Sample]:
+def _sample(
+    body: Body,
+    route: Route,
+    x: Batch,
+    examples: Examples,
+    piece: slice,
+    objective: Objective,
+    families: Collection[str],
+) -> list[Sample]:
     """Return the samples of a piece of the examples for a part of the rows.
 
     `real` is filled in later, for all examples at once.
     """
     y = examples.y[route.part, piece]
-    with torch.enable_grad():
-        result = body.run(x, route, streams="all")
-        loss = objective.loss(result.output, y)
-        real = None if examples.real is None else examples.real[route.part, piece]
-        total = (loss if real is None else loss.masked_fill(~real, 0)).sum()
-        gradients = torch.autograd.grad(total, [seen.here for seen in result.streams])
+    backward = not {"gradient", "explained"}.isdisjoint(families)
+    inner = not {"inner", "dead"}.isdisjoint(families)
+    with torch.set_grad_enabled(backward):
+        result = body.run(x, route, streams="all" if backward or inner else "here")
+        gradients: Sequence[Tensor | None] = [None] * len(result.streams)
+        if backward:
+            loss = objective.loss(result.output, y)
+            real = None if examples.real is None else examples.real[route.part, piece]
+            total = (loss if real is None else loss.masked_fill(~real, 0)).sum()
+            gradients = torch.autograd.grad(total, [seen.here for seen in result.streams])
     seen = zip(range(len(body.slots)), result.streams, gradients, strict=True)
     return [_sample_of(body, slot, streams, x, gradient) for slot, streams, gradient in seen]
 
 
-def _sample_of(body: Body, slot: int, streams: Streams, x: Batch, gradient: Tensor) -> Sample:
+def _sample_of(body: Body, slot: int, streams: Streams, x: Batch, gradient: Tensor | None) -> Sample:
     """Return what a slot reads, by example and position.
 
     A tap that no seed at the slot can read, because it is of another kind than the stream, becomes one feature of 0
@@ -223,7 +253,8 @@ def _sample_of(body: Body, slot: int, streams: Streams, x: Batch, gradient: Tens
     before = kind.positions(kind.fitted(streams.before.detach(), here)) if there[BEFORE] else nothing
     given = kind.positions(kind.fitted(x, here)) if isinstance(x, Tensor) and there[INPUT] else nothing
     inner = kind.positions(streams.inner, here) if streams.inner is not None and there[INNER] else None
-    return Sample(kind.positions(here), before, given, inner, kind.positions(gradient), None)
+    slope = None if gradient is None else kind.positions(gradient)
+    return Sample(kind.positions(here), before, given, inner, slope, None)
 
 
 def for_positions(real: Tensor | None, features: Tensor) -> Tensor | None:

@@ -1,12 +1,13 @@
 """Growth sensors: estimates of what a seed at a slot could learn. E rows, S slots, N examples, F sensors.
 
 Sensors are measured on a fixed sample of the train split, and the explained energies also on held-out examples. The positions
-of a map count as examples. A feature beyond the true width of a row is exactly 0 and has no effect.
+of a map count as examples. A feature beyond the true width of a row is exactly 0 and has no effect. A family of sensors is
+computed where it is asked for: those of activations take a forward pass, `gradient` and `explained` a backward pass as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from esper.leyline.config_sections import SENSOR_FAMILIES
 from esper.leyline.keys import Purpose, key, uniform
 
 
@@ -21,42 +23,83 @@ class SensorInfo(NamedTuple):
     """A column of the table of sensors."""
 
     name: str
+    family: str
     unit: str
     meaning: str
 
 
 SENSORS: tuple[SensorInfo, ...] = (
-    SensorInfo("participation", "1", "participation ratio of the stream / its width; 0 where it is constant"),
     SensorInfo(
-        "participation_before", "1", "participation ratio of the input of the segment before the slot / its width"
+        "participation", "participation", "1", "participation ratio of the stream / its width; 0 where it is constant"
     ),
     SensorInfo(
-        "participation_inner", "1", "participation ratio of the inner features of the segment before the slot / width"
-    ),
-    SensorInfo("dead", "1", "share of the segment's inner units that are active on under 1 % of examples"),
-    SensorInfo("unsaturated", "1", "share of the segment's inner units that are active on over 99 % of examples"),
-    SensorInfo("drift", "1", "|h - h0| / |h0| of the stream h, with h0 in the intact network, where the task has one"),
-    SensorInfo("drift_before", "1", "the same of the input of the segment before the slot"),
-    SensorInfo("stream_rms", "stream", "root mean square over examples of |h|"),
-    SensorInfo("gradient_rms", "loss / stream", "root mean square over examples of |g|"),
-    SensorInfo("map_gradient_here", "loss / weight", "gradient norm of a zero linear map that reads the stream"),
-    SensorInfo(
-        "map_gradient_before", "loss / weight", "gradient norm of a zero linear map that reads the segment's input"
-    ),
-    SensorInfo("map_gradient_input", "loss / weight", "gradient norm of a zero linear map that reads the host's input"),
-    SensorInfo("explained_here_linear", "(loss / stream)^2", "energy of g explained by a linear map of the stream"),
-    SensorInfo("explained_here_relu", "(loss / stream)^2", "energy of g explained by a hidden layer on the stream"),
-    SensorInfo(
-        "explained_before_linear", "(loss / stream)^2", "energy of g explained by a linear map of the segment's input"
+        "participation_before",
+        "participation",
+        "1",
+        "participation ratio of the input of the segment before the slot / its width",
     ),
     SensorInfo(
-        "explained_before_relu", "(loss / stream)^2", "energy of g explained by a hidden layer on the segment's input"
+        "participation_inner",
+        "inner",
+        "1",
+        "participation ratio of the inner features of the segment before the slot / width",
+    ),
+    SensorInfo("dead", "dead", "1", "share of the segment's inner units that are active on under 1 % of examples"),
+    SensorInfo(
+        "unsaturated", "dead", "1", "share of the segment's inner units that are active on over 99 % of examples"
     ),
     SensorInfo(
-        "explained_input_relu", "(loss / stream)^2", "energy of g explained by a hidden layer on the host's input"
+        "drift", "drift", "1", "|h - h0| / |h0| of the stream h, with h0 in the intact network, where the task has one"
+    ),
+    SensorInfo("drift_before", "drift", "1", "the same of the input of the segment before the slot"),
+    SensorInfo("stream_rms", "gradient", "stream", "root mean square over examples of |h|"),
+    SensorInfo("gradient_rms", "gradient", "loss / stream", "root mean square over examples of |g|"),
+    SensorInfo(
+        "map_gradient_here", "gradient", "loss / weight", "gradient norm of a zero linear map that reads the stream"
+    ),
+    SensorInfo(
+        "map_gradient_before",
+        "gradient",
+        "loss / weight",
+        "gradient norm of a zero linear map that reads the segment's input",
+    ),
+    SensorInfo(
+        "map_gradient_input",
+        "gradient",
+        "loss / weight",
+        "gradient norm of a zero linear map that reads the host's input",
+    ),
+    SensorInfo(
+        "explained_here_linear", "explained", "(loss / stream)^2", "energy of g explained by a linear map of the stream"
+    ),
+    SensorInfo(
+        "explained_here_relu", "explained", "(loss / stream)^2", "energy of g explained by a hidden layer on the stream"
+    ),
+    SensorInfo(
+        "explained_before_linear",
+        "explained",
+        "(loss / stream)^2",
+        "energy of g explained by a linear map of the segment's input",
+    ),
+    SensorInfo(
+        "explained_before_relu",
+        "explained",
+        "(loss / stream)^2",
+        "energy of g explained by a hidden layer on the segment's input",
+    ),
+    SensorInfo(
+        "explained_input_relu",
+        "explained",
+        "(loss / stream)^2",
+        "energy of g explained by a hidden layer on the host's input",
     ),
     *(
-        SensorInfo(f"heldout_{name}", "(loss / stream)^2", f"explained_{name} on held-out examples, with the same map")
+        SensorInfo(
+            f"heldout_{name}",
+            "explained",
+            "(loss / stream)^2",
+            f"explained_{name} on held-out examples, with the same map",
+        )
         for name in ("here_linear", "here_relu", "before_linear", "before_relu", "input_relu")
     ),
 )
@@ -72,7 +115,7 @@ class Sample(NamedTuple):
         before ((E, N, Db) tensor): input of the segment before the slot
         input ((E, N, Di) tensor): input of the host
         inner ((E, N, R) tensor or None): inner features of that segment; None where the host does not provide them
-        gradient ((E, N, D) tensor): gradient of each example's loss with respect to the stream
+        gradient ((E, N, D) tensor or None): gradient of each example's loss with respect to the stream; None if not taken
         real ((E, N) bool tensor or None): False for padding; None where every example is real
     """
 
@@ -80,7 +123,7 @@ class Sample(NamedTuple):
     before: Tensor
     input: Tensor
     inner: Tensor | None
-    gradient: Tensor
+    gradient: Tensor | None
     real: Tensor | None
 
 
@@ -107,39 +150,44 @@ class Widths(NamedTuple):
 
 @torch.no_grad()
 def growth_sensors(
-    fit: Sequence[Sample], held: Sequence[Sample], widths: Sequence[Widths], taught: Sequence[Taught] = ()
+    fit: Sequence[Sample],
+    held: Sequence[Sample],
+    widths: Sequence[Widths],
+    taught: Sequence[Taught] = (),
+    families: Collection[str] = SENSOR_FAMILIES,
 ) -> Tensor:
-    """Compute all sensors, (E, S, F) in the order of `SENSORS`.
+    """Compute the sensors of some families, (E, S, F) in the order of `SENSORS`; those of other families are nan.
 
-    fit, held, widths: one entry per slot; `fit` is the sample that is measured, `held` the held-out sample. taught: the same
-    examples in the intact networks, one entry per slot, or none.
+    fit, held, widths: one entry per slot; `fit` is the sample that is measured, `held` the held-out sample, which the family
+    `explained` alone needs. taught: the same examples in the intact networks, one entry per slot, or none.
 
     Consecutive slots with the same `input` tensor share its factorisation. A sensor is nan where it does not exist, for
     example without inner features, and where its inputs are not finite.
     """
-    table = []
+    table: list[Tensor] = []
     source: _Reading | None = None
-    for slot, (train, other, width) in enumerate(zip(fit, held, widths, strict=True)):
-        counts = _count(train), _count(other)
-        g, g_held = (_aligned(_only(sample.gradient, sample.real)) for sample in (train, other))
-        here = _read(train.stream, other.stream, width.stream, train.real, other.real)
-        before = _read(train.before, other.before, width.before, train.real, other.real)
-        if source is None or train.input is not fit[slot - 1].input or other.input is not held[slot - 1].input:
-            source = _read(train.input, other.input, width.input, train.real, other.real)
-        found = {
-            "participation": participation_ratio(train.stream, width.stream, train.real),
-            "participation_before": participation_ratio(train.before, width.before, train.real),
-            "stream_rms": here.rms * width.stream.sqrt(),
-            "gradient_rms": (g.square().sum((1, 2)) / counts[0]).sqrt(),
-        }
-        found |= _of_inner_features(train, width.inner)
-        found |= _drifts(train, taught[slot] if taught else None)
-        for name, tap in (("here", here), ("before", before), ("input", source)):
-            found[f"map_gradient_{name}"] = _map_gradient(tap, g, counts[0])
-            found |= _pair(f"{name}_relu", explained(tap.relu, g, tap.relu_held, g_held, RELU_UNITS, *counts))
-        for name, tap, read in (("here", here, width.stream), ("before", before, width.before)):
-            found |= _pair(f"{name}_linear", explained(tap.linear, g, tap.linear_held, g_held, read, *counts))
-        table.append(torch.stack([found[sensor.name] for sensor in SENSORS], 1))
+    for slot, (train, width) in enumerate(zip(fit, widths, strict=True)):
+        other = held[slot] if "explained" in families else None
+        found: dict[str, Tensor] = {}
+        if "participation" in families:
+            found["participation"] = participation_ratio(train.stream, width.stream, train.real)
+            found["participation_before"] = participation_ratio(train.before, width.before, train.real)
+        if "inner" in families and train.inner is not None:
+            ratio = participation_ratio(train.inner, width.inner, train.real)
+            found["participation_inner"] = torch.where(width.inner > 0, ratio, torch.nan)
+        if "dead" in families and train.inner is not None:
+            found["dead"], found["unsaturated"] = activity(train.inner, width.inner, train.real)
+        if "drift" in families and taught:
+            found["drift"] = drift(_only(train.stream, train.real), taught[slot].stream)
+            found["drift_before"] = drift(_only(train.before, train.real), taught[slot].before)
+        if "gradient" in families or other is not None:
+            shared = slot > 0 and train.input is fit[slot - 1].input
+            if source is None or not shared or (other is not None and other.input is not held[slot - 1].input):
+                source = _read("input", train, other, width)
+            found |= _of_gradients(train, other, width, source)
+        absent = torch.full_like(train.stream[:, 0, 0], torch.nan)
+        columns = [found.get(sensor.name, absent) if sensor.family in families else absent for sensor in SENSORS]
+        table.append(torch.stack(columns, 1))
     return torch.stack(table, 1)
 
 
@@ -241,6 +289,14 @@ def relu_expansion(width: int) -> NDArray[np.float64]:
     return layer
 
 
+class _HeldOut(NamedTuple):
+    """What only the explained energies need of a tap: its held-out features, and a hidden layer on both samples."""
+
+    linear: Tensor  # (E, M, 1 + W) on held-out examples
+    relu_fit: Tensor  # (E, N, 1 + RELU_UNITS)
+    relu: Tensor  # (E, M, 1 + RELU_UNITS) on held-out examples
+
+
 class _Reading(NamedTuple):
     """The features that a seed can read at a tap, divided by their rms on the fitted sample. Column 0 is 1 on real examples.
 
@@ -248,24 +304,56 @@ class _Reading(NamedTuple):
     """
 
     linear: Tensor  # (E, N, 1 + W)
-    linear_held: Tensor  # (E, M, 1 + W)
-    relu: Tensor  # (E, N, 1 + RELU_UNITS)
-    relu_held: Tensor  # (E, M, 1 + RELU_UNITS)
     rms: Tensor  # (E,)
+    held: _HeldOut | None  # None without a held-out sample
 
 
-def _read(u: Tensor, held: Tensor, width: Tensor, real: Tensor | None, real_held: Tensor | None) -> _Reading:
-    """u (E, N, W), held (E, M, W), width (E,), real (E, N) and (E, M) -> the features of a tap."""
-    u = _only(u, real)
-    count = u.shape[1] if real is None else real.sum(1)
+def _read(tap: Literal["stream", "before", "input"], fit: Sample, held: Sample | None, widths: Widths) -> _Reading:
+    """The features of a tap of a slot."""
+    u: Tensor = _only(getattr(fit, tap), fit.real)
+    width: Tensor = getattr(widths, tap)
+    count = u.shape[1] if fit.real is None else fit.real.sum(1)
     rms = (u.square().sum((1, 2)) / (count * width)).sqrt()
     scale = (rms + 1e-6).reciprocal()[:, None, None]
-    linear, linear_held = _design(u * scale, real), _design(_only(held, real_held) * scale, real_held)
+    linear = _design(u * scale, fit.real)
+    if held is None:
+        return _Reading(linear, rms, None)
+    linear_held = _design(_only(getattr(held, tap), held.real) * scale, held.real)
     layer = torch.from_numpy(relu_expansion(u.shape[2])).to(u.device, u.dtype, non_blocking=True)
     layer = torch.cat([layer[:1].expand(len(u), 1, -1), layer[1:] / width.sqrt()[:, None, None]], 1)
     layer = F.pad(_aligned(layer), (0, 0, 0, linear.shape[2] - layer.shape[1]))
     # One product per row, because the rounding in a single product over all rows depends on the number of rows.
-    return _Reading(linear, linear_held, torch.bmm(linear, layer).relu_(), torch.bmm(linear_held, layer).relu_(), rms)
+    hidden, hidden_held = (torch.bmm(features, layer).relu_() for features in (linear, linear_held))
+    return _Reading(linear, rms, _HeldOut(linear_held, hidden, hidden_held))
+
+
+def _of_gradients(fit: Sample, held: Sample | None, width: Widths, source: _Reading) -> dict[str, Tensor]:
+    """The sensors of the family `gradient`, and with a held-out sample those of `explained`. source: the tap `input`."""
+    counts, g = _count(fit), _gradient(fit)
+    here, before = _read("stream", fit, held, width), _read("before", fit, held, width)
+    found = {
+        "stream_rms": here.rms * width.stream.sqrt(),
+        "gradient_rms": (g.square().sum((1, 2)) / counts).sqrt(),
+    }
+    for name, tap, read in (("here", here, width.stream), ("before", before, width.before), ("input", source, None)):
+        found[f"map_gradient_{name}"] = _map_gradient(tap, g, counts)
+        if held is None:
+            continue
+        assert tap.held is not None, "every tap is read with the held-out sample"
+        g_held, counts_held = _gradient(held), _count(held)
+        pairs: dict[str, tuple[Tensor, Tensor, Tensor | int]] = {"relu": (tap.held.relu_fit, tap.held.relu, RELU_UNITS)}
+        if read is not None:
+            pairs["linear"] = (tap.linear, tap.held.linear, read)
+        for kind, (features, features_held, size) in pairs.items():
+            found[f"explained_{name}_{kind}"], found[f"heldout_{name}_{kind}"] = explained(
+                features, g, features_held, g_held, size, counts, counts_held
+            )
+    return found
+
+
+def _gradient(sample: Sample) -> Tensor:
+    assert sample.gradient is not None, "the families `gradient` and `explained` need a backward pass"
+    return _aligned(_only(sample.gradient, sample.real))
 
 
 def _design(u: Tensor, real: Tensor | None) -> Tensor:
@@ -284,36 +372,12 @@ def _map_gradient(tap: _Reading, gradient: Tensor, count: Tensor) -> Tensor:
     return norm * (tap.rms + 1e-6) / count
 
 
-def _of_inner_features(sample: Sample, width: Tensor) -> dict[str, Tensor]:
-    z = sample.inner
-    if z is None:
-        absent = torch.full_like(width, torch.nan)
-        return {"participation_inner": absent, "dead": absent, "unsaturated": absent}
-    dead, unsaturated = activity(z, width, sample.real)
-    ratio = torch.where(width > 0, participation_ratio(z, width, sample.real), torch.nan)
-    return {"participation_inner": ratio, "dead": dead, "unsaturated": unsaturated}
-
-
-def _drifts(sample: Sample, taught: Taught | None) -> dict[str, Tensor]:
-    if taught is None:
-        absent = torch.full_like(sample.stream[:, 0, 0], torch.nan)
-        return {"drift": absent, "drift_before": absent}
-    return {
-        "drift": drift(_only(sample.stream, sample.real), taught.stream),
-        "drift_before": drift(_only(sample.before, sample.real), taught.before),
-    }
-
-
 def drift(h: Tensor, intact: Tensor) -> Tensor:
     """|h - h0| / |h0| (E,) of activations h (E, N, D) and those of the intact network, in the norm over examples and features."""
     size = torch.linalg.vector_norm(intact, dim=(1, 2))
     change: Tensor = torch.linalg.vector_norm(h - intact, dim=(1, 2))
     relative: Tensor = change / size.clamp_min(torch.finfo(h.dtype).tiny)
     return relative
-
-
-def _pair(name: str, energies: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    return {f"explained_{name}": energies[0], f"heldout_{name}": energies[1]}
 
 
 def _count(sample: Sample) -> Tensor:

@@ -18,6 +18,7 @@ from esper.kasmina.lifecycle import Edits, dormant, exported
 from esper.kasmina.snapshot import Snapshot
 from esper.leyline.batches import map_leaves, shape_leaves
 from esper.leyline.config import Config
+from esper.leyline.config_sections import SENSOR_FAMILIES
 from esper.leyline.errors import DataFault
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.stages import ADDED, Stage
@@ -176,7 +177,9 @@ class StackedPopulation:
         probed = probe(body, seeds, self.data.probe, objective, asked.coalitions, signs=True)
         sensors = []
         if asked.sensors:
-            sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective, self._teaching())]
+            families = self.config.probe.sensors or SENSOR_FAMILIES
+            taught = self._teaching() if "drift" in families else ()
+            sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective, taught, families)]
         trained = self._trained if asked.trained else None
         training: list[Tensor] = []
         if trained is not None:
