@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import InputError
+from esper.leyline.keys import Purpose, key, permutations
 from esper.leyline.task import Split
 from esper.leyline.text import counted
 from esper.tolaria.data import SharedBatchIterator
@@ -97,6 +98,15 @@ def test_every_epoch_and_every_episode_and_every_seed_has_an_order_of_its_own():
         for epoch in range(3)
     ]
     assert len({tuple(order) for order in orders}) == len(orders)
+
+
+@pytest.mark.parametrize("examples", [5, 12, 23, 99])
+def test_the_order_of_an_epoch_is_the_permutation_of_its_key(examples):
+    feed, batches = make([3, 8], examples=examples, seed=7, episode=2), examples // 5
+    for epoch in range(5):
+        keys = key(7, Purpose.ORDER, np.array([3, 8]), 2, epoch)
+        order = permutations(keys, np.full(2, examples), CPU)[:, : 5 * batches]
+        assert torch.equal(take(feed, batches).flatten(1), order)
 
 
 def test_an_episode_begins_again_with_the_same_order():

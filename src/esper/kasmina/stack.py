@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     places: tuple[Place, ...]
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]  # for each place, the owners inside the part
     names: tuple[tuple[str, ...], ...]  # for each place, its names inside the part; several if the parameter is shared
-    buffers: tuple[str, ...]  # names of columns
+    buffers: tuple[tuple[str, nn.Module, str], ...]  # the column of each buffer, its owner, and its name there
     way: Way
 
 
@@ -91,7 +91,7 @@ class Stack(Columns):
                 tuple(place for place, _ in owned),
                 tuple(owners for _, owners in owned),
                 tuple(tuple(inside[owner] + name for owner, name in owners) for _, owners in owned),
-                tuple(name for name in self.buffers if name.startswith(f"buffer.{prefix}")),
+                tuple((name, *self._owner(name)) for name in self.buffers if name.startswith(f"buffer.{prefix}")),
                 self._way(module),
             )
         return found
@@ -124,7 +124,7 @@ class Stack(Columns):
                 self.module.train()
         tensors = self._parameters(what, rows, frozen)
         at = rows if isinstance(rows, slice) else self._index(rows)
-        kept = {name: self.columns[name][at] for name in what.buffers}
+        kept = {name: self.columns[name][at] for name, _, _ in what.buffers}
         buffers, single = kept, len(first(x)) == 1
         # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
         # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
@@ -231,9 +231,13 @@ class Stack(Columns):
         for owners, tensor in zip(what.owners, tensors, strict=True):
             for owner, name in owners:
                 owner._parameters[name] = tensor  # type: ignore[assignment]
-        for name, buffer in buffers.items():
-            path, _, own = name.removeprefix("buffer.").rpartition(".")
-            self.module.get_submodule(path)._buffers[own] = buffer
+        for name, owner, own in what.buffers:
+            owner._buffers[own] = buffers[name]
+
+    def _owner(self, buffer: str) -> tuple[nn.Module, str]:
+        """Return the submodule that has the buffer of a column, and the name of the buffer there."""
+        path, _, own = buffer.removeprefix("buffer.").rpartition(".")
+        return self.module.get_submodule(path), own
 
     def _index(self, rows: NDArray[np.int64] | Tensor) -> Tensor:
         return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device)

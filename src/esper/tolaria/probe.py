@@ -160,13 +160,13 @@ def output_spread(output: Tensor, examples: Examples) -> Tensor:
     constant.
     """
     output = output if output.dim() == 3 else output.flatten(2) if output.dim() > 3 else output[..., None]
-    z = output.masked_fill(output == -torch.inf, 0)
-    if examples.real is not None:
-        z = z.masked_fill(~examples.real[..., None], 0)
-    size = examples.size[:, :, None]
-    gap = z - z.sum(1, keepdim=True) / size
-    if examples.real is not None:
-        gap = gap.masked_fill(~examples.real[..., None], 0)
+    absent, size = output == -torch.inf, examples.size[:, :, None]
+    if examples.real is None:
+        z = output.masked_fill(absent, 0)
+        gap = z - z.sum(1, keepdim=True) / size
+    else:
+        z = output.masked_fill(absent.logical_or_(~examples.real[..., None]), 0)
+        gap = torch.addcmul(z, z.sum(1, keepdim=True) / size, examples.real[..., None].to(z.dtype), value=-1)
     return (gap.square().sum(1) / size[:, 0]).mean(1).sqrt()
 
 

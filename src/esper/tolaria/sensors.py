@@ -200,8 +200,11 @@ def participation_ratio(h: Tensor, width: Tensor | None = None, real: Tensor | N
     width: (E,) true number of features; None is D. real: (E, N) bool, the examples that count; None is all.
     """
     count = h.shape[1] if real is None else real.sum(1)[:, None, None]
-    mean = _only(h, real).sum(1, keepdim=True) / count
-    centred = _aligned(_only(h - mean, real))
+    kept = _only(h, real)
+    mean = kept.sum(1, keepdim=True) / count
+    # Multiplying by 1 and 0 takes a fifth of the time of filling by a mask, and the mean is finite if the row is.
+    gap = kept - mean if real is None else torch.addcmul(kept, mean, real[:, :, None].to(h.dtype), value=-1)
+    centred = _aligned(gap)
     scatter = centred.mT @ centred
     trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
     # Division by the trace keeps very small and very large streams within the range of float32.
