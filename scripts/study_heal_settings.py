@@ -3,10 +3,9 @@
     python scripts/collect_healing.py FOLDER/one-site/training --part training --cases 960
     python scripts/collect_healing.py FOLDER/one-site/fresh --part fresh --cases 160 --seeds 2
     python scripts/collect_healing.py FOLDER/cap-3-%/fresh --part fresh --cases 320 --seeds 2 --setting "cap 3 %" --last
-    ... likewise "cap 10 %" and "two sites" with one start, and training cases: 320 at 3 % (--last), 320 of two sites, 480 at 10 %
-    ... and "160 updates": 480 training cases, and 320 of the part `further`, like those of one site and of both caps (--seeds 2)
+    ... likewise "cap 10 %" and "two sites" with one start, and training cases: 320 at 3 % (--last), 320 of two sites, 160 at 10 %
+    ... and "160 updates": 480 training cases, and 160 of the part `further` (--seeds 2)
     python scripts/study_heal_settings.py FOLDER
-    python scripts/study_heal_settings.py FOLDER --tables further "further, cap 3 %" "further, cap 10 %" "further, 160 updates"
 
 The best fixed plan of a setting is the best on its training cases. With one start there is no oracle: "best of all" takes the
 best plan for each case by the very figures that are printed, which is more than any controller can reach.
@@ -86,10 +85,7 @@ TABLES: Mapping[str, Table] = {
     "cap 10 %": Table("cap 10 %", 160, seeds=1, cap=0.1),
     "two sites": Table("two sites", 320, seeds=1),
     "cap 3 %, 320 cases": Table("cap 3 %", 320, 320, cap=0.03, fits=True, earlier=160),
-    "further": Table(ONE_SITE, 960, 320, fits=True, part="further"),
-    "further, cap 3 %": Table("cap 3 %", 320, 320, cap=0.03, fits=True, part="further"),
-    "further, cap 10 %": Table("cap 10 %", 480, 320, cap=0.1, fits=True, part="further"),
-    "further, 160 updates": Table("160 updates", 480, 320, fits=True, part="further"),
+    "further, 160 updates": Table("160 updates", 480, fits=True, part="further"),
 }
 
 
