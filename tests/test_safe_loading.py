@@ -388,13 +388,15 @@ def test_a_parquet_file_that_would_unpack_to_more_than_a_gibibyte_is_refused_bef
 
 def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, monkeypatch):
     from esper.runs.contenders import named
-    from esper.runs.design import grown_figures
+    from esper.runs.design import grown_part
+    from esper.runs.evaluation_work import play_parts
     from esper.runs.kept import Kept
 
     task, contender = get_task("iris"), named("never")
     config = small_config(task="iris", envs=1, steps=1, twin=True, data={"batch_size": 16})
     kept = Kept(tmp_path, {})
-    grown_figures(kept, task, contender, config)
+    part = grown_part(kept, task, contender, config)
+    play_parts([part])
     (path,) = tmp_path.glob("*.npz")
     with zipfile.ZipFile(path) as parts:
         content = {name: parts.read(name) for name in parts.namelist()}
@@ -407,4 +409,4 @@ def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, m
                     file.write(header.getvalue() if not index else data)
                     for _ in range(0 if index else held * 8 // 2**24):
                         file.write(b"\0" * 2**24)
-        assert "cannot be read as kept figures" in sentence(grown_figures, kept, task, contender, config)
+        assert "cannot be read as kept figures" in sentence(play_parts, [part])

@@ -159,6 +159,9 @@ def evaluate(
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
     progress: Shown = "auto",
+    workers: int | None = None,
+    devices: Sequence[str] = (),
+    cluster: str | None = None,
 ) -> dict[str, Any]:
     """Compare controllers with the rules and the opponents of a task on held-out instances, as `esper eval` does.
 
@@ -169,13 +172,17 @@ def evaluate(
     grew to, or the heuristic without controllers; () for none. `opponents` are names of opponents of the tasks
     (docs/opponents.md); None for all, () for none. With
     `out`, the record, the figure, the report and the grown networks are written to that folder, and a later call uses
-    the networks again; `overwrite` allows to replace a record there. Returns the record, the object that `esper eval --json`
-    prints. Raises InputError before anything is grown.
+    the networks again; `overwrite` allows to replace a record there. With `workers`, so many processes grow the populations, and
+    with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster` is "ray" or a "ray://" address (docs/actors.md). Results
+    do not depend on the number of workers. Returns the record, the object that `esper eval --json` prints. Raises InputError
+    before anything is grown.
     """
     listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
-    say = evaluation_progress(progress)
+    say, asked = evaluation_progress(progress), asked_for(workers, devices, cluster, get_task)
     layers = [parse_setting(setting) for setting in _as_settings(settings)]
+    if asked.devices:
+        layers.append({"device": asked.devices[0]})
 
     def compare(grown: Path | None) -> dict[str, Any]:
         return run_evaluation(
@@ -190,6 +197,7 @@ def evaluate(
             opponents=opponents,
             folder=grown,
             watch=say,
+            workers=asked,
         )
 
     if out is None:

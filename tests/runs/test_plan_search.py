@@ -122,8 +122,8 @@ def test_candidates_side_by_side_are_each_as_alone(mixture):
     schedules = [each for each in candidates if each.settings == PERMISSIVE][:3]
     for some, different in ((plans, True), (schedules, False)):
         kept = Kept(None, {})
-        together = grow_abreast(mixture, some, keys, [SHORT], "training", kept)
-        alone = [grow_abreast(mixture, [each], keys, [SHORT], "training", kept) for each in some]
+        (together,) = grow_abreast(mixture, [(some, keys)], [SHORT], "training", kept)
+        alone = grow_abreast(mixture, [([each], keys) for each in some], [SHORT], "training", kept)
         np.testing.assert_array_equal(together, np.concatenate(alone))
         assert len(np.unique(together, axis=0)) > 1 or not different
 

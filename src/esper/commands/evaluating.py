@@ -5,7 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
-from esper.commands.options import PLACE, Json, Settings, say, split_names, use_one_thread
+from esper.commands.options import (
+    PLACE,
+    Cluster,
+    Devices,
+    Json,
+    Settings,
+    Workers,
+    say,
+    split_names,
+    use_one_thread,
+)
 
 Controllers = Annotated[
     list[str] | None,
@@ -54,6 +64,9 @@ def evaluate(
     opponents: Opponents = "all",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the record in DIR.")] = False,
     json_: Json = False,
+    workers: Workers = None,
+    devices: Devices = None,
+    cluster: Cluster = None,
 ) -> None:
     """Compare controllers with rules and other opponents, on the same held-out instances with the same seeds.
 
@@ -82,6 +95,7 @@ def evaluate(
         out = default_folder(contenders, names, layers, **numbers, search_episodes=search_episodes)
     options: dict[str, Any] = {"settings": settings or (), "baselines": static, "out": out, "overwrite": overwrite}
     options |= {"opponents": against, "search_episodes": search_episodes}
+    options |= {"workers": workers, "devices": devices, "cluster": cluster}
     record = compare(contenders, names, **numbers, **options, progress=True)
     if json_:
         typer.echo(to_json(record), nl=False)

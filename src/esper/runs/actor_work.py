@@ -50,22 +50,27 @@ class SentTask(NamedTuple):
         name (str): name of the task
         content (bytes or None): the pickled task; None if the actor builds it from its name
         find (callable or None): from the name to the task
+        sealed (bool): whether the actor gets the task without its test split
     """
 
     name: str
     content: bytes | None
     find: Callable[[str], AnyTask] | None = None
+    sealed: bool = True
 
     @classmethod
-    def of(cls, task: AnyTask, find: Callable[[str], AnyTask] | None) -> "SentTask":
-        """Pickle a task without its test split. Raises InputError if it can neither be pickled nor be built from its name."""
+    def of(cls, task: AnyTask, find: Callable[[str], AnyTask] | None, *, sealed: bool = True) -> "SentTask":
+        """Pickle a task, without its test split if `sealed`.
+
+        Raises InputError if it can neither be pickled nor be built from its name.
+        """
         try:
-            return cls(task.name, pickle.dumps(task.sealed()))
+            return cls(task.name, pickle.dumps(task.sealed() if sealed else task))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             with suppress(InputError):
                 if find is not None:
                     find(task.name)
-                    return cls(task.name, None, find)
+                    return cls(task.name, None, find, sealed)
             raise InputError(
                 f"the task {task.name!r} cannot be sent to an actor ({typed_line(error)}); define its host and its functions at "
                 "the top of a module, or name the task as path.py:function"
@@ -75,7 +80,8 @@ class SentTask(NamedTuple):
         """Return the task, in an actor. Raises InputError if it cannot be imported there."""
         if self.content is None:
             assert self.find is not None, "a task without content is found by its name"
-            return self.find(self.name).sealed()
+            made = self.find(self.name)
+            return made.sealed() if self.sealed else made
         try:
             task: AnyTask = pickle.loads(self.content)
         except (AttributeError, ImportError, pickle.UnpicklingError) as error:

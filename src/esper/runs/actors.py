@@ -56,13 +56,17 @@ class Actors:
     """The actors of a run. Parts are given to actors as these become free."""
 
     def __init__(
-        self, crew: Crew, note: Callable[[str], None], check: Callable[[Any], None] = lambda ready: None
+        self,
+        crew: Crew,
+        note: Callable[[str], None],
+        check: Callable[[Any], None] = lambda ready: None,
+        mend: str = "give fewer workers, or lower envs",
     ) -> None:
         """Start the actors, and wait until all are ready. `check` gets what an actor says about itself.
 
-        Raises InputError if an actor cannot start.
+        mend: what to do if actors are lost for good. Raises InputError if an actor cannot start.
         """
-        self.crew, self.note, self._check = crew, note, check
+        self.crew, self.note, self._check, self._mend = crew, note, check, mend
         self.lost = 0  # actors that were lost and started again
         self.waiting = 0.0  # seconds that actors did not play in, over all rounds and actors
         self.sent = self.received = 0  # bytes
@@ -91,12 +95,17 @@ class Actors:
         return self.crew.size
 
     def play(
-        self, weights: Tree, parts: Sequence[Tree], asked: Callable[[], bool] = lambda: False
+        self,
+        weights: Tree,
+        parts: Sequence[Tree],
+        asked: Callable[[], bool] = lambda: False,
+        done: Callable[[int, dict[str, Any]], None] = lambda place, result: None,
     ) -> list[dict[str, Any]]:
         """Return the results of parts played with weights, in the order of the parts.
 
-        A part whose actor is lost is played again. Raises Stop once `asked` says so, ActorError if TRIES actors were lost
-        by a part, and the error of the actor if its code failed.
+        `done` is called with the place of a part and its result as soon as there is one. A part whose actor is lost is played
+        again. Raises Stop once `asked` says so, ActorError if TRIES actors were lost by a part, and the error of the actor if
+        its code failed.
         """
         self._weights += 1
         message, results = pack({"weights": weights}), dict[int, Any]()
@@ -130,8 +139,10 @@ class Actors:
                 if actor not in busy:  # it was started again
                     self._started(actor, unpack(answer))
                     continue
-                results[busy.pop(actor)] = _checked(unpack(answer))["result"]
+                place = busy.pop(actor)
+                results[place] = _checked(unpack(answer))["result"]
                 self._idle.add(actor)
+                done(place, results[place])
         return [results[place] for place in range(len(parts))]
 
     def waited(self, seconds: float, playing: float) -> float:
@@ -171,10 +182,10 @@ class Actors:
         self._idle.discard(actor)
         self._failures[actor] += 1
         if tried >= TRIES or self._failures[actor] >= TRIES:
-            what = "it could not be started again" if part is None else f"part {part} of the round was lost with each"
+            what = "it could not be started again" if part is None else f"part {part} was lost with each"
             raise ActorError(
                 f"actor {actor} was lost {counted(max(tried, self._failures[actor]), 'time')}, because something ended its "
-                f"process, such as a lack of memory, and {what}; give fewer workers, or lower envs"
+                f"process, such as a lack of memory, and {what}; {self._mend}"
             )
         self.note(
             f"actor {actor} was lost; another is started{'' if part is None else ', and its part is played again'}"

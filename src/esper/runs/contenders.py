@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from esper.tamiyo.catalog import CONTROLLERS, episodes_of, get_controller, setti
 from esper.tamiyo.controller import FACTS, WEIGHTS
 from esper.tamiyo.shipped import facts_of, is_shipped, resolved
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import play
+from esper.tolaria.play import Observer, play
 
 ROWS = 64
 """Number of environments that are grown together. More would need more memory and would not be faster."""
@@ -95,14 +96,18 @@ def named(name_or_path: str) -> Contender:
     return Contender(
         name_or_path,
         {**settings_of(name_or_path), "controller": name_or_path},
-        lambda config: get_controller(name_or_path, config),
+        partial(get_controller, name_or_path),
         content.hexdigest(),
         episodes=episodes_of(name_or_path),
     )
 
 
 def grow_contender(
-    task: AnyTask, contender: Contender, config: Config, instance: NDArray[np.int64] | None = None
+    task: AnyTask,
+    contender: Contender,
+    config: Config,
+    instance: NDArray[np.int64] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> tuple[VectorizedEngine, Outcome, float]:
     """Grow one population for an episode. Returns the engine, the last outcome, and the duration of the steps [s].
 
@@ -112,7 +117,7 @@ def grow_contender(
     engine = VectorizedEngine(task, with_sensors(config, client))
     engine.reset(instance)
     begin = time.perf_counter()
-    outcome = play(engine, client)
+    outcome = play(engine, client, *observers)
     assert outcome is not None, "an episode must have a step"
     exported = engine.finish()
     if exported is not None:

@@ -119,11 +119,17 @@ def _chosen(config: Config, asked: Asked) -> Config:
 
 
 def hire(
-    asked: Asked, work: Any, note: Callable[[str], None], facts: Tree, check: Callable[[Tree, Tree], None]
+    asked: Asked,
+    work: Any,
+    note: Callable[[str], None],
+    facts: Tree,
+    check: Callable[[Tree, Tree], None],
+    **how: str,
 ) -> Actors:
     """Start the actors that were asked for, and wait until they are ready.
 
-    `check` compares the facts of each with those of this process. Raises InputError if an actor cannot start.
+    `check` compares the facts of each with those of this process; `how` is as of `Actors`. Raises InputError if an actor cannot
+    start.
     """
     devices: Sequence[str | None] = asked.devices or (None,)
     crew: Crew
@@ -133,4 +139,4 @@ def hire(
         crew = RanksCrew(work, devices)
     else:
         crew = RayCrew(asked.size, work, devices, None if asked.cluster == "ray" else asked.cluster)
-    return Actors(crew, note, lambda ready: check(facts, ready))
+    return Actors(crew, note, lambda ready: check(facts, ready), **how)

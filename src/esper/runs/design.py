@@ -1,8 +1,8 @@
 """What the contenders of an evaluation share, and the figures that each of them has. N instances, R seeds, E environments."""
 
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from esper.leyline.view import Floats
 from esper.runs.baselines import grown_of
 from esper.runs.contenders import ROWS, Contender, Say, contender_config, grow_contender, tell
 from esper.runs.evaluation_record import Figures
+from esper.runs.evaluation_work import EvaluationActors, EvaluationPart, computed, play_parts
 from esper.runs.kept import Kept
 from esper.runs.origin import fingerprint
 from esper.runs.static_contenders import Arrays, grown_as_arrays, grown_from, static_figures
@@ -26,6 +27,7 @@ from esper.runs.statistics import best_by_others
 from esper.simic.rewards import objective
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.fitting import instance_keys
+from esper.tolaria.play import Observer
 
 ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances", "first_instance", "models")
 """Config keys that an evaluation sets itself. Settings must not contain them."""
@@ -87,51 +89,71 @@ Runs = list[list[Arrays]]
 
 
 class Grower(NamedTuple):
-    """Grows the populations of a design, or reads their stored results.
+    """Names the populations of a design, and has them grown.
 
     Attributes:
         design (Design): the task and what contenders share
         kept (Kept): the stored results
         watch (callable or None): called with lines of progress
         pace (Pace or None): counts what was grown
+        actors (EvaluationActors or None): compute the populations; None computes them in this process
     """
 
     design: Design
     kept: Kept
     watch: Say | None = None
     pace: Pace | None = None
+    actors: EvaluationActors | None = None
 
     @classmethod
-    def of(cls, design: Design, folder: Path | None, watch: Say | None, pace: Pace | None) -> "Grower":
+    def of(
+        cls,
+        design: Design,
+        folder: Path | None,
+        watch: Say | None,
+        pace: Pace | None,
+        actors: EvaluationActors | None = None,
+    ) -> "Grower":
         """Return a grower that stores results in a folder, if one is given."""
-        return cls(design, Kept(folder, fingerprint(design.task) if folder is not None else {}), watch, pace)
+        kept = Kept(folder, fingerprint(design.task) if folder is not None else {})
+        return cls(design, kept, watch, pace, actors)
 
-    def grow(self, contender: Contender) -> Runs:
-        """Grow every population of a contender."""
-        design, task = self.design, self.design.task
-        grown: Runs = [[] for _ in design.seeds]
-        for at, start, config in design.populations(contender):
-            begin = time.perf_counter()
-            grown[at].append(grown_figures(self.kept, task, contender, config))
-            if self.pace is not None:
-                seconds = time.perf_counter() - begin
-                fresh = seconds > grown[at][-1]["seconds"].sum() / 2  # else its results were stored
-                self.pace.add(config.envs, seconds if fresh else None)
-            self._tell(contender.name, config, start)
-        return grown
+    def parts(self, contender: Contender) -> list[EvaluationPart]:
+        """Return every population of a contender, by seed and first instance."""
+        return [
+            grown_part(self.kept, self.design.task, contender, config)._replace(
+                said=self._said(contender.name, config, start)
+            )
+            for _, start, config in self.design.populations(contender)
+        ]
 
-    def train(self, name: str, sizer: Contender, grown: Runs) -> Runs | Absent:
-        """Train the static networks of a name for every population that `sizer` grew; return Absent if the task has none."""
-        design, task = self.design, self.design.task
-        beside: Runs = [[] for _ in design.seeds]
-        for at, start, config in design.populations(sizer):
-            trained = trained_figures(self.kept, name, task, sizer, config, grown[at][start // design.rows])
-            if isinstance(trained, Absent):
-                tell(self.watch, f"{task.name}: {name} is absent: {trained.reason}")
-                return trained
-            beside[at].append(trained)
-            self._tell(name, config, start)
-        return beside
+    def play(self, parts: Sequence[EvaluationPart]) -> list[Arrays | Absent]:
+        """Return the results of parts, of this grower or of others on the same actors."""
+        return play_parts(parts, self.actors, self.watch, self.pace)
+
+    def train(self, names: Sequence[str], sizer: Contender, grown: Runs) -> dict[str, Runs | Absent]:
+        """Train the static networks of names for every population that `sizer` grew; Absent are those that the task lacks."""
+        design, populations = self.design, list(self.design.populations(sizer))
+        parts = [
+            trained_part(self.kept, name, design.task, sizer, config, grown[at][start // design.rows])._replace(
+                said=self._said(name, config, start)
+            )
+            for name in names
+            for at, start, config in populations
+        ]
+        made, found = iter(self.play(parts)), dict[str, Runs | Absent]()
+        for name in names:
+            trained = list(itertools.islice(made, len(populations)))
+            absent = next((each for each in trained if isinstance(each, Absent)), None)
+            if absent is not None:
+                tell(self.watch, f"{design.task.name}: {name} is absent: {absent.reason}")
+            found[name] = absent or self.by_seed([each for each in trained if not isinstance(each, Absent)])
+        return found
+
+    def by_seed(self, grown: Sequence[Arrays]) -> Runs:
+        """Return the results of the parts of a contender by seed."""
+        each = len(grown) // len(self.design.seeds)
+        return [list(grown[start : start + each]) for start in range(0, len(grown), each)]
 
     def oracle(self, plans: Sequence[Runs]) -> Runs:
         """Return the figures of the best plan of every instance and seed, chosen by J of the other seeds (`best_by_others`).
@@ -145,9 +167,19 @@ class Grower(NamedTuple):
         taken = {name: np.take_along_axis(value, chosen[None], 0)[0] for name, value in values.items()}
         return [[{name: value[:, at] for name, value in taken.items()}] for at in range(len(self.design.seeds))]
 
-    def _tell(self, name: str, config: Config, start: int) -> None:
+    def _said(self, name: str, config: Config, start: int) -> str:
         done = f"{start + config.envs} of {counted(self.design.instances, 'instance')}"
-        tell(self.watch, f"{self.design.task.name}: {name}, seed {config.seed}, {done}")
+        return f"{self.design.task.name}: {name}, seed {config.seed}, {done}"
+
+
+def grow_all(asked: Sequence[tuple[Grower, Contender]]) -> list[Runs]:
+    """Grow every population of contenders, each by its grower. The populations of all are played together."""
+    parts = [grower.parts(contender) for grower, contender in asked]
+    first, _ = asked[0]
+    made = iter(computed([*itertools.chain(*parts)], actors=first.actors, watch=first.watch, pace=first.pace))
+    return [
+        grower.by_seed(list(itertools.islice(made, len(own)))) for (grower, _), own in zip(asked, parts, strict=True)
+    ]
 
 
 def stacked(runs: Sequence[Sequence[Arrays]], name: str) -> Floats:
@@ -155,32 +187,28 @@ def stacked(runs: Sequence[Sequence[Arrays]], name: str) -> Floats:
     return np.stack([np.concatenate([chunk[name] for chunk in chunks]) for chunks in runs], 1)
 
 
-def grown_figures(kept: Kept, task: AnyTask, contender: Contender, config: Config) -> Arrays:
-    """Return the figures (E,) of a contender's population, and its growth as arrays."""
+def grown_part(kept: Kept, task: AnyTask, contender: Contender, config: Config) -> EvaluationPart:
+    """Return the part that computes the figures (E,) of a contender's population, and its growth as arrays."""
     who = [contender.name, contender.content]
-    found = kept.find(who, config, Figures._fields, lambda: _figures(task, contender, config))
-    assert not isinstance(found, Absent)
-    return found
+    return EvaluationPart(kept, task, who, config, Figures._fields, partial(_figures, contender))
 
 
-def trained_figures(
+def trained_part(
     kept: Kept, name: str, task: AnyTask, sizer: Contender, config: Config, grown: Arrays
-) -> Arrays | Absent:
-    """Return the figures (E,) of the static networks for a population of `sizer`, with `grown`, its figures and growth."""
-    host_params = grown["params"] - grown["added_params"].astype(np.int64)
-    return kept.find(
-        [name, sizer.name, sizer.content],
-        config,
-        Figures._fields,
-        lambda: static_figures(name, task, config, grown_from(grown), host_params),
-    )
+) -> EvaluationPart:
+    """Return the part that computes the figures (E,) of static networks for a population of `sizer`.
+
+    grown: its figures and growth.
+    """
+    who = [name, sizer.name, sizer.content]
+    return EvaluationPart(kept, task, who, config, Figures._fields, partial(_trained, name, grown))
 
 
-def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
+def _figures(contender: Contender, task: AnyTask, config: Config, *observers: Observer) -> Arrays:
     """Return the figures (E,) of one population, and its growth as arrays. Only this function here reads test data of a
     growth.
     """
-    engine, outcome, seconds = grow_contender(task.sealed(), contender, config)
+    engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=observers)
     tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
     metric, loss = engine.evaluate(tests)
     value = metric if config.reward.objective == "metric" else -loss
@@ -193,3 +221,9 @@ def _figures(task: AnyTask, contender: Contender, config: Config) -> Arrays:
         seconds=np.full(config.envs, seconds / config.envs),
     )
     return {**figures._asdict(), **grown_as_arrays(grown_of(engine))}
+
+
+def _trained(name: str, grown: Arrays, task: AnyTask, config: Config, *observers: Observer) -> Arrays | Absent:
+    """Return the figures (E,) of static networks, which no observer sees."""
+    host_params = grown["params"] - grown["added_params"].astype(np.int64)
+    return static_figures(name, task, config, grown_from(grown), host_params)

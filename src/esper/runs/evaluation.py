@@ -3,8 +3,10 @@
 C contenders, N instances, R seeds, E environments of a population.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +19,11 @@ from esper.leyline.pace import Pace
 from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.text import counted
 from esper.runs.contenders import BEST, ROWS, RULES, Contender, Say, named
-from esper.runs.design import Design, Grower, Runs, stacked
+from esper.runs.crews import ALONE, Asked
+from esper.runs.design import Design, Grower, grow_all, stacked
 from esper.runs.environment import describe_environment
 from esper.runs.evaluation_record import Evaluation, Figures, Record, findings
+from esper.runs.evaluation_work import EvaluationActors, check_size, hired
 from esper.runs.opponents import NOBODY, Budget, Entered, check_opponents, enter, fitted_tree, search_budget
 from esper.runs.plan_search import EPISODES, Found, search_plans
 from esper.tamiyo.plans import NONE, UNIFORM
@@ -27,7 +31,7 @@ from esper.tolaria.fitting import instance_keys
 from esper.tolaria.runtime import resolve_device
 
 
-class Asked(NamedTuple):
+class Beside(NamedTuple):
     """What is grown on one task beside the controllers.
 
     Attributes:
@@ -35,12 +39,14 @@ class Asked(NamedTuple):
         sized_by (str or None): the contender whose networks determine their sizes
         entered (Entered): the opponents
         budget (Budget): of the opponents that are searched for
+        tasks (mapping): the tasks of references, by name
     """
 
     static: Sequence[str] = ()
     sized_by: str | None = None
     entered: Entered = NOBODY
     budget: Budget = Budget(EPISODES, "the default", False)
+    tasks: Mapping[str, AnyTask] = MappingProxyType({})
 
 
 def run_evaluation(
@@ -57,6 +63,7 @@ def run_evaluation(
     opponents: Sequence[str] | None = None,
     folder: Path | None = None,
     watch: Say | None = None,
+    workers: Asked = ALONE,
 ) -> Record:
     """Compare controllers with never, random-valid, heuristic, the best fixed plan and the opponents of every task.
 
@@ -64,7 +71,8 @@ def run_evaluation(
     static networks that are compared too (docs/baselines.md); the controller never is the twin. They have the sizes of the
     networks that the first controller grew, or of those of the heuristic if no controller is given. opponents: names of those
     of the tasks that take part; None for all. settings: layers of config over that of the tasks, the same for all contenders.
-    folder: stores the results of populations, which are reused. watch: called with lines of progress.
+    folder: stores the results of populations, which are reused. watch: called with lines of progress. workers: the actors that
+    grow the populations; the results do not depend on their number.
 
     Returns a strict JSON object. Raises InputError before anything is grown.
     """
@@ -75,22 +83,23 @@ def run_evaluation(
     designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
     budget = search_budget(ours, search_episodes)
     sized_by = ours[0].name if ours else RULES[2]
-    asked = [
-        Asked(static, sized_by, enter(design.task, opponents, settings, seeds, budget), budget) for design in designs
-    ]
+    entered = [enter(design.task, opponents, settings, seeds, budget) for design in designs]
+    asked = [Beside(static, sized_by, each, budget, _reference_tasks(each)) for each in entered]
     for design, own in zip(designs, asked, strict=True):
         _check_apart(ours, own.entered.rules)
         for contender in (*rules, *own.entered.rules, *ours):
             design.check(contender)
-    if folder is not None:
-        _create(folder)
-    pace = _plan(len(rules) + len(ours) + 1 + len(static), asked, instances * seeds, watch)
-    evaluations, searches = [], []
-    for design, own in zip(designs, asked, strict=True):
-        grower = Grower.of(design, folder, watch, pace)
-        found = _search(grower, budget)
-        searches.append(found)
-        evaluations.append(_compared(grower, [*rules, found.contender, *ours], own, folder))
+    with _hired(workers, designs, asked, [*rules, *ours], watch) as actors:
+        if folder is not None:
+            _create(folder)
+        pace = _plan(len(rules) + len(ours) + 1 + len(static), asked, instances * seeds, watch)
+        evaluations, searches = [], []
+        for design, own in zip(designs, asked, strict=True):
+            grower = Grower.of(design, folder, watch, pace, actors)
+            found = _search(grower, budget)
+            searches.append(found)
+            evaluations.append(_compared(grower, [*rules, found.contender, *ours], own, folder))
+        waited = {} if actors is None else {"actors": actors.summary()}
     rows = [contender.group or contender.name for contender in controllers]
     return {
         "named": list(dict.fromkeys(rows)),
@@ -102,6 +111,7 @@ def run_evaluation(
         "search_budget": {"episodes": budget.episodes, "reason": budget.reason},
         "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
         **findings(evaluations, searches, static, rows),
+        **waited,
     }
 
 
@@ -138,30 +148,37 @@ def evaluate(
         design.check(contender)
     if folder is not None:
         _create(folder)
-    return _compared(Grower.of(design, folder, watch, pace), contenders, Asked(static, sized_by), folder)
+    return _compared(Grower.of(design, folder, watch, pace), contenders, Beside(static, sized_by), folder)
 
 
-def _compared(grower: Grower, contenders: Sequence[Contender], asked: Asked, folder: Path | None) -> Evaluation:
+def _compared(grower: Grower, contenders: Sequence[Contender], asked: Beside, folder: Path | None) -> Evaluation:
     """Return the figures of all contenders, of the opponents, and of the static networks that were asked for."""
     design, entered = grower.design, asked.entered
     task, absent = design.task, dict(entered.absent)
-    runs = {contender.name: grower.grow(contender) for contender in contenders}
     opponents = _opponents(grower, entered, asked.budget)
     episodes = {contender.name: contender.episodes for contender in (*contenders, *opponents)}
-    against = {each.name: runs.get(each.name) or grower.grow(each) for each in opponents}
-    against |= _references(grower, entered, asked.budget, folder, episodes)
+    references = _references(grower, asked, folder)
+    episodes |= {contender.name: contender.episodes for _, contender in references}
+    own = {each.name: (grower, each) for each in (*opponents, *contenders)}  # a controller may be an opponent
+    others = {contender.name: (each, contender) for each, contender in references}
+    fresh = [plan for plan in entered.plans if _ALIKE.get(plan.name) not in own]
+    plans = [(grower, plan.contender(f"plan {plan.name}")) for plan in fresh]
+    grown = grow_all([*own.values(), *others.values(), *plans])
+    runs = dict(zip([*own, *others], grown, strict=False))
+    against = {name: runs[name] for name in (*(each.name for each in opponents), *others)}
     if entered.plans:
-        against[ORACLE] = _oracle(grower, entered, runs | against)
+        planned = dict(zip((plan.name for plan in fresh), grown[len(runs) :], strict=True))
+        against[ORACLE] = grower.oracle(
+            [planned[plan.name] if plan.name in planned else runs[_ALIKE[plan.name]] for plan in entered.plans]
+        )
     ours = contenders[len(RULES) + 1 :] if against else []
     order = [*(each.name for each in contenders if each not in ours), *against, *(each.name for each in ours)]
     runs = {name: (runs | against)[name] for name in dict.fromkeys(order)}
-    for name in asked.static:
+    if asked.static:
         sizer = next(contender for contender in contenders if contender.name == asked.sized_by)
-        trained = grower.train(name, sizer, runs[sizer.name])
-        if isinstance(trained, Absent):
-            absent[name] = trained.reason
-        else:
-            runs[name] = trained
+        trained = grower.train(asked.static, sizer, runs[sizer.name])
+        absent |= {name: each.reason for name, each in trained.items() if isinstance(each, Absent)}
+        runs |= {name: each for name, each in trained.items() if not isinstance(each, Absent)}
     groups = {each.group: tuple(own.name for own in contenders if own.group == each.group) for each in contenders}
     groups.pop("", None)
     return Evaluation(
@@ -187,31 +204,47 @@ def _opponents(grower: Grower, entered: Entered, budget: Budget) -> list[Contend
     design = grower.design
     if not entered.fitted:
         return list(entered.rules)
-    return [*entered.rules, fitted_tree(design.task, design.settings, budget, grower.kept, grower.watch, grower.pace)]
+    fitted = fitted_tree(design.task, design.settings, budget, grower.kept, grower.watch, grower.pace, grower.actors)
+    return [*entered.rules, fitted]
 
 
-def _references(
-    grower: Grower, entered: Entered, budget: Budget, folder: Path | None, episodes: dict[str, int | None]
-) -> dict[str, Runs]:
-    """Grow the opponents on tasks of their own, on the same instances; note their numbers of episodes."""
-    grown: dict[str, Runs] = {}
-    for name, reference in entered.references.items():
-        own = Grower.of(grower.design._replace(task=reference.task()), folder, grower.watch, grower.pace)
-        contender = _search(own, budget).contender if reference.controller == SEARCHED else named(reference.controller)
-        episodes[name] = contender.episodes
-        grown[name] = own.grow(contender._replace(name=name))
-    return grown
+def _references(grower: Grower, asked: Beside, folder: Path | None) -> list[tuple[Grower, Contender]]:
+    """Return the opponents on tasks of their own, which grow the same instances, each with its grower."""
+    found = []
+    for name, reference in asked.entered.references.items():
+        design = grower.design._replace(task=asked.tasks[name])
+        own = Grower.of(design, folder, grower.watch, grower.pace, grower.actors)
+        contender = (
+            _search(own, asked.budget).contender if reference.controller == SEARCHED else named(reference.controller)
+        )
+        found.append((own, contender._replace(name=name)))
+    return found
 
 
-def _oracle(grower: Grower, entered: Entered, runs: Mapping[str, Runs]) -> Runs:
-    """Return the figures of the oracle. Plans that equal a contender that was grown have its figures."""
-    alike = {NONE.name: RULES[0], UNIFORM.name: "uniform"}
-    return grower.oracle(
-        [
-            runs[alike[plan.name]] if alike.get(plan.name) in runs else grower.grow(plan.contender(f"plan {plan.name}"))
-            for plan in entered.plans
-        ]
-    )
+def _reference_tasks(entered: Entered) -> dict[str, AnyTask]:
+    """Make the tasks of references."""
+    return {name: reference.task() for name, reference in entered.references.items()}
+
+
+@contextmanager
+def _hired(
+    asked: Asked,
+    designs: Sequence[Design],
+    beside: Sequence[Beside],
+    contenders: Sequence[Contender],
+    watch: Say | None,
+) -> Iterator[EvaluationActors | None]:
+    """Start the actors of an evaluation; None if none were asked for. Raises InputError if there are more than parts."""
+    runs = [len(list(design.populations(contenders[0]))) for design in designs]
+    others = [len(own.entered.rules) + len(own.entered.references) for own in beside]
+    check_size(asked, max(each * (len(contenders) + 1 + more) for each, more in zip(runs, others, strict=True)))
+    references = [(task, own.entered.references[name].task) for own in beside for name, task in own.tasks.items()]
+    with hired(asked, [design.task for design in designs], references, contenders, watch) as actors:
+        yield actors
+
+
+_ALIKE = {NONE.name: RULES[0], UNIFORM.name: "uniform"}
+"""Plans of the oracle that equal a contender, which has their figures where it takes part."""
 
 
 def _search(grower: Grower, budget: Budget) -> Found:
@@ -224,10 +257,11 @@ def _search(grower: Grower, budget: Budget) -> Found:
         kept=grower.kept,
         watch=grower.watch,
         pace=grower.pace,
+        actors=grower.actors,
     )
 
 
-def _plan(contenders: int, asked: Sequence[Asked], runs: int, watch: Say | None) -> Pace | None:
+def _plan(contenders: int, asked: Sequence[Beside], runs: int, watch: Say | None) -> Pace | None:
     """Report the number of networks that an evaluation grows. Returns None without `watch`."""
     if watch is None:
         return None

@@ -5,12 +5,11 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from esper.kasmina.static import Absent
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.runs.static_contenders import Arrays
@@ -18,7 +17,7 @@ from esper.store.disk import file_name, write_atomic
 
 
 class Kept:
-    """Computes arrays of populations on `data`, or reads them from a folder where they are stored.
+    """Stores arrays of populations on `data` in a folder, and reads them.
 
     folder: None stores nothing. data: the fingerprint of the task.
     """
@@ -26,27 +25,27 @@ class Kept:
     def __init__(self, folder: Path | None, data: Mapping[str, str]) -> None:
         self.folder, self.data = folder, data
 
-    def find(
-        self, who: Sequence[str], config: Config, needed: Collection[str], make: Callable[[], Arrays | Absent]
-    ) -> Arrays | Absent:
-        """Return the arrays that `make` makes for `who` under a config. `needed` are names that must be among them.
+    def look(self, who: Sequence[str], config: Config, needed: Collection[str]) -> Arrays | None:
+        """Return the stored arrays of `who` under a config; None if there are none. `needed` names some that it must have.
 
-        Raises InputError if a stored file is damaged.
+        Raises InputError if the stored file is damaged.
         """
-        if self.folder is None:
-            return make()
+        if self.folder is None or not (path := self._path(self.folder, who, config)).exists():
+            return None
+        return _read(path, needed)
+
+    def store(self, who: Sequence[str], config: Config, made: Arrays) -> None:
+        """Store arrays of `who` under a config, if there is a folder."""
+        if self.folder is not None:
+            content = io.BytesIO()
+            np.savez_compressed(content, allow_pickle=False, **made)
+            write_atomic(self._path(self.folder, who, config), content.getvalue())
+
+    def _path(self, folder: Path, who: Sequence[str], config: Config) -> Path:
         asked = json.dumps([*who, config.model_dump(mode="json"), self.data], sort_keys=True)
         tag = hashlib.sha256(asked.encode()).hexdigest()[:16]
         name = f"{file_name(config.task)}-{file_name(who[0])[-40:]}-s{config.seed}-{config.first_instance}-{tag}.npz"
-        path = self.folder / name
-        if path.exists():
-            return _read(path, needed)
-        made = make()
-        if not isinstance(made, Absent):
-            content = io.BytesIO()
-            np.savez_compressed(content, allow_pickle=False, **made)
-            write_atomic(path, content.getvalue())
-        return made
+        return folder / name
 
 
 def _read(path: Path, needed: Collection[str]) -> Arrays:

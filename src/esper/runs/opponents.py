@@ -1,12 +1,14 @@
 """The opponents that an evaluation adds: which take part, with which search budget, and how they are made."""
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from esper.leyline.config import build_config
+from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.opponents import FITTED, ORACLE, SEARCHED, Reference
 from esper.leyline.pace import Pace
@@ -14,6 +16,7 @@ from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.leyline.view import Space
 from esper.runs.contenders import ROWS, Contender, Say, named, tell
+from esper.runs.evaluation_work import EvaluationActors
 from esper.runs.kept import Kept
 from esper.runs.plan_search import EPISODES, UNMEASURED, Candidate, grow_abreast, space_of
 from esper.tamiyo.catalog import KEEPS, PLACEMENTS
@@ -151,35 +154,41 @@ def fitted_tree(
     kept: Kept,
     watch: Say | None,
     pace: Pace | None,
+    actors: EvaluationActors | None = None,
 ) -> Contender:
     """Return a controller of trees that are fitted on training instances, with all episodes of the budget that go into them.
 
     Every plan that trees choose from is grown on the same instances, with one seed; J is computed on the probe split. The
     features are those of `tree`, and the drifts from the intact network where the task declares the rule `drift`.
     """
-    task, plans = task.sealed(), choices_of(space_of(task, settings))
+    plans = choices_of(space_of(task, settings))
     count = budget.episodes // len(plans)
     keys = np.array(task.keys("training")[:count])
     names = TAUGHT_FEATURES if "drift" in task.opponents.rules else FEATURES
     tell(watch, f"{task.name}: {FITTED}, {counted(len(plans), 'plan')} on {counted(count, 'training instance')}")
-    x, objective = [], {placed: np.zeros(0) for placed in plans}
-    for start in range(0, count, ROWS):
-        chunk = keys[start : start + ROWS]
+    x, chunks = [], [keys[start : start + ROWS] for start in range(0, count, ROWS)]
+    for chunk in chunks:
         layer = {"task": task.name, "envs": len(chunk), "baselines": [], "probe": {"sensors_every": 2**20}}
-        view = VectorizedEngine(task, build_config(task.defaults, *settings, layer)).reset(chunk)
+        view = VectorizedEngine(task.sealed(), build_config(task.defaults, *settings, layer)).reset(chunk)
         x.append(table(slot_features(view, names is TAUGHT_FEATURES), names))
-        for placed in plans:
-            candidate = Candidate(placed.name, placed, UNMEASURED)
-            (own,) = grow_abreast(task, [candidate], chunk, settings, "training", kept, pace)
-            objective[placed] = np.append(objective[placed], own)
+    asked = [
+        ([Candidate(placed.name, placed, UNMEASURED)], chunk) for chunk, placed in itertools.product(chunks, plans)
+    ]
+    grown = grow_abreast(task, asked, settings, "training", kept, pace, actors)
+    objective = {placed: np.concatenate([own[0] for own in grown[at :: len(plans)]]) for at, placed in enumerate(plans)}
     forests = Forests(tuple(names), fit_trees(np.concatenate(x), objective), count * len(plans))
     return Contender(
         FITTED,
         {**KEEPS, "controller": FITTED},
-        lambda config: Trees(forests),
+        partial(_trees, forests),
         _digest(forests),
         episodes=forests.episodes,
     )
+
+
+def _trees(forests: Forests, config: Config) -> Trees:
+    """Make the controller of trees."""
+    return Trees(forests)
 
 
 def _digest(forests: Forests) -> str:

@@ -5,14 +5,14 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.static import Absent
 from esper.leyline.actions import Actions, Op
-from esper.leyline.config import build_config
+from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.opponents import SEARCHED
 from esper.leyline.pace import Pace
@@ -21,12 +21,15 @@ from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.leyline.view import Floats, Outcome, Space, View, take
 from esper.runs.contenders import ROWS, Contender, Say, contender_config, grow_contender, probe_objective, tell
+from esper.runs.evaluation_work import EvaluationActors, EvaluationPart, computed
 from esper.runs.kept import Kept
+from esper.runs.static_contenders import Arrays
 from esper.tamiyo.baselines import Rule
 from esper.tamiyo.placement import Fixed
 from esper.tamiyo.plans import Placed, plans_of
 from esper.tamiyo.schedule import Entry, Schedule
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.play import Observer
 
 EPISODES = 2048
 """Default number of episodes of a search."""
@@ -66,9 +69,7 @@ class Candidate(NamedTuple):
 
     def contender(self, name: str) -> Contender:
         """Return it as a contender of an evaluation."""
-        return Contender(
-            name, {"controller": name, **self.settings}, lambda config: abreast([self], name), self.content
-        )
+        return Contender(name, {"controller": name, **self.settings}, partial(abreast, [self], name), self.content)
 
 
 class Found(NamedTuple):
@@ -107,6 +108,7 @@ def search_plans(
     kept: Kept | None = None,
     watch: Say | None = None,
     pace: Pace | None = None,
+    actors: EvaluationActors | None = None,
 ) -> Found:
     """Find the fixed plan with the highest mean J on training instances, by successive halving of all plans of the menu.
 
@@ -116,13 +118,14 @@ def search_plans(
     sealed.
 
     episodes: number of networks that the search grows. Where they do not suffice for all candidates, the last ones are left
-    out. kept: stores the results of populations, which are reused.
+    out. kept: stores the results of populations, which are reused. actors: grow the populations; None
+    grows them in this process.
 
     Raises InputError if `episodes` is below 1.
     """
     if episodes < 1:
         raise InputError(f"the search for the best fixed plan was given {counted(episodes, 'episode')}; give 1 or more")
-    task, kept = task.sealed(), kept or Kept(None, {})
+    kept = kept or Kept(None, {})
     every = candidate_plans(task, settings)
     keys, begin = task.keys(part), time.perf_counter()
     steps = rungs(len(every), episodes, len(keys))
@@ -133,11 +136,12 @@ def search_plans(
         where = counted(more, "further training instance" if done else "training instance")
         of = f" of {len(every)}" if not done and count < len(every) else ""
         tell(watch, f"{task.name}: search for the {SEARCHED}, {counted(count, 'plan')}{of} on {where}")
-        for group in _alike(candidates, alive):
-            for start in range(done, done + more, ROWS):
-                instance = np.array(keys[start : min(start + ROWS, done + more)])
-                some = [candidates[index] for index in group]
-                totals[group] += grow_abreast(task, some, instance, settings, part, kept, pace).sum(1)
+        blocks = [np.array(keys[start : min(start + ROWS, done + more)]) for start in range(done, done + more, ROWS)]
+        together = list(itertools.product(_alike(candidates, alive), blocks))
+        asked = [([candidates[index] for index in group], instance) for group, instance in together]
+        grown = grow_abreast(task, asked, settings, part, kept, pace, actors)
+        for (group, _), own in zip(together, grown, strict=True):
+            totals[group] += own.sum(1)
         done += more
     best = alive[np.argmax(np.nan_to_num(totals[alive], nan=-np.inf))]
     return Found(
@@ -208,41 +212,62 @@ def space_of(task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> Space:
 
 def grow_abreast(
     task: AnyTask,
+    asked: Sequence[tuple[Sequence[Candidate], NDArray[np.int64]]],
+    settings: Sequence[Mapping[str, Any]],
+    part: str,
+    kept: Kept,
+    pace: Pace | None = None,
+    actors: EvaluationActors | None = None,
+) -> list[Floats]:
+    """Return J (candidates, instances) on the probe split, for each pair of candidates and keys of instances in `asked`.
+
+    The candidates of a pair must be of one kind and have the same settings. They share populations of at most ROWS environments.
+    """
+    most = min(ROWS, len(task.keys(part)))
+    rooms = [max(1, most // len(instance)) for _, instance in asked]
+    parts = [
+        [
+            _part(task, candidates[start : start + room], instance, settings, part, kept)
+            for start in range(0, len(candidates), room)
+        ]
+        for (candidates, instance), room in zip(asked, rooms, strict=True)
+    ]
+    grown = iter(computed([*itertools.chain(*parts)], actors=actors, pace=pace))
+    return [
+        np.concatenate([each["objective"].reshape(-1, len(instance)) for each in itertools.islice(grown, len(own))])
+        for own, (_, instance) in zip(parts, asked, strict=True)
+    ]
+
+
+def _part(
+    task: AnyTask,
     candidates: Sequence[Candidate],
     instance: NDArray[np.int64],
     settings: Sequence[Mapping[str, Any]],
     part: str,
     kept: Kept,
-    pace: Pace | None = None,
-) -> Floats:
-    """Return J (candidates, instances) on the probe split. Candidates share a population of at most ROWS environments.
-
-    They must be of one kind and have the same settings.
-    """
-    room = max(1, min(ROWS, len(task.keys(part))) // len(instance))
-    if len(candidates) > room:
-        parts = (candidates[:room], candidates[room:])
-        return np.concatenate([grow_abreast(task, some, instance, settings, part, kept, pace) for some in parts])
-    contender = Contender("search", candidates[0].settings, lambda config: abreast(candidates))
+) -> EvaluationPart:
+    """Return the population of candidates, each on all instances."""
+    contender = Contender("search", candidates[0].settings, partial(abreast, candidates, SEARCHED))
     config = contender_config(task, contender, settings, SEARCH_SEED, part, 0, len(candidates) * len(instance))
-
-    def grow() -> Mapping[str, NDArray[Any]]:
-        _, outcome, seconds = grow_contender(task, contender, config, np.tile(instance, len(candidates)))
-        return {"objective": probe_objective(outcome, config), "seconds": np.array(seconds)}
-
     who = ["search", *(candidate.content for candidate in candidates), json.dumps(instance.tolist())]
-    begin = time.perf_counter()
-    grown = kept.find(who, config, ("objective", "seconds"), grow)
-    assert not isinstance(grown, Absent)
-    if pace is not None:
-        seconds = time.perf_counter() - begin
-        pace.add(config.envs, seconds if seconds > grown["seconds"].sum() / 2 else None)  # None: the result was stored
-    values: Floats = grown["objective"].reshape(len(candidates), -1)
-    return values
+    compute = partial(_searched, contender, np.tile(instance, len(candidates)))
+    return EvaluationPart(kept, task, who, config, ("objective", "seconds"), compute)
 
 
-def abreast(candidates: Sequence[Candidate], name: str = SEARCHED) -> PolicyClient:
-    """Return the controller of several candidates of one kind, each for an equal share of the environments."""
+def _searched(
+    contender: Contender, instance: NDArray[np.int64], task: AnyTask, config: Config, *observers: Observer
+) -> Arrays:
+    """Return J (E,) of a population on the probe split, and the duration of its steps."""
+    _, outcome, seconds = grow_contender(task.sealed(), contender, config, instance, observers)
+    return {"objective": probe_objective(outcome, config), "seconds": np.array(seconds)}
+
+
+def abreast(candidates: Sequence[Candidate], name: str, config: Config) -> PolicyClient:
+    """Return the controller of several candidates of one kind, each for an equal share of the environments.
+
+    It does not depend on the config.
+    """
     plans = [each.choice for each in candidates if isinstance(each.choice, Placed)]
     if plans:
         assert len(plans) == len(candidates), "plans and schedules are grown apart"

@@ -78,13 +78,14 @@ class Processes:
                 process.close()
 
 
-def pickled(work: object) -> bytes:
-    """Return a specification as bytes. Raises InputError if it cannot be pickled."""
+def pickled(work: object, name: str = "the run") -> bytes:
+    """Return what actors are sent as bytes. Raises InputError, which calls it `name`, if it cannot be pickled."""
     try:
         return pickle.dumps(work)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(
-            f"the training cannot be sent to an actor ({typed_line(error)}); define the reward at the top of a module"
+            f"{name} cannot be sent to an actor ({typed_line(error)}); define functions and classes of your own at the top of a "
+            "module"
         ) from None
 
 
