@@ -26,6 +26,7 @@ from esper.commands.watching import watch
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
 from esper.leyline.errors import (
+    ActorError,
     DataFault,
     DataWarning,
     InputError,
@@ -106,6 +107,10 @@ def _run(arguments: Sequence[str] | None) -> None:
         typer.echo(user_traceback(error.__cause__ or error), err=True, nl=False)
         fail(error, 1)
     except (OutOfMemory, DataFault, LearningError) as error:
+        fail(error, 1)
+    except ActorError as error:
+        for note in getattr(error, "__notes__", ()):  # the traceback of the actor, and how the run is resumed
+            typer.echo(note, err=True)
         fail(error, 1)
     except Exception as error:  # outside a run, which says more, or of the user's code
         if raised_in_user_code(error):

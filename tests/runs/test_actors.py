@@ -18,12 +18,12 @@ import torch
 
 import esper
 from esper.leyline.config import build_config
-from esper.leyline.errors import InputError
+from esper.leyline.errors import ActorError, InputError
 from esper.leyline.progress import Silent
 from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow
 from esper.runs.actor_work import Answers, SentTask, TrainingWork, check_facts, facts_of
-from esper.runs.actors import TRIES, ActorError, Actors
+from esper.runs.actors import TRIES, Actors
 from esper.runs.cohort import cohorts_of, default_shards
 from esper.runs.configuration import training_configs
 from esper.runs.crews import ALONE, Asked, asked_for, with_shards

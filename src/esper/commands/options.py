@@ -52,10 +52,18 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in
 
 Workers = Annotated[
     str | None,
-    typer.Option("--workers", metavar="N", help="Actors that play, each a process with one thread (docs/actors.md)."),
+    typer.Option(
+        "--workers", metavar="N", help="Actors that play or grow, each a process with one thread (docs/actors.md)."
+    ),
 ]
 Devices = Annotated[
-    str | None, typer.Option("--devices", metavar="NAME,...", help="Devices of the actors, such as cuda:0,cuda:1.")
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="NAME,...",
+        help="Devices of the actors, such as cuda:0,cuda:1, taken in turn: one actor on each, or --workers actors. Replaces the "
+        "config key device (--device), which names the one device where there are no actors.",
+    ),
 ]
 Cluster = Annotated[
     str | None,

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.karn.examples import split_lines
-from esper.karn.tables import print_line, print_table
+from esper.karn.tables import actor_lines, print_line, print_table
 from esper.leyline.text import counted, printable, rounded
 
 _WIDE = 11
@@ -40,12 +40,8 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
         )
     if summary["controller_share"] is not None:
         print_line(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
-    if (actors := summary.get("actors")) is not None:
-        lost = f", {actors['lost']} lost and replaced" if actors["lost"] else ""
-        print_line(
-            console,
-            f"{counted(actors['workers'], 'actor')}{lost}, {actors['waiting_seconds']:,.1f} s lost in waiting, together",
-        )
+    for line in actor_lines(summary):
+        print_line(console, line)
     if best is not None and folder is not None:
         print_line(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
 

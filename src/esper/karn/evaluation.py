@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from esper.karn.tables import print_line, print_table
+from esper.karn.tables import actor_lines, print_line, print_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
 from esper.store.disk import write_atomic
@@ -38,7 +38,7 @@ def print_evaluation(record: Record, console: Console) -> None:
         print_line(
             console, f"search budget of each opponent: {counted(budget['episodes'], 'episode')}, {budget['reason']}"
         )
-    for line in interval_lines(record):
+    for line in (*interval_lines(record), *actor_lines(record)):
         print_line(console, line)
     print_line(console, "interquartile mean: the mean over the middle half of the runs")
     print_line(

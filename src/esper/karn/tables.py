@@ -1,6 +1,8 @@
 """Printing tables and lines that are never cut, however narrow the terminal is."""
 
+from collections.abc import Mapping
 from itertools import chain
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -9,7 +11,7 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from esper.leyline.text import printable
+from esper.leyline.text import counted, printable
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -30,3 +32,14 @@ def print_table(console: Console, table: Table) -> None:
 def print_line(console: Console, line: str) -> None:
     """Print text without markup, with control characters escaped; in a narrower terminal it continues on the next line."""
     console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def actor_lines(summary: Mapping[str, Any]) -> list[str]:
+    """How many actors played for the summary of a training or the record of an evaluation, and the time that they waited."""
+    actors = summary.get("actors")
+    if actors is None:
+        return []
+    lost = f", {actors['lost']} lost and replaced" if actors["lost"] else ""
+    return [
+        f"{counted(actors['workers'], 'actor')}{lost}, {actors['waiting_seconds']:,.1f} s lost in waiting, together"
+    ]

@@ -52,6 +52,10 @@ class UserCodeError(RuntimeError):
     """Code of the user raised an error, which is the `__cause__` of this one. The command line exits with 1."""
 
 
+class ActorError(RuntimeError):
+    """Actors were lost for good, or the code of an actor failed: one sentence. The command line exits with 1."""
+
+
 class LearningError(RuntimeError):
     """An update of a policy failed, and the policy keeps its earlier weights. The command line exits with 1."""
 

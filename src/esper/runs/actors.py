@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from esper.leyline.errors import DataFault, InputError, LearningError, OutOfMemory, UserCodeError
+from esper.leyline.errors import ActorError, DataFault, InputError, LearningError, OutOfMemory, UserCodeError
 from esper.leyline.text import counted
 from esper.store.checkpoint import Tree
 from esper.store.wire import pack, unpack
@@ -20,10 +20,6 @@ WAIT = 0.5
 """Longest time until an interrupt is seen [seconds]."""
 
 _ERRORS = {kind.__name__: kind for kind in (DataFault, InputError, LearningError, OutOfMemory, UserCodeError)}
-
-
-class ActorError(RuntimeError):
-    """Actors were lost for good, or the code of an actor failed: one sentence. The command line exits with 1."""
 
 
 class Stop(Exception):

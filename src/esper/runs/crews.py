@@ -71,6 +71,12 @@ def asked_for(
             resolve_device(name)
         except InputError as error:
             raise InputError(f"devices is {','.join(names)!r}: {error}") from None
+    kinds = {resolve_device(name).type for name in names}
+    if len(kinds) > 1:
+        raise InputError(
+            f"devices is {','.join(names)!r}, but a CPU and a GPU round differently, so that results would depend on which actor "
+            "was free; give devices of one kind"
+        )
     if count is not None and len(names) > count:
         raise InputError(
             f"devices names {counted(len(names), 'device')}, but workers is {count}; give a worker to each device"

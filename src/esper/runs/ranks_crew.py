@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from esper.runs.actors import ActorError
+from esper.leyline.errors import ActorError
 from esper.runs.processes import Processes, received, serve
 
 _KEY = "esper/actors"

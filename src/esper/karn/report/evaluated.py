@@ -18,6 +18,7 @@ from esper.karn.evaluation import (
 )
 from esper.karn.report.figures import Forest, ForestRow
 from esper.karn.report.frame import Content, Section, Table, flat_settings, table_of
+from esper.karn.tables import actor_lines
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import parse_json
 from esper.leyline.text import counted, printable
@@ -70,6 +71,7 @@ def _asked(record: Record) -> list[str]:
         f"under the run seeds {', '.join(map(str, record['seeds']))}.",
         "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
         *_budget(record),
+        *(f"Grown by {line}." for line in actor_lines(record)),
     ]
 
 

@@ -1,0 +1,241 @@
+"""Evaluations whose populations are grown by actors: the same record for any number of them, also if some are killed."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+import esper
+from esper.cli import main
+from esper.leyline.errors import ActorError, InputError
+from esper.leyline.opponents import SEARCHED, Opponents, Reference
+from esper.runs.actor_work import Answers
+from esper.runs.actors import Actors
+from esper.runs.contenders import Contender
+from esper.runs.crews import Asked
+from esper.runs.evaluation import run_evaluation
+from esper.store.files import EVALUATION
+from esper.tamiyo.baselines import Never
+from esper.tasks.catalog import get_task
+
+SHORT = {
+    "steps": 2,
+    "data": {"batches_per_step": 1, "batch_size": 12},
+    "blueprints": ["bypass-linear", "bypass-rank-1"],
+}
+FEW = {"instances": 3, "seeds": 2, "search_episodes": 9, "settings": [SHORT]}
+
+
+def again(name="iris-again"):
+    """A reference on the same instances."""
+    return replace(get_task("iris"), name=name)
+
+
+@pytest.fixture(scope="module")
+def task():
+    """`iris` with every kind of opponent: a rule, an oracle, and references, one of which is searched for."""
+    references = {"again": Reference(again), "plan": Reference(partial(again, "iris-plan"), SEARCHED)}
+    return replace(get_task("iris"), opponents=Opponents(("uniform",), references))
+
+
+def compare(task, **over):
+    return run_evaluation([], [task], **(FEW | over))
+
+
+def content(record):
+    """A record without what a clock says."""
+    kept = json.loads(json.dumps(record))
+    kept.pop("actors", None)
+    for each in kept["tasks"]:
+        for part in (each["search"], *each["controllers"], *each["runs"].values()):
+            del part["seconds"]
+    return kept
+
+
+@pytest.fixture(scope="module")
+def alone(task):
+    """The record of an evaluation without actors."""
+    return content(compare(task))
+
+
+class Beside:
+    """A crew of real actors in this process, some of which are lost instead of giving a certain answer."""
+
+    def __init__(self, size, work, losses=()):
+        self.size, self.work, self.losses = size, work, list(losses)
+        self.actors, self.answers, self.starts = {}, [], 0
+
+    def start(self, actor):
+        self.starts += 1
+        self.actors[actor] = Answers(lambda: self.work.make(None))
+        self.answers.append((actor, self.actors[actor].ready()))
+
+    def send(self, actor, message):
+        answer = self.actors[actor].answer(message)
+        if answer is not None:
+            self.answers.append((actor, None if self.losses and self.losses.pop(0) else answer))
+
+    def receive(self, seconds):
+        found, self.answers = self.answers[-1:], self.answers[:-1]  # the last first
+        return found
+
+    def close(self):
+        pass
+
+
+def beside(monkeypatch, losses=()):
+    """Let actors be in this process, where they begin without waiting."""
+    crews = []
+
+    def hire(asked, work, note, facts, check, **how):
+        crews.append(Beside(asked.size, work, losses))
+        return Actors(crews[-1], note, lambda ready: check(facts, ready), **how)
+
+    monkeypatch.setattr("esper.runs.evaluation_work.hire", hire)
+    return crews
+
+
+@pytest.mark.parametrize(("workers", "losses"), [(1, ()), (2, (False, True, True, False, True)), (3, ())])
+def test_the_record_does_not_depend_on_the_number_of_workers_or_on_losses(alone, task, monkeypatch, workers, losses):
+    crews = beside(monkeypatch, losses)
+    record = compare(task, workers=Asked(workers))
+    assert content(record) == alone
+    assert (record["actors"]["workers"], record["actors"]["lost"]) == (workers, sum(losses))
+    assert crews[0].starts == workers + sum(losses)
+
+
+def test_what_was_grown_before_actors_were_lost_for_good_is_not_grown_again(alone, task, tmp_path, monkeypatch):
+    beside(monkeypatch, [False] * 12 + [True] * 9)
+    with pytest.raises(ActorError, match=r"give fewer workers; what was grown is stored .* the same command goes on"):
+        compare(task, workers=Asked(2), folder=tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(before) >= 10
+    assert content(compare(task, folder=tmp_path)) == alone
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.slow
+def test_processes_make_the_same_record_although_one_is_killed_at_a_random_moment(alone, task):
+    moment, victim, lines = random.random(), random.randrange(2), []
+    print(f"{moment=} {victim=}")  # shown if the test fails
+
+    def kill():
+        time.sleep(moment)
+        actors = sorted(multiprocessing.active_children(), key=lambda each: each.name)
+        if len(actors) == 2:  # else the evaluation is over
+            os.kill(actors[victim].pid, signal.SIGKILL)
+
+    def watch(line):
+        lines.append(line)
+        if len(lines) == 1:  # the actors have started
+            thread.start()
+
+    thread = threading.Thread(target=kill)
+    record = compare(task, workers=Asked(2), watch=watch)
+    thread.join()
+    assert content(record) == alone
+    assert record["actors"]["lost"] == len([line for line in lines if "was lost; another" in line]) <= 1
+    assert not multiprocessing.active_children()
+
+
+COMMAND = [
+    "eval",
+    "--tasks",
+    "iris",
+    "--instances",
+    "2",
+    "--seeds",
+    "1",
+    "--search-episodes",
+    "2",
+    "--baselines",
+    "none",
+]
+COMMAND += [
+    "--opponents",
+    "none",
+    "--set",
+    "steps=1",
+    "--set",
+    "data.batch_size=12",
+    "--set",
+    "blueprints=[bypass-linear]",
+    "--out",
+    "out",
+]
+
+
+def test_the_command_grows_on_each_device_and_says_what_was_lost_in_waiting(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as leaving:
+        main([*COMMAND, "--devices", "cpu,cpu"])
+    assert not leaving.value.code
+    out = capsys.readouterr().out
+    assert "2 actors, " in out
+    assert "s lost in waiting, together" in out
+    record = json.loads((tmp_path / "out" / EVALUATION).read_text())
+    assert (record["actors"]["workers"], record["settings"][-1]) == (2, {"device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            {"workers": 5},
+            "workers is 5, but the evaluation has 4 populations to grow, each by one actor; give 4 or fewer",
+        ),
+        ({"devices": "cpu,cuda:77"}, "devices is 'cpu,cuda:77': device 'cuda:77' was asked for, but torch sees"),
+        ({"devices": "tpu"}, "'tpu' is not a device"),
+    ],
+)
+def test_actors_that_cannot_be_had_are_refused_before_anything_is_written(tmp_path, how, said):
+    few = FEW | {"instances": 1, "seeds": 1, "settings": SHORT, "opponents": ()}
+    with pytest.raises(InputError) as caught:
+        esper.evaluate(tasks="iris", **few, out=tmp_path / "out", progress=False, **how)
+    assert said in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_is_not_started_by_torchrun(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="torchrun, which starts the actors of trainings alone; give an evaluation"):
+        esper.evaluate(tasks="iris", **(FEW | {"settings": SHORT}), progress=False, cluster="torchrun")
+
+
+def test_a_controller_that_cannot_be_sent_is_refused_by_name(task):
+    mine = Contender("mine", {}, lambda config: Never())
+    with pytest.raises(InputError, match="the controller 'mine' cannot be sent to an actor"):
+        run_evaluation([mine], [task], **FEW, workers=Asked(2))
+
+
+SHY = """
+import multiprocessing
+import torch, esper
+
+if multiprocessing.parent_process() is not None:
+    raise OSError("the disk with the data is not mounted")
+
+def task():
+    x, y = torch.randn(60, 2, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 2
+    return esper.task("shy", x, y, host=lambda: esper.mlp(inputs=2, width=4, classes=2, blocks=1)())
+"""
+
+
+def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
+    (tmp_path / "shy.py").write_text(SHY)
+    command = [sys.executable, "-m", "esper", *COMMAND, "--tasks", "shy.py:task", "--workers", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "could not be started: UserCodeError: the task shy.py:task raised OSError: the disk with the data" in line
+    assert not (tmp_path / "out").exists()
