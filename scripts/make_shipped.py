@@ -2,9 +2,9 @@
 
     python scripts/make_shipped.py FOLDER --version 1
 
-What FOLDER holds of scripts/collect_plans.py is not grown again; from nothing this takes some hours of one core. `--streams ...`
-then runs scripts/fit_streams.py, which fits the controller of streams, with the arguments that follow. The files are written to
-src/esper/tamiyo/cards and docs/shipped.md.
+What FOLDER holds of scripts/collect_plans.py and scripts/confirm_shipped.py is not grown again; from nothing this takes some
+hours of one core. `--streams ...` then runs scripts/fit_streams.py, which fits the controller of streams, with the arguments that
+follow. The files are written to src/esper/tamiyo/cards and docs/shipped.md.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from collect_plans import Collected, Floats, collected, views
+from confirm_shipped import confirmed
 from numpy.typing import NDArray
 from shipped_card import card
 from sklearn.ensemble import ExtraTreesRegressor
@@ -35,8 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     SMALL: {"n_estimators": 32, "min_samples_leaf": 3, "max_leaf_nodes": 96},
     LARGE: {"n_estimators": 16, "min_samples_leaf": 5, "max_leaf_nodes": 48},
 }
-SKIPPED = "skip from the input at 3"
-"""What is planted on the hosts of `repair` where the menu has skip-mlp."""
 DOCS = Path(__file__).parent.parent / "docs" / "shipped.md"
 STREAMS = Path(__file__).parent / "fit_streams.py"
 
@@ -237,9 +236,6 @@ def measured(kind: Kind, training: Cases, fresh: Cases, models: dict[str, Forest
         },
         "rivals": rivals,
         "families": families,
-        "skip": row("skip", fresh.objective[SKIPPED], fresh.objective[kind.rule], every)
-        if kind.group == LARGE
-        else None,
     }
 
 
@@ -273,6 +269,7 @@ def main() -> None:
         fresh = cases(options_.folder, kind, "fresh", rules=True)
         facts["kinds"].append(measured(kind, training, fresh, own))
         models |= own
+    facts["confirmed"] = confirmed(options_.folder / "confirmed")
     write(facts, Forests(tuple(FEATURES), models))
     if options_.streams:
         subprocess.run([sys.executable, str(STREAMS), *options_.streams], check=True)

@@ -58,6 +58,17 @@ def test_the_page_of_the_documentation_is_the_card_of_the_latest_version() -> No
     assert (Path(__file__).parents[2] / "docs" / "shipped.md").read_text(encoding="utf-8") == card_of(LATEST)
 
 
+def test_it_is_the_default_where_it_gains_with_families_left_out_and_such_hosts_can_be_recognised() -> None:
+    facts = facts_of(LATEST)
+    for kind in facts["kinds"]:
+        over = kind["rivals"][kind["rule"]]
+        assert kind["wins"] == all(over[axis]["low"] > 0 for axis in ("data", "damage"))
+        assert f"{100 * over['damage']['gain']:+.1f} [" in card_of(LATEST)
+    for each in facts["confirmed"]:
+        first, last, _ = each["keys"]
+        assert all(last < a or b < first for kind in facts["kinds"] for a, b, _ in kind["fresh"].values())
+
+
 @pytest.mark.parametrize(("width", "blocks"), [(5, 1), (12, 3), (30, 7)])
 def test_it_decides_on_frozen_hosts_of_any_width_and_depth(width: int, blocks: int) -> None:
     summary = esper.grow(frozen(width, blocks), {**SHORT, **VECTORS}, controller="shipped")
