@@ -1,5 +1,8 @@
 """Growth in several processes: a program that each of them runs, and that tests start and read. B examples."""
 
+import functools
+import os
+import runpy
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
@@ -14,7 +17,7 @@ from torch import nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.grafted import graft, planted_at, ungraft
 from esper.kasmina.planted import Mode
-from esper.kasmina.sharding import gather
+from esper.kasmina.sharding import gather, in_parts
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
@@ -155,7 +158,34 @@ def refusals(rank, size):
             Growth(model, optimizer, ema=averages.get(name), probe=probes, loss=F.cross_entropy, budget=9.0)
         except InputError as error:
             said[name] = str(error)
+    whole = host(Case())
+    fully_shard(whole, mesh=line)
+    growth = Growth(whole, torch.optim.AdamW(whole.parameters()), probe=[probe], loss=F.cross_entropy, budget=9.0)
+    asked = {
+        "early": lambda: growth.gather(None),
+        "other": lambda: growth.finish() and growth.gather(nn.Linear(2, 3) if rank == 0 else None),
+        "grafted": lambda: growth.gather(host(Case()) if rank == 0 else None),
+        "empty": lambda: growth.load_state_dict({}),
+    }
+    for name, ask in asked.items():
+        try:
+            ask()
+        except InputError as error:
+            said[name] = str(error)
     return said
+
+
+def held(growth):
+    """Bytes of the parameters, the moments and the snapshot in this process."""
+    kept = growth.engine.governor.keeper
+    moments = [*growth.population.groups.optimizer.state.values(), *kept.moments.values()]
+    tensors = [
+        *growth.model.parameters(),
+        *kept.tensors.values(),
+        *(each for entry in moments for each in entry.values()),
+    ]
+    own = [tensor.to_local() if in_parts(tensor) else tensor for tensor in tensors]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in own}.values())
 
 
 def wrap(model, case):
@@ -210,9 +240,10 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
         budget=9.0,
         settings=SETTINGS,
     )
-    seen = []
+    seen, memory = [], 0
     if case.start:
         growth.load_state_dict(torch.load(folder / f"{name}.pt"))
+        memory = held(growth)
         if average is not None:
             average.n_averaged.fill_(case.start)  # of the wrapper, which the loop owns
     for step in range(case.start, STEPS):
@@ -252,9 +283,31 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
     network = growth.finish()
     mean = {} if average is None else average.module.state_dict()
     finished = {key: gather(value) for key, value in network.state_dict().items()}
+    gathered = growth.gather(ungraft(host(Case(norm=case.norm))) if rank == 0 else None)
     finished |= {f"average.{key}": gather(value).clone() for key, value in mean.items()}
     kinds = [type(part).__name__ for part in network]
-    return {"trained": trained, "finished": finished, "summary": summary, "stages": seen, "kinds": kinds}
+    return {
+        "trained": trained,
+        "finished": finished,
+        "summary": summary,
+        "stages": seen,
+        "kinds": kinds,
+        "gathered": gathered,
+        "held": memory,
+    }
+
+
+def run_page(rank, size, folder):
+    """Run the program of docs/sharding.md twice, the second time from its checkpoint; the processes meet at a file."""
+    begin = dist.init_process_group
+    os.chdir(folder)
+    for number in range(2):
+        there = {"init_method": f"file://{folder}/meet-page-{number}", "rank": rank, "world_size": size}
+        dist.init_process_group = functools.partial(begin, **there)
+        runpy.run_path("train.py")
+        if rank == 0:
+            os.replace("network.pt", f"network-{number}.pt")
+    dist.init_process_group = begin
 
 
 def start(size, folder, names, table="CASES"):
@@ -285,3 +338,5 @@ if __name__ == "__main__":
         dist.barrier()
     torch.save(found, folder / f"{size}-{rank}.pt")
     dist.destroy_process_group()
+    if (folder / "train.py").exists():
+        run_page(rank, size, folder)

@@ -1,5 +1,10 @@
 """A network that grows under FSDP's fully_shard, in two processes over gloo."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,12 +13,21 @@ from esper.kasmina.adapter import attach
 from esper.kasmina.grafted import ungraft
 from loops import equal
 
+PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 STRAIGHT = [name for name, case in ranks.SHARDED.items() if not case.start and not case.half]
+
+
+def program():
+    """The program of the page on sharding."""
+    (found,) = re.findall(r'^```python title="train.py"\n(.*?)^```', PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return found
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("sharded")
+    made = tmp_path_factory.mktemp("sharded")
+    (made / "train.py").write_text(program())
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +65,15 @@ def test_a_state_is_whole_and_goes_on_to_the_same_bits_in_a_network_sharded_in_a
         assert each["after from 9"]["summary"] == each["after"]["summary"]
 
 
+def test_a_state_goes_on_in_a_whole_network_and_a_process_of_two_holds_half_of_it(found, folder):
+    alone = ranks.train("after from 9", folder=folder, cases=ranks.SHARDED)
+    for each in (every["after from 9"] for every in found):
+        assert each["stages"] == alone["stages"]
+        assert 0.4 < each["held"] / alone["held"] < 0.6
+        for key, value in each["finished"].items():
+            assert torch.allclose(value, alone["finished"][key], rtol=1e-9, atol=1e-11), key
+
+
 def test_a_moving_average_goes_on_with_its_seeds(found):
     for each in found:
         assert "average.0.esper.seed.delta.out.weight" in each["average"]["finished"]
@@ -62,6 +85,43 @@ def test_a_sharded_network_has_the_bits_of_one_under_distributed_data_parallel(f
         assert each["bare"]["stages"] == each["wrapped"]["stages"]
         assert each["bare"]["summary"] == each["wrapped"]["summary"]
         assert equal(each["bare"]["finished"], each["wrapped"]["finished"])
+
+
+@pytest.mark.parametrize("name", [*STRAIGHT, "half"])
+def test_the_first_process_gathers_a_network_of_plain_modules(found, name):
+    first, second = (each[name] for each in found)
+    assert second["gathered"] is None
+    kinds = {type(part).__name__ for part in first["gathered"].modules()}
+    assert not [kind for kind in kinds if "FSDP" in kind]
+    grown = {key: value for key, value in first["finished"].items() if not key.startswith("average.")}
+    assert equal(first["gathered"].state_dict(), grown)
+
+
+def test_a_gathered_network_computes_what_grew(found, tmp_path):
+    alone = ranks.train("before", folder=tmp_path, cases=ranks.SHARDED)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        assert torch.allclose(found[0]["before"]["gathered"](x), alone["gathered"](x), rtol=1e-9)
+
+
+def test_the_program_of_the_page_grows_and_goes_on_to_the_same_bits(found, folder):
+    first, again = (torch.load(folder / f"network-{number}.pt", weights_only=False) for number in range(2))
+    assert "2.esper.seed.delta.out.weight" in first.state_dict()
+    assert equal(first.state_dict(), again.state_dict())
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_program_of_the_page_with_any_number_of_processes(tmp_path):
+    (tmp_path / "train.py").write_text(program())
+    networks = []
+    for size in ("2", "1"):  # the second goes on from the checkpoint of the first
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size, "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "[('2', 'bypass-mlp')] were kept\n"
+        networks.append(torch.load(tmp_path / "network.pt", weights_only=False).state_dict())
+    for key, value in networks[0].items():
+        assert torch.allclose(value, networks[1][key], atol=1e-4), key
 
 
 def test_a_seed_computes_in_the_precision_of_its_host(found):
@@ -94,4 +154,8 @@ def test_what_cannot_grow_is_refused_by_name_in_every_process(found):
         assert "is distributed over 1 of 2 processes; shard the model over a mesh of all of them" in said["alone"]
         assert "ema is whole where the model is sharded; make ema before fully_shard" in said["whole"]
         assert "the model is whole where ema is sharded; make ema before fully_shard" in said["averaged"]
+        assert said["early"] == "the network is not finished; call finish before gather"
+        assert "the model that gather was given has None; build the same model" in said["other"]
+        assert "gather was given a model that is grafted or sharded" in said["grafted"]
+        assert "load that of the first process in all of them" in said["empty"]
         assert "probe has 1, 2 batches in the processes" in said["uneven"]

@@ -175,7 +175,8 @@ def _check_arguments(args: TrainingArguments) -> None:
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise InputError(
-                f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it"
+                f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it, or "
+                "torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
             )
 
 

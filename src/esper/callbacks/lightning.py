@@ -186,7 +186,7 @@ def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         raise InputError(
             f"the trainer's strategy is {type(trainer.strategy).__name__}, under which a network cannot grow; use one device or "
-            "strategy='ddp'"
+            "strategy='ddp', or torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
         )
     if len(trainer.optimizers) != 1:
         raise InputError(f"the trainer has {len(trainer.optimizers)} optimizers; return one from configure_optimizers")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
+from esper.runs.gathering import gather_grown
 from esper.runs.growth_settings import growth_config, growth_menu, share_of, whole, within_budget
 from esper.runs.wrappers import check_frozen, check_probes, unwrap
 from esper.tamiyo.catalog import get_controller
@@ -34,6 +35,8 @@ from esper.tolaria.play import decide
 from esper.tolaria.ranks import Ranks, SharedGradients, processes
 
 FORMAT = 2
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Growth:
@@ -200,6 +203,22 @@ class Growth:
             trim(network)
         self.finished = True
         return self.model
+
+    def gather(self, model: M | None = None) -> M | None:
+        """The network that `finish` returned as one process holds it, where several have parts of it or copies.
+
+            growth.finish()
+            network = growth.gather(build() if rank == 0 else None)
+
+        Every process calls this. `model` is another copy of the model, as it was before `esper.graft`. It gets the seeds that
+        were kept and every weight, one tensor at a time, in place, and is returned. A process that gives None gets None.
+
+        InputError before `finish`, or in every process if a model is not such a copy.
+        """
+        if not self.finished:
+            raise InputError("the network is not finished; call finish before gather")
+        gather_grown(self.population, self.engine.state.seeds, model)
+        return model
 
     def save_adapter(self, folder: Path | str) -> None:
         """Write the seeds that were kept to a folder, for `esper.attach` on another copy of the host.

@@ -98,7 +98,7 @@ class Grafts:
     def add(self, slot: int, blueprint: int, blend: Blend, key: int) -> None:
         """Plant a seed that acts on nothing yet, drawn by a key."""
         site, entry = self.sites[slot], self.menu[blueprint]
-        made = self._made(slot, entry, blend, key)
+        made = self.made(slot, entry, blend, key)
         self.ranks.spread(made.parameters())
         for network in (*self.copies, self.network):
             bank = bank_at(network, site.name)
@@ -115,6 +115,17 @@ class Grafts:
         after = self.network.get_submodule(site.after)
         self.groups.add(site.name, planted.trained(), [*after.parameters(), *self.host])
         self.edited()
+
+    def made(self, slot: int, entry: Blueprint, blend: Blend, key: int) -> Planted:
+        """A seed that is in no network, drawn by a key, on the device of the host and in its dtype."""
+        site = self.sites[slot]
+        reads = self.readings[slot].widths[entry.tap]
+        after = self.network.get_submodule(site.after)
+        like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
+        with drawn_with(key):
+            seed = Seed(entry.build(reads, site.stream.width), reads)
+        made = Planted(seed, entry.tap, blend, site.stream.kind)
+        return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
 
     def free(self, name: str) -> None:
         """Remove a seed and all that the optimizer remembers of it."""
@@ -213,22 +224,11 @@ class Grafts:
 
     # Inside.
 
-    def _made(self, slot: int, entry: Blueprint, blend: Blend, key: int) -> Planted:
-        """A seed of its own, drawn by a key."""
-        site = self.sites[slot]
-        reads = self.readings[slot].widths[entry.tap]
-        after = self.network.get_submodule(site.after)
-        like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
-        with drawn_with(key):
-            seed = Seed(entry.build(reads, site.stream.width), reads)
-        made = Planted(seed, entry.tap, blend, site.stream.kind)
-        return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
-
     def _reserve(self, slot: int, menu: Sequence[Blueprint]) -> None:
         """Put a seat for every blueprint of a menu at a site."""
         site, seats = self.sites[slot], {}
         for entry in menu:
-            made = self._made(slot, entry, Blend.GATE, 0)
+            made = self.made(slot, entry, Blend.GATE, 0)
             seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind).train(made.training)
         bank = Bank(seats)
         copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
