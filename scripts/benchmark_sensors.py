@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from collect_healing import cases
+from collect_healing import VECTOR
 
 from esper.leyline.actions import Actions
 from esper.leyline.config import build_config
@@ -29,7 +29,7 @@ CHEAP = SENSOR_FAMILIES[:4]
 def main() -> None:
     torch.set_num_threads(1)
     task = heal_taught().sealed()
-    keys = np.array([facts.key for facts in cases(0, HOSTS)])
+    keys = np.array([facts.key for facts in VECTOR.cases("training", HOSTS)])
     config = build_config(
         task.defaults, {"task": task.name, "envs": HOSTS, "baselines": [], "steps": 1000, "probe": {"sensors_every": 0}}
     )

@@ -1,16 +1,18 @@
-"""Grow many plans on many cases of `heal`, and keep J of each: data for trees, and the opponents of scripts/study_heal.py.
+"""Grow many plans on many cases of a task with damaged hosts, and keep J of each: data for trees, and opponents of the studies.
 
     python scripts/collect_healing.py FOLDER --part training --cases 512 --seeds 1
     python scripts/collect_healing.py FOLDER --part training --cases 320 --setting "cap 3 %"
+    python scripts/collect_healing.py FOLDER --task heal-bytes --part training --cases 24
 
-A case is a key of a plain host, or of a residual one, from a first key on, with the damage that a setting is about: one damaged
-site unless it says otherwise. Figures of 160 cases under one plan and seed are one file of the folder; those that are there are
+A case of `heal` and its kin is a key of a plain host, from a first key on, with the damage that a setting is about: one damaged
+site unless it says otherwise. Figures of some cases under one plan and seed are one file of the folder; those that are there are
 not grown again.
 """
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,41 +22,185 @@ import torch
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions
+from esper.leyline.config import build_config
 from esper.leyline.task import Mixture
 from esper.leyline.view import View
-from esper.runs.contenders import Contender, contender_config
+from esper.runs.contenders import Contender, contender_config, grow_contender, named
+from esper.runs.design import tested
+from esper.runs.plan_search import UNMEASURED, Candidate
 from esper.simic.rewards import objective
-from esper.tamiyo.catalog import with_sensors
+from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.placement import Fixed
-from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, UNIFORM_2, Placed
+from esper.tamiyo.plans import (
+    BYPASS,
+    FULL_HEAD,
+    HERE,
+    HIDDEN,
+    LINEAR,
+    MIXED,
+    NONE,
+    RANKS,
+    SKIP,
+    SPARSE_HEAD,
+    SPARSE_ROWS,
+    UNIFORM,
+    UNIFORM_2,
+    UNIFORM_8,
+    UNIFORM_MLP,
+    Placed,
+)
+from esper.tasks import heal, heal_bytes, repair, tables
+from esper.tasks.byte_hosts import LAYERS
 from esper.tasks.damage import DamageKind
-from esper.tasks.heal import RANGES, Facts, describe, heal, heal_scratch, heal_unfrozen
 from esper.tasks.healing_hosts import BLOCKS, VECTORS, HostSet
 from esper.tasks.healing_images import IMAGES
+from esper.tasks.hosts import VECTOR_MENU
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import Observer, Step, play
+from esper.tolaria.play import Observer, Step
 
-ROWS = 160
-EMPTY: Mapping[str, object] = MappingProxyType({})
-FIRST = {
-    "training": RANGES["training"].start,
-    "heldout": RANGES["heldout"].start + 16384,
-    "fresh": RANGES["heldout"].start + 32768,
-    "further": RANGES["heldout"].start + 57344,
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+SENSED: Mapping[str, Any] = {"probe": {"sensors_every": 1000, "coalitions_every": 1000}}
+FIRST: Mapping[str, int] = {
+    "training": heal.RANGES["training"].start,
+    "heldout": heal.RANGES["heldout"].start + 16384,
+    "fresh": heal.RANGES["heldout"].start + 32768,
+    "card": heal.RANGES["heldout"].start + 40960,
+    "learners": heal.RANGES["heldout"].start + 46080,
+    "further": heal.RANGES["heldout"].start + 57344,
 }
-"""First key of each set of cases. Nothing was chosen by the figures of `fresh` and `further`."""
+"""First key of each set of cases. Nothing was chosen by the figures of the last four; `card` is for shipped controllers."""
+FIRST_BYTES = {"training": heal.RANGES["training"].start + 4096, "heldout": heal.RANGES["heldout"].start + 40_000}
+"""Those of heal-bytes, whose settings were chosen on training keys below 64."""
 SPREAD = (DamageKind.MIXED, DamageKind.NONE)
-SLOTS = BLOCKS + 1  # the slot behind the embedding comes first
 Floats = NDArray[np.float64]
 
 
-PLANS = (
+def placed_plans(slots: int) -> tuple[Placed, ...]:
+    """What trees choose from on hosts of so many slots; the slot behind the embedding comes first."""
+    at = tuple(Placed(plan, slot) for plan in (BYPASS, MIXED) for slot in range(slots))
+    return (Placed(NONE), Placed(UNIFORM), *at, Placed(HERE, slots - 1))
+
+
+SLOTS = BLOCKS + 1
+PLANS = placed_plans(SLOTS)
+BYTES = placed_plans(LAYERS + 2)
+BYTES_ALL = (
+    *BYTES,
+    *(Placed(plan) for plan in (UNIFORM_8, UNIFORM_MLP)),
+    Placed(SPARSE_ROWS, 0),
+    *(Placed(plan, LAYERS + 1) for plan in (SPARSE_HEAD, FULL_HEAD)),
+)
+LAST_BLOCK = 3  # of the hosts of repair
+UNTRAINED = (
     Placed(NONE),
     Placed(UNIFORM),
-    *(Placed(BYPASS, slot) for slot in range(SLOTS)),
-    *(Placed(MIXED, slot) for slot in range(SLOTS)),
-    Placed(HERE, SLOTS - 1),
+    *(Placed(plan, slot) for plan in (LINEAR, HIDDEN) for slot in range(LAST_BLOCK + 1)),
+    *(Placed(SKIP, slot) for slot in (LAST_BLOCK - 1, LAST_BLOCK)),
 )
+MENU = (*VECTOR_MENU, "low-rank", *RANKS, "skip-mlp")
+FULL: Mapping[str, Any] = {"blueprints": MENU}
+
+
+def every(facts: Any) -> bool:
+    return True
+
+
+def concentrated(facts: Any) -> bool:
+    """One damaged site: one segment, a group of inputs, or swapped labels."""
+    return facts.damage.kind not in SPREAD and len(facts.damage.segments) <= 1
+
+
+def two_sites(facts: heal.Facts) -> bool:
+    """Damage of the weights of two segments, and sound others."""
+    return facts.damage.kind not in SPREAD and len(facts.damage.segments) == 2
+
+
+def spread(facts: heal.Facts) -> bool:
+    """Coarse weights in every layer, ternary weights in one or two segments, or no damage."""
+    return facts.damage.kind in (*SPREAD, DamageKind.TERNARY)
+
+
+class Setting(NamedTuple):
+    """Which cases of a host set, and what differs from the defaults of the task."""
+
+    wanted: Callable[[heal.Facts], bool] = concentrated
+    settings: Mapping[str, Any] = EMPTY
+
+
+ONE_SITE = "one site"
+SETTINGS: Mapping[str, Setting] = {
+    ONE_SITE: Setting(),
+    "cap 3 %": Setting(settings={"governor": {"param_limit": 0.03}}),
+    "cap 10 %": Setting(settings={"governor": {"param_limit": 0.1}}),
+    "160 updates": Setting(settings={"steps": 80}),
+    "two sites": Setting(two_sites),
+    "spread": Setting(spread),
+}
+
+
+class Source(NamedTuple):
+    """A task that figures are collected on.
+
+    Attributes:
+        task (function): returns the mixture
+        describe (function): facts of a key
+        plans (Placed): the plans that are grown
+        taught (function): returns the mixture with intact hosts, if there is one
+        static (mapping): tasks whose hosts train without growth, by the name of the opponent
+        rows (int): how many cases are one file
+        wanted (function): which facts are cases; None for those of the setting, on hosts without skips
+        settings (mapping): what differs from the defaults of the mixture
+        rules (names): controllers that plant none of the plans, grown with the defaults of the mixture
+        first (mapping): first key of each part
+    """
+
+    task: Callable[[], Mixture]
+    describe: Callable[[int], Any]
+    plans: Sequence[Placed]
+    taught: Callable[[], Mixture] | None = None
+    static: Mapping[str, Callable[[], Mixture]] = EMPTY
+    rows: int = 160
+    wanted: Callable[[Any], bool] | None = None
+    settings: Mapping[str, Any] = EMPTY
+    rules: tuple[str, ...] = ()
+    first: Mapping[str, int] = FIRST
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The columns of `features_of`; FEATURES come first."""
+        return FEATURES if self.taught is None else TAUGHT_FEATURES
+
+    def cases(self, part: str, count: int, setting: str = ONE_SITE, plain: bool = True) -> list[Any]:
+        """Facts of the first cases of a part; of a host set, those of plain hosts, or of residual ones."""
+        wanted = self.wanted or (lambda facts: SETTINGS[setting].wanted(facts) and facts.plain == plain)
+        return list(itertools.islice(filter(wanted, map(self.describe, itertools.count(self.first[part]))), count))
+
+
+def healed(hosts: HostSet, plans: Sequence[Placed], rows: int = 160) -> Source:
+    static = {"full fine-tuning": partial(heal.heal_unfrozen, hosts), "from scratch": partial(heal.heal_scratch, hosts)}
+    describe = partial(heal.describe, of=hosts)
+    return Source(partial(heal.heal, hosts), describe, plans, partial(heal.heal_taught, hosts), static, rows)
+
+
+VECTOR = healed(VECTORS, PLANS)
+SOURCES: Mapping[str, Source] = {
+    "heal": VECTOR,
+    "heal-images": healed(IMAGES, (*PLANS, Placed(UNIFORM_2)), rows=40),
+    "heal-bytes": Source(
+        heal_bytes.heal_bytes,
+        heal_bytes.describe,
+        BYTES_ALL,
+        heal_bytes.heal_bytes_taught,
+        {"full fine-tuning": heal_bytes.heal_bytes_unfrozen, "from scratch": heal_bytes.heal_bytes_scratch},
+        rows=8,
+        wanted=concentrated,
+        first=FIRST_BYTES,
+    ),
+    "repair": Source(repair.repair, repair.describe, UNTRAINED, wanted=every, settings=FULL, rules=("heuristic",)),
+    "repair-tables": Source(
+        tables.repair_tables, tables.describe, UNTRAINED, wanted=every, settings=FULL, rules=("heuristic",)
+    ),
+}
 
 
 class Last(Fixed):
@@ -72,72 +218,15 @@ class Last(Fixed):
 LAST = "rank 1 at 3 4 5"
 
 
-def last_blocks() -> Contender:
-    settings = {"controller": LAST, "gates": {"permissive": True}, "probe": {"coalitions_every": 1000}}
-    return Contender(LAST, settings, lambda config: Last())
-
-
-def fixed(placed: Placed) -> Contender:
-    name = placed.name
-    settings = {"controller": name, "gates": {"permissive": True}, "probe": {"coalitions_every": 1000}}
-    return Contender(name, settings, lambda config: Fixed([placed]))
-
-
-def concentrated(facts: Facts) -> bool:
-    """One damaged site: one segment, a group of inputs, or swapped labels."""
-    return facts.damage.kind not in SPREAD and len(facts.damage.segments) <= 1
-
-
-def two_sites(facts: Facts) -> bool:
-    """Damage of the weights of two segments, and sound others."""
-    return facts.damage.kind not in SPREAD and len(facts.damage.segments) == 2
-
-
-def spread(facts: Facts) -> bool:
-    """Coarse weights in every layer, ternary weights in one or two segments, or no damage."""
-    return facts.damage.kind in (*SPREAD, DamageKind.TERNARY)
-
-
-class Setting(NamedTuple):
-    """Which cases, and what differs from the defaults of the task."""
-
-    wanted: Callable[[Facts], bool] = concentrated
-    settings: Mapping[str, Any] = EMPTY
-
-
-ONE_SITE = "one site"
-SETTINGS: Mapping[str, Setting] = {
-    ONE_SITE: Setting(),
-    "cap 3 %": Setting(settings={"governor": {"param_limit": 0.03}}),
-    "cap 10 %": Setting(settings={"governor": {"param_limit": 0.1}}),
-    "160 updates": Setting(settings={"steps": 80}),
-    "two sites": Setting(two_sites),
-    "spread": Setting(spread),
-}
-
-
-class Collection(NamedTuple):
-    """What is collected of one set of hosts: which plans, and how many cases are one file."""
-
-    hosts: HostSet
-    plans: tuple[Placed, ...] = PLANS
-    rows: int = ROWS
-
-
-COLLECTIONS: Mapping[str, Collection] = {
-    VECTORS.name: Collection(VECTORS),
-    IMAGES.name: Collection(IMAGES, (*PLANS, Placed(UNIFORM_2)), rows=40),
-}
-
-
-def cases(start: int, count: int, plain: bool = True, setting: str = ONE_SITE, hosts: HostSet = VECTORS) -> list[Facts]:
-    wanted = SETTINGS[setting].wanted
-    found = (f for key in itertools.count(start) if wanted(f := describe(key, hosts)) and f.plain == plain)
-    return list(itertools.islice(found, count))
+def fixed(plans: Iterable[Placed], last: bool = False) -> dict[str, Contender]:
+    """Contenders that plant one plan in every environment, by its name; with `last`, the controller `Last` too."""
+    found = {placed.name: Candidate(placed.name, placed, UNMEASURED).contender(placed.name) for placed in plans}
+    more = {LAST: Contender(LAST, {**UNMEASURED, "controller": LAST}, lambda config: Last())} if last else {}
+    return found | more
 
 
 class Figures(NamedTuple):
-    """Figures of the cases (n,) under one plan and seed. `over_time` is J on the probe split, mean over the steps."""
+    """Figures of cases (n,) or (n, seeds) under one contender. `over_time` is J on the probe split, mean over the steps."""
 
     objective: Floats
     metric: Floats
@@ -157,30 +246,13 @@ class OverTime(Observer):
         self.total, self.steps = value + (self.total if self.steps else 0), self.steps + 1
 
 
-class Bench:
-    """Grows contenders on one set of keys, from the same hosts and data under every one."""
-
-    def __init__(self, task: Mixture, keys: Sequence[int], seed: int, settings: Mapping[str, object] = EMPTY) -> None:
-        self.task, self.keys, self.seed, self.settings = task, keys, seed, settings
-        self.engine: VectorizedEngine | None = None
-
-    def grow(self, contender: Contender) -> Figures:
-        """The figures of the keys under a contender. All contenders of a bench have the same settings."""
-        config = contender_config(
-            self.task.sealed(), contender, [self.settings], self.seed, "training", 0, len(self.keys)
-        )
-        client = contender.make(config)
-        if self.engine is None:
-            self.engine = VectorizedEngine(self.task.sealed(), with_sensors(config, client))
-            self.tests = [split for key in self.keys if (split := self.task.test_split(key)) is not None]
-        self.engine.reset(np.array(self.keys), episode=0)
-        watch = OverTime(config.reward.rent)
-        outcome = play(self.engine, client, watch)
-        assert outcome is not None
-        metric, _ = self.engine.evaluate(self.tests)
-        added = self.engine.exported_params() - outcome.host_params
-        value = objective(metric, added, outcome.host_params, config.reward.rent, config.reward.rent_size)
-        return Figures(value, metric, added / outcome.host_params, watch.total / watch.steps)
+def grow(task: Mixture, keys: Sequence[int], contender: Contender, seed: int, settings: Mapping[str, Any]) -> Figures:
+    """The figures (n,) of keys under a contender."""
+    config = contender_config(task.sealed(), contender, [settings], seed, "training", 0, len(keys))
+    watch = OverTime(config.reward.rent)
+    engine, outcome, seconds = grow_contender(task.sealed(), contender, config, np.array(keys), [watch])
+    own = tested(task, config, engine, outcome, seconds)
+    return Figures(own.objective, own.metric, own.added_params / outcome.host_params, watch.total / watch.steps)
 
 
 def kept(
@@ -188,19 +260,18 @@ def kept(
     contenders: Mapping[str, Contender],
     task: Mixture,
     keys: Sequence[int],
-    seed: int,
-    settings: Mapping[str, object] = EMPTY,
-    rows: int = ROWS,
+    seeds: int,
+    settings: Mapping[str, Any] = EMPTY,
+    rows: int = 160,
 ) -> dict[str, Figures]:
-    """The figures of some keys by contender, from the folder or grown now, `rows` at a time."""
+    """The figures (n, seeds) of keys by contender, from the folder or grown now, `rows` cases at a time."""
     found: dict[str, list[Figures]] = {name: [] for name in contenders}
-    for start in range(0, len(keys), rows):
+    for seed, start in itertools.product(range(seeds), range(0, len(keys), rows)):
         chunk = keys[start : start + rows]
-        bench = Bench(task, chunk, seed, settings)
         for name, contender in contenders.items():
             path = folder / f"{name.replace(' ', '-')}-{chunk[0]}-{chunk[-1]}-{len(chunk)}-s{seed}.npz"
             if not path.exists():
-                figures = bench.grow(contender)
+                figures = grow(task, chunk, contender, seed, settings)
                 folder.mkdir(parents=True, exist_ok=True)
                 temporary = path.with_suffix(".tmp.npz")
                 np.savez(temporary, **figures._asdict())
@@ -208,11 +279,82 @@ def kept(
                 print(path.name, f"{figures.objective.mean():.4f}", flush=True)
             with np.load(path) as arrays:
                 found[name].append(Figures(**arrays))
-    return {name: Figures(*(np.concatenate(c) for c in zip(*parts, strict=True))) for name, parts in found.items()}
+    return {
+        name: Figures(*(np.concatenate(column).reshape(seeds, -1).T for column in zip(*parts, strict=True)))
+        for name, parts in found.items()
+    }
 
 
-STATIC = {"full fine-tuning": (heal_unfrozen, 0.003), "from scratch": (heal_scratch, 0.01)}
-"""The task of each static network, and its learning rate: the best of three on 32 training cases (docs/benchmarks/heal.md)."""
+def views(source: Source, keys: Sequence[int]) -> list[View]:
+    """The views before the first step, with the sensors, and with the drifts where the source has intact hosts."""
+    task, found = (source.taught or source.task)().sealed(), []
+    for start in range(0, len(keys), source.rows):
+        chunk = keys[start : start + source.rows]
+        ours = {"task": task.name, "envs": len(chunk), "baselines": [], "probe": {"sensors_every": 1000}}
+        config = build_config(task.defaults, source.settings, ours)
+        found.append(VectorizedEngine(task, config).reset(np.array(chunk), episode=0))
+    return found
+
+
+class Collected(NamedTuple):
+    """Cases of a source.
+
+    Attributes:
+        source (Source): of the cases
+        facts (n facts): of the cases
+        plans (mapping): figures (n, seeds) of the plans that were grown, by name
+    """
+
+    source: Source
+    facts: Sequence[Any]
+    plans: Mapping[str, Figures]
+
+    @property
+    def keys(self) -> list[int]:
+        return [facts.key for facts in self.facts]
+
+    @property
+    def host(self) -> NDArray[np.int64]:
+        """(n,) the number of the trained host."""
+        return np.array([facts.number for facts in self.facts])
+
+    @property
+    def kind(self) -> NDArray[np.str_]:
+        """(n,) the kind of damage."""
+        return np.array([facts.damage.kind.value for facts in self.facts])
+
+    @property
+    def objective(self) -> dict[Placed, Floats]:
+        """J (n,) of the plans of the source, mean over seeds."""
+        return {placed: self.plans[placed.name].objective.mean(1) for placed in self.source.plans}
+
+    @property
+    def seeds(self) -> int:
+        return self.plans[NONE.name].objective.shape[1]
+
+    def best(self) -> str:
+        """The name of the plan of the largest mean J."""
+        return max(self.plans, key=lambda name: self.plans[name].objective.mean())
+
+
+def collected(
+    folder: Path, source: Source, part: str, count: int, seeds: int, setting: str = ONE_SITE, last: bool = False
+) -> Collected:
+    """The figures of every plan on the cases of a part, from the folder or grown now."""
+    facts, settings = source.cases(part, count, setting), {**source.settings, **SETTINGS[setting].settings}
+    keys = [each.key for each in facts]
+    plans = kept(folder, fixed(source.plans, last), source.task(), keys, seeds, settings, source.rows)
+    return Collected(source, facts, plans)
+
+
+def features(of: Collected, path: Path) -> Floats:
+    """Features (n, S, F) of cases in the order of `Source.features`, from a file or measured now."""
+    if not path.exists():
+        taught = of.source.taught is not None
+        x = [table(slot_features(view, taught), of.source.features) for view in views(of.source, of.keys)]
+        np.save(path, np.concatenate(x))
+    found: Floats = np.load(path)
+    return found
 
 
 def main() -> None:
@@ -221,21 +363,17 @@ def main() -> None:
     parser.add_argument("--part", choices=list(FIRST), default="training")
     parser.add_argument("--cases", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--setting", choices=list(SETTINGS), default=ONE_SITE)
+    parser.add_argument("--setting", choices=list(SETTINGS), default=ONE_SITE, help="of heal and heal-images")
     parser.add_argument("--last", action="store_true", help="grow a bypass at each of the last three blocks as well")
-    parser.add_argument("--residual", action="store_true")
-    parser.add_argument("--task", choices=list(COLLECTIONS), default=VECTORS.name)
+    parser.add_argument("--task", choices=list(SOURCES), default="heal")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    hosts, plans, rows = COLLECTIONS[options.task]
-    found_cases = cases(FIRST[options.part], options.cases, not options.residual, options.setting, hosts)
-    keys = [facts.key for facts in found_cases]
-    task, settings = heal(hosts), SETTINGS[options.setting].settings
-    contenders = {placed.name: fixed(placed) for placed in plans} | ({LAST: last_blocks()} if options.last else {})
-    for seed in range(options.seeds):
-        found = kept(options.folder, contenders, task, keys, seed, settings, rows)
-        for name, figures in found.items():
-            print(seed, name, *(f"{column.mean():.4f}" for column in figures), flush=True)
+    source = SOURCES[options.task]
+    found = collected(options.folder, source, options.part, options.cases, options.seeds, options.setting, options.last)
+    rules = {name: named(name) for name in source.rules if options.part != "training"}
+    grown = kept(options.folder, rules, source.task(), found.keys, options.seeds)
+    for name, figures in {**found.plans, **grown}.items():
+        print(name, *(f"{column.mean():.4f}" for column in figures), flush=True)
 
 
 if __name__ == "__main__":

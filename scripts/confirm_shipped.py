@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from collect_plans import LAST, MENU
+from collect_healing import LAST_BLOCK, MENU
 from study_repair import schedule
 
 from esper.leyline.task import Mixture
@@ -48,7 +48,7 @@ def sources() -> dict[str, Source]:
 
 
 def bypass() -> Contender:
-    slot = f"block{LAST}"
+    slot = f"block{LAST_BLOCK}"
     return schedule(BYPASS, [{"at": 0, "op": "germinate", "blueprint": "bypass-linear", "keep": True, "slot": slot}])
 
 

@@ -2,9 +2,9 @@
 
     python scripts/make_shipped.py FOLDER --version 1
 
-What FOLDER holds of scripts/collect_plans.py and scripts/confirm_shipped.py is not grown again; from nothing this takes some
-hours of one core. `--streams ...` then runs scripts/fit_streams.py, which fits the controller of streams, with the arguments that
-follow. The files are written to src/esper/tamiyo/cards and docs/shipped.md.
+What FOLDER/SOURCE/PART holds of scripts/collect_healing.py and FOLDER/confirmed of scripts/confirm_shipped.py is not grown again;
+from nothing this takes some hours of one core. `--streams ...` then runs scripts/fit_streams.py, which fits the controller of
+streams, with the arguments that follow. The files are written to src/esper/tamiyo/cards and docs/shipped.md.
 """
 
 import argparse
@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from collect_plans import Collected, Floats, collected, views
+from collect_healing import SOURCES, Floats, collected, features, kept, views
 from confirm_shipped import confirmed
 from numpy.typing import NDArray
 from shipped_card import card
 from sklearn.ensemble import ExtraTreesRegressor
+from study_heal import picks
 
+from esper.leyline.view import View
+from esper.runs.contenders import named
 from esper.runs.statistics import interval, mean_difference
 from esper.tamiyo.forest import Forest, Forests, forest_of, save_forests
 from esper.tamiyo.healing_features import FEATURES
@@ -105,36 +108,35 @@ class Cases(NamedTuple):
 
 
 def cases(folder: Path, kind: Kind, part: str, rules: bool) -> Cases:
-    found: list[Collected] = []
+    found: list[dict[str, Floats]] = []
     families: list[dict[str, str]] = []
-    keys = {}
-    for source in kind.sources:
-        own = collected(folder, source, part, CASES[source][part != "training"], 1)
-        keys[source] = [own.facts[0].key, own.facts[-1].key, len(own.facts)]
-        families += [axes(source, facts) for facts in own.facts]
-        objective = {name: value.mean(1) for name, value in own.objective.items()}
-        if source == "heal" and rules:
-            objective |= placed_by_rules(source, [facts.key for facts in own.facts], objective)
-        found.append(own._replace(objective=objective))
-    names = found[0].objective
-    joined = {name: np.concatenate([each.objective[name] for each in found]) for name in names}
-    return Cases(families, np.concatenate([each.x for each in found]), joined, keys)
+    x, keys = [], {}
+    for name in kind.sources:
+        source, place = SOURCES[name], folder / name / part
+        of = collected(place, source, part, CASES[name][part != "training"], 1)
+        keys[name] = [of.keys[0], of.keys[-1], len(of.keys)]
+        families += [axes(name, facts) for facts in of.facts]
+        x.append(features(of, place / f"features-{part}-{len(of.keys)}.npy")[..., : len(FEATURES)])
+        grown = {rule: named(rule) for rule in source.rules if part != "training"}
+        every = {**of.plans, **kept(place, grown, source.task(), of.keys, 1)}
+        objective = {name: own.objective[:, 0] for name, own in every.items()}
+        found.append(
+            objective | (placed_by_rules(views(source, of.keys), objective) if source.taught and rules else {})
+        )
+    joined = {name: np.concatenate([own[name] for own in found]) for name in found[0]}
+    return Cases(families, np.concatenate(x), joined, keys)
 
 
 RULES: dict[str, Callable[[], Placement]] = {"participation": ParticipationDrop, "collapse": Collapse}
 
 
-def placed_by_rules(source: str, keys: Sequence[int], objective: dict[str, Floats]) -> dict[str, Floats]:
+def placed_by_rules(seen: Sequence[View], objective: dict[str, Floats]) -> dict[str, Floats]:
     """J of the rules, which plant one of the plans, and under "choice" the index of the plan of `collapse` in the options."""
-    seen = views(source, tuple(keys))
-    found: dict[str, Floats] = {}
+    known, found = options(SMALL, seen[0].space.width.shape[1]), {}
     for name, rule in RULES.items():
-        picks = [rule().pick(view) for view in seen]
-        placed = [
-            Option(plan, int(slot)) for pick in picks for plan, slot in zip(pick.plans, pick.slot.tolist(), strict=True)
-        ]
+        placed = [Option(*each) for each in picks(rule(), seen)]
         found[name] = np.array([objective[name_of(option)][case] for case, option in enumerate(placed)])
-        found[f"choice of {name}"] = np.array([options(SMALL, seen[0].space.width.shape[1]).index(p) for p in placed])
+        found[f"choice of {name}"] = np.array([known.index(option) for option in placed])
     return found
 
 
@@ -250,7 +252,7 @@ def margins(kind: Kind, training: Cases) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="figures of scripts/collect_plans.py")
+    parser.add_argument("folder", type=Path, help="figures of scripts/collect_healing.py")
     parser.add_argument("--version", type=int, required=True)
     parser.add_argument("--margins", action="store_true", help="print how MARGIN was chosen, and write nothing")
     parser.add_argument(
@@ -266,7 +268,7 @@ def main() -> None:
     facts: dict[str, Any] = {"version": f"shipped-{options_.version}", "margin": MARGIN, "kinds": []}
     for kind, training in found.items():
         own = fitted(kind, training, np.ones(len(training.x), bool))
-        fresh = cases(options_.folder, kind, "fresh", rules=True)
+        fresh = cases(options_.folder, kind, "card", rules=True)
         facts["kinds"].append(measured(kind, training, fresh, own))
         models |= own
     facts["confirmed"] = confirmed(options_.folder / "confirmed")

@@ -1,8 +1,10 @@
-"""What placing seeds by sensors is worth on `heal`: rules, trees, fixed plans, static networks and an oracle, with intervals.
+"""What placing seeds by sensors is worth: rules, trees, fixed plans, static networks and an oracle, with intervals.
 
-    python scripts/collect_healing.py FOLDER/training --part training --cases 480
-    python scripts/collect_healing.py FOLDER/heldout --part heldout --cases 320 --seeds 2
+    python scripts/collect_healing.py FOLDER/one-site/training --part training --cases 480
+    python scripts/collect_healing.py FOLDER/one-site/heldout --part heldout --cases 320 --seeds 2
     python scripts/study_heal.py FOLDER
+    python scripts/study_heal.py FOLDER --task heal-images --setting "cap 3 %"   # of FOLDER/cap-3-%
+    python scripts/study_heal.py FOLDER --task heal-bytes
 
 The cases are held-out keys of plain hosts with one damaged site. Figures are J on the test split. A controller that plants one of
 the plans has the figures of that plan, which were grown from the same hosts, data and draws. What is missing in FOLDER is grown.
@@ -11,133 +13,235 @@ the plans has the figures of that plan, which were grown from the same hosts, da
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from collect_healing import EMPTY, FIRST, PLANS, STATIC, Figures, Floats, cases, fixed, kept
-from fit_trees import Known, fitted, known, picked, views
+from collect_healing import (
+    BYTES,
+    EMPTY,
+    ONE_SITE,
+    SENSED,
+    SETTINGS,
+    SOURCES,
+    Collected,
+    Figures,
+    Floats,
+    Source,
+    collected,
+    features,
+    kept,
+    views,
+)
+from fit_trees import fitted
 from numpy.typing import NDArray
 
 from esper.leyline.view import View
-from esper.runs.contenders import Contender, named
-from esper.runs.statistics import interval, mean_difference
-from esper.tamiyo.forest import forest_of, load_forests
+from esper.runs.contenders import named
+from esper.runs.statistics import DRAWS, best_by_others, interval, mean_difference
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES
 from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement
-from esper.tamiyo.plans import NONE, UNIFORM, Placed
-from esper.tamiyo.trees import SHIPPED
-from esper.tasks.heal import heal
+from esper.tamiyo.plans import FULL_HEAD, NONE, SPARSE_HEAD, SPARSE_ROWS, UNIFORM, UNIFORM_2, Placed
+from esper.tamiyo.trees import Trees
 
 SEEDS, FITS = 2, 8
-SENSED: Mapping[str, object] = {"probe": {"sensors_every": 1000, "coalitions_every": 1000}}
 RULES: Mapping[str, Callable[[], Placement]] = {
     "participation": ParticipationDrop,
     "collapse": Collapse,
     "inner-use": InnerUse,
     "drift (taught)": DriftRise,
 }
+BEST, ORACLE, LEFT_OUT = "best fixed plan", "oracle", "tree, damage left out"
+Scores = Mapping[str, Figures]
 
 
-class Scores(NamedTuple):
-    """Figures of the cases under one contender, (n, SEEDS) each; `over_time` is absent for static networks."""
+class Study(NamedTuple):
+    """What is shown of a task.
 
-    objective: Floats
-    metric: Floats
-    over_time: Floats
+    Attributes:
+        part (str): the part of the held-out cases, whose folder has its name
+        cases, training, residual (ints): numbers of held-out, training and residual cases
+        shown (plans): fixed plans with a row of their own
+        rules (names): of RULES
+        shipped (str): the row of the shipped trees
+        fits (mapping): features of trees that are fitted on the training cases, by their row
+        rivals (names): the rows that the others are compared with
+        timed (str or None): the row with which J over time is compared
+        headroom (bool): whether the share of what the oracle gains is shown
+        by_host (bool): whether intervals draw hosts, each with all of its cases; otherwise cases
+        unit (float): J in the unit of differences: 100 for points
+        heuristic (bool): whether the rule `heuristic` is grown
+    """
+
+    part: str
+    cases: int
+    training: int
+    rivals: Sequence[str]
+    residual: int = 0
+    shown: Sequence[str] = ()
+    rules: Sequence[str] = tuple(RULES)
+    shipped: str = "tree"
+    fits: Mapping[str, Sequence[str]] = EMPTY
+    timed: str | None = None
+    headroom: bool = False
+    by_host: bool = False
+    unit: float = 100
+    heuristic: bool = False
 
 
-def whole(runs: Sequence[Figures]) -> Scores:
-    return Scores(*(np.stack([getattr(run, name) for run in runs], 1) for name in Scores._fields))
+STUDIES: Mapping[str, Study] = {
+    "heal": Study(
+        "heldout",
+        320,
+        480,
+        (BEST, "participation"),
+        residual=64,
+        fits={"tree (taught)": TAUGHT_FEATURES, LEFT_OUT: FEATURES},
+        timed=BEST,
+        headroom=True,
+        heuristic=True,
+    ),
+    "heal-images": Study(
+        "fresh",
+        160,
+        160,
+        (BEST, UNIFORM_2.name, UNIFORM.name),
+        residual=20,
+        shown=(UNIFORM.name, UNIFORM_2.name),
+        shipped="tree, as shipped",
+        fits={
+            "tree, fitted on images": FEATURES,
+            "tree, fitted on images (taught)": TAUGHT_FEATURES,
+            LEFT_OUT: FEATURES,
+        },
+        timed=BEST,
+        by_host=True,
+    ),
+    "heal-bytes": Study(
+        "heldout",
+        32,
+        24,
+        (BEST, UNIFORM.name),
+        shown=(UNIFORM.name, *(plan.name for plan in (SPARSE_ROWS, SPARSE_HEAD, FULL_HEAD))),
+        rules=("participation", "collapse", "drift (taught)"),
+        timed=UNIFORM.name,
+        unit=1,
+    ),
+}
 
 
-def chosen(picks: Sequence[Placed], plans: Mapping[str, Scores]) -> Scores:
-    """The figures of the plan that was picked for each case."""
-    return Scores(*(np.stack([getattr(plans[p.name], f)[i] for i, p in enumerate(picks)]) for f in Scores._fields))
+def place(root: Path, setting: str) -> Path:
+    """The folder of a setting. Features are kept in that of ONE_SITE, for every setting with its cases."""
+    return root / setting.replace(" ", "-")
 
 
-def oracle(plans: Mapping[str, Scores]) -> Scores:
-    """The best plan for each case by the J of one seed, with the figures of the other."""
-    names = [placed.name for placed in PLANS]
-    value = np.stack([plans[name].objective for name in names])
-    best = value[..., ::-1].argmax(0)[None]
-    fields = (np.stack([getattr(plans[name], field) for name in names]) for field in Scores._fields)
-    return Scores(*(np.take_along_axis(field, best, 0)[0] for field in fields))
-
-
-def rule_picks(rule: Placement, seen: Sequence[View]) -> list[Placed]:
+def picks(rule: Placement, seen: Sequence[View]) -> list[Placed]:
+    """The plan of each case."""
     found = []
     for view in seen:
-        picks = rule.pick(view)
-        found += [Placed(plan, slot) for plan, slot in zip(picks.plans, picks.slot.tolist(), strict=True)]
+        own = rule.pick(view)
+        found += [Placed(plan, slot) for plan, slot in zip(own.plans, own.slot.tolist(), strict=True)]
     return found
 
 
-def left_out(training: Known, held: Known) -> list[Placed]:
+def taken(plans: Scores, names: Sequence[str], which: NDArray[np.int64]) -> Figures:
+    """The figures of the plan that is the index (n, seeds) or (n, 1) in `names`."""
+    columns = (np.stack([getattr(plans[name], field) for name in names]) for field in Figures._fields)
+    return Figures(*(np.take_along_axis(column, which[None], 0)[0] for column in columns))
+
+
+def chosen(placed: Sequence[Placed], plans: Scores) -> Figures:
+    """The figures of the plan that was picked for each case."""
+    names = list(plans)
+    return taken(plans, names, np.array([[names.index(each.name)] for each in placed]))
+
+
+def oracle(plans: Scores, names: Sequence[str] | None = None) -> Figures:
+    """The best plan for each case by the J of one seed, with the figures of the other."""
+    names = list(names or plans)
+    return taken(plans, names, best_by_others(np.stack([plans[name].objective for name in names])))
+
+
+def left_out(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> list[Placed]:
     """The picks of trees that were fitted without the kind of damage of each case."""
-    kinds = np.array([facts.damage.kind.value for facts in training.facts])
-    own = np.array([facts.damage.kind.value for facts in held.facts])
-    picks: list[Placed] = [Placed(UNIFORM)] * len(own)
-    for kind in np.unique(own):
-        models = {name: forest_of(model) for name, model in fitted(training, FEATURES, kinds != kind).items()}
-        every = picked(models, held, FEATURES)
-        picks = [every[i] if own[i] == kind else pick for i, pick in enumerate(picks)]
-    return picks
+    found: dict[str, list[Placed]] = {}
+    for kind in np.unique(held.kind):
+        found[kind] = picks(Trees(fitted(training, x, FEATURES, training.kind != kind)), seen)
+    return [found[kind][case] for case, kind in enumerate(held.kind)]
 
 
-def refitted(training: Known, held: Known) -> list[list[Placed]]:
+def fit(
+    row: str, names: Sequence[str], training: Collected, x: Floats, held: Collected, seen: Sequence[View]
+) -> Figures:
+    """The figures of the plans that trees pick which were fitted on the training cases."""
+    own = left_out(training, x, held, seen) if row == LEFT_OUT else picks(Trees(fitted(training, x, names)), seen)
+    return chosen(own, held.plans)
+
+
+def refitted(training: Collected, x: Floats, seen: Sequence[View]) -> list[list[Placed]]:
     """The picks of trees that were fitted on FITS bootstrap samples of the training hosts."""
     hosts, found = np.unique(training.host), []
-    for fit in range(FITS):
-        drawn = np.random.default_rng(fit).choice(hosts, len(hosts))
+    for seed in range(FITS):
+        drawn = np.random.default_rng(seed).choice(hosts, len(hosts))
         rows = np.concatenate([np.flatnonzero(training.host == host) for host in drawn])
-        sample = training._replace(
-            facts=[training.facts[row] for row in rows],
-            x=training.x[rows],
-            objective={name: value[rows] for name, value in training.objective.items()},
-        )
-        models = fitted(sample, FEATURES, np.ones(len(rows), bool), fit)
-        found.append(picked({name: forest_of(model) for name, model in models.items()}, held, FEATURES))
+        found.append(picks(Trees(fitted(training, x, FEATURES, rows, seed)), seen))
     return found
 
 
-def joint(fits: NDArray[np.float64], host: NDArray[np.int64]) -> tuple[float, float]:
-    """Bounds of the mean of differences (fits, n), by a bootstrap over trainings and hosts together."""
+def joint(gain: Floats, host: NDArray[np.int64], draws: int = DRAWS) -> tuple[float, float]:
+    """Bounds of the mean of differences (trainings, n), by a bootstrap over trainings and hosts together.
+
+    `runs.statistics.interval` draws cases. Here a host is drawn with all of its cases, which are not independent.
+    """
     random, hosts = np.random.default_rng(0), np.unique(host)
-    sums = np.stack([fits[:, host == each].sum(1) for each in hosts], 1)
+    sums = np.stack([gain[:, host == each].sum(1) for each in hosts], 1)
     counts = np.array([(host == each).sum() for each in hosts])
     means = []
-    for _ in range(2000):
-        which, rows = random.integers(len(fits), size=len(fits)), random.integers(len(hosts), size=len(hosts))
+    for _ in range(draws):
+        which, rows = random.integers(len(gain), size=len(gain)), random.integers(len(hosts), size=len(hosts))
         means.append(sums[which][:, rows].mean(0).sum() / counts[rows].sum())
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
-def points(ours: Floats, theirs: Floats) -> str:
-    found = interval(mean_difference, [ours], [theirs])
-    return f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+def signed(value: float, low: float, high: float, unit: float = 100) -> str:
+    """A difference in J with its bounds, in points or in another unit."""
+    digits = 1 if unit == 100 else 3
+    return f"{unit * value:+.{digits}f} [{unit * low:+.{digits}f}, {unit * high:+.{digits}f}]"
 
 
-def table(scores: Mapping[str, Scores], reference: str, rival: str) -> None:
-    base, other = scores[reference], scores[rival]
-    room = (scores["oracle"].objective - base.objective).mean()
-    columns = [
-        f"over {reference}, points [95 %]",
-        "share of the headroom",
-        f"over {rival}",
-        f"over time, over {reference}",
-    ]
-    print(f"\n| | J | accuracy | {' | '.join(columns)} |")
-    print("|---|---|---|---|---|---|---|")
+def difference(ours: Floats, theirs: Floats, host: NDArray[np.int64] | None = None, unit: float = 100) -> str:
+    """The mean of paired differences (n, seeds), with bounds over cases, or over hosts where they are given."""
+    if host is None:
+        return signed(*interval(mean_difference, [ours], [theirs]), unit)
+    return signed((ours - theirs).mean(), *joint((ours - theirs).mean(1)[None], host, 2 * DRAWS), unit)
+
+
+def print_table(of: Study, scores: Scores, held: Collected) -> None:
+    """J, the metric, and paired differences; J over time is on the probe split, mean over the steps."""
+    base, room = scores[BEST], (scores[ORACLE].objective - scores[BEST].objective).mean()
+    host, points = held.host if of.by_host else None, ", points" if of.unit == 100 else ""
+    heads = ["accuracy"] if points else ["bits per byte", "parameters"]
+    first, *others = of.rivals
+    heads += [f"over {first}{points} [95 %]", *["share of the headroom"] * of.headroom]
+    heads += [*(f"over {rival}" for rival in others), *([f"over time, over {of.timed}"] if of.timed else [])]
+    print(f"\n| | J | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}")
     for name, own in scores.items():
-        share = f"{(own.objective - base.objective).mean() / room:.0%}"
-        timed = "" if np.isnan(own.over_time).any() else points(own.over_time, base.over_time)
-        cells = points(own.objective, base.objective), share, points(own.objective, other.objective), timed
-        print(f"| {name} | {own.objective.mean():.3f} | {own.metric.mean():.3f} | {' | '.join(cells)} |")
+        cells = [f"{own.objective.mean():.3f}", f"{abs(own.metric.mean()):.3f}"]
+        cells += [] if points else [f"{own.added.mean():.1%}"]
+        for rival in of.rivals:
+            theirs = scores[rival].objective
+            cells.append("" if name == rival else difference(own.objective, theirs, host, of.unit))
+            if of.headroom and rival == first:
+                cells.append(f"{(own.objective - base.objective).mean() / room:.0%}")
+        if of.timed:
+            timed = not np.isnan(own.over_time).any()
+            theirs = scores[of.timed].over_time
+            cells.append(difference(own.over_time, theirs, host, of.unit) if timed and name != of.timed else "")
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
-def by_damage(scores: Mapping[str, Scores], kinds: NDArray[np.str_]) -> None:
+def print_damage(scores: Scores, kinds: NDArray[np.str_]) -> None:
     print(f"\n| damage | cases | {' | '.join(scores)} |\n|---|---|{'---|' * len(scores)}")
     for kind in np.unique(kinds):
         rows = kinds == kind
@@ -145,83 +249,106 @@ def by_damage(scores: Mapping[str, Scores], kinds: NDArray[np.str_]) -> None:
         print(f"| {kind} | {rows.sum()} | {cells} |")
 
 
-def static(folder: Path, keys: Sequence[int]) -> dict[str, Scores]:
-    """Full fine-tuning and training from scratch, without rent."""
-    found = {}
-    for name, (build, lr) in STATIC.items():
-        settings = {"optimizer": {"lr": lr}}
-        runs = [kept(folder, {name: named("never")}, build(), keys, seed, settings)[name] for seed in range(SEEDS)]
-        own = whole(runs)
+def static(folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE) -> dict[str, Figures]:
+    """Full fine-tuning and training from scratch, without rent, at the learning rates of their tasks and for as many steps as
+    the seeds of a setting have.
+    """
+    found, steps = {}, {name: value for name, value in SETTINGS[setting].settings.items() if name == "steps"}
+    for name, build in source.static.items():
+        own = kept(folder, {name: named("never")}, build(), keys, SEEDS, steps, source.rows)[name]
         found[name] = own._replace(over_time=np.full_like(own.over_time, np.nan))
     return found
 
 
-def grown_with(
-    folder: Path, contenders: Sequence[Contender], keys: Sequence[int], settings: Mapping[str, Any]
-) -> dict[str, Scores]:
-    by_name = {contender.name: contender for contender in contenders}
-    runs = [kept(folder, by_name, heal(), keys, seed, settings) for seed in range(SEEDS)]
-    return {name: whole([run[name] for run in runs]) for name in by_name}
-
-
-def residual(folder: Path, count: int) -> None:
-    """The control: hosts with skips, where damage can be repaired anywhere."""
-    keys = [facts.key for facts in cases(FIRST["heldout"], count, plain=False)]
-    names = ("uniform", "tree", "participation")
-    found = grown_with(folder, [named(name) for name in names], keys, SENSED)
-    print(f"\n{len(keys)} residual cases from key {keys[0]} on")
+def print_residual(
+    folder: Path, source: Source, part: str, count: int, setting: str, seeds: int = SEEDS, by_host: bool = False
+) -> None:
+    """Print the control: hosts with skips, where damage can be repaired anywhere."""
+    facts = source.cases(part, count, setting, plain=False)
+    keys, host = [each.key for each in facts], np.array([each.number for each in facts])
+    rules = {name: named(name) for name in ("uniform", "participation", "tree")}
+    settings = {**SENSED, **SETTINGS[setting].settings}
+    found = kept(folder, rules, source.task(), keys, seeds, settings, source.rows)
+    print(f"\n{len(keys)} residual cases, keys {keys[0]} to {keys[-1]}, {len(np.unique(host))} hosts")
     for name, own in found.items():
-        print(f"{name} {own.objective.mean():.3f} over uniform {points(own.objective, found['uniform'].objective)}")
+        gain = difference(own.objective, found["uniform"].objective, host if by_host else None)
+        print(f"{name} {own.objective.mean():.3f}, over uniform {gain}")
+
+
+def print_trainings(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> None:
+    """Print what trees of several trainings gain."""
+    fits = np.stack([chosen(own, held.plans).objective.mean(1) for own in refitted(training, x, seen)])
+    gain = fits - held.plans[training.best()].objective.mean(1)
+    print(
+        f"trees of {FITS} bootstrap samples of the training hosts over the best fixed plan: "
+        f"{signed(gain.mean(), *joint(gain, held.host))}, over trainings and hosts together"
+    )
+
+
+def contenders(
+    of: Study, root: Path, setting: str, training: Collected, held: Collected, seen: Sequence[View]
+) -> dict[str, Figures]:
+    """The figures of everything but static networks."""
+    plans, source = held.plans, held.source
+    scores = {"never": plans[NONE.name], BEST: plans[training.best()]}
+    names = {placed.plan.name: placed.name for placed in source.plans}
+    scores |= {name: plans[names[name]] for name in of.shown}
+    scores |= {name: chosen(picks(RULES[name](), seen), plans) for name in of.rules}
+    scores[of.shipped] = chosen(picks(Trees(), seen), plans)
+    if of.fits:
+        x = features(training, place(root, ONE_SITE) / f"features-training-{len(training.facts)}.npy")
+        print_trainings(training, x, held, seen)
+        scores |= {row: fit(row, names, training, x, held, seen) for row, names in of.fits.items()}
+    scores[ORACLE] = oracle(plans)
+    if source is SOURCES["heal-bytes"]:
+        scores["oracle of the plans of heal"] = oracle(plans, [placed.name for placed in BYTES])
+    if of.heuristic:
+        rule, settings = {"heuristic": named("heuristic")}, SETTINGS[setting].settings
+        scores |= kept(place(root, setting) / "heuristic", rule, source.task(), held.keys, SEEDS, settings, source.rows)
+    return scores
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cases", type=int, default=320, help="held-out cases")
-    parser.add_argument("--training", type=int, default=480, help="training cases")
-    parser.add_argument("--residual", type=int, default=64, help="residual cases of the control; 0 for none")
-    parser.add_argument("--no-static", action="store_true", help="leave full fine-tuning and training from scratch out")
-    parser.add_argument("--no-heuristic", action="store_true", help="leave the rule `heuristic` out")
+    parser.add_argument("--task", choices=list(STUDIES), default="heal")
+    parser.add_argument("--setting", choices=["one site", "cap 3 %", "cap 10 %", "160 updates"], default=ONE_SITE)
+    parser.add_argument("--cases", type=int, help="held-out cases; by default as many as the page has")
+    parser.add_argument("--training", type=int, help="training cases; likewise")
+    parser.add_argument("--residual", type=int, help="residual cases of the control; likewise, 0 for none")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    training = known(options.folder / "training", "training", options.training, 1)
-    held = known(options.folder / "heldout", "heldout", options.cases, SEEDS)
-    keys = [facts.key for facts in held.facts]
-    by_plan = {placed.name: fixed(placed) for placed in PLANS}
-    runs = [kept(options.folder / "heldout", by_plan, heal(), keys, seed) for seed in range(SEEDS)]
-    plans = {name: whole([run[name] for run in runs]) for name in by_plan}
-    best = max(by_plan, key=lambda name: training.objective[name].mean())
+    source, of = SOURCES[options.task], STUDIES[options.task]
+    given = {name: getattr(options, name) for name in ("cases", "training", "residual")}
+    of = of._replace(**{name: value for name, value in given.items() if value is not None})
+    folder = place(options.folder, options.setting)
+    training = collected(folder / "training", source, "training", of.training, 1, options.setting)
+    held = collected(folder / of.part, source, of.part, of.cases, SEEDS, options.setting)
+    means = sorted(training.objective.items(), key=lambda item: -item[1].mean())
+    print(f"{of.training} training cases: " + ", ".join(f"{placed.name} {value.mean():.3f}" for placed, value in means))
     print(
-        f"{len(keys)} cases, keys {keys[0]} to {keys[-1]}, {len(np.unique(held.host))} hosts; best fixed plan on training: {best}"
+        f"{options.setting}: {of.cases} cases, keys {held.keys[0]} to {held.keys[-1]}, {len(np.unique(held.host))} hosts; "
+        f"best fixed plan on training: {training.best()}"
     )
-
-    scores = {"never": plans[NONE.name], "best fixed plan": plans[best]}
-    seen = views(keys)
-    scores |= {name: chosen(rule_picks(rule(), seen), plans) for name, rule in RULES.items()}
-    shipped = load_forests(SHIPPED, FEATURES)
-    scores["tree"] = chosen(picked(dict(shipped.models), held, shipped.features), plans)
-    every = np.ones(len(training.x), bool)
-    models = {name: forest_of(model) for name, model in fitted(training, TAUGHT_FEATURES, every).items()}
-    scores["tree (taught)"] = chosen(picked(models, held, TAUGHT_FEATURES), plans)
-    scores["tree, damage left out"] = chosen(left_out(training, held), plans)
-    scores["oracle"] = oracle(plans)
-    fits = np.stack([chosen(picks, plans).objective.mean(1) for picks in refitted(training, held)])
-    gain = fits - scores["best fixed plan"].objective.mean(1)
-    low, high = joint(gain, held.host)
-    print(
-        f"trees of {FITS} bootstrap samples of the training hosts over the best fixed plan: {100 * gain.mean():+.1f} "
-        f"[{100 * low:+.1f}, {100 * high:+.1f}], over trainings and hosts together"
-    )
-    if not options.no_heuristic:
-        scores |= grown_with(options.folder / "heuristic", [named("heuristic")], keys, EMPTY)
-    if not options.no_static:
-        scores |= static(options.folder / "static", keys)
-    table(scores, "best fixed plan", "participation")
-    by_damage(scores, np.array([facts.damage.kind.value for facts in held.facts]))
-    for name in STATIC if not options.no_static else ():
-        print(f"tree over {name}: {points(scores['tree'].objective, scores[name].objective)}")
-    if options.residual:
-        residual(options.folder / "residual", options.residual)
+    scores = contenders(of, options.folder, options.setting, training, held, views(source, held.keys))
+    longer = "steps" in SETTINGS[options.setting].settings
+    beside = place(options.folder, options.setting if longer else ONE_SITE) / "static"
+    scores |= static(beside, source, held.keys, options.setting)
+    print_table(of, scores, held)
+    print_damage(scores, held.kind)
+    host = held.host if of.by_host else None
+    taught = [name for name in of.fits if "taught" in name]
+    for name, rival in [
+        *((of.shipped, rival) for rival in source.static),
+        *((name, "drift (taught)") for name in taught),
+    ]:
+        gain = difference(scores[name].objective, scores[rival].objective, host, of.unit)
+        print(f"{name} over {rival}: {gain}")
+    best = np.stack([own.objective for own in held.plans.values()]).argmax(0).ravel()
+    counts = dict(zip(held.plans, np.bincount(best, minlength=len(held.plans)).tolist(), strict=True))
+    print("the best plan of a case and start:", {name: count for name, count in counts.items() if count})
+    if of.residual:
+        print_residual(folder / "residual", source, of.part, of.residual, options.setting, by_host=of.by_host)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@
     decisions   these policies beside rules, trees and the bandit, in episodes of their length
     bandit      a bandit that grows the training cases itself, without FIGURES; it is written to OUT/grown.bandit
 
-The comparisons are on fresh cases: plain hosts with one damaged site, from the key FRESH on. OUT keeps what is finished, and a
-call goes on with what is missing.
+The comparisons are on fresh cases: plain hosts with one damaged site, those of the part `learners`. OUT keeps what is
+finished, and a call goes on with what is missing.
 """
 
 import argparse
@@ -21,24 +21,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from collect_healing import FIRST, PLANS, Bench, Figures, Floats, cases, fixed, kept
-from fit_trees import Known, fitted, known, picked, views
+from collect_healing import PLANS, SENSED, VECTOR, Collected, Figures, Floats, collected, features, grow, kept, views
+from fit_trees import fitted, picked
 from numpy.typing import NDArray
-from study_heal import SENSED, joint, rule_picks
+from study_heal import joint, picks, signed
 from torch import Tensor, nn
 from train_learners import ALONE, ENVS, IMITATION, ROUNDS, SHORT, train_all
 
 from esper.leyline.actions import Ints
+from esper.leyline.view import View
 from esper.runs.contenders import Contender, named
 from esper.tamiyo.bandit import SUFFIX, Bandit, contexts, load_bandit, save_bandit
-from esper.tamiyo.forest import forest_of, load_forests
-from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
+from esper.tamiyo.healing_features import FEATURES
 from esper.tamiyo.placement import ParticipationDrop
 from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, Placed
-from esper.tamiyo.trees import SHIPPED
-from esper.tasks.heal import heal
+from esper.tamiyo.trees import SHIPPED, Trees, load_trees
 
-FRESH = 1_160_192
 TRAINING, FITS, BOLD = 480, 10, 1.0
 BUDGETS = (1920, 7200)
 """Episodes: networks that are grown for training."""
@@ -103,28 +101,30 @@ def ppo(net: Scorer, x: Tensor, worth: Tensor, episodes: int, group: int = 4, en
             adam.step()
 
 
-def policy_picks(of: Known, teach: Sequence[Placed] | None, episodes: int, seed: int, x: Floats) -> Ints:
-    """The plans that a policy picks for contexts x after imitation, PPO or both."""
+def policy_picks(
+    of: Collected, seen: Floats, teach: Sequence[Placed] | None, episodes: int, seed: int, x: Floats
+) -> Ints:
+    """The plans that a policy picks for contexts x after imitation, PPO or both on cases with the contexts `seen`."""
     torch.manual_seed(seed)
-    seen = torch.tensor(known_contexts(of), dtype=torch.float32)
-    net = Scorer(seen.shape[-1])
+    known = torch.tensor(seen, dtype=torch.float32)
+    net = Scorer(known.shape[-1])
     if teach is not None:
-        imitate(net, seen, torch.tensor([AT[placed] for placed in teach]))
+        imitate(net, known, torch.tensor([AT[placed] for placed in teach]))
     if episodes:
-        worth = torch.tensor(np.stack([of.objective[placed.name] for placed in PLANS], 1), dtype=torch.float32)
-        ppo(net, seen, worth, episodes)
+        ppo(net, known, torch.tensor(worth_of(of), dtype=torch.float32), episodes)
     with torch.no_grad():
         found: Ints = net(torch.tensor(x, dtype=torch.float32))[0].argmax(1).numpy()
     return found
 
 
-def known_contexts(of: Known) -> Floats:
-    return contexts(of.x[..., [TAUGHT_FEATURES.index(name) for name in FEATURES]])
+def worth_of(of: Collected) -> Floats:
+    """J (n, plans)."""
+    return np.stack([of.objective[placed] for placed in PLANS], 1)
 
 
-def bandit_of(of: Known, episodes: int, seed: int) -> Bandit:
+def bandit_of(of: Collected, x: Floats, episodes: int, seed: int) -> Bandit:
     """A bandit after so many episodes: of every case that it meets one of UNIFORM, once, and one of the plan that it chose."""
-    random, x, bandit, spent = np.random.default_rng(seed), known_contexts(of), Bandit(bold=BOLD), 0
+    random, worth, bandit, spent = np.random.default_rng(seed), worth_of(of), Bandit(bold=BOLD), 0
     met: set[int] = set()
     while True:
         for case in random.permutation(len(x)).tolist():
@@ -137,27 +137,26 @@ def bandit_of(of: Known, episodes: int, seed: int) -> Bandit:
                 return bandit
             met.add(case)
             spent += max(cost, 1)  # UNIFORM again is an episode that tells nothing
-            gain = of.objective[Placed(plan, slot).name][case] - of.objective[UNIFORM.name][case]
+            gain = worth[case, AT[Placed(plan, slot)]] - worth[case, AT[Placed(UNIFORM)]]
             bandit.learn(plan, x[case, slot], float(gain))
 
 
-def tree_picks(of: Known, fresh: Known, episodes: int, seed: int) -> list[Placed]:
+def tree_picks(of: Collected, x: Floats, seen: Sequence[View], episodes: int, seed: int) -> list[Placed]:
     """The picks of trees that were fitted on as many cases as the episodes pay for; all of them are drawn with replacement."""
     random, count = np.random.default_rng(seed), episodes // len(PLANS)
     hosts = random.choice(np.unique(of.host), len(np.unique(of.host)))
     rows = np.concatenate([np.flatnonzero(of.host == host) for host in hosts])[:count]
-    sample = Known([of.facts[row] for row in rows], of.x[rows], {name: own[rows] for name, own in of.objective.items()})
-    models = fitted(sample, FEATURES, np.ones(len(rows), bool), seed)
-    return picked({name: forest_of(model) for name, model in models.items()}, fresh, FEATURES)
+    return picks(Trees(fitted(of, x, FEATURES, rows, seed)), seen)
 
 
 def grow_bandit(out: Path, count: int) -> None:
     """Let a bandit grow the training cases, ENVS at a time: each once under `uniform` and once under the plan that it chose."""
-    keys, bandit = [each.key for each in cases(FIRST["training"], count)], Bandit(bold=BOLD)
+    keys, bandit, uniform = [each.key for each in VECTOR.cases("training", count)], Bandit(bold=BOLD), named("uniform")
     for start in range(0, len(keys), ENVS):
-        bench = Bench(heal(), keys[start : start + ENVS], 0, SENSED)
-        base = bench.grow(named("uniform")).objective
-        own = bench.grow(named("uniform")._replace(make=lambda config: bandit)).objective
+        base, own = (
+            grow(VECTOR.task(), keys[start : start + ENVS], contender, 0, SENSED).objective
+            for contender in (uniform, uniform._replace(make=lambda config: bandit))
+        )
         bandit.learn_all(own - base)
         save_bandit(out / f"grown{SUFFIX}", bandit)
         print(
@@ -171,8 +170,7 @@ def line(name: str, episodes: str, fits: Floats, base: Floats, tree: Floats, hos
     cells = []
     for other in (base, tree):
         gain = fits - other
-        low, high = joint(gain, host)
-        cells.append(f"{100 * gain.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" if gain.any() else "")
+        cells.append(signed(gain.mean(), *joint(gain, host)) if gain.any() else "")
     print(f"| {name} | {len(fits)} | {episodes} | {fits.mean():.3f} | {' | '.join(cells)} |", flush=True)
 
 
@@ -181,56 +179,49 @@ HEADER = "| | trainings | episodes | J | over the best fixed plan, points [95 %]
 
 def plans(figures: Path, out: Path, count: int, fits: int) -> None:
     """Controllers that choose a plan: their figures are those of the plans, grown once for every case."""
-    of = known(figures / "training", "training", TRAINING, 1)
-    facts = cases(FRESH, count)
-    keys = [each.key for each in facts]
-    seen = views(keys, taught=False)
-    x = np.concatenate([table(slot_features(view, taught=False), FEATURES) for view in seen])
-    wide = np.zeros((*x.shape[:2], len(TAUGHT_FEATURES)))
-    wide[..., [TAUGHT_FEATURES.index(name) for name in FEATURES]] = x
-    grown = kept(out / "fresh", {placed.name: fixed(placed) for placed in PLANS}, heal(), keys, 0)
-    fresh = Known(facts, wide, {name: own.objective for name, own in grown.items()})
-    worth = np.stack([fresh.objective[placed.name] for placed in PLANS], 1)
-    best = max(PLANS, key=lambda placed: of.objective[placed.name].mean())
-    shipped = load_forests(SHIPPED, FEATURES)
-    teacher = picked(dict(shipped.models), of, shipped.features)
+    of = collected(figures / "training", VECTOR, "training", TRAINING, 1)
+    known = features(of, figures / "training" / f"features-training-{TRAINING}.npy")
+    fresh = collected(out / "fresh", VECTOR, "learners", count, 1)
+    seen, columns = views(VECTOR, fresh.keys), slice(len(FEATURES))
+    x = contexts(features(fresh, out / "fresh" / f"features-learners-{count}.npy")[..., columns])
+    old, worth, best = contexts(known[..., columns]), worth_of(fresh), worth_of(of).mean(0).argmax()
+    teacher = picked(load_trees(SHIPPED), of, known)
 
-    def j(picks: Ints) -> Floats:
-        scores: Floats = worth[np.arange(len(worth)), picks]
+    def j(which: Ints) -> Floats:
+        scores: Floats = worth[np.arange(len(worth)), which]
         return scores
 
-    def placed(picks: Sequence[Placed]) -> Floats:
-        return j(np.array([AT[pick] for pick in picks]))
+    def placed(own: Sequence[Placed]) -> Floats:
+        return j(np.array([AT[each] for each in own]))
 
     def chosen(trained: Bandit) -> Floats:
-        options, gains = trained.gains(contexts(x))
+        options, gains = trained.gains(x)
         return placed([Placed(*options[index]) for index in gains.argmax(1)])
 
     def bandit(episodes: int, seed: int) -> Floats:
-        save_bandit(out / f"{episodes}-s{seed}{SUFFIX}", trained := bandit_of(of, episodes, seed))
+        save_bandit(out / f"{episodes}-s{seed}{SUFFIX}", trained := bandit_of(of, old, episodes, seed))
         return chosen(trained)
 
-    base, tree = worth[:, AT[best]], placed(picked(dict(shipped.models), fresh, shipped.features))
-    print(
-        f"{len(keys)} cases, keys {keys[0]} to {keys[-1]}, {len(np.unique(fresh.host))} hosts; best fixed plan {best.name}"
-    )
+    base, tree = worth[:, best], placed(picks(Trees(), seen))
+    hosts = len(np.unique(fresh.host))
+    print(f"{count} cases, keys {fresh.keys[0]} to {fresh.keys[-1]}, {hosts} hosts; best fixed plan {PLANS[best].name}")
     print(f"the best of {len(PLANS)} plans by these very figures: {worth.max(1).mean():.3f}\n{HEADER}")
-    single = {"best fixed plan": (base, "7,200"), "participation": (placed(rule_picks(ParticipationDrop(), seen)), "0")}
+    single = {"best fixed plan": (base, "7,200"), "participation": (placed(picks(ParticipationDrop(), seen)), "0")}
     single["tree, as shipped"] = tree, "7,200"
     if (path := out / f"grown{SUFFIX}").is_file():
         single["bandit that grew its cases"] = chosen(load_bandit(path)), "960"
     for name, (own, episodes) in single.items():
         line(name, episodes, own[None], base, tree, fresh.host)
     arms: dict[str, Callable[[int, int], Floats]] = {
-        "trees": lambda episodes, seed: placed(tree_picks(of, fresh, episodes, seed)),
+        "trees": lambda episodes, seed: placed(tree_picks(of, known, seen, episodes, seed)),
         "bandit": bandit,
-        "PPO only": lambda episodes, seed: j(policy_picks(of, None, episodes, seed, contexts(x))),
-        "imitation, then PPO": lambda episodes, seed: j(policy_picks(of, teacher, episodes, seed, contexts(x))),
+        "PPO only": lambda episodes, seed: j(policy_picks(of, old, None, episodes, seed, x)),
+        "imitation, then PPO": lambda episodes, seed: j(policy_picks(of, old, teacher, episodes, seed, x)),
     }
     line(
         "imitation only",
         "0 + the teacher's",
-        np.stack([j(policy_picks(of, teacher, 0, seed, contexts(x))) for seed in range(fits)]),
+        np.stack([j(policy_picks(of, old, teacher, 0, seed, x)) for seed in range(fits)]),
         *(base, tree, fresh.host),
     )
     for episodes in BUDGETS:
@@ -242,7 +233,7 @@ def plans(figures: Path, out: Path, count: int, fits: int) -> None:
 
 def decisions(out: Path, count: int) -> None:
     """Policies over single decisions beside rules and trees, in short episodes."""
-    facts = cases(FRESH, count)
+    facts = VECTOR.cases("learners", count)
     keys, host = [each.key for each in facts], np.array([each.number for each in facts])
     taught = " + the teacher's"
     arms = {
@@ -255,7 +246,7 @@ def decisions(out: Path, count: int) -> None:
     names = ["uniform", "participation", "tree", *(path for paths in folders.values() for path in paths)]
     scores: dict[str, Floats] = {}
     for name in names:
-        scores[name] = grown(out, named(name)._replace(name=Path(name).name), keys).objective
+        scores[name] = grown(out, named(name)._replace(name=Path(name).name), keys).objective[:, 0]
     base, tree = scores["uniform"], scores["tree"]
     print(f"{len(keys)} cases, keys {keys[0]} to {keys[-1]}, in episodes of {SHORT['steps']} steps\n{HEADER}")
     for name, episodes in (("uniform", "7,200"), ("participation", "0"), ("tree", "7,200")):
@@ -266,7 +257,7 @@ def decisions(out: Path, count: int) -> None:
 
 
 def grown(out: Path, contender: Contender, keys: Sequence[int]) -> Figures:
-    return kept(out / "short", {contender.name: contender}, heal(), keys, 0, {**SHORT, **SENSED})[contender.name]
+    return kept(out / "short", {contender.name: contender}, VECTOR.task(), keys, 1, {**SHORT, **SENSED})[contender.name]
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from collect_healing import FIRST, cases
+from collect_healing import VECTOR
 
 from esper.leyline.task import Mixture
 from esper.runs.cohort import cohorts_of, settings_of_policy
@@ -14,7 +14,6 @@ from esper.runs.configuration import training_configs
 from esper.runs.interrupt import Interrupt
 from esper.runs.school import School
 from esper.tamiyo.controller import Language, Policy, load_policy, save_policy
-from esper.tasks.heal import heal
 
 TRAINING, VALIDATION, ENVS = 480, 32, 64
 SHORT: Mapping[str, Any] = {"steps": 10, "data": {"batches_per_step": 8}}
@@ -33,8 +32,8 @@ IMITATION, ROUNDS, ALONE = 5, 6, 11
 
 def restricted() -> Mixture:
     """`heal` with the training cases of the trees, and as validation the cases that follow them."""
-    whole = heal()
-    keys = [facts.key for facts in cases(FIRST["training"], TRAINING + VALIDATION)]
+    whole = VECTOR.task()
+    keys = [facts.key for facts in VECTOR.cases("training", TRAINING + VALIDATION)]
     return replace(
         whole,
         sample=lambda number: whole.sample(keys[number]),

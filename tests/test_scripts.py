@@ -1,5 +1,7 @@
 """The scripts behind the figures run in their quick form."""
 
+import ast
+import importlib
 import json
 import os
 import runpy
@@ -20,6 +22,34 @@ def run(name, *arguments, cwd):
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_script_imports_from_esper_and_from_other_scripts_is_there(script):
+    for node in ast.walk(ast.parse(script.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        names = {each.name for each in node.names}
+        if node.module.partition(".")[0] == "esper":
+            module = importlib.import_module(node.module)
+            packages = {name for name in names if not hasattr(module, name)}
+            for name in packages:
+                importlib.import_module(f"{node.module}.{name}")
+        elif (other := SCRIPTS / f"{node.module}.py").is_file():
+            assert names <= defined(ast.parse(other.read_text())), f"{script.name} imports from {other.name}"
+
+
+def defined(tree):
+    """The names at the top of a module."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {each.asname or each.name for each in node.names}
+        else:
+            found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return found
 
 
 @pytest.fixture(scope="module")

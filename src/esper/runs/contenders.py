@@ -111,7 +111,7 @@ def grow_contender(
 ) -> tuple[VectorizedEngine, Outcome, float]:
     """Grow one population for an episode. Returns the engine, the last outcome, and the duration of the steps [s].
 
-    instance: (E,) keys of the instances; None takes those of the config.
+    instance: (E,) keys of the instances; None takes those of the config. observers: they follow the episode.
     """
     client = contender.make(config)
     engine = VectorizedEngine(task, with_sensors(config, client))

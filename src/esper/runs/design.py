@@ -15,7 +15,7 @@ from esper.leyline.pace import Pace
 from esper.leyline.stages import Stage
 from esper.leyline.task import AnyTask, Mixture
 from esper.leyline.text import counted
-from esper.leyline.view import Floats
+from esper.leyline.view import Floats, Outcome
 from esper.runs.baselines import grown_of
 from esper.runs.contenders import ROWS, Contender, Say, contender_config, grow_contender, tell
 from esper.runs.evaluation_record import Figures
@@ -205,22 +205,28 @@ def trained_part(
 
 
 def _figures(contender: Contender, task: AnyTask, config: Config, *observers: Observer) -> Arrays:
-    """Return the figures (E,) of one population, and its growth as arrays. Only this function here reads test data of a
-    growth.
-    """
+    """Return the figures (E,) of one population, and its growth as arrays."""
     engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=observers)
+    return {**tested(task, config, engine, outcome, seconds)._asdict(), **grown_as_arrays(grown_of(engine))}
+
+
+def tested(task: AnyTask, config: Config, engine: VectorizedEngine, outcome: Outcome, seconds: float) -> Figures:
+    """Return the figures (E,) of a population that was grown on `task.sealed()`, by the test split. Only this function here
+    reads test data of a growth.
+
+    outcome: the last one. seconds: duration of the steps.
+    """
     tests = [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
     metric, loss = engine.evaluate(tests)
     value = metric if config.reward.objective == "metric" else -loss
     added = engine.exported_params() - outcome.host_params
-    figures = Figures(
+    return Figures(
         objective=objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size),
         metric=metric,
         added_params=added.astype(np.float64),
         kept=(outcome.seeds.stage == Stage.FOSSILIZED).sum(1).astype(np.float64),
         seconds=np.full(config.envs, seconds / config.envs),
     )
-    return {**figures._asdict(), **grown_as_arrays(grown_of(engine))}
 
 
 def _trained(name: str, grown: Arrays, task: AnyTask, config: Config, *observers: Observer) -> Arrays | Absent:

@@ -40,18 +40,25 @@ class Trees(Placement):
     def gains(self, view: View) -> tuple[list[tuple[Plan, int]], Floats]:
         """The plans with their slots, and the expected gain in J of each over UNIFORM, (E, plans)."""
         taught = any(name not in FEATURES for name in self.forests.features)
-        x = table(slot_features(view, taught), self.forests.features)
-        slots = x.shape[1]
-        options, columns = [(UNIFORM, -1)], [np.zeros(len(x))]
-        for plan in PLACED:
-            if plan.name not in self.forests.models:
-                continue
-            expected = self.forests.models[plan.name].predict(x)
-            at = range(slots) if plan not in (NONE, HERE) else [slots - 1]
-            for slot in at:
-                options.append((plan, -1 if plan == NONE else slot))
-                columns.append(expected[:, slot])
-        return options, np.stack(columns, 1)
+        return options_of(self.forests, table(slot_features(view, taught), self.forests.features))
+
+
+def options_of(forests: Forests, x: Floats) -> tuple[list[tuple[Plan, int]], Floats]:
+    """The plans that trees choose from with their slots, UNIFORM first, and the expected gain in J of each over it, (E, plans).
+
+    x: (E, S, F) features of the slots, as `forests.features` names them.
+    """
+    slots = x.shape[1]
+    options, columns = [(UNIFORM, -1)], [np.zeros(len(x))]
+    for plan in PLACED:
+        if plan.name not in forests.models:
+            continue
+        expected = forests.models[plan.name].predict(x)
+        at = range(slots) if plan not in (NONE, HERE) else [slots - 1]
+        for slot in at:
+            options.append((plan, -1 if plan == NONE else slot))
+            columns.append(expected[:, slot])
+    return options, np.stack(columns, 1)
 
 
 def load_trees(path: Path) -> Forests:
