@@ -12,6 +12,7 @@ import pytest
 import yaml
 from torch import nn
 
+from commands import files
 from esper.cli import main
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint
 from esper.kasmina.blueprints.vector import zero_linear
@@ -22,29 +23,10 @@ from esper.leyline.streams import Kind
 from pictures import write_cifar
 from processes import begun
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 QUICK = ["--envs", "2", "--steps", "3", "--set", "data.batches_per_step=2", "--models", "none"]
 QUICK += ["--set", "baselines=twin"]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Every test runs in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setenv("COLUMNS", "200")
-
-
-@pytest.fixture
-def esper(capsys):
-    """Runs the command; gives (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +37,6 @@ def exported(tmp_path_factory) -> Path:
         main(["grow", "spirals-narrow", *QUICK, "--models", "all", "--run", str(folder)])
     assert not end.value.code
     return folder
-
-
-def files(folder: Path = Path()) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def test_grow_prints_the_closing_table_on_stdout_and_progress_on_stderr(esper):

@@ -15,15 +15,12 @@ from esper.runs.resume import read_config
 from esper.store.checkpoint import Checkpoints
 from processes import begun
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 GROW = ["grow", "iris", "--envs", "2", "--models", "none", "--set", "data.batches_per_step=1"]
 ESPER = f"{sys.executable} -m esper"
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell that redirects")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def status(folder):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from esper.cli import main
 from journals import events
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
 GROW = ["grow", "iris", "--envs", "2", "--steps", "60", "--controller", "random-valid", "--models", "none"]
@@ -20,23 +21,6 @@ GROW += ["--baselines", "twin"]
 TRAIN = ["train", "iris", "wine", "--envs", "4", "--steps", "4", "--rounds", "3", "--set", "reward.group_size=2"]
 TRAIN += ["--set", "ppo={imitation_rounds: 1, validate_envs: 2, validate_every: 1}", "--set", "data.batches_per_step=1"]
 OFTEN = ["--set", "checkpoint={every_steps: 1, every_seconds: 0}", "--json"]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def esper(capsys):
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main(arguments)
-        out, err = capsys.readouterr()
-        return int(left.value.code or 0), out, err
-
-    return run
 
 
 def timeless(value):

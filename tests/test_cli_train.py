@@ -11,38 +11,20 @@ import pytest
 import yaml
 
 import esper as library
+from commands import files
 from esper.cli import main
 from esper.leyline.config import build_config
 from esper.runs.configuration import TRAINING
 from esper.tamiyo.controller import FACTS, load_policy
 from processes import begun
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 SHORT = ["--set", "data.batches_per_step=2", "--set", "reward.group_size=2", "--set", "ppo.imitation_rounds=1"]
 SHORT += ["--set", "ppo.validate_envs=2", "--set", "ppo.validate_every=1", "--set", "ppo.update_epochs=1"]
 TINY = ["--envs", "4", "--steps", "4", "--rounds", "2", *SHORT]
 FEW = ["--instances", "2", "--seeds", "1", "--search-episodes", "4", "--baselines", "none", "--opponents", "none"]
 FEW += ["--set", "steps=5", "--set", "data.batches_per_step=2", "--set", "slots=[block0]"]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Every test runs in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setenv("COLUMNS", "200")
-
-
-@pytest.fixture
-def esper(capsys):
-    """Runs the command; gives (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +35,6 @@ def trained(tmp_path_factory) -> Path:
         main(["train", "spirals-narrow", *TINY, "--set", "gates.min_holding_steps=2", "--run", str(folder)])
     assert not end.value.code
     return folder
-
-
-def files(folder: Path = Path()) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def refused(found: tuple[int, str, str], names: str, code: int = 2) -> None:
