@@ -58,6 +58,8 @@ class Case(NamedTuple):
         clip: whether gradients are clipped, by a norm that is summed in another order under FSDP
         looks: whether the model runs without a backward pass before each step of the growth
         average: whether there is a moving average of the model
+        scaled: whether a GradScaler scales the loss
+        frozen: whether the host is
     """
 
     shadow: bool = False
@@ -72,6 +74,8 @@ class Case(NamedTuple):
     clip: bool = True
     looks: bool = False
     average: bool = False
+    scaled: bool = False
+    frozen: bool = False
 
 
 STOPS = (3, 5, 7, 9, 24)
@@ -98,8 +102,9 @@ SHARDED = {
     "average": Case(wrap="after", average=True, stops=(20,)),
     "average from 20": Case(wrap="after", average=True, start=20),
     "bare": Case(wrap="bare", clip=False, looks=True),
-    "bare, folded": Case(wrap="bare", blueprint=0, looks=True),
+    "bare, folded": Case(wrap="bare", blueprint=0, clip=False, looks=True, scaled=True),
     "wrapped": Case(clip=False),
+    "frozen": Case(wrap="bare", frozen=True),
 }
 
 
@@ -229,10 +234,13 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
         probe = torch.randn(12, 4).double(), torch.arange(12) % 3
     script = LIFE | {(0, 0): (Op.GERMINATE, 0, case.blueprint, 1 if case.blueprint else 0, 1, 3)}
     torch.manual_seed(rank)
+    scaler = torch.amp.GradScaler("cpu", enabled=case.scaled)
     growth = Growth(
         wrapped,
         optimizer,
         ema=average,
+        scaler=scaler if case.scaled else None,
+        freeze="host" if case.frozen else "none",
         probe=[probe] if rank == 0 else [tuple(part[:4] for part in probe)],
         loss=F.cross_entropy,
         controller=Script(script if rank == 0 else {}),  # the first process decides
@@ -255,10 +263,11 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
                 x = x * torch.inf
             last = part == case.parts - 1
             with nullcontext() if last or size == 1 else unsynchronised(wrapped):
-                (F.cross_entropy(wrapped(x), y) / case.parts).backward()
+                scaler.scale(F.cross_entropy(wrapped(x), y) / case.parts).backward()
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         if average is not None:
             average.update_parameters(model)
