@@ -27,11 +27,13 @@ def stages(growth):
 
 
 def equal(one, other):
-    """Whether two trees hold the same, bit for bit."""
+    """Whether two trees hold the same, bit for bit; modules are compared by their tensors."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.nn.Module):
+        return equal(one.state_dict(), other.state_dict())
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5))
     return one == other
