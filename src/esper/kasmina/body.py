@@ -18,6 +18,7 @@ from esper.kasmina.lifecycle import Edits
 from esper.kasmina.passes import Kept, Pass, Step
 from esper.kasmina.plan import Branches, Indices, Plan, PlanCache, Route
 from esper.kasmina.planning import OneDose, Planner
+from esper.kasmina.recomputing import Recomputed
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack import Mapping, Stack
 from esper.leyline.batches import Batch, on_cpu, run
@@ -52,16 +53,18 @@ class Body:
         isolated: bool = False,
         moments: Sequence[str] = (),
         device: torch.device | str = "cpu",
+        recomputed: bool = False,
     ) -> None:
         """Make room for `rows` hosts, all zero until `plant_host`; `factory` makes the largest of them.
 
         example (B, ...) is an input of that host; `moments` names the columns that an optimizer keeps beside every
-        value. All parameters have the dtype of the host.
+        value. All parameters have the dtype of the host. With `recomputed`, the backward pass of training computes the
+        activations inside of segments and seeds again.
         """
         with drawn_with(0):
             host = factory()
         assert isinstance(host, SegmentedHost)
-        self.isolated = isolated
+        self.isolated, self.recomputed = isolated, Recomputed() if recomputed else None
         self.device = torch.device(device)
         self.dtype = dtype_of(host)
         self._moments = tuple(moments)

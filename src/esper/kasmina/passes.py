@@ -1,5 +1,6 @@
 """Run a planned pass over a body. n rows, S slots, B examples, X branches."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from esper.kasmina.body import Body
 
 Kept = Literal["none", "here", "all"]
+Caller = Callable[..., Tensor]
+"""Calls a stack: takes it and the arguments of `Stack.__call__`."""
 
 
 class Streams(NamedTuple):
@@ -67,9 +70,10 @@ class _Rows(NamedTuple):
     rows: Rows
     frozen: bool
     keys: Indices | None
+    run: Caller
 
     def delta(self, u: Tensor) -> Tensor:
-        return self.stack(u, self.rows, part="delta", frozen=self.frozen, keys=self.keys)
+        return self.run(self.stack, u, self.rows, part="delta", frozen=self.frozen, keys=self.keys)
 
     def gate(self, u: Tensor) -> Tensor:
         return self.stack(u, self.rows, part="gate", frozen=self.frozen)
@@ -86,7 +90,7 @@ class Step:
         """Run the plan over a batch of its part, leaves x (n, B, ...); the arguments are those of `Body.run`."""
         body, plan = self.body, self.plan
         x = map_leaves(channels_last, x)
-        if body.by_row and plan.bare and kept == "none" and not body.host.draws:
+        if body.by_row and plan.bare and kept == "none" and not body.host.draws and body.recomputed is None:
             # A host that runs in a loop saves one call per segment here; the kernels are the same.
             return body.masked(Pass(body.host(x, slice(*plan.part)), None, (), None), Route(plan, doses))
         running = _Running(self, doses, kept, keys)
@@ -103,6 +107,8 @@ class _Running:
         self.body, self.plan = step.body, step.plan
         self.part = slice(*step.plan.part)
         self.frozen = kept == "all"
+        again = step.body.recomputed
+        self.run: Caller = again if again is not None and kept == "none" and torch.is_grad_enabled() else _called
         self.origin: Tensor | None = None  # the network's input for each branch that has left already
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
@@ -110,11 +116,11 @@ class _Running:
     def call(self, path: str, flow: _Flow) -> _Flow:
         """Run a segment of the hosts."""
         host, segment = self.body.host, self.step.segment_of[path]
-        base = host(flow.base, self.part, part=path, frozen=self.frozen, keys=_of(self.keys, segment))
+        base = self.run(host, flow.base, self.part, part=path, frozen=self.frozen, keys=_of(self.keys, segment))
         extra = flow.extra
         if extra is not None:
             rows = _rows(self.plan.joins[segment].run, self.doses.joins[segment].rows)
-            extra = host(extra, rows, part=path, frozen=True)
+            extra = self.run(host, extra, rows, part=path, frozen=True)
         return _Flow(base, extra)
 
     def visit(self, slot: int, taps: Taps[_Flow]) -> _Flow:
@@ -161,7 +167,8 @@ class _Running:
         elif doses.attached is not None:
             u = torch.where(doses.attached, u, u.detach())
         drawn = keys[doses.places] if keys is not None else None
-        seed = _Rows(self.body.stacks[plan.slot, plan.form], _rows(plan.run, doses.rows), plan.frozen, drawn)
+        stack = self.body.stacks[plan.slot, plan.form]
+        seed = _Rows(stack, _rows(plan.run, doses.rows), plan.frozen, drawn, self.run)
         change = slot_change(stream, acts_on, u, seed, doses.alpha, doses.blend, gated=plan.gated).to(h.dtype)
         if plan.straight:
             where = doses.where if doses.where is not None else torch.arange(len(h), device=h.device)
@@ -191,6 +198,10 @@ def _rows(run: Run, gathered: Indices | None) -> Rows:
     assert gathered is not None, "the doses must be those of the plan"
     assert len(gathered) == run, "the doses must be those of the plan"
     return gathered
+
+
+def _called(stack: Stack, *arguments: Any, **options: Any) -> Tensor:
+    return stack(*arguments, **options)
 
 
 def _of(keys: Indices | None, place: int) -> Indices | None:

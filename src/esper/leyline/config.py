@@ -99,6 +99,11 @@ class Config(Section):
         description="on compiles the training passes by torch.compile, and auto does so for plans that gain from it by a "
         "measurement (docs/compiling.md)",
     )
+    activation_checkpointing: bool = Field(
+        False,
+        description="true stores only the input of each segment and seed for the backward pass, which computes the rest "
+        "again: less memory and more time for the same numbers (docs/precision.md)",
+    )
     baselines: tuple[str, ...] = Field(
         BASELINES,
         description="static networks that are trained for comparison: any of twin, same-size, plain, skips, or none "
@@ -177,6 +182,25 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.accumulation_steps is {self.optimizer.accumulation_steps}, which does not divide "
                 f"data.batches_per_step ({self.data.batches_per_step}); choose a divisor"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_memory_keys(self) -> "Config":
+        if self.data.microbatch > self.data.batch_size:
+            raise ValueError(
+                f"data.microbatch is {self.data.microbatch}, more than data.batch_size ({self.data.batch_size}); give at "
+                "most that, or 0 for the whole batch"
+            )
+        if 0 < self.data.microbatch < self.data.batch_size and self.lifecycle.incubation == "ste":
+            raise ValueError(
+                f"data.microbatch is {self.data.microbatch}, but lifecycle.incubation is ste, whose proximal term is a ratio "
+                "over a whole batch; set lifecycle.incubation to shadow, or data.microbatch to 0"
+            )
+        if self.activation_checkpointing and self.compile != "off":
+            raise ValueError(
+                f"activation_checkpointing is true, but compile is {self.compile}, and a compiled pass chooses by itself what it "
+                "stores; set one of them to off"
             )
         return self
 

@@ -70,6 +70,12 @@ class DataConfig(Section):
 
     batch_size: int = Field(64, ge=1, description="training examples per environment and batch [examples]")
     batches_per_step: int = Field(16, ge=1, description="batches per environment and step [batches]")
+    microbatch: int = Field(
+        0,
+        ge=0,
+        description="largest number of examples of a batch whose activations are in memory at one time; 0 takes the whole batch "
+        "(docs/precision.md) [examples]",
+    )
     nonfinite: Literal["stop", "skip"] = Field(
         "stop",
         description="examples that hold NaN or an infinite value: stop ends the run and names them, skip leaves them out",

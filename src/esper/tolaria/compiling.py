@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from esper.store.cache import cache_root
 from esper.store.disk import write_atomic
 from esper.tolaria.compilations import graphs
 from esper.tolaria.gradients import Total
+from esper.tolaria.pieces import Piece, pieces
 
 TotalOf = Callable[..., Total]
 Columns = list[dict[str, Tensor]]
@@ -87,6 +89,7 @@ class Passes:
         check_compiler(config.compile, body.device)
         self.body, self.total, self.mode = body, total, config.compile
         self.counts = Compiled()
+        self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
         self._known: PlanCache[Any, Callable[..., Any] | None] = PlanCache(PLANS)
         self._graphs = graphs()
@@ -108,18 +111,31 @@ class Passes:
     ) -> Tensor:
         """Compute the losses (n,) of a part of the rows on a batch, and add their gradients to those of the rows.
 
-        The arguments are those of the function of `gradients.total_of`; `remaining` passes come after this one.
+        The arguments are those of the function of `gradients.total_of`; `remaining` batches come after this one. The batch
+        is divided by `data.microbatch`.
         """
+        mean: Tensor | None = None
+        for piece in pieces(self._microbatch, x, y, weights, factors, keys, self.body.dtype):
+            own = self._backward(route, piece, remaining * math.ceil(1 / piece.share))
+            if piece.share < 1:
+                own = piece.share * own
+            mean = own if mean is None else mean + own
+        assert mean is not None, "a batch has examples"
+        return mean
+
+    def _backward(self, route: Route, piece: Piece, remaining: int) -> Tensor:
+        """Do the same with one piece of a batch."""
+        batch = piece.x, piece.y, piece.weights, piece.factors
         if self.mode != "off":
-            found = self._compiled(route, x, y, weights, factors, remaining)
+            found = self._compiled(route, *batch, remaining)
             if found is not None:
                 self.counts.passes += 1
-                tensors, _ = _tensors(route, x, y, weights, factors)
+                tensors, _ = _tensors(route, *batch)
                 with torch.no_grad():
                     losses: Tensor = found(_columns(self._stacks(route)), tensors)
                 return losses
             self.counts.eager += 1
-        total, losses = self.total(route, x, y, weights, factors, keys)
+        total, losses = self.total(route, *batch, piece.keys)
         if total is not None:
             total.backward()
         return losses

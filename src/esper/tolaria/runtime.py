@@ -105,7 +105,7 @@ def hold_freed_memory() -> None:
 
 LOWER = {
     "apply": "envs or lifecycle.max_seeds",
-    "train": "envs, data.batch_size or lifecycle.max_seeds",
+    "train": "envs, data.batch_size, data.microbatch or lifecycle.max_seeds",
     "probe": "envs, lifecycle.max_seeds or probe.shapley_samples",
 }
 """The settings that the memory of a phase grows with, by phase."""

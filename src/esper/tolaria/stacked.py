@@ -33,6 +33,7 @@ from esper.tolaria.data import Examples
 from esper.tolaria.fitting import menu_of, selected
 from esper.tolaria.gradients import total_of
 from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.pieces import check_divisible
 from esper.tolaria.population import (
     Asked,
     Figures,
@@ -101,9 +102,11 @@ class StackedPopulation:
             isolated=config.lifecycle.isolation == "isolated",
             moments=self.optimizer.rule.moments,
             device=self.device,
+            recomputed=config.activation_checkpointing,
         )
         products = resolve_amp(config.amp, self.device, body.dtype)
         check_modules(products, self.device, [body.host.template, *body.layout.forms.values()])
+        check_divisible(body, config.data)
         self.scaler = GradScaler.of(body.host, products)
         self.skipped = np.zeros(rows, np.int64)
         self.passes = Passes(body, total_of(body, lambda: self.objective, config, products), config, products)
