@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import esper
+from esper.cli import main
 from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.tolaria import precision
@@ -41,6 +42,18 @@ def test_bfloat16_is_refused_for_a_device_that_lacks_it_and_for_hosts_in_float64
         monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device, there=there: there)
         with pytest.raises(InputError, match=words):
             resolve_amp("bf16", CPU, dtype)
+
+
+def test_a_type_that_the_device_lacks_is_one_sentence_before_anything_is_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: False)
+    run = tmp_path / "run"
+    with pytest.raises(SystemExit) as end:
+        main(["grow", "spirals", "--set", "amp=bf16", "--run", str(run)])
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert "does not multiply bfloat16 natively; set amp to off, fp16 or auto" in err
+    assert err.count("\n") == 1
+    assert not run.exists()
 
 
 def test_the_check_of_the_processor_agrees_with_its_flags():

@@ -1,0 +1,153 @@
+"""Batches in pieces, and activations that are computed again: the same numbers with less memory."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.layers import Linear
+from esper.lab.poison import fingerprints
+from esper.leyline.errors import InputError
+from esper.leyline.slots import SlotSpec
+from esper.leyline.streams import Kind
+from esper.tasks.custom import task_from
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.pieces import pieces
+from esper.tolaria.training import doses
+from populations import GROW, blobs, small_config, trajectory
+
+
+class Recurrent(nn.Module):
+    """A recurrence with dropout, which vmap cannot map; whether it draws is seen in training mode alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(1, 8, batch_first=True)
+
+    def forward(self, x):
+        return F.dropout(self.cell(x[..., None])[1][0], 0.3, self.training)
+
+
+HOSTS = {
+    "normalised by the batch": lambda: SegmentedHost(
+        [nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 3)],
+        [SlotSpec("s", 0, 8, Kind.VECTOR)],
+    ),
+    "recurrent, with dropout": lambda: SegmentedHost([Recurrent(), Linear(8, 3)], [SlotSpec("s", 0, 8, Kind.VECTOR)]),
+    "frozen": lambda: SegmentedHost(
+        [Linear(6, 8), Linear(8, 3).requires_grad_(False)], [SlotSpec("s", 0, 8, Kind.VECTOR)]
+    ),
+}
+
+
+def noise(host):
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(160, 6, generator=generator), torch.arange(160) % 3
+    return task_from("noise", x, y, host=host, classes=3, menu=("bypass-linear", "bypass-mlp", "mlp-small"))
+
+
+def both(task=None, **config):
+    """Fingerprints of an episode with and without activations that are computed again."""
+    config.setdefault("steps", 5)
+    made = (small_config(**config, activation_checkpointing=again) for again in (False, True))
+    decisions = {at: (one[0], 0, *one[2:]) for at, one in GROW.items()} if task is not None else GROW
+    return [fingerprints(trajectory(each, decisions, task)[0]) for each in made]
+
+
+@pytest.mark.parametrize("incubation", ["shadow", "ste"])
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_activations_that_are_computed_again_change_no_bit(incubation, amp):
+    stored, again = both(lifecycle={"incubation": incubation}, amp=amp)
+    assert stored == again
+
+
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
+def test_statistics_draws_and_frozen_layers_are_the_same_in_the_second_pass(host):
+    stored, again = both(noise(host))
+    assert stored == again
+
+
+@pytest.mark.parametrize("microbatch", [1, 5, 6, 12])
+def test_gradients_of_pieces_sum_to_those_of_the_batch(microbatch):
+    divided, whole = (
+        trajectory(small_config({"data": {"microbatch": size}}), GROW, blobs(dtype=torch.float64))
+        for size in (microbatch, 0)
+    )
+    for name in ("value", "first_moment", "second_moment"):
+        one, other = (engine.population.body.host.columns[name] for engine, *_ in (divided, whole))
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        divided[0].view().measurements.train_loss, whole[0].view().measurements.train_loss, rtol=1e-9
+    )
+
+
+def test_pieces_go_with_accumulation_float16_and_dropout_and_an_environment_does_not_know_the_others():
+    config = {
+        "amp": "fp16",
+        "optimizer": {"accumulation_steps": 3},
+        "data": {"microbatch": 5, "batch_size": 12, "batches_per_step": 3},
+    }
+    for task in (None, noise(HOSTS["recurrent, with dropout"])):
+        alone, beside = (trajectory(small_config(config, envs=envs, steps=4), {}, task)[0] for envs in (1, 3))
+        assert fingerprints(alone)[0] == fingerprints(beside)[0]
+
+
+def test_each_piece_has_its_share_its_weights_and_keys_of_its_own():
+    x, y, weights = torch.randn(2, 7, 3), torch.arange(14).view(2, 7), torch.rand(2, 7)
+    keys, scales = np.array([5, 6]), torch.tensor([4.0, 8.0])
+    found = list(pieces(3, x, y, weights, scales, keys, torch.float32))
+    assert [piece.share for piece in found] == [3 / 7, 3 / 7, 1 / 7]
+    assert torch.equal(torch.cat([piece.x for piece in found], 1), x)
+    assert torch.equal(torch.cat([piece.y for piece in found], 1), y)
+    assert torch.equal(torch.cat([piece.weights for piece in found], 1), weights)
+    torch.testing.assert_close(sum(piece.factors for piece in found), scales)
+    assert len({key for piece in found for key in piece.keys.tolist()}) == 6
+    (whole,) = pieces(7, x, y, None, None, None, torch.float32)
+    assert whole.x is x
+    assert whole.factors is None
+
+
+def stored_bytes(**config):
+    """Bytes of the distinct tensors that one pass of training stores at most for its backward pass."""
+    engine = VectorizedEngine(blobs(hidden=(32,) * 8), small_config(config, steps=1))
+    population, seeds = engine.population, engine.reset().seeds
+    population.body.train(True)
+    route = population.body.route(doses(seeds), seeds, part=population.body.parts[0], train=True)
+    population.feed.advance()
+    held, most = {}, 0
+
+    def pack(tensor):
+        nonlocal most
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        most = max(most, sum(held.values()))
+        return tensor
+
+    parameters = population.body.host.columns["value"]
+    backward = torch.Tensor.backward
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        patch.setattr(torch.Tensor, "backward", lambda total: (backward(total), held.clear()))
+        population.passes.backward(route, *population.feed.of(route.part), None, None, None)
+    return most - parameters.untyped_storage().nbytes()
+
+
+def test_both_keys_store_less():
+    size = {"batch_size": 64, "batches_per_step": 1}
+    whole = stored_bytes(data=size)
+    assert stored_bytes(data=size | {"microbatch": 16}) < 0.3 * whole
+    assert stored_bytes(data=size, activation_checkpointing=True) < 0.7 * whole
+
+
+def test_what_cannot_be_divided_or_computed_again_is_refused():
+    for config, words in (
+        ({"data": {"microbatch": 13}}, "data.microbatch is 13, more than data.batch_size \\(12\\)"),
+        ({"data": {"microbatch": 5}, "lifecycle": {"incubation": "ste"}}, "proximal term"),
+        ({"activation_checkpointing": True, "compile": "on"}, "compile is on"),
+    ):
+        with pytest.raises(InputError, match=words):
+            small_config(config)
+    task = noise(HOSTS["normalised by the batch"])
+    with pytest.raises(InputError, match=r"segments\.0\.1 of the host is a BatchNorm1d"):
+        VectorizedEngine(task, small_config({"data": {"microbatch": 5}}))
+    VectorizedEngine(task, small_config({"data": {"microbatch": 12}}))
