@@ -1,17 +1,17 @@
 """Memory and time of a training step with pieces of a batch and with activations that are computed again.
 
-    python scripts/benchmark_memory.py [--layers 12] [--width 128] [--batch 32] [--turns 3]
+    python scripts/benchmark_memory.py [--layers 8] [--width 128] [--batch 16] [--turns 3]
 
 The host is a transformer on the bytes of the standard library, one environment and its ghost. Every way runs in a process of its
-own. Memory is the largest resident set within the steps, less that in front of the first of them, as Linux reports it
-(VmHWM, reset by /proc/self/clear_refs). Time is the median of processor seconds of a batch, without the first.
+own. Memory is the largest resident set within the second training step of one batch, less that in front of it, as Linux reports
+it (VmHWM, reset by /proc/self/clear_refs); meanwhile the C library returns every freed block at once, so that the figure is what
+is in use. Time is the median of processor seconds of further steps, for which the C library keeps freed blocks.
 """
 
 import argparse
-import json
+import ctypes
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,39 +25,36 @@ from esper.leyline.task import Split
 from esper.tolaria.engine import VectorizedEngine
 
 LENGTH = 64
+MMAP_THRESHOLD = -3
+"""The parameter of mallopt(3) from whose size on a block is returned to the system when it is freed."""
 
 
 def main() -> None:
     """Measure each way and print a line for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("layers", 12), ("width", 128), ("batch", 32), ("turns", 3)):
+    for name, default in (("layers", 8), ("width", 128), ("batch", 16), ("turns", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", help="settings of one way as JSON, measured in this process")
     asked = parser.parse_args()
-    if asked.only is not None:
-        print(json.dumps(measure(asked, json.loads(asked.only))))
-        return
+    torch.set_num_threads(1)
     print("| `data.microbatch` | `activation_checkpointing` | memory | | processor time | |", flush=True)
     print("|---|---|---|---|---|---|", flush=True)
     first = None
     for again in (False, True):
         for size in (0, asked.batch // 2, asked.batch // 4, asked.batch // 8):
             settings = {"data.microbatch": size, "activation_checkpointing": again}
-            command = [sys.executable, __file__, *sys.argv[1:], "--only", json.dumps(settings)]
-            found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-            first = first or found
-            memory, seconds = found["memory"], found["seconds"]
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                memory, seconds = pool.apply(measure, (asked, settings))
+            first = first or (memory, seconds)
             print(
-                f"| {size} | {str(again).lower()} | {memory / 2**20:,.0f} MiB | {memory / first['memory']:.2f} | "
-                f"{seconds:.2f} s | {seconds / first['seconds']:.2f} |",
+                f"| {size} | {str(again).lower()} | {memory / 2**20:,.0f} MiB | {memory / first[0]:.2f} | "
+                f"{seconds:.2f} s | {seconds / first[1]:.2f} |",
                 flush=True,
             )
     print(f"load {os.getloadavg()[0]:.1f}")
 
 
-def measure(asked: argparse.Namespace, settings: dict[str, object]) -> dict[str, float]:
+def measure(asked: argparse.Namespace, settings: dict[str, object]) -> tuple[int, float]:
     """Return the bytes and the processor seconds of a step."""
-    torch.set_num_threads(1)
     task = esper.get_task("stdlib-text")
     host = esper.transformer(vocabulary=256, width=asked.width, layers=asked.layers, length=LENGTH)
     population = {"envs": 1, "steps": 10**6, "baselines": [], "governor.enabled": False}
@@ -66,13 +63,21 @@ def measure(asked: argparse.Namespace, settings: dict[str, object]) -> dict[str,
     engine = VectorizedEngine(replace(task, host=host, probe=Split(task.probe.x[:4], task.probe.y[:4])), config)
     engine.reset()
     seeds = engine.state.seeds  # of the ghost too
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(MMAP_THRESHOLD, 2**16)
+    engine.population.train(seeds)  # loads code, and makes what is made once
+    malloc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    before, times = _status("VmRSS"), []
-    for _ in range(asked.turns + 1):
+    before = _status("VmRSS")
+    engine.population.train(seeds)
+    memory = _status("VmHWM") - before
+    malloc.mallopt(MMAP_THRESHOLD, 2**25)
+    times = []
+    for _ in range(asked.turns):
         begin = time.process_time()
         engine.population.train(seeds)
         times.append(time.process_time() - begin)
-    return {"memory": _status("VmHWM") - before, "seconds": median(times[1:])}
+    return memory, median(times)
 
 
 def _status(name: str) -> int:

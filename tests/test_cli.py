@@ -93,6 +93,7 @@ BAD = {
     "controller file": (["grow", "spirals-narrow", "--controller", "absent.yaml"], "absent.yaml"),
     "key": (["grow", "spirals-narrow", "--set", "nope=1"], "'nope'"),
     "value": (["grow", "spirals-narrow", "--set", "data.batch_size=many"], "data.batch_size"),
+    "microbatch": (["grow", "spirals-narrow", "--set", "data.microbatch=999"], "data.microbatch is 999, more than"),
     "task that is set": (["grow", "spirals-narrow", "--set", "task=digits"], "--set task"),
     "tasks that are set": (["grow", "spirals-narrow", "--set", "tasks=[digits]"], "--set tasks"),
     "form of --set": (["grow", "spirals-narrow", "--set", "envs"], "key=value"),

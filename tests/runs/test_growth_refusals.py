@@ -78,6 +78,8 @@ def grow(model=None, optimizer=None, **options):
         ({"scaler": 2.0}, "scaler is a float; give the torch.amp.GradScaler"),
         ({"controller": "heuristics"}, "unknown controller 'heuristics'"),
         ({"settings": {"envs": 2}}, "settings sets envs"),
+        ({"settings": {"amp": "fp16"}}, "settings sets amp, which a network in your own training loop does not have"),
+        ({"settings": {"data": {"microbatch": 4}}}, r"settings sets data\.microbatch"),
         ({"settings": {"blueprints": ["conv-light"]}}, "blueprint 'conv-light' is for map streams"),
         ({"settings": {"gate": {}}}, "gate"),
     ],

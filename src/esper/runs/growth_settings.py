@@ -63,6 +63,10 @@ def growth_config(
         "envs": config.envs == 1,
         "baselines": not config.baselines,
         "early_stopping": not config.early_stopping.enabled,
+        "amp": config.amp == "off",
+        "compile": config.compile == "off",
+        "activation_checkpointing": not config.activation_checkpointing,
+        "data.microbatch": not config.data.microbatch,
     }
     for name, right in fixed.items():
         if not right:

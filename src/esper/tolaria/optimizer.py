@@ -150,7 +150,6 @@ class Updates:
             if rule.weight_decay:  # without decay, a parameter without a gradient does not move
                 self._fixed_values = self.value * fixed
 
-    @torch.no_grad()
     def step(self, parts: Tensor | None = None) -> Tensor:
         """Update the rows with their gradients, and set the gradients of these rows to 0.
 
