@@ -1,13 +1,15 @@
-"""Fit the controller of streams that Esper ships, on training streams, by the return of whole streams.
+"""Fit the controller of streams that Esper ships, or a baseline, on training streams, by the return of whole streams.
 
     python scripts/fit_streams.py fit runs/fit_streams                            # writes runs/fit_streams/fitted.json
+    python scripts/fit_streams.py fit runs/fit_slow --method ensemble-annealed --changes recurring-shared --streams 8
     python scripts/fit_streams.py choose runs/fit_streams src/esper/streams/shipped.json
 
 `fit` is the cross-entropy method (Rubinstein and Kroese, "The Cross-Entropy Method", 2004, chapter 4): the numbers of
-`esper.streams.fitted.NUMBERS`, or their logarithms, are drawn from independent normal distributions, which move toward the best
+`esper.streams.fitted.NUMBERS`, or of BASELINES, or their logarithms, are drawn from independent normal distributions, which move toward the best
 candidates. All candidates of a generation play the same streams of all changes, which no other generation plays. The first
 candidate is the mean. The folder keeps every generation, and the same command goes on from there. `choose` plays the start of the
-search and what was fitted on validation streams, and writes the better one.
+search and what was fitted on validation streams, and writes the better one. With `--method`, `fitted.json` has the settings of
+that method.
 """
 
 import argparse
@@ -22,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from esper.streams.data import RANGES, UPDATES, Change, draw_streams
-from esper.streams.fitted import NUMBERS, to_file
-from esper.streams.methods import build_fitted
+from esper.streams.fitted import NUMBERS, Number, read_numbers, to_file
+from esper.streams.methods import METHODS, find_method
 from esper.streams.play import Player
 
 Floats = NDArray[np.float64]
@@ -32,53 +34,87 @@ STEP = 0.7
 BEST = 0.35
 """Share of the candidates that are the best ones."""
 SEED = 5
+SHIPPED = "shipped"
+_RATES = {
+    "lr": Number(0.02, 0.4, 0.001, 0.2, True, "learning rate"),
+    "head_rate": Number(1.5, 0.4, 0.2, 20.0, True, "that of the head, as a multiple"),
+    "halving": Number(60.0, 0.6, 5.0, 2000.0, True, "updates after which a learning rate halves"),
+    "least": Number(0.15, 0.5, 0.005, 1.0, True, "share of the rate at which it no longer falls"),
+}
+_GATE = {**_RATES, "memory": Number(0.1, 0.15, 0.0, 0.95, False, "memory of the gate")}
+BASELINES: Mapping[str, Mapping[str, Number]] = {
+    "ensemble-annealed": _GATE,
+    "ensemble-recognising": {**_GATE, "same": NUMBERS["same"], "away": NUMBERS["away"]},
+    **{f"{name}-annealed": _RATES for name in ("reset-blocks", "reset", "continual-backprop", "replay")},
+}
+"""What is searched for, by method; see the attributes of `Number`."""
 
 
-def scaled(values: Floats) -> Floats:
+def table_of(method: str) -> Mapping[str, Number]:
+    return NUMBERS if method == SHIPPED else BASELINES[method]
+
+
+def scaled(values: Floats, numbers: Mapping[str, Number]) -> Floats:
     """(..., numbers) -> the scale of the search: logarithms where `Number.ratio`."""
-    ratio = np.array([number.ratio for number in NUMBERS.values()])
+    ratio = np.array([number.ratio for number in numbers.values()])
     return np.where(ratio, np.log(np.maximum(values, 1e-12)), values)
 
 
-def numbers_of(points: Floats) -> Floats:
+def numbers_of(points: Floats, numbers: Mapping[str, Number]) -> Floats:
     """The inverse of `scaled`, within the bounds."""
-    table = NUMBERS.values()
+    table = numbers.values()
     values = np.where([number.ratio for number in table], np.exp(np.minimum(points, 20)), points)
     return np.clip(values, [number.low for number in table], [number.high for number in table])
 
 
-def returns(candidates: Floats, keys: Sequence[int], changes: Sequence[Change], updates: int) -> Floats:
+def returns(
+    candidates: Floats, keys: Sequence[int], changes: Sequence[Change], updates: int, method: str = SHIPPED
+) -> Floats:
     """(C, S) the return of every stream with each candidate (C, numbers)."""
     count, each = len(candidates), len(keys)
     streams = draw_streams(list(keys) * count, list(changes) * count, updates=updates)
     rows = np.repeat(candidates, each, 0)
-    settings = {name: rows[:, index] for index, name in enumerate(NUMBERS)}
-    player = Player(streams, build_fitted(streams, {"norm": True, "decay": 0.01, **settings}))
+    settings = {name: rows[:, index] for index, name in enumerate(table_of(method))}
+    player = Player(streams, find_method(method).build(streams, {**METHODS[method].settings, **settings}))
     player.play()
     return np.asarray(player.accuracy.mean(0, dtype=np.float64)).reshape(count, each)
 
 
-def streams_of(part: str, first: int, each: int) -> tuple[list[int], list[Change]]:
+def streams_of(
+    part: str, first: int, each: int, kinds: Sequence[Change] = tuple(Change)
+) -> tuple[list[int], list[Change]]:
     """Keys and changes of `each` streams of every change."""
-    changes = [change for change in Change for _ in range(each)]
+    changes = [change for change in kinds for _ in range(each)]
     return [RANGES[part].start + first + k for k in range(len(changes))], changes
+
+
+def start_of(options: argparse.Namespace) -> Mapping[str, float]:
+    """Where the search begins: the numbers of a file, or those of the table."""
+    if options.start:
+        return read_numbers(options.start)
+    return {name: number.start for name, number in table_of(options.method).items()}
 
 
 def fit(folder: Path, options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    mean = scaled(np.array([number.start for number in NUMBERS.values()]))
-    spread = np.array([number.spread for number in NUMBERS.values()])
+    table = table_of(options.method)
+    start = start_of(options)
+    mean = scaled(np.array([start[name] for name in table]), table)
+    spread = options.spread * np.array([number.spread for number in table.values()])
+    size = len(options.changes) * options.streams
     for generation in range(options.generations):
         file = folder / f"{generation}.npz"
         if not file.exists():
             begun, random = time.monotonic(), np.random.default_rng([SEED, generation])
             points = mean + spread * random.standard_normal((options.candidates, len(mean)))
             points[0] = mean
-            candidates = numbers_of(points)
-            keys, changes = streams_of("training", options.first + generation * 7 * options.streams, options.streams)
-            found = returns(candidates, keys, changes, options.updates)
+            candidates = numbers_of(points, table)
+            keys, changes = streams_of(
+                "training", options.first + generation * size, options.streams, options.changes
+            )
+            found = returns(candidates, keys, changes, options.updates, options.method)
             best = np.argsort(-found.mean(1))[: max(2, round(BEST * options.candidates))]
-            kept = scaled(candidates[best])
+            kept = scaled(candidates[best], table)
             np.savez(
                 file,
                 candidates=candidates,
@@ -93,19 +129,15 @@ def fit(folder: Path, options: argparse.Namespace) -> None:
             )
         kept_file = np.load(file)
         mean, spread = kept_file["mean"], kept_file["spread"]
-    facts = {"generations": options.generations, "candidates": options.candidates, "streams": 7 * options.streams}
-    (folder / "fitted.json").write_bytes(to_file(named(numbers_of(mean)), fitted=facts))
-
-
-def named(values: Floats) -> dict[str, float]:
-    """Numbers by name, with four digits."""
-    return {name: float(f"{value:.4g}") for name, value in zip(NUMBERS, values, strict=True)}
+    facts = {"generations": options.generations, "candidates": options.candidates, "streams": size}
+    fitted = {name: float(f"{value:.4g}") for name, value in zip(table, numbers_of(mean, table), strict=True)}
+    (folder / "fitted.json").write_bytes(to_file(fitted, fitted=facts))
 
 
 def choose(folder: Path, file: Path, options: argparse.Namespace) -> None:
     """Write the better of the start and of what was fitted, by the return of validation streams."""
     fitted: Mapping[str, Any] = json.loads((folder / "fitted.json").read_text())
-    start = {name: number.start for name, number in NUMBERS.items()}
+    start = start_of(options)
     candidates = [start, fitted["numbers"]]
     keys, changes = streams_of("validation", options.first, options.streams)
     table = np.array([[each[name] for name in NUMBERS] for each in candidates])
@@ -126,6 +158,10 @@ def main() -> None:
     parser.add_argument("part", choices=("fit", "choose"))
     parser.add_argument("folder", type=Path, help="folder of the generations")
     parser.add_argument("file", type=Path, nargs="?", help="file that `choose` writes")
+    parser.add_argument("--method", choices=(SHIPPED, *BASELINES), default=SHIPPED)
+    parser.add_argument("--changes", nargs="+", type=Change, choices=list(Change), default=list(Change))
+    parser.add_argument("--start", type=Path, help="file of numbers of `shipped` at which the search begins")
+    parser.add_argument("--spread", type=float, default=1.0, help="factor of the deviations at the start of the search")
     parser.add_argument("--generations", type=int, default=6)
     parser.add_argument("--candidates", type=int, default=16)
     parser.add_argument("--streams", type=int, default=2, help="streams of each change")

@@ -23,6 +23,7 @@ def view_of(stored_loss=(NONE, NONE), *, alarm=True, loss=3.0, before=0.3, shift
         stored_loss=row,
         trunk_rate=np.ones(1),
         trunk_age=np.array([age]),
+        recognised=np.array([False]),
     )
 
 

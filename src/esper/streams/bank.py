@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.stack import Stack
 from esper.streams.data import Floats, Ints
+from esper.streams.recognition import InputMeans
 
 if TYPE_CHECKING:
     from esper.streams.network import TrunkAndHead
@@ -54,6 +55,7 @@ class Bank:
         dose (Tensor): (N, M + 1, M + 1) float32, the dose table. In the context of place c, the seeds of place p act with the
             alpha dose[c, p]; index M stands for the active parts. Parts act with 1 in their own context. Rows and columns move
             with their parts.
+        inputs (InputMeans): of the contexts of all places, and of the active parts as index M, if the learner adds them
     """
 
     def __init__(self, module: "TrunkAndHead", stack: Stack, places: int, holds: int) -> None:
@@ -74,6 +76,7 @@ class Bank:
         self.held = np.zeros((count, places), np.int64)
         self.used, self.age = np.full((count, places), -1, np.int64), np.zeros((count, places), np.int64)
         self.dose = torch.eye(places + 1).repeat(count, 1, 1)
+        self.inputs = InputMeans(count, places + 1, module.inputs)
         self.width = module.head.in_features
 
     def _in_place(self, region: slice) -> slice:
@@ -147,6 +150,7 @@ class Bank:
         alpha = old.diagonal()[order]
         alpha[gone] = 1
         self.dose[row] = new.fill_diagonal_(0) + alpha.diag()
+        self.inputs.follow(row, order)
 
     def set_doses(self, dose: Floats) -> NDArray[np.bool_]:
         """SET_DOSE in the context of the active parts: (N, M), where nan leaves a dose. Places without a seed get 0.
@@ -164,20 +168,23 @@ class Bank:
         self.dose[rows, -1, :] = 0
         self.dose[rows, :, -1] = 0
         self.dose[rows, -1, -1] = 1
+        self.inputs.seen[rows, -1] = 0
 
     def empty(self, rows: Ints) -> None:
         """Forget all parts and doses of some rows."""
         self.held[rows] = 0
         self.dose[rows] = torch.eye(self.dose.shape[1])
+        self.inputs.seen[rows, :-1] = 0
 
     def snapshot(self) -> dict[str, Any]:
         """Return everything."""
-        return {name: getattr(self, name) for name in _STATE}
+        return {**{name: getattr(self, name) for name in _STATE}, "inputs": self.inputs.snapshot()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `snapshot` returned."""
         for name in _STATE:
             getattr(self, name)[:] = state[name]
+        self.inputs.load(state["inputs"])
 
 
 _STATE = ("numbers", "held", "used", "age", "dose")

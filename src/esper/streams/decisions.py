@@ -56,6 +56,7 @@ class StreamView(NamedTuple):
             or no alarm
         trunk_rate (Floats): (N,) learning rate of the trunk as a share of the full one
         trunk_age (Ints): (N,) updates since the blocks were drawn
+        recognised (Bools): (N,) whether a place was activated before this batch was predicted, by its inputs
     """
 
     update: int
@@ -70,6 +71,7 @@ class StreamView(NamedTuple):
     stored_loss: Floats
     trunk_rate: Floats
     trunk_age: Ints
+    recognised: Bools
 
 
 class Decision(NamedTuple):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from esper.streams.alarm import Alarm, heard, silent
-from esper.streams.data import Ints, Streams
+from esper.streams.data import Floats, Ints, Streams
 from esper.streams.decisions import Operation
-from esper.streams.learner import Price, Scores, cross_entropy
-from esper.streams.network import Rows, TrunkAndHead
+from esper.streams.learner import Price, Scores, cross_entropy, share_left
+from esper.streams.network import HEAD, TRUNK, Rows, TrunkAndHead
+from esper.streams.recognition import InputMeans, nearest
 
 
 class EnsembleLearner:
@@ -21,7 +22,11 @@ class EnsembleLearner:
 
         e_m = memory e_m + (1 - memory) L_m
 
-    The member of least e before a batch predicts it; the one of least e after the batch trains on it.
+    The member of least e before a batch predicts it; the one of least e after the batch trains on it. The learning rate of a
+    member halves with every `halving` updates that it has trained for, down to the share `least`; with 0 it stays.
+
+    With `same` above 0 the gate recognises contexts by their inputs: if those of a batch are farther than `away` from the mean
+    of what the chosen member has trained on, and nearer than `same` to that of another one, the nearest member predicts.
     """
 
     def __init__(
@@ -30,13 +35,21 @@ class EnsembleLearner:
         module: TrunkAndHead,
         *,
         members: int,
-        lr: float,
-        memory: float,
+        lr: float | Floats,
+        memory: float | Floats,
         decay: float = 0.01,
-        head_rate: float = 1.0,
+        head_rate: float | Floats = 1.0,
+        halving: float | Floats = 0.0,
+        least: float | Floats = 1.0,
+        same: float | Floats = 0.0,
+        away: float | Floats = 0.0,
     ) -> None:
+        """Draw the networks. Numbers that may be arrays (N,) differ between streams."""
         count = len(streams.keys)
-        self.members, self.lr, self.memory, self.decay, self.head_rate = members, lr, memory, decay, head_rate
+        self.members, self.lr, self.decay, self.head_rate = members, lr, decay, head_rate
+        self.memory, self.halving, self.least = np.reshape(memory, (-1, 1)), halving, least
+        self.same, self.away = same, away
+        self.inputs = InputMeans(count, members, streams.inputs) if np.any(self.same) else None
         self.rows = Rows(module, streams.keys, members=members)
         self.recent = np.full((count, members), np.log(streams.classes))
         self.alarm: Alarm = silent(count)
@@ -51,7 +64,14 @@ class EnsembleLearner:
         self.logits = every.view(len(x), self.members, *every.shape[1:])
         self.price[:, Price.PREDICT] += self.cost * x.shape[1]
         self.price[:, Price.CONSULT] += (self.members - 1) * self.cost * x.shape[1]
-        return self.logits[torch.arange(len(x)), self.recent.argmin(1)]
+        chosen = self.recent.argmin(1)
+        if self.inputs is not None:
+            shifts = self.inputs.shifts(x)
+            place, near = nearest(shifts)
+            moved = ~(shifts[np.arange(len(x)), chosen] <= self.away)
+            chosen = np.where(moved & (near < self.same), place, chosen)
+            self.price[:, Price.CONSULT] += self.inputs.mean[0].numel()
+        return self.logits[torch.arange(len(x)), chosen]
 
     def learn(self, x: Tensor, y: Tensor, scores: Scores) -> None:
         """Update the gate with the losses of all members, and train the best one."""
@@ -59,12 +79,17 @@ class EnsembleLearner:
         del self.logits
         self.recent = self.memory * self.recent + (1 - self.memory) * loss
         self.alarm, self.alarms = heard(self.alarm, scores.loss)
-        best = np.arange(len(x)) * self.members + self.recent.argmin(1)
+        member = self.recent.argmin(1)
+        best = np.arange(len(x)) * self.members + member
         logits = self.rows.logits(self.rows.features(x, best), best)
         cross_entropy(logits, y).sum().backward()
         rate = np.zeros((len(self.rows.keys), 2))
-        rate[best] = self.lr * np.array([1.0, self.head_rate])
+        rate[best, TRUNK] = self.lr * share_left(self.rows.age[best], self.halving, self.least)
+        rate[best, HEAD] = rate[best, TRUNK] * self.head_rate
         self.rows.step(rate, self.decay)
+        self.rows.age[best] += 1
+        if self.inputs is not None:
+            self.inputs.add(x, member)
         self.price[:, Price.TRAIN] += 2 * self.cost * x.shape[1]
 
     def recall(self, x: Tensor, y: Tensor, unlabelled: Tensor) -> Tensor:
@@ -82,7 +107,8 @@ class EnsembleLearner:
     def snapshot(self) -> dict[str, Any]:
         """Return everything that later updates depend on."""
         own = {name: getattr(self, name) for name in _STATE}
-        return {**own, "rows": self.rows.snapshot(), "alarm": self.alarm._asdict()}
+        known = {} if self.inputs is None else self.inputs.snapshot()
+        return {**own, "rows": self.rows.snapshot(), "alarm": self.alarm._asdict(), "inputs": known}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `snapshot` returned."""
@@ -90,6 +116,8 @@ class EnsembleLearner:
             setattr(self, name, state[name])
         self.rows.load(state["rows"])
         self.alarm = Alarm(**state["alarm"])
+        if self.inputs is not None:
+            self.inputs.load(state["inputs"])
 
 
 _STATE = ("recent", "alarms", "done", "price")

@@ -16,9 +16,10 @@ from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
 from esper.store.reading import read_named
 from esper.streams.controllers import best_stored
-from esper.streams.data import Floats
+from esper.streams.data import Floats, Ints
 from esper.streams.decisions import KEEP, NEW, Decision, StreamView, unchanged
 from esper.streams.network import Bools
+from esper.streams.recognition import nearest
 
 SHIPPED = Path(__file__).with_name("shipped.json")
 SUFFIX = ".json"
@@ -64,9 +65,13 @@ NUMBERS: Mapping[str, Number] = {
     "head_rate": Number(2.0, 0.3, 0.2, 20.0, True, "that of a new head, as a multiple"),
     "halving": Number(45.0, 0.3, 5.0, 2000.0, True, "updates after which the rate of a head halves"),
     "least": Number(0.125, 0.4, 0.005, 1.0, True, "share of the rate at which it no longer falls"),
+    "trunk_halving": Number(200.0, 0.4, 5.0, 5000.0, True, "updates after which the rate of the trunk halves"),
+    "trunk_least": Number(0.25, 0.4, 0.005, 1.0, True, "share of the rate at which it no longer falls"),
+    "same": Number(1.6, 0.15, 0.0, 10.0, False, "a stored context is recognised if the inputs are nearer to it than this"),
+    "away": Number(2.0, 0.3, 0.0, 20.0, False, "and farther from the active one than this"),
 }
 """The fitted numbers by name; see the attributes of `Number`."""
-RATES = ("lr", "head_rate", "halving", "least")
+RATES = ("lr", "head_rate", "halving", "least", "trunk_halving", "trunk_least")
 """Those that the training reads; the others are thresholds and rates of the controller."""
 
 Numbers = Mapping[str, float | Floats]
@@ -80,6 +85,9 @@ class Fitted:
     the inputs have not moved do not count. If the balance is at most -`patience`, or the batch has at most `few` classes, the
     blocks and the head are drawn anew. Else the active head is stored, and the stored head of least loss returns if it fits. If
     none fits, a head whose loss is below `keep` stays, and any other is followed by a new one.
+
+    Before a batch is predicted, a stored context returns if the inputs are nearer to it than `same`, and farther from the active
+    one than `away`. If its head fits then, an alarm at this batch is ignored.
     """
 
     recent = 20
@@ -90,15 +98,22 @@ class Fitted:
         self.balance = np.zeros(count)
         self.resets: Bools = np.zeros(count, bool)
 
+    def recognise(self, shifts: Floats) -> Ints:
+        """(N,) the place whose context the inputs are from, by the shifts (N, M + 1) from all contexts; KEEP if none."""
+        place, least = nearest(shifts[:, :-1])
+        return np.where((least < self.numbers["same"]) & (shifts[:, -1] > self.numbers["away"]), place, KEEP)
+
     def act(self, view: StreamView) -> Decision:
         """Return the decisions."""
         number = self.numbers
+        view = view._replace(alarm=view.alarm & ~(view.recognised & (view.loss < number["fits"])))
         best, least = best_stored(view)
         fits = view.alarm & (least < number["fits"]) & (least < view.loss - number["margin"])
         moved = view.alarm & (view.input_shift > number["moved"])
         slow, soon = view.loss - view.before < number["sudden"], view.since < self.recent
-        change = np.where(fits, number["hit"], -1 - number["slow"] * slow - number["soon"] * soon)
-        self.balance = np.where(moved, number["memory"] * self.balance + change, self.balance)
+        returns = fits | (view.recognised & ~view.alarm)
+        change = np.where(returns, number["hit"], -1 - number["slow"] * slow - number["soon"] * soon)
+        self.balance = np.where(moved | (returns & view.recognised), number["memory"] * self.balance + change, self.balance)
         reset = moved & ((self.balance <= -np.asarray(number["patience"])) | (view.classes <= number["few"]))
         self.resets = np.where(moved, reset, self.resets)
         stays = view.alarm & ~fits & ~reset & (view.loss < number["keep"])

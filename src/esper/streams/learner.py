@@ -49,6 +49,12 @@ def scored(logits: Tensor, y: Tensor) -> Scores:
     return Scores(packed[0], packed[1])
 
 
+def share_left(age: Ints, halving: float | Floats, least: float | Floats) -> Floats:
+    """(N,) max(least, 2^-floor(age / halving)), the share of a learning rate at an age [updates]; 1 where halving is 0."""
+    halves = np.where(np.asarray(halving) > 0, age // np.maximum(halving, 1), 0)
+    return np.where(np.asarray(halving) > 0, np.maximum(least, 0.5**halves), 1.0)
+
+
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """(..., B, C) and (..., B) -> (...): the mean over B of -ln softmax(logits)[y]."""
     return -F.log_softmax(logits, -1).gather(-1, y[..., None])[..., 0].mean(-1)
@@ -120,6 +126,10 @@ class NetworkLearner:
         decay: float = 0.01,
         halving: float | Floats = 0.0,
         least: float | Floats = 1.0,
+        trunk_halving: float | Floats = 0.0,
+        trunk_least: float | Floats = 1.0,
+        restarts: bool = False,
+        recognise: Callable[[Floats], Ints] | None = None,
         to_first: bool = False,
         bank: int = 0,
         holds: int = HEAD_PART,
@@ -128,14 +138,20 @@ class NetworkLearner:
         """Draw the networks.
 
         The learning rate of the trunk is `lr`, that of the parts that the bank `holds` is `head_rate * lr`. The latter halves
-        whenever the parts have trained for another `halving` updates, down to the share `least`; with 0 it stays. These numbers
-        may be arrays (N,). A head that the bank does not hold learns with the trunk.
+        whenever the parts have trained for another `halving` updates, down to the share `least`; with 0 it stays. That of the
+        trunk falls likewise with the updates since its blocks were drawn, by `trunk_halving` and `trunk_least`. With
+        `restarts`, both count the updates since the last alarm instead. These numbers may be arrays (N,). A head that the bank
+        does not hold learns with the trunk.
+        `recognise` is asked before every prediction. It gets how far the inputs are from those of each place and of the active
+        parts (N, M + 1), as `InputMeans.shifts`, and returns the places to activate, KEEP for none.
         With `to_first`, weights decay to their first values, else to 0.
         """
         count = len(streams.keys)
         self.rows = Rows(module, streams.keys, bank=bank, holds=holds)
         self.controller, self.lr, self.head_rate, self.decay = controller, lr, head_rate, decay
         self.halving, self.least = halving, least
+        self.trunk_halving, self.trunk_least, self.restarts = trunk_halving, trunk_least, restarts
+        self.recognise, self.recognised = recognise, np.zeros(count, bool)
         self.first = self.rows.value.clone() if to_first else None
         self.update = 0
         self.alarm: Alarm = silent(count)
@@ -156,11 +172,25 @@ class NetworkLearner:
 
     def predict(self, x: Tensor) -> Tensor:
         """x (N, B, D) -> logits (N, B, C), whose graph `learn` uses."""
+        if self.recognise is not None:
+            self._recognise(x, self.recognise)
         every = slice(0, len(self.alarms))
         self.features = self.rows.features(x, every)
         self.logits = self.rows.logits(self.features, every)
         self.price[:, Price.PREDICT] += self.costs(every) * x.shape[1]
         return self.logits.detach()
+
+    def _recognise(self, x: Tensor, recognise: Callable[[Floats], Ints]) -> None:
+        """STORE the active parts and ACTIVATE others where the inputs are those of their context."""
+        place = recognise(self.rows.bank.inputs.shifts(x))
+        self.recognised = place != KEEP
+        found = np.nonzero(self.recognised)[0]
+        self.price[:, Price.CONSULT] += self.rows.bank.inputs.mean[0].numel()
+        if len(found):
+            self.rows.store_and_activate(found, np.ones(len(found), bool), place[found], self.update)
+            self.rows.forget(found)
+            self.done[found, Operation.STORE] += 1
+            self.done[found, Operation.ACTIVATE] += 1
 
     def learn(self, x: Tensor, y: Tensor, scores: Scores) -> None:
         """Ask the controller, carry out its decisions, and train on the batch."""
@@ -178,6 +208,8 @@ class NetworkLearner:
         self.price[:, Price.TRAIN] += 2 * self.costs(slice(0, len(y))) * x.shape[1]
         if self.addition is not None:
             self.addition.before_step(self)
+        if self.recognise is not None:
+            self.rows.bank.inputs.add(x, np.full(len(y), -1))
         self.rows.step(self.rates(), self.decay, self.first)
         self.trunk_age += 1
         self.rows.age += 1
@@ -186,11 +218,11 @@ class NetworkLearner:
             self.addition.after_step(self, x, y)
 
     def rates(self) -> Floats:
-        """(N, parts) learning rates. Parts of age a have the share max(least, 2^-floor(a / halving)) of the rate of new ones."""
-        halves = np.where(np.asarray(self.halving) > 0, self.rows.age // np.maximum(self.halving, 1), 0)
+        """(N, parts) learning rates."""
+        trunk, head = (self.alarm.since,) * 2 if self.restarts else (self.trunk_age, self.rows.age)
         rate = np.empty((len(self.trunk_rate), len(self.rows.parts)))
-        rate[:, TRUNK] = self.lr * self.trunk_rate
-        rate[:, HEAD:] = (self.lr * self.head_rate * np.maximum(self.least, 0.5**halves))[:, None]
+        rate[:, TRUNK] = self.lr * self.trunk_rate * share_left(trunk, self.trunk_halving, self.trunk_least)
+        rate[:, HEAD:] = (self.lr * self.head_rate * share_left(head, self.halving, self.least))[:, None]
         if not self.rows.bank.holds & HEAD_PART:
             rate[:, HEAD] = rate[:, TRUNK]
         return rate
@@ -205,7 +237,7 @@ class NetworkLearner:
         before, since = self.alarm.mean, self.alarm.since
         self.alarm, self.alarms = heard(self.alarm, scores.loss)
         shift = self.shift.measure(x)
-        self.shift.add(x, self.alarms)
+        self.shift.add(x, self.alarms | self.recognised)
         stored = self.rows.bank.held != 0
         stored_loss = np.full(stored.shape, np.nan)
         asked = np.nonzero(self.alarms & stored.any(1))[0]
@@ -229,6 +261,7 @@ class NetworkLearner:
             stored_loss=stored_loss,
             trunk_rate=self.trunk_rate.copy(),
             trunk_age=self.trunk_age.copy(),
+            recognised=self.recognised,
         )
 
     def carry_out(self, decision: Decision) -> Ints:

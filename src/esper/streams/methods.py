@@ -21,6 +21,8 @@ from esper.streams.network import TrunkAndHead
 Settings = Mapping[str, Any]
 WIDE, NARROW, STORING, MEMBER = (40, 32, 2), (32, 28, 2), (32, 32, 2), (12, 20, 1)
 """Width, hidden units and number of residual blocks: of one network, beside a replay buffer, beside a bank, and of a member."""
+RECOGNISING, RECOGNISING_MEMBER = (42, 32, 1), (12, 18, 1)
+"""Beside a bank and the means of the inputs of its contexts, and of a member with such a mean."""
 SEEDED, SEEDED_BOTH = (28, 24, 2), (26, 22, 2)
 RANK, RANK_BOTH = 5, 4
 """Sizes beside a bank of seeds, and of seeds and heads, and the hidden units of their seeds."""
@@ -45,14 +47,20 @@ def _module(streams: Streams, settings: Settings, size: tuple[int, int, int], ra
     return TrunkAndHead(streams.inputs, *size, streams.classes, norm=settings["norm"], rank=rank)
 
 
+def _rates(settings: Settings) -> dict[str, Any]:
+    """Learning rates of one network that stores nothing. They fall with the updates since the last alarm."""
+    falls = {name: settings[each] for each in ("halving", "least") for name in (each, f"trunk_{each}")}
+    return {**falls, **{name: settings[name] for name in ("lr", "head_rate", "decay")}, "restarts": True}
+
+
 def _static(streams: Streams, settings: Settings, **rule: Any) -> Learner:
     """One network with the same decision at every alarm."""
-    own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+    own = _rates(settings)
     return NetworkLearner(streams, _module(streams, settings, WIDE), OnAlarm(**rule), **own)
 
 
 def _l2_init(streams: Streams, settings: Settings) -> Learner:
-    own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+    own = _rates(settings)
     return NetworkLearner(streams, _module(streams, settings, WIDE), OnAlarm(), to_first=True, **own)
 
 
@@ -62,7 +70,7 @@ def _with(
     """One network that ignores alarms, with an addition to its training."""
 
     def build(streams: Streams, settings: Settings) -> Learner:
-        own = {name: settings[name] for name in ("lr", "head_rate", "decay")}
+        own = _rates(settings)
         make = _module(streams, settings, size)
         return NetworkLearner(streams, make, OnAlarm(), addition=lambda learner: addition(learner, settings), **own)
 
@@ -70,8 +78,9 @@ def _with(
 
 
 def _ensemble(streams: Streams, settings: Settings) -> Learner:
-    own = {name: settings[name] for name in ("lr", "head_rate", "decay", "memory")}
-    return EnsembleLearner(streams, _module(streams, settings, MEMBER), members=MEMBERS, **own)
+    own = {name: settings[name] for name in settings if name != "norm"}
+    size = RECOGNISING_MEMBER if "same" in settings else MEMBER
+    return EnsembleLearner(streams, _module(streams, settings, size), members=MEMBERS, **own)
 
 
 def _reactivate(streams: Streams, settings: Settings) -> Learner:
@@ -98,7 +107,8 @@ def build_fitted(streams: Streams, settings: Settings) -> NetworkLearner:
     """The learner with fitted numbers: `norm`, `decay`, and a float or an array (N,) for each of `fitted.NUMBERS`."""
     own = {name: settings[name] for name in (*RATES, "decay")}
     rule = Fitted(len(streams.keys), {name: settings[name] for name in NUMBERS})
-    return NetworkLearner(streams, _module(streams, settings, STORING), rule, bank=BANK, **own)
+    make = _module(streams, settings, RECOGNISING)
+    return NetworkLearner(streams, make, rule, bank=BANK, recognise=rule.recognise, **own)
 
 
 def _of_file(path: Path) -> Method:
@@ -108,46 +118,57 @@ def _of_file(path: Path) -> Method:
 
 
 _COMMON: Settings = MappingProxyType({"lr": 0.01, "head_rate": 1.0, "decay": 0.01, "norm": True})
+_STATIC: Settings = MappingProxyType({**_COMMON, "halving": 0.0, "least": 0.125})
 _ANNEALED: Settings = MappingProxyType(
     {**_COMMON, "lr": 0.015, "head_rate": 2.0, "trunk_rate": 0.2, "halving": 40.0, "least": 0.125}
 )
-METHODS: Mapping[str, Method] = MappingProxyType(
+_FALLING: Mapping[str, tuple[str, Settings]] = MappingProxyType(
     {
-        "adamw": Method("one network that trains on, whatever happens", _COMMON, _static),
-        "l2-init": Method("decay toward the first weights", {**_COMMON, "decay": 0.3}, _l2_init),
+        "ensemble": ("with the updates that a member has trained for", {"halving": 60.0, "memory": 0.0, "lr": 0.03}),
+        "reset": ("with the updates since the last alarm", {"halving": 40.0}),
+        "reset-blocks": ("with the updates since the last alarm", {"halving": 40.0}),
+        "continual-backprop": ("with the updates since the last alarm", {"halving": 40.0}),
+        "replay": ("with the updates since the last alarm", {"halving": 40.0}),
+    }
+)
+"""Baselines that are played with a falling learning rate too: with what it falls, and their settings."""
+_KNOWN: Mapping[str, Method] = MappingProxyType(
+    {
+        "adamw": Method("one network that trains on, whatever happens", _STATIC, _static),
+        "l2-init": Method("decay toward the first weights", {**_STATIC, "decay": 0.3}, _l2_init),
         "shrink-perturb": Method(
             "at an alarm, all weights move toward fresh ones",
-            {**_COMMON, "keep": 0.5},
+            {**_STATIC, "keep": 0.5},
             lambda streams, settings: _static(streams, settings, keep=settings["keep"]),
         ),
         "continual-backprop": Method(
             "hidden units of little use are drawn anew all the time",
-            {**_COMMON, "rate": 0.001},
+            {**_STATIC, "rate": 0.001},
             _with(lambda learner, settings: Replacement(learner, rate=settings["rate"])),
         ),
         "replay": Method(
             "trains on 128 stored examples too",
-            {**_COMMON, "drawn": 24},
+            {**_STATIC, "drawn": 24},
             _with(lambda learner, settings: Replay(learner, capacity=CAPACITY, drawn=settings["drawn"]), NARROW),
         ),
         "ewc": Method(
             "weights that mattered before an alarm are held",
-            {**_COMMON, "strength": 1.0},
+            {**_STATIC, "strength": 1.0},
             _with(lambda learner, settings: Consolidation(learner, strength=settings["strength"])),
         ),
         "ensemble": Method(
             "six small networks; the one with the least recent loss predicts and learns",
-            {**_COMMON, "lr": 0.02, "memory": 0.5},
+            {**_STATIC, "lr": 0.02, "memory": 0.5},
             _ensemble,
         ),
         "reset": Method(
             "at an alarm, the whole network is drawn anew",
-            _COMMON,
+            _STATIC,
             lambda streams, settings: _static(streams, settings, keep=0.0),
         ),
         "reset-blocks": Method(
             "at an alarm, the blocks are drawn anew and the head starts at zero; the embedding stays",
-            {**_COMMON, "head_rate": 2.0},
+            {**_STATIC, "head_rate": 2.0},
             lambda streams, settings: _static(streams, settings, reset=True, new_head=True),
         ),
         "reactivate": Method(
@@ -181,6 +202,22 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             _adaptive,
         ),
         "shipped": _of_file(SHIPPED),
+    }
+)
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        **_KNOWN,
+        **{
+            f"{name}-annealed": _KNOWN[name]._replace(
+                summary=f"as {name}; the learning rate falls {falls}", settings={**_KNOWN[name].settings, **tuned}
+            )
+            for name, (falls, tuned) in _FALLING.items()
+        },
+        "ensemble-recognising": Method(
+            "as ensemble-annealed; the member whose inputs were like those of the batch predicts",
+            {**_KNOWN["ensemble"].settings, "halving": 60.0, "memory": 0.0, "lr": 0.03, "same": 1.6, "away": 2.0},
+            _ensemble,
+        ),
     }
 )
 

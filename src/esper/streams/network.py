@@ -61,6 +61,7 @@ class TrunkAndHead(nn.Module):
         self, inputs: int, width: int, hidden: int, blocks: int, classes: int, norm: bool = False, rank: int = 0
     ) -> None:
         super().__init__()
+        self.inputs = inputs
         first: list[nn.Module] = [Normed()] if norm else []
         block = (Residual(*first, Linear(width, hidden), nn.ReLU(), Linear(hidden, width)) for _ in range(blocks))
         self.trunk = nn.Sequential(Linear(inputs, width), *block, *first)
