@@ -5,11 +5,11 @@
     python scripts/fit_streams.py choose runs/fit_streams src/esper/streams/shipped.json
 
 `fit` is the cross-entropy method (Rubinstein and Kroese, "The Cross-Entropy Method", 2004, chapter 4): the numbers of
-`esper.streams.fitted.NUMBERS`, or of BASELINES, or their logarithms, are drawn from independent normal distributions, which move toward the best
-candidates. All candidates of a generation play the same streams of all changes, which no other generation plays. The first
-candidate is the mean. The folder keeps every generation, and the same command goes on from there. `choose` plays the start of the
-search and what was fitted on validation streams, and writes the better one. With `--method`, `fitted.json` has the settings of
-that method.
+`esper.streams.fitted.NUMBERS`, or of BASELINES, or their logarithms, are drawn from independent normal distributions, which
+move toward the best candidates. All candidates of a generation play the same streams, which no other generation plays. The
+first candidate is the mean. The folder keeps every generation, and the same command goes on from there. With `--method`, the
+file has the settings of that method, and with `--changes`, the streams have these changes alone. `choose` plays the start of
+the search and what was fitted for `shipped` on validation streams, and writes the better one.
 """
 
 import argparse
@@ -109,9 +109,7 @@ def fit(folder: Path, options: argparse.Namespace) -> None:
             points = mean + spread * random.standard_normal((options.candidates, len(mean)))
             points[0] = mean
             candidates = numbers_of(points, table)
-            keys, changes = streams_of(
-                "training", options.first + generation * size, options.streams, options.changes
-            )
+            keys, changes = streams_of("training", options.first + generation * size, options.streams, options.changes)
             found = returns(candidates, keys, changes, options.updates, options.method)
             best = np.argsort(-found.mean(1))[: max(2, round(BEST * options.candidates))]
             kept = scaled(candidates[best], table)

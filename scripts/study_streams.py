@@ -25,10 +25,11 @@ from esper.runs.statistics import Interval, interval, mean, mean_difference
 from esper.streams.controllers import Adaptive
 from esper.streams.data import RANGES, UPDATES, Change, DrawnStreams, draw_streams
 from esper.streams.learner import NetworkLearner
-from esper.streams.methods import build_learner
+from esper.streams.methods import METHODS, build_learner
 from esper.streams.play import Played, Player
 
-FIRST = RANGES["heldout"].start + 16_384
+FIRST = RANGES["heldout"].start + 40_960
+"""Key of the first held-out stream. No stream from here on had been played when it was chosen."""
 KNOBS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "adamw": [{"lr": lr} for lr in (0.005, 0.01, 0.02)],
     "l2-init": [{"decay": decay} for decay in (0.1, 0.3, 1.0)],
@@ -43,7 +44,8 @@ KNOBS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "reactivate": [{"trunk_rate": rate} for rate in (0.03, 0.1, 0.3)],
     **{
         name: [{}]
-        for name in ("reactivate-annealed", "reactivate-seeds", "reactivate-both", "reactivate-doses", "shipped")
+        for name in METHODS
+        if name.endswith(("-annealed", "-recognising", "-seeds", "-both", "-doses")) or name == "shipped"
     },
 }
 """Three settings of each method with normalised features, or its defaults. The second one is also played without."""

@@ -75,7 +75,7 @@ def test_a_path_is_the_method_of_its_numbers(tmp_path):
         (None, "No such file or directory; give a file that scripts/fit_streams.py wrote"),
         ("[", "is not a file of a controller of streams; give a file that scripts/fit_streams.py wrote"),
         ("[]", "is not a file of a controller of streams"),
-        (json.dumps({"numbers": {"fits": 1}}), "differ in the number 'few'"),
+        (json.dumps({"numbers": {"fits": 1}}), "differ in the number 'away'"),
         (json.dumps({"numbers": {**START, "lr": 7}}), "lr is 7 in .*; give a number from 0.001 to 0.1"),
         (json.dumps({"numbers": {**START, "lr": None}}), "lr is None in"),
     ],

@@ -12,7 +12,8 @@ Methods = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[METHOD]...",
-        help="Methods, compared with the first; reset-blocks, adamw, ensemble, reactivate, adaptive and shipped. "
+        help="Methods, compared with the first; without any, reset-blocks, reset-blocks-annealed, adamw, "
+        "ensemble, ensemble-annealed, ensemble-recognising, reactivate, adaptive and shipped. "
         "A path ending in .json is a controller that scripts/fit_streams.py fitted.",
         show_default=False,
     ),

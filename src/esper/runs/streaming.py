@@ -39,7 +39,17 @@ Record = dict[str, Any]
 RECORD, TENSORS, FACTS = "streams.json", "state.safetensors", "state.json"
 MIXTURE = "mixture"
 CHANGES = (*Change, MIXTURE)
-DEFAULT = ("reset-blocks", "adamw", "ensemble", "reactivate", "adaptive", "shipped")
+DEFAULT = (
+    "reset-blocks",
+    "reset-blocks-annealed",
+    "adamw",
+    "ensemble",
+    "ensemble-annealed",
+    "ensemble-recognising",
+    "reactivate",
+    "adaptive",
+    "shipped",
+)
 """Methods that are compared if none is named. All others are compared with the first one."""
 EVERY = 200
 """Updates between two saves of the state."""

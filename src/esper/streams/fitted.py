@@ -65,13 +65,13 @@ NUMBERS: Mapping[str, Number] = {
     "head_rate": Number(2.0, 0.3, 0.2, 20.0, True, "that of a new head, as a multiple"),
     "halving": Number(45.0, 0.3, 5.0, 2000.0, True, "updates after which the rate of a head halves"),
     "least": Number(0.125, 0.4, 0.005, 1.0, True, "share of the rate at which it no longer falls"),
-    "trunk_halving": Number(200.0, 0.4, 5.0, 5000.0, True, "updates after which the rate of the trunk halves"),
-    "trunk_least": Number(0.25, 0.4, 0.005, 1.0, True, "share of the rate at which it no longer falls"),
-    "same": Number(1.6, 0.15, 0.0, 10.0, False, "a stored context is recognised if the inputs are nearer to it than this"),
+    "same": Number(
+        1.6, 0.15, 0.0, 10.0, False, "a stored context is recognised if the inputs are nearer to it than this"
+    ),
     "away": Number(2.0, 0.3, 0.0, 20.0, False, "and farther from the active one than this"),
 }
 """The fitted numbers by name; see the attributes of `Number`."""
-RATES = ("lr", "head_rate", "halving", "least", "trunk_halving", "trunk_least")
+RATES = ("lr", "head_rate", "halving", "least")
 """Those that the training reads; the others are thresholds and rates of the controller."""
 
 Numbers = Mapping[str, float | Floats]
@@ -113,7 +113,9 @@ class Fitted:
         slow, soon = view.loss - view.before < number["sudden"], view.since < self.recent
         returns = fits | (view.recognised & ~view.alarm)
         change = np.where(returns, number["hit"], -1 - number["slow"] * slow - number["soon"] * soon)
-        self.balance = np.where(moved | (returns & view.recognised), number["memory"] * self.balance + change, self.balance)
+        self.balance = np.where(
+            moved | (returns & view.recognised), number["memory"] * self.balance + change, self.balance
+        )
         reset = moved & ((self.balance <= -np.asarray(number["patience"])) | (view.classes <= number["few"]))
         self.resets = np.where(moved, reset, self.resets)
         stays = view.alarm & ~fits & ~reset & (view.loss < number["keep"])

@@ -122,13 +122,20 @@ _STATIC: Settings = MappingProxyType({**_COMMON, "halving": 0.0, "least": 0.125}
 _ANNEALED: Settings = MappingProxyType(
     {**_COMMON, "lr": 0.015, "head_rate": 2.0, "trunk_rate": 0.2, "halving": 40.0, "least": 0.125}
 )
+_GATED: Settings = MappingProxyType({"lr": 0.0306, "head_rate": 1.621, "halving": 52.56, "least": 0.1464})
 _FALLING: Mapping[str, tuple[str, Settings]] = MappingProxyType(
     {
-        "ensemble": ("with the updates that a member has trained for", {"halving": 60.0, "memory": 0.0, "lr": 0.03}),
-        "reset": ("with the updates since the last alarm", {"halving": 40.0}),
-        "reset-blocks": ("with the updates since the last alarm", {"halving": 40.0}),
-        "continual-backprop": ("with the updates since the last alarm", {"halving": 40.0}),
-        "replay": ("with the updates since the last alarm", {"halving": 40.0}),
+        "ensemble": (
+            "with the updates that a member has trained for",
+            {**_GATED, "memory": 0.06133},
+        ),
+        "reset": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
+        "reset-blocks": (
+            "with the updates since the last alarm",
+            {"lr": 0.0151, "head_rate": 2.071, "halving": 44.91, "least": 0.1525},
+        ),
+        "continual-backprop": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
+        "replay": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
     }
 )
 """Baselines that are played with a falling learning rate too: with what it falls, and their settings."""
@@ -215,7 +222,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         },
         "ensemble-recognising": Method(
             "as ensemble-annealed; the member whose inputs were like those of the batch predicts",
-            {**_KNOWN["ensemble"].settings, "halving": 60.0, "memory": 0.0, "lr": 0.03, "same": 1.6, "away": 2.0},
+            {**_KNOWN["ensemble"].settings, **_GATED, "memory": 0.0, "same": 1.576, "away": 1.862},
             _ensemble,
         ),
     }
