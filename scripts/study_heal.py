@@ -71,6 +71,7 @@ class Study(NamedTuple):
         by_host (bool): whether intervals draw hosts, each with all of its cases; otherwise cases
         unit (float): J in the unit of differences: 100 for points
         heuristic (bool): whether the rule `heuristic` is grown
+        earlier (int): the first so many cases were printed before; the others are printed alone as well
     """
 
     part: str
@@ -87,6 +88,7 @@ class Study(NamedTuple):
     by_host: bool = False
     unit: float = 100
     heuristic: bool = False
+    earlier: int = 0
 
 
 STUDIES: Mapping[str, Study] = {
@@ -103,8 +105,8 @@ STUDIES: Mapping[str, Study] = {
     ),
     "heal-images": Study(
         "fresh",
-        160,
-        160,
+        120,
+        40,
         (BEST, UNIFORM_2.name, UNIFORM.name),
         residual=20,
         shown=(UNIFORM.name, UNIFORM_2.name),
@@ -116,6 +118,7 @@ STUDIES: Mapping[str, Study] = {
         },
         timed=BEST,
         by_host=True,
+        earlier=40,
     ),
     "heal-bytes": Study(
         "heldout",
@@ -241,6 +244,12 @@ def print_table(of: Study, scores: Scores, held: Collected) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
+def after(count: int, scores: Scores, held: Collected) -> tuple[Scores, Collected]:
+    """The figures of the cases after the first ones."""
+    added = {name: Figures(*(field[count:] for field in own)) for name, own in scores.items()}
+    return added, held._replace(facts=held.facts[count:])
+
+
 def print_damage(scores: Scores, kinds: NDArray[np.str_]) -> None:
     print(f"\n| damage | cases | {' | '.join(scores)} |\n|---|---|{'---|' * len(scores)}")
     for kind in np.unique(kinds):
@@ -335,6 +344,9 @@ def main() -> None:
     beside = place(options.folder, options.setting if longer else ONE_SITE) / "static"
     scores |= static(beside, source, held.keys, options.setting)
     print_table(of, scores, held)
+    if of.earlier:
+        print(f"\nThe cases after the first {of.earlier} alone:")
+        print_table(of, *after(of.earlier, scores, held))
     print_damage(scores, held.kind)
     host = held.host if of.by_host else None
     taught = [name for name in of.fits if "taught" in name]

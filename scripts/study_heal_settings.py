@@ -87,7 +87,7 @@ TABLES: Mapping[str, Table] = {
     "cap 6 %": Table(ONE_SITE, 960, fits=True),
     "cap 6 %, rent .3": Table(ONE_SITE, 960, rent=0.3),
     "cap 3 %": Table("cap 3 %", 320, cap=0.03, fits=True),
-    "cap 10 %": Table("cap 10 %", 160, seeds=1, cap=0.1),
+    "cap 10 %": Table("cap 10 %", 160, cap=0.1, fits=True),
     "two sites": Table("two sites", 320, seeds=1),
     "cap 3 %, 320 cases": Table("cap 3 %", 320, 320, cap=0.03, fits=True, earlier=160),
     "further, 160 updates": Table("160 updates", 480, fits=True, part="further"),
