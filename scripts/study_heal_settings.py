@@ -3,8 +3,8 @@
     python scripts/collect_healing.py FOLDER/one-site/training --part training --cases 960
     python scripts/collect_healing.py FOLDER/one-site/fresh --part fresh --cases 160 --seeds 2
     python scripts/collect_healing.py FOLDER/cap-3-%/fresh --part fresh --cases 320 --seeds 2 --setting "cap 3 %" --last
-    ... likewise 160 at "cap 10 %", and of "two sites" with one start; and training cases: 320 at 3 % (--last) and of two sites, 160
-    at 10 %
+    ... likewise 160 at "cap 10 %", and 160 of "two sites" with one start
+    ... and training cases: 320 at 3 % (--last), 320 of two sites, 160 at 10 %
     ... and "160 updates": 480 training cases, and 160 of the part `further` (--seeds 2)
     python scripts/study_heal_settings.py FOLDER
 
