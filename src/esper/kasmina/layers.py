@@ -88,9 +88,11 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
-        read = self.read(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
-        q, k = (rotated(read[0]), rotated(read[1])) if self.rotary else (read[0], read[1])
-        mixed = causal_attention(q, k, read[2])
+        # The gradient of unbind is one stack; that of three indices would be three tensors of zeros and two sums.
+        q, k, v = self.read(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3).unbind(0)
+        if self.rotary:
+            q, k = rotated(q), rotated(k)
+        mixed = causal_attention(q, k, v)
         y: Tensor = self.out(mixed.transpose(-2, -3).flatten(-2))
         return y
 
