@@ -56,7 +56,7 @@ class Case:
     incubating: str = "none"  # environments with a seed that incubates, at the second slot: none, a quarter or all
     slots: int | None = None  # of a host of that many equal blocks; None is the task's own host
     width: int = 16  # of the stream and of the blocks of such a host
-    ways: tuple[str, ...] = ("auto",)  # mappings of the engine
+    ways: tuple[str, ...] = ("auto",)  # mappings of the engine, or "compiled"
     plain: bool = True
     cadences: tuple[int, ...] = ()  # of complete attribution; compared with each other alone
 
@@ -79,6 +79,7 @@ def cases(quick: bool) -> list[Case]:
             Case("states", envs=4, live=2, ways=("auto", "vmap", "loop")),
             Case("states", "repair", envs=8, incubating="quarter", plain=False),
             Case("coalitions", envs=4, live=2, cadences=(SELDOM, 1), plain=False),
+            Case("scale-parameters", envs=4, slots=2, width=1, plain=False),
         ]
     states = ((0, "none"), (2, "none"), (0, "all"), (0, "quarter"))
     tasks = ("digits-narrow", "repair")
@@ -89,14 +90,28 @@ def cases(quick: bool) -> list[Case]:
         *(Case("slots", slots=slots, live=live, plain=False) for slots in (1, 2, 4, 8) for live in (0, min(slots, 2))),
         *(Case("parameters", slots=4, width=width, plain=False) for width in (8, 16, 32, 64, 128)),
         *(Case("coalitions", task, live=live, cadences=(SELDOM, 4, 1)) for task in tasks for live in (2, 3)),
+        *(Case("compiled", task, ways=("auto", "compiled"), plain=False) for task in tasks),
+        *scales(),
     ]  # fmt: skip
+
+
+def scales() -> list[Case]:
+    """The cases that show how a step grows: one quantity after another, on otherwise equal populations."""
+    case = partial(Case, plain=False)
+    return [
+        *(case("scale-envs", envs=envs) for envs in (1, 8, 64, 256, 1024)),
+        *(case("scale-slots", slots=slots) for slots in (1, 2, 4, 8, 16)),
+        *(case("scale-parameters", envs=8, slots=4, width=width) for width in (1, 8, 32, 128, 350)),
+        *(case("scale-live", live=live) for live in (0, 1, 2, 3)),
+    ]
 
 
 def engine_in(case: Case, task: AnyTask, mapping: str, cadence: int, device: str) -> VectorizedEngine:
     """An engine whose population is in the state of the case, without twins."""
     config = build_config(
         task.defaults,
-        {"envs": case.envs, "twin": False, "mapping": mapping, "device": device, "steps": SELDOM},
+        {"envs": case.envs, "twin": False, "device": device, "steps": SELDOM},
+        {"compile": "on"} if mapping == "compiled" else {"mapping": mapping},
         {"data": {"batch_size": BATCH, "batches_per_step": BATCHES}, "probe": {"coalitions_every": cadence}},
         {
             "lifecycle": {"max_seeds": 4, "max_training_seeds": 4},
@@ -143,9 +158,12 @@ def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
     steps: dict[str, Step] = {name: partial(engine.step, wait) for name, engine in engines.items()}
     scale = dict.fromkeys(steps, 1.0)
     if not case.cadences:
-        bare, usual = BareStack(task, first, task.objective.loss), BareStack(task, first, torch_loss)
+        bare = BareStack(task, first, task.objective.loss)
         hold_against(bare, first)
-        steps = {"bare stack": bare.step, "bare, torch's loss": usual.step} | steps
+        floors: dict[str, Step] = {"bare stack": bare.step}
+        if not case.table.startswith("scale-"):
+            floors["bare, torch's loss"] = BareStack(task, first, torch_loss).step
+        steps = floors | steps
         if case.plain:
             steps["plain loop"] = plain_step(task, first, min(case.envs, PLAIN))
             scale["plain loop"] = case.envs / min(case.envs, PLAIN)
@@ -168,7 +186,7 @@ def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:
         "slots": len(first.space.slots),
         "table": table,
         "phases": {name: shares(engine) for name, engine in engines.items()},
-        "reads": reads_of(next(reversed(engines.values())), wait),
+        "reads": reads_of([engine for engine in engines.values() if engine.config.compile == "off"][-1], wait),
         "memory": memory,
     }
 
@@ -229,6 +247,20 @@ def population_mib(engine: VectorizedEngine) -> float:
     return sum(column.nbytes for stack in stacks for column in stack.columns.values()) / 2**20
 
 
+def copy_gib_per_second() -> dict[str, float]:
+    """Speed of a copy within memory by the size of its source and target together, in MiB: what caches and memory deliver."""
+    found = {}
+    for mib in (0.5, 4, 16, 64, 512):
+        source = torch.zeros(int(mib * 2**20) // 8)
+        target, seconds = torch.zeros_like(source), []
+        for _ in range(max(5, int(256 / mib))):
+            begin = time.process_time_ns()
+            target.copy_(source)
+            seconds.append((time.process_time_ns() - begin) / 1e9)
+        found[f"{mib:g}"] = mib / 1024 / float(np.median(seconds))
+    return found
+
+
 def peak_mib() -> float:
     """The largest resident size of this process so far [MiB]."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if platform.system() == "Darwin" else 2**10)
@@ -244,6 +276,9 @@ def machine(device: str) -> dict[str, Any]:
         "system": platform.system(),
         "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
+        "caches": [
+            path.read_text().strip() for path in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+        ],
         "load_average_before": os.getloadavg()[0],
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu, one thread",
         "python": platform.python_version(),
@@ -273,20 +308,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small populations, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--table", help="the cases of this table alone: states, envs, slots, parameters or coalitions")
+    parser.add_argument(
+        "--table", help="the cases of this table alone: states, envs, slots, parameters, coalitions or scale"
+    )
     parser.add_argument("--repeats", type=int, help="turns of each case; 21, or 2 with --quick")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()
-    chosen = [case for case in cases(arguments.quick) if arguments.table in (None, case.table)]
+    chosen = [
+        case for case in cases(arguments.quick) if arguments.table in (None, case.table, case.table.split("-")[0])
+    ]
     if not chosen:
         parser.error(f"there is no table {arguments.table!r}")
     repeats = arguments.repeats or (2 if arguments.quick else 21)
-    report = machine(arguments.device) | {"batches": BATCHES, "batch": BATCH, "results": []}
+    report = machine(arguments.device) | {"batches": BATCHES, "batch": BATCH, "repeats": repeats, "results": []}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for case in chosen:
             result = pool.apply(measure, (case, repeats, arguments.device))
             report["results"].append(result)
             show(result)
+    report["copy_gib_per_second"] = (
+        copy_gib_per_second()
+    )  # last, because a process begins with the peak memory of its parent
     report["load_average_after"] = os.getloadavg()[0]
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

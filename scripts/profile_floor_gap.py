@@ -1,0 +1,122 @@
+"""What lies between a step of the engine and one of the bare stack (scripts/floors.py): seconds of each part of both.
+
+Both take turns, step by step. Every figure is the median over turns of the seconds that the process itself ran; the share is
+that of the part in the difference between the two medians. E = 64, no seeds.
+
+    python scripts/profile_floor_gap.py [--quick] [--tasks digits-narrow repair] [--turns 41] [--json FILE]
+"""
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmark_hot_path import SELDOM, Case, engine_in
+from floors import BareStack
+
+from esper.leyline.actions import Actions
+from esper.tolaria.compiling import Passes
+from esper.tolaria.data import SharedBatchIterator
+from esper.tolaria.optimizer import Updates
+from esper.tolaria.stacked import StackedPopulation
+
+SPENT: dict[str, float] = defaultdict(float)
+"""Seconds by part since the last reset."""
+
+TIMED = (
+    (torch.Tensor, "backward", "backward"),
+    (Passes, "backward", "pass"),
+    (SharedBatchIterator, "advance", "batches"),
+    (SharedBatchIterator, "of", "batches"),
+    (Updates, "step", "updates"),
+    (StackedPopulation, "train", "train"),
+    (StackedPopulation, "probe", "probe"),
+    (torch.optim.AdamW, "step", "updates"),
+    (torch.optim.AdamW, "zero_grad", "updates"),
+    (BareStack, "train", "train"),
+    (BareStack, "probe", "probe"),
+)
+"""The methods that are timed, and the parts that they belong to."""
+
+
+def timed(owner: type, name: str, part: str) -> None:
+    """Add the seconds of a method's calls to a part."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.process_time()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            SPENT[part] += time.process_time() - begin
+
+    setattr(owner, name, call)
+
+
+def parts(step: Any) -> dict[str, float]:
+    """Seconds of the parts of one step, which add up to it."""
+    SPENT.clear()
+    begin = time.process_time()
+    step()
+    whole, spent = time.process_time() - begin, defaultdict(float, SPENT)
+    # The bare stack draws its orders and gathers its batches between its forward passes.
+    forward = spent["train"] - spent["backward"] - spent["updates"]
+    rest = spent["train"] - spent["pass"] - spent["batches"] - spent["updates"] if spent["pass"] else 0.0
+    return {
+        "backward": spent["backward"],
+        "forward, loss and batches": forward - rest,
+        "updates": spent["updates"],
+        "rest of the training": rest,
+        "probe": spent["probe"],
+        "rest of the step": whole - spent["train"] - spent["probe"],
+        "whole step": whole,
+    }
+
+
+def measure(task_name: str, turns: int, envs: int) -> dict[str, Any]:
+    """Print the table of one task; return the milliseconds of every part of both."""
+    case = Case("states", task_name, envs=envs)
+    task = case.build()
+    engine = engine_in(case, task, "auto", SELDOM, "cpu")
+    bare, wait = BareStack(task, engine, task.objective.loss), Actions.wait(envs)
+    seen: dict[str, list[dict[str, float]]] = {"bare": [], "engine": []}
+    for _ in range(turns + 1):
+        seen["bare"].append(parts(bare.step))
+        seen["engine"].append(parts(lambda: engine.step(wait)))
+    middle = {
+        way: {part: float(np.median([turn[part] for turn in found[1:]])) * 1e3 for part in found[0]}
+        for way, found in seen.items()
+    }
+    gap = middle["engine"]["whole step"] - middle["bare"]["whole step"]
+    print(f"\n{task_name}, E = {envs}, load {os.getloadavg()[0]:.1f}")
+    print(f"{'':28}{'bare [ms]':>10}{'engine':>10}{'more':>8}{'of the gap':>12}")
+    for part, own in middle["bare"].items():
+        more = middle["engine"][part] - own
+        print(f"{part:28}{own:10.2f}{own + more:10.2f}{more:8.2f}{more / gap:12.0%}", flush=True)
+    return {"task": task_name, "turns": turns, "load": os.getloadavg()[0], "milliseconds": middle}
+
+
+def main() -> None:
+    """Measure each task."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small population and two turns, to see that it runs")
+    parser.add_argument("--tasks", nargs="+", default=["digits-narrow", "repair"])
+    parser.add_argument("--turns", type=int, default=41)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for entry in TIMED:
+        timed(*entry)
+    turns, envs = (2, 4) if arguments.quick else (arguments.turns, 64)
+    report = [measure(name, turns, envs) for name in arguments.tasks]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
