@@ -148,13 +148,26 @@ def test_heal_has_rules_references_and_an_oracle_of_the_plans_that_rules_choose_
 
 def test_a_rule_that_can_plant_nothing_of_the_menu_is_absent_with_its_reason():
     entered = enter(get_task("iris"), None, [], 1, search_budget([], None))
-    assert entered.absent["uniform"] == "the menu has none of bypass-rank-1"
+    assert entered.absent["uniform"] == "it plants bypass-rank-1, which the menu of iris does not have"
     assert "there is one" in entered.absent[ORACLE]
+
+
+def test_the_rules_of_trained_hosts_grow_the_instances_of_repair_with_its_full_menu():
+    entered = enter(get_task("repair"), None, [], 1, search_budget([], None))
+    assert [name for name in entered.absent if name != ORACLE] == ["uniform", "participation", "inner-use"]
+    ruled = {name: each for name, each in entered.references.items() if name != "full-menu"}
+    assert {name: each.controller for name, each in ruled.items()} == {
+        f"{rule}-full-menu": rule for rule in ("uniform", "participation", "inner-use")
+    }
+    for reference in entered.references.values():
+        own = enter(reference.task(), None, [], 1, search_budget([], None))
+        assert {"uniform", "participation", "inner-use"} == {rule.name for rule in own.rules}
+    assert not get_task("repair-tables").opponents.references, "the instances of repair are others"
 
 
 def test_the_budget_is_that_of_the_controller_with_the_most_episodes():
     few, many, unknown = (named("never")._replace(name=str(n), episodes=n) for n in (10, 300, None))
-    assert search_budget([few, many, unknown], None)[:2] == (300, "as many as 300 was trained with")
+    assert search_budget([few, many, unknown], None)[:2] == (300, "as many as 300 had")
     assert search_budget([unknown], None).episodes == EPISODES
     assert "does not say" in search_budget([unknown], None).reason
     assert search_budget([many], 7).episodes == 7

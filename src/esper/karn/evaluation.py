@@ -51,6 +51,10 @@ FEW_UNITS = 10
 """With fewer problems or runs, a line says that the intervals of a task are too narrow."""
 
 
+FEW_TRAININGS = 5
+"""With fewer trainings of one controller, a line says that they are few."""
+
+
 def interval_lines(record: Record) -> list[str]:
     """How the intervals were computed, and whether they can be trusted."""
     tasks = record["tasks"]
@@ -149,10 +153,14 @@ def opponent_lines(task: Record) -> list[str]:
             "from the test split of its other runs"
         )
     if task.get("opponents"):
-        lines.append("searched: episodes that a controller was trained or searched with; 0 for a rule, - if unknown")
-    for name, members in task.get("groups", {}).items():
         lines.append(
-            f"{name}: {counted(len(members), 'training')}; its intervals are over trainings and problems together"
+            "searched: episodes that a controller was trained or searched with, of several trainings the most of one; 0 for a "
+            "rule, - if unknown"
+        )
+    for name, members in task.get("groups", {}).items():
+        few = f"; fewer than {FEW_TRAININGS} say little about a further one" if len(members) < FEW_TRAININGS else ""
+        lines.append(
+            f"{name}: {counted(len(members), 'training')}; its intervals are over trainings and problems together{few}"
         )
     return lines
 
@@ -163,13 +171,15 @@ def search_lines(search: Record) -> list[str]:
     of = f" of {search['candidates']:,}" if search.get("tried", search["candidates"]) < search["candidates"] else ""
     tried = counted(search.get("tried", search["candidates"]), "plan")
     cost = f"{tried}{of} in {counted(search['episodes'], 'episode')}"
+    seconds = search["seconds"]
+    took = f"{seconds:,.1f} seconds" if seconds >= 0.05 else "read from the results of an earlier call"
     entries = [
         f"  - {{{', '.join(f'{key}: {_yaml(value)}' for key, value in entry.items())}}}" for entry in search["entries"]
     ]
     return [
         f"best fixed plan{gates}: {search['plan']}",
         *entries,
-        f"best of {cost} on training instances ({search['seconds']:,.1f} seconds); its J there, on the probe split: "
+        f"best of {cost} on training instances ({took}); its J there, on the probe split: "
         f"{_number(search['probe_objective'], '.3f')}",
     ]
 

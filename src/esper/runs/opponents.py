@@ -22,7 +22,7 @@ from esper.runs.plan_search import EPISODES, UNMEASURED, Candidate, grow_abreast
 from esper.tamiyo.catalog import KEEPS, PLACEMENTS
 from esper.tamiyo.forest import Forest, Forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
-from esper.tamiyo.plans import UNIFORM, choices_of, indices, plans_of
+from esper.tamiyo.plans import UNIFORM, choices_of, plans_of
 from esper.tamiyo.tree_fitting import fit_trees
 from esper.tamiyo.trees import Trees
 from esper.tolaria.engine import VectorizedEngine
@@ -93,10 +93,14 @@ def search_budget(controllers: Sequence[Contender], asked: int | None) -> Budget
                 "(--search-episodes, search_episodes=)"
             )
         return Budget(asked, "as asked for", True)
-    known = [(each.episodes, each.name) for each in controllers if each.episodes]
+    known = [
+        (each.episodes, f"the longest training of {each.group}" if each.group else each.name)
+        for each in controllers
+        if each.episodes
+    ]
     if known:
         episodes, name = max(known)
-        return Budget(episodes, f"as many as {name} was trained with", True)
+        return Budget(episodes, f"as many as {name} had", True)
     unknown = [each.name for each in controllers if each.episodes is None]
     said = f", because the file of {unknown[0]} does not say with how many it was trained" if unknown else ""
     return Budget(EPISODES, f"the default{said}", False)
@@ -119,8 +123,8 @@ def enter(
     absent: dict[str, str] = {}
     rules = []
     for name in (name for name in declared.rules if name in wanted):
-        if (name in PLACEMENTS or name == "tree") and not indices(space, UNIFORM.here):
-            absent[name] = f"the menu has none of {', '.join(UNIFORM.here)}"
+        if lacking := _lacking(name, task, settings):
+            absent[name] = lacking
         else:
             rules.append(named(name))
     fitted = FITTED in wanted and "tree" not in absent
@@ -135,8 +139,24 @@ def enter(
     if ORACLE in wanted and seeds < 2:
         absent[ORACLE] = "it chooses for one seed by the figures of others, and there is one"
     plans = oracle_plans(space) if ORACLE in wanted and ORACLE not in absent else []
-    references = {name: each for name, each in declared.references.items() if name in wanted}
+    references = {}
+    for name in (name for name in declared.references if name in wanted):
+        reference = declared.references[name]
+        if lacking := _lacking(reference.controller, reference.task(), settings):
+            absent[name] = lacking
+        else:
+            references[name] = reference
     return Entered(rules, references, plans, fitted and FITTED not in absent, absent)
+
+
+def _lacking(controller: str, task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> str:
+    """Return why a rule can plant nothing on a task; empty if it can."""
+    chosen = build_config(task.defaults, *settings).blueprints
+    menu = task.menu if chosen is None else chosen
+    if controller not in (*PLACEMENTS, "tree") or set(UNIFORM.here) & set(menu):
+        return ""
+    whose = f"the menu of {task.name}" if chosen is None else "the config key blueprints"
+    return f"it plants {', '.join(UNIFORM.here)}, which {whose} does not have"
 
 
 def oracle_plans(space: Space) -> list[Candidate]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from esper.leyline import keys
 from esper.leyline.errors import InputError
-from esper.leyline.opponents import DEFAULT, SEARCHED, Opponents, Reference
+from esper.leyline.opponents import DEFAULT, PLACED, SEARCHED, Opponents, Reference
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
 from esper.tasks.hosts import VECTOR_MENU, DamagedMLP
 from esper.tasks.objectives import Classification
@@ -219,8 +219,13 @@ def repair() -> Mixture:
             "reward": {"rent": 0.1},
             "gates": {"gain_z": -1.0, "contribution_z": 0.0, "min_contribution": -0.02},
         },
-        opponents=Opponents((), {"full-menu": Reference(repair_full, SEARCHED)}),
+        opponents=Opponents(references={"full-menu": Reference(repair_full, SEARCHED)} | _ruled()),
     )
+
+
+def _ruled() -> dict[str, Reference]:
+    """The rules that plant what the menu of `repair` lacks."""
+    return {f"{rule}-full-menu": Reference(repair_full, rule) for rule in PLACED}
 
 
 def repair_full() -> Mixture:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from esper.leyline import keys
 from esper.leyline.batches import shape_leaves, shapes
+from esper.leyline.opponents import DEFAULT
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split, Task
 from esper.tasks import repair, small
 from esper.tasks.dense import DamagedMLP
@@ -62,6 +63,7 @@ def repair_tables() -> Mixture:
         sample=sample,
         test=lambda key: _read(_table(describe(key).family), "test"),
         objective=Classification(classes),
+        opponents=DEFAULT,  # those of `repair` have other instances
     )
 
 
