@@ -48,7 +48,11 @@ def main() -> None:
         found = {amp: figures(task, int(envs), amp, asked) for amp in ("off", "bf16", "fp16")}
         for amp, each in found.items():
             test, curve = (np.array(each[name]) - np.array(found["off"][name]) for name in ("test", "curve"))
-            apart = "" if amp == "off" else f", test {spread(test, '+.4f')}, curve {spread(curve, '+.4f')} apart"
+            apart = (
+                ""
+                if amp == "off"
+                else f", test {spread(test.tolist(), '+.4f')}, curve {spread(curve.tolist(), '+.4f')} apart"
+            )
             print(f"{task}, n {envs}, {amp}: test loss {np.mean(each['test']):.4f}{apart}, skipped {each['skipped']}")
 
 
