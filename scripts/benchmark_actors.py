@@ -3,7 +3,8 @@
     python scripts/benchmark_actors.py ratio [--task repair] [--envs 64] [--shards 2] [--rounds 4] [--turns 3]
     python scripts/benchmark_actors.py parts [--task repair] [--envs 64] [--shards 2]
     python scripts/benchmark_actors.py sleep [--actors 8,64,512]
-    python scripts/benchmark_actors.py eval [--task repair] [--instances 16] [--seeds 2] [--episodes 32] [--turns 3]
+    python scripts/benchmark_actors.py eval [--task repair] [--instances 8] [--seeds 2] [--episodes 4] [--opponents all]
+        [--turns 3]
 
 `ratio` trains without actors, with one worker and with two in turns, and prints the median seconds of a round of each, without
 the first round of a training, in which populations are made, and without the last, which validates.
@@ -13,9 +14,9 @@ bytes sent and received, processor seconds of a part and of an update. From thes
 each with one shard of that size. `sleep` lets threads that only sleep answer with rollouts of the same size, and measures how
 long the learner needs, beyond the sleep, to hand out the parts and to read the rollouts; the update is not part of it.
 
-`eval` runs `esper eval` with the rules, the best fixed plan and the oracle, without actors, with one worker and with two in turns, as
-commands that start with nothing stored, compares their records, and prints the wall and processor seconds of each, those of all of its
-processes together.
+`eval` runs `esper eval` with the rules, the best fixed plan and the opponents, with one worker and with two in
+turns, as commands that start with nothing stored. It compares their records, and prints the wall and the processor seconds of
+each, those of all of its processes together.
 """
 
 import argparse
@@ -60,9 +61,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--sleep", type=float, default=2.0, help="seconds of a part of a sleeping actor")
-    parser.add_argument("--instances", type=int, default=16)
+    parser.add_argument("--instances", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--episodes", type=int, default=32, help="search episodes of an evaluation")
+    parser.add_argument("--episodes", type=int, default=4, help="search episodes of an evaluation")
+    parser.add_argument("--opponents", default="all", help="opponents of an evaluation, as of esper eval")
     parser.add_argument("--actors", default=",".join(map(str, MANY)))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -216,14 +218,14 @@ def sleep(asked: argparse.Namespace) -> None:
         )
 
 
-def evaluated(asked: argparse.Namespace, workers: int | None) -> tuple[float, float, dict[str, Any]]:
+def evaluated(asked: argparse.Namespace, workers: int) -> tuple[float, float, dict[str, Any]]:
     """Return the wall and the processor seconds of an evaluation in a command of its own, and its record."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "esper", "eval", "--tasks", asked.task, "--out", f"{folder}/out"]
         command += ["--instances", str(asked.instances), "--seeds", str(asked.seeds), "--search-episodes"]
-        command += [str(asked.episodes), "--opponents", "oracle", "--baselines", "none"]
-        command += [] if workers is None else ["--workers", str(workers)]
+        command += [str(asked.episodes), "--opponents", asked.opponents, "--baselines", "none"]
+        command += ["--workers", str(workers)]
         begin = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wall = time.perf_counter() - begin
@@ -236,18 +238,18 @@ def evaluated(asked: argparse.Namespace, workers: int | None) -> tuple[float, fl
 
 
 def evaluations(asked: argparse.Namespace) -> None:
-    """Print what evaluations take without actors, with one worker and with two, in turns."""
+    """Print what evaluations take with one worker and with two, in turns."""
     ctypes.CDLL(None).prctl(
         36, 1
     )  # PR_SET_CHILD_SUBREAPER: the fork server of a command becomes a child of this process
-    names, ratios, runs = {None: "without actors", 1: "one worker", 2: "two workers"}, [], []
+    names, ratios, runs = {1: "one worker", 2: "two workers"}, [], []
     for turn in range(asked.turns):
         walls = {}
         for workers, name in names.items():
             walls[workers], processor, record = evaluated(asked, workers)
             runs.append([{**each, "seconds": None} for each in record["tasks"][0]["runs"].values()])
             assert runs[-1] == runs[0], "the results depend on the number of workers"
-            waited = record.get("actors", {}).get("waiting_seconds", 0.0)
+            waited = record["actors"]["waiting_seconds"]
             print(
                 f"turn {turn + 1}, {name}: {walls[workers]:.1f} s, {processor:.1f} s of processor time, {waited:.1f} s lost in "
                 f"waiting, load {os.getloadavg()[0]:.1f}",

@@ -1,4 +1,4 @@
-"""Actors on a local Ray cluster, and actors that torchrun starts: the results of a training without them."""
+"""Actors on a local Ray cluster, and actors that torchrun starts: the results of runs without them."""
 
 import json
 import os
@@ -24,13 +24,19 @@ ESPER = (sys.executable, "-m", "esper")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "esper")
 
 
+def ran(folder, *command):
+    """Run a command to its end."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def trained(folder, command, *options):
     """The folder of a training that a command ran."""
     (folder / "small.yaml").write_text(json.dumps(SMALL))
-    full = [*command, "train", "iris", "--config", "small.yaml", "--run", "run", *options]
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(full, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(folder, *command, "train", "iris", "--config", "small.yaml", "--run", "run", *options)
     return folder / "run"
 
 
@@ -53,3 +59,28 @@ def test_a_cluster_trains_the_same_controller(alone, tmp_path, command, options)
     run = trained(tmp_path, command, *options)
     assert controller(run) == alone
     assert json.loads((run / "summary.json").read_text())["actors"]["workers"] == 2
+
+
+def test_ray_makes_the_same_record_of_an_evaluation(tmp_path):
+    asked = [
+        "eval",
+        "--tasks",
+        "iris",
+        "--instances",
+        "2",
+        "--seeds",
+        "1",
+        "--search-episodes",
+        "2",
+        "--baselines",
+        "none",
+    ]
+    asked += ["--opponents", "none", "--set", "steps=2", "--set", "data.batch_size=12"]
+    ran(tmp_path, *ESPER, *asked, "--out", "alone")
+    ran(tmp_path, *ESPER, *asked, "--out", "ray", "--cluster", "ray", "--workers", "2")
+    alone, on_ray = (json.loads((tmp_path / each / "evaluation.json").read_text()) for each in ("alone", "ray"))
+    for record in (alone, on_ray):
+        for each in record["tasks"][0]["runs"].values():
+            del each["seconds"]
+    assert on_ray["tasks"][0]["runs"] == alone["tasks"][0]["runs"]
+    assert on_ray["actors"]["workers"] == 2

@@ -3,8 +3,8 @@
 C contenders, N instances, R seeds, E environments of a population.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -226,21 +226,19 @@ def _reference_tasks(entered: Entered) -> dict[str, AnyTask]:
     return {name: reference.task() for name, reference in entered.references.items()}
 
 
-@contextmanager
 def _hired(
     asked: Asked,
     designs: Sequence[Design],
     beside: Sequence[Beside],
     contenders: Sequence[Contender],
     watch: Say | None,
-) -> Iterator[EvaluationActors | None]:
-    """Start the actors of an evaluation; None if none were asked for. Raises InputError if there are more than parts."""
+) -> AbstractContextManager[EvaluationActors | None]:
+    """Return the actors of an evaluation, which start when it is entered. Raises InputError if there are more than parts."""
     runs = [len(list(design.populations(contenders[0]))) for design in designs]
-    others = [len(own.entered.rules) + len(own.entered.references) for own in beside]
+    others = [_opposing(own.entered) for own in beside]
     check_size(asked, max(each * (len(contenders) + 1 + more) for each, more in zip(runs, others, strict=True)))
     references = [(task, own.entered.references[name].task) for own in beside for name, task in own.tasks.items()]
-    with hired(asked, [design.task for design in designs], references, contenders, watch) as actors:
-        yield actors
+    return hired(asked, [design.task for design in designs], references, contenders, watch)
 
 
 _ALIKE = {NONE.name: RULES[0], UNIFORM.name: "uniform"}
@@ -261,17 +259,21 @@ def _search(grower: Grower, budget: Budget) -> Found:
     )
 
 
+def _opposing(entered: Entered) -> int:
+    """Return how many opponents grow networks of their own, the plans of the oracle included."""
+    fresh = [plan for plan in entered.plans if plan.name not in (NONE.name, UNIFORM.name)]
+    return len(entered.rules) + entered.fitted + len(entered.references) + len(fresh)
+
+
 def _plan(contenders: int, asked: Sequence[Beside], runs: int, watch: Say | None) -> Pace | None:
     """Report the number of networks that an evaluation grows. Returns None without `watch`."""
     if watch is None:
         return None
     grown, search = 0, 0
     for own in asked:
-        entered = own.entered
-        fresh = [plan for plan in entered.plans if plan.name not in (NONE.name, UNIFORM.name)]
-        grown += (contenders + len(entered.rules) + entered.fitted + len(entered.references) + len(fresh)) * runs
-        searched = [each for each in entered.references.values() if each.controller == SEARCHED]
-        search += own.budget.episodes * (1 + entered.fitted + len(searched))
+        grown += (contenders + _opposing(own.entered)) * runs
+        searched = [each for each in own.entered.references.values() if each.controller == SEARCHED]
+        search += own.budget.episodes * (1 + own.entered.fitted + len(searched))
     budget = asked[0].budget
     watch(
         f"{counted(len(asked), 'task')}, static networks and opponents included: {counted(grown, 'network')} to grow, and "
