@@ -35,6 +35,7 @@ from esper.runs.train import train as train_run
 from esper.store.disk import write_atomic
 from esper.store.files import EVALUATION, to_json
 from esper.tamiyo.catalog import CONTROLLERS, get_controller
+from esper.tamiyo.trials import PREFIX
 from esper.tasks.catalog import TASKS, get_task
 
 OnInterrupt = Literal["raise", "return"]
@@ -289,7 +290,7 @@ def call_of(summary: Mapping[str, Any], folder: Path) -> str:
     names = names_of(summary)
     made = ["task"] * any(not is_reference(name) and name not in TASKS for name in names)
     client = summary.get("controller")  # a training has no such key
-    if client is not None and client not in CONTROLLERS and not Path(client).exists():
+    if client is not None and client.removeprefix(PREFIX) not in CONTROLLERS and not Path(client).exists():
         made.append("controller")
     return resume_call(folder, names, made)
 

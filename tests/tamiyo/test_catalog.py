@@ -37,9 +37,9 @@ def test_an_unknown_controller_gets_the_known_ones_named(name):
     with pytest.raises(InputError) as caught:
         get_controller(name, Config())
     assert str(caught.value) == (
-        f"unknown controller {name!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file "
-        "(.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), or the run folder of a trained controller, which "
-        "must exist"
+        f"unknown controller {name!r}; give one of {', '.join(CONTROLLERS)}, trials:NAME of one that ranks places, the "
+        "path of a schedule file (.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), or the run folder of a "
+        "trained controller, which must exist"
     )
 
 

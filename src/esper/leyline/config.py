@@ -24,6 +24,7 @@ from esper.leyline.config_sections import (
     RewardConfig,
     Section,
     TelemetryConfig,
+    TrialsConfig,
 )
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import parse_yaml
@@ -46,6 +47,7 @@ __all__ = [
     "ProbeConfig",
     "RewardConfig",
     "TelemetryConfig",
+    "TrialsConfig",
     "baseline_names",
     "build_config",
     "merge_settings",
@@ -140,6 +142,7 @@ class Config(Section):
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     faults: FaultsConfig = FaultsConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
+    trials: TrialsConfig = TrialsConfig()
     ppo: PPOConfig = PPOConfig()
 
     @property

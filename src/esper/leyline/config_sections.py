@@ -289,6 +289,12 @@ class RewardConfig(Section):
         0.1, ge=0, description="penalty per unit of added parameters / host parameters above param_budget"
     )
     sparse_reward_scale: float = Field(1.0, gt=0, description="factor of the reward named sparse")
+    compute_price: float = Field(
+        0.0,
+        ge=0,
+        description="price in J of the compute beyond the host's own, of seeds by their parameters and of the copies in which a "
+        "controller trials:RULE tries candidates; 1 unit is what the host takes in an episode (docs/hosts.md)",
+    )
     fees: Mapping[str, float] = Field(
         {}, description="cost of each operation that is carried out, by name in lower case, such as {prune: 0.01}"
     )
@@ -518,6 +524,13 @@ class HeuristicConfig(Section):
             if name in cls.removed:
                 raise ValueError(f"{name} is no longer a key; {cls.removed[name]}")
         return data
+
+
+class TrialsConfig(Section):
+    """The trials of a controller `trials:RULE`: its first candidates grow in copies of the network, and the best is planted."""
+
+    candidates: int = Field(4, ge=2, description="largest number of candidates that an environment tries [candidates]")
+    steps: int = Field(8, ge=1, description="length of a trial; each candidate takes so many steps of a copy [steps]")
 
 
 class PPOConfig(Section):

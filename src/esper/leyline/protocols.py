@@ -76,6 +76,33 @@ class Extends(Protocol):
         ...
 
 
+class Proposed(NamedTuple):
+    """Candidates that are tried before a decision. An environment may have several.
+
+    Attributes:
+        env ((n,) int64): the environment that each candidate is for
+        client (PolicyClient): decides for the n copies, in this order
+        steps (int): length of the trial [steps]
+    """
+
+    env: NDArray[np.int64]
+    client: PolicyClient
+    steps: int
+
+
+@runtime_checkable
+class Tries(Protocol):
+    """A controller that has candidates tried in copies of the environments before it decides."""
+
+    def proposals(self, view: View) -> Proposed | None:
+        """What is tried before the next decision; None for nothing. Called before every `act`."""
+        ...
+
+    def tried(self, worth: NDArray[np.float64]) -> None:
+        """Receive (n,) J on the probe split of the copies after the trial. Called before `act`."""
+        ...
+
+
 @runtime_checkable
 class Explains(Protocol):
     """A controller that gives reasons for its decisions."""

@@ -284,6 +284,8 @@ class Outcome(NamedTuple):
         contribution ((E, S) Estimate): after the step, as in `Measurements`
         contribution_loss ((E, S) Estimate): after the step, as in `Measurements`
         twin (two Scores or None): the never-grow twins before and after the step; None without twins
+        compute (two (E,) float64, or None): compute of the seeds and of trials since the episode began, before and after the
+            step, as a share of what the host takes in an episode; None if it was not counted
     """
 
     episode: int
@@ -300,6 +302,7 @@ class Outcome(NamedTuple):
     contribution: Estimate
     contribution_loss: Estimate
     twin: tuple[Scores, Scores] | None
+    compute: tuple[Floats, Floats] | None = None
 
     @property
     def accepted(self) -> Bools:

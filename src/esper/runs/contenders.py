@@ -130,7 +130,9 @@ def probe_objective(outcome: Outcome, config: Config) -> Floats:
     assert outcome.exported is not None, "the episode must be over"
     metric, loss, added = outcome.exported
     value = metric if config.reward.objective == "metric" else -loss
-    return objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size)
+    reward = config.reward
+    worth = objective(value, added, outcome.host_params, reward.rent, reward.rent_size)
+    return worth if outcome.compute is None else worth - reward.compute_price * outcome.compute[1]
 
 
 def contender_config(

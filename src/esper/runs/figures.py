@@ -68,11 +68,8 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Seque
     host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
     value = metric if config.reward.objective == "metric" else -loss
     added = engine.exported_params() - host_params
-    return {
-        name: _pair(metric, config),
-        "loss": _pair(loss, config),
-        "objective": _pair(objective(value, added, host_params, config.reward.rent, config.reward.rent_size), config),
-    }
+    worth = objective(value, added, host_params, config.reward.rent, config.reward.rent_size) - engine.price()
+    return {name: _pair(metric, config), "loss": _pair(loss, config), "objective": _pair(worth, config)}
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:
@@ -99,7 +96,33 @@ def _formula(name: str, config: Config, smallest: int) -> str:
     reward = config.reward
     value = name if reward.objective == "metric" else "- loss"
     host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"
-    return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host})"
+    charged = (
+        f" - {reward.compute_price:g} * compute beyond the host's / that of the host" if reward.compute_price else ""
+    )
+    return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host}){charged}"
+
+
+def compute_figures(engine: VectorizedEngine) -> Summary:
+    """Return the compute beyond that of the hosts, where it has a price or candidates were tried; else nothing.
+
+    Steps are those of one row of the host, summed over the environments; the share is of all that the hosts took.
+    """
+    config, compute = engine.config, engine.state.compute
+    envs = slice(0, config.envs)
+    seeds, forks = float(compute.seeds[envs].sum()), float(compute.forks[envs].sum())
+    if not config.reward.compute_price and not forks:
+        return {}
+    hosts = config.envs * engine.state.step
+    return {
+        "compute": {
+            "host_row_steps": hosts,
+            "seed_row_steps": round(seeds, 3),
+            "trial_row_steps": round(forks, 3),
+            "share": round((seeds + forks) / max(hosts, 1), 6),
+            "price": config.reward.compute_price,
+            "paid": [round(each, 9) for each in engine.price()[envs].tolist()],
+        }
+    }
 
 
 def pass_figures(engine: VectorizedEngine) -> Summary:

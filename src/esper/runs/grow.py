@@ -31,7 +31,7 @@ from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_ba
 from esper.runs.environment import describe_environment
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
-from esper.runs.figures import Summary, evaluation_rows, final_figures, pass_figures, test_splits
+from esper.runs.figures import Summary, compute_figures, evaluation_rows, final_figures, pass_figures, test_splits
 from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import NEW, Opening, fitting
 from esper.runs.run_folder import RunFolder, emit_checkpoints
@@ -113,7 +113,7 @@ def _episode(growth: Growth) -> "Episode":
     if found is None:
         episode = Episode(growth.engine.reset())
         # a controller that does not fit the task raises here, before anything is written
-        episode.decided = decide(growth.client, episode.view)
+        episode.decided = decide(growth.client, episode.view, growth.engine.trial)
         return episode
     with fitting(found):
         episode = _restored(growth.engine, growth.client, found.state)
@@ -154,6 +154,7 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
         **engine.governor.record.counts(),
         **engine.fates.lists(),
         **pass_figures(engine),
+        **compute_figures(engine),
         "explanations": _explanations(growth, episode, played),
         "seconds": round(seconds, 3),
         "env_steps_per_second": round(engine.rows * played.steps / played.seconds, 1) if played.steps else None,

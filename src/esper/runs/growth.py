@@ -264,7 +264,7 @@ class Growth:
             "steps": self.calls,
             "decisions": state.step,
             "loss": loss,
-            "objective": float(objective(-loss, added, host, rent.rent, rent.rent_size)),
+            "objective": float(objective(-loss, added, host, rent.rent, rent.rent_size) - self.engine.price()[0]),
             "host_params": host,
             "added_params": added,
             "trained_params": population.grafts.trained_params(),

@@ -6,9 +6,11 @@ A reward is a sum of named components, each (E,):
     rent     change of the rent for added parameters             fees     minus the price of the accepted operation
     twin     minus the change of the twin's worth                escrow   payments for kept seeds
     governor minus the penalty of a step that was rolled back (`paid`)
+    compute  minus the price of the compute of seeds and trials
 
-The component `twin` exists where `baseline` is twin, and `escrow` in the reward of that name. The baseline `group` changes the
-advantage and not the reward. A component is nan where a quantity that it needs was not measured.
+The component `twin` exists where `baseline` is twin, `compute` where `compute_price` is above 0, and `escrow` in the reward of
+that name. The baseline `group` changes the advantage and not the reward. A component is nan where a quantity that it needs was
+not measured.
 """
 
 from collections.abc import Mapping
@@ -53,6 +55,9 @@ def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Componen
     """
     final = outcome.after if outcome.exported is None else outcome.exported
     before, after = (worth(scores, outcome.host_params, config) for scores in (outcome.before, final))
+    if config.compute_price:
+        assert outcome.compute is not None, "the engine counts compute"
+        before["compute"], after["compute"] = (-config.compute_price * share for share in outcome.compute)
     if config.relative_to == "twin":
         if outcome.twin is None:
             raise InputError(

@@ -17,6 +17,7 @@ from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationD
 from esper.tamiyo.schedule import load_schedule
 from esper.tamiyo.shipped import Shipped, is_shipped, resolved
 from esper.tamiyo.trees import SHIPPED, Trees, load_trees
+from esper.tamiyo.trials import PREFIX, Trials
 
 FOLDER = "controller"
 """Name of the folder, within a run folder, of the controller that was trained in the run."""
@@ -75,6 +76,12 @@ def get_controller(name_or_path: str, config: Config | None = None) -> PolicyCli
             return Shipped(name_or_path)
         case _ if name_or_path in PLACEMENTS:
             return PLACEMENTS[name_or_path]()
+        case _ if name_or_path.startswith(PREFIX):
+            name = name_or_path.removeprefix(PREFIX)
+            rule = get_controller(name, config)
+            if not isinstance(rule, Placement):
+                raise InputError(f"{name_or_path} would try candidates of {name}, which ranks none; name another rule")
+            return Trials(rule, name, config.trials)
     if Path(name_or_path).suffix == TREES and Path(name_or_path).is_file():
         return Trees(Path(name_or_path))
     if Path(name_or_path).suffix == bandit.SUFFIX and Path(name_or_path).is_file():
@@ -89,14 +96,15 @@ def get_controller(name_or_path: str, config: Config | None = None) -> PolicyCli
             "that `esper train` wrote; the file is there after the first validation"
         )
     raise InputError(
-        f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file "
-        "(.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), or the run folder of a trained controller, which "
-        "must exist"
+        f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, {PREFIX}NAME of one that ranks places, the "
+        "path of a schedule file (.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), or the run folder of a "
+        "trained controller, which must exist"
     )
 
 
 def settings_of(name_or_path: str) -> Mapping[str, Any]:
     """The settings of a trained controller or a placement, which take precedence over the config of a task; else empty."""
+    name_or_path = name_or_path.removeprefix(PREFIX)
     folder = trained(name_or_path)
     if folder is not None:
         return read_settings(folder)
@@ -106,6 +114,7 @@ def settings_of(name_or_path: str) -> Mapping[str, Any]:
 
 def episodes_of(name_or_path: str) -> int | None:
     """The number of episodes that a controller was trained with: 0 for a rule; None where its file does not say."""
+    name_or_path = name_or_path.removeprefix(PREFIX)
     if name_or_path == "tree":
         return load_trees(SHIPPED).episodes
     if is_shipped(resolved(name_or_path)):

@@ -47,6 +47,24 @@ class Picks(NamedTuple):
     reasons: Sequence[str]
 
 
+class Choice(NamedTuple):
+    """One of several plans that an environment may get.
+
+    Attributes:
+        plan (Plan): the plan
+        slot (int): the slot that it is for; -1 for one that has no slot
+        reason (str): why, in one clause
+    """
+
+    plan: Plan
+    slot: int
+    reason: str
+
+
+Ranking = Sequence[Sequence[Choice]]
+"""For each environment what may be planted, the best first."""
+
+
 class Placement(Rule):
     """Base of controllers that choose at the first decision of an episode, plant in that step, and keep what they planted.
 
@@ -71,6 +89,11 @@ class Placement(Rule):
     @abstractmethod
     def pick(self, view: View) -> Picks:
         """What to plant where, from the view before the first step."""
+
+    def ranking(self, view: View) -> Ranking:
+        """What may be planted, what `pick` plants first; that alone in rules that compare no places."""
+        picks = self.pick(view)
+        return [[Choice(*choice)] for choice in zip(picks.plans, picks.slot.tolist(), picks.reasons, strict=True)]
 
     def act(self, view: View) -> Actions:
         """The first decision of a step."""
@@ -195,10 +218,14 @@ class ParticipationDrop(Placement):
     sensor_families = ("participation",)
 
     def pick(self, view: View) -> Picks:
+        """The first of the ranking."""
+        return first(self.ranking(view))
+
+    def ranking(self, view: View) -> Ranking:
         """From the sensors `participation` and `participation_before`, behind segments that keep the width of the stream."""
         ratio = sensor(view, "participation") / np.maximum(sensor(view, "participation_before"), 1e-9)
         ratio = np.where(inner_slots(view.space), ratio, np.nan)
-        return concentrate(
+        return ranked(
             view, ratio, DROP, MIXED, "the participation of the stream falls to {:.0%} of that in front of {}"
         )
 
@@ -214,21 +241,18 @@ class Collapse(Placement):
     sensor_families = ("participation", "dead")
 
     def pick(self, view: View) -> Picks:
-        """From the sensors `dead`, `participation` and `participation_before`."""
-        drops = ParticipationDrop().pick(view)
+        """The first of the ranking."""
+        return first(self.ranking(view))
+
+    def ranking(self, view: View) -> Ranking:
+        """From the sensors `dead`, `participation` and `participation_before`; the block of dead units before all others."""
+        drops = ParticipationDrop().ranking(view)
         alive = np.where(inner_slots(view.space), 1 - sensor(view, "dead"), np.nan)
-        cut = concentrate(view, alive, 1 - CUT, MIXED, "only {:.0%} of the inner units are active in front of {}")
-        hit = cut.slot >= 0
-        pairs = list(
-            zip(
-                hit.tolist(),
-                zip(cut.plans, cut.reasons, strict=True),
-                zip(drops.plans, drops.reasons, strict=True),
-                strict=True,
-            )
-        )
-        chosen = [mine if own else other for own, mine, other in pairs]
-        return Picks([plan for plan, _ in chosen], np.where(hit, cut.slot, drops.slot), [why for _, why in chosen])
+        cut = ranked(view, alive, 1 - CUT, MIXED, "only {:.0%} of the inner units are active in front of {}")
+        return [
+            [own[0], *(choice for choice in others if choice[:2] != own[0][:2])] if own[0].slot >= 0 else others
+            for own, others in zip(cut, drops, strict=True)
+        ]
 
 
 class InnerUse(Placement):
@@ -242,10 +266,14 @@ class InnerUse(Placement):
     sensor_families = ("participation", "inner")
 
     def pick(self, view: View) -> Picks:
+        """The first of the ranking."""
+        return first(self.ranking(view))
+
+    def ranking(self, view: View) -> Ranking:
         """From the sensors `participation_inner` and `participation`."""
         inner, stream = sensor(view, "participation_inner"), sensor(view, "participation")
         thin = np.where((inner >= NARROW) | (inner < DEAD), stream, np.nan)
-        return concentrate(
+        return ranked(
             view, thin, np.inf, BYPASS, "the block is narrow or dead, and its stream uses {:.0%} of its width, at {}"
         )
 
@@ -289,21 +317,29 @@ class DriftRise(Placement):
         )
 
 
-def concentrate(view: View, ratio: Floats, bound: float, plan: Plan, reason: str) -> Picks:
-    """The plan at the slot of the smallest ratio (E, S) where that is below a bound, and else UNIFORM.
+def ranked(view: View, ratio: Floats, bound: float, plan: Plan, reason: str) -> Ranking:
+    """The plan at every slot, the smallest ratio (E, S) first, and UNIFORM behind the slots whose ratio is below a bound.
 
-    A slot whose ratio is nan is not chosen. `reason` is formatted with the ratio and the name of the slot.
+    A slot whose ratio is nan is left out. `reason` is formatted with the ratio and the name of the slot.
     """
     known = np.where(np.isfinite(ratio), ratio, np.inf)
-    slot, low = known.argmin(1), known.min(1)
-    hit = low < bound
-    reasons = [
-        reason.format(value, view.space.slots[at])
-        if concentrated
-        else "no block stands out, so every block gets a bypass"
-        for value, at, concentrated in zip(low.tolist(), slot.tolist(), hit.tolist(), strict=True)
+    marks = np.concatenate([np.full((len(known), 1), bound), known], 1)
+    order = marks.argsort(1, kind="stable").tolist()
+    everywhere = Choice(UNIFORM, -1, "no block stands out, so every block gets a bypass")
+    return [
+        [
+            Choice(plan, at - 1, reason.format(row[at - 1], view.space.slots[at - 1])) if at else everywhere
+            for at in places
+            if at == 0 or row[at - 1] < np.inf
+        ]
+        for row, places in zip(known.tolist(), order, strict=True)
     ]
-    return Picks([plan if one else UNIFORM for one in hit], np.where(hit, slot, -1), reasons)
+
+
+def first(ranking: Ranking) -> Picks:
+    """The first choice of each environment."""
+    plans, slots, reasons = zip(*(choices[0] for choices in ranking), strict=True)
+    return Picks(plans, np.array(slots), reasons)
 
 
 def _wished(view: View, picks: Picks) -> Ints:

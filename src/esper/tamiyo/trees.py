@@ -8,7 +8,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.view import Floats, View
 from esper.tamiyo.forest import Forests, load_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
-from esper.tamiyo.placement import Picks, Placement
+from esper.tamiyo.placement import Choice, Picks, Placement, Ranking, first
 from esper.tamiyo.plans import HERE, NONE, PLACED, UNIFORM, Plan
 
 SHIPPED = Path(__file__).parent / "trees.safetensors"
@@ -28,14 +28,20 @@ class Trees(Placement):
 
     def pick(self, view: View) -> Picks:
         """The argmax of the expected gains; UNIFORM where none is above 0."""
+        return first(self.ranking(view))
+
+    def ranking(self, view: View) -> Ranking:
+        """All plans, in the order of their expected gains."""
         options, gains = self.gains(view)
-        best = gains.argmax(1)
-        picks = [options[index] for index in best]
-        reasons = [
-            f"the trees expect {gain:+.3f} in J over a bypass around every block, the most of {len(options)} plans"
-            for gain in gains.max(1).tolist()
+        places = ["the most", *(f"number {number}" for number in range(2, len(options) + 1))]
+        why = "the trees expect {:+.3f} in J over a bypass around every block, {} of {} plans"
+        return [
+            [
+                Choice(options[at][0], options[at][1], why.format(row[at], place, len(options)))
+                for at, place in zip(order, places, strict=True)
+            ]
+            for row, order in zip(gains.tolist(), (-gains).argsort(1, kind="stable").tolist(), strict=True)
         ]
-        return Picks([plan for plan, _ in picks], np.array([slot for _, slot in picks]), reasons)
 
     def gains(self, view: View) -> tuple[list[tuple[Plan, int]], Floats]:
         """The plans with their slots, and the expected gain in J of each over UNIFORM, (E, plans)."""

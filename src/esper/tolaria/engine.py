@@ -15,12 +15,13 @@ from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
 from esper.leyline.actions import Actions, Op, checked_actions
 from esper.leyline.config import Config
+from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.length import with_steps
 from esper.leyline.masks import barred
 from esper.leyline.objective import selection_score
-from esper.leyline.protocols import PolicyClient
-from esper.leyline.stages import Stage
+from esper.leyline.protocols import PolicyClient, Proposed
+from esper.leyline.stages import IN_BUDGET, Stage
 from esper.leyline.task import AnyTask, Split
 from esper.leyline.trees import as_tree, from_tree
 from esper.leyline.verdicts import Refusal, Vital
@@ -39,9 +40,11 @@ from esper.leyline.view import (
 )
 from esper.tolaria.certifying import Certifier
 from esper.tolaria.coalitions import Sampling
+from esper.tolaria.compute import Compute
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.fates import Fates
 from esper.tolaria.fitting import check_memory, instance_keys
+from esper.tolaria.forks import become, config_of_copies, tried
 from esper.tolaria.governor import Governor, Verdicts, preflight
 from esper.tolaria.journal import Changes, Trace
 from esper.tolaria.measuring import Measured, measure, unmeasured, without
@@ -83,6 +86,7 @@ class Engine(Generic[P]):
             masks=self._legal(seeds, measurements),
             episode=-1,
             step=0,
+            compute=Compute.none(shape[0]),
         )
         self.governor = Governor(population.keeper(seeds), self.rows, config)
         early = config.early_stopping.enabled
@@ -110,6 +114,7 @@ class Engine(Generic[P]):
             state.instance = np.asarray(instance[self._env], np.int64)
         state.episode = state.episode + 1 if episode is None else episode
         state.step, state.coalitions, state.opened = 0, None, None
+        state.compute, state.trial = Compute.none(len(self._env)), None
         self.fates = Fates()
         state.seeds = dormant(*state.seeds.stage.shape)
         state.measurements = unmeasured(*state.measurements.sensors.shape)
@@ -137,6 +142,7 @@ class Engine(Generic[P]):
             "measurements": as_tree(state.measurements),
             "coalitions": None if state.coalitions is None else state.coalitions._asdict(),
             "scores": state.scores._asdict(),
+            "compute": state.compute._asdict(),
             **self.population.snapshot(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
@@ -159,7 +165,9 @@ class Engine(Generic[P]):
         self.population.load(tree, instance, state.episode)
         self.space = _of_environments(self.population.space, self.config.envs)
         state.seeds, state.measurements, state.scores = seeds, measurements, scores
-        state.opened = None
+        spent = tree.get("compute")  # absent in a checkpoint from before it was counted
+        state.compute = Compute.none(len(instance)) if spent is None else Compute(**spent)
+        state.opened = state.trial = None
         if (opened := tree.get("opened")) is not None:
             actions, decided = Actions(**opened["actions"]), from_tree(seeds, opened["decided"], "opened.decided")
             state.opened = Opened(
@@ -174,6 +182,13 @@ class Engine(Generic[P]):
             self.certifier.restore(tree["certificates"])
         self.fates.load_state(tree["fates"])
         return self.view()
+
+    def trial(self, proposed: Proposed) -> Floats:
+        """Try candidates in copies of the environments. Raises InputError if the population cannot copy its rows."""
+        raise InputError(
+            f"a trial needs copies of a network, which a {type(self.population).__name__} does not make; take the rule without "
+            "trials"
+        )
 
     def decide(self, actions: Actions) -> Verdicts:
         """Carry out one decision per environment without a training step; return which were refused, (E,) a `Refusal`.
@@ -250,6 +265,9 @@ class Engine(Generic[P]):
         assert state.opened is not None, "call apply() to begin a step"
         actions, refused, before, decided = state.opened
         applied, state.opened = state.seeds, None
+        spent, hosts = state.compute, self.population.host_params
+        state.compute = spent.after(self.population.added_params(applied, IN_BUDGET), hosts, state.trial)
+        state.trial = None
         with self.timer.phase("tick"):
             gates = judge(applied, state.measurements, config.gates)
             state.seeds = ticked = tick(applied, gates, config.lifecycle)
@@ -279,6 +297,7 @@ class Engine(Generic[P]):
                 contribution=view.measurements.contribution,
                 contribution_loss=view.measurements.contribution_loss,
                 twin=(take(before, twins), take(state.scores, twins)) if config.twin else None,
+                compute=(spent.share(config.steps)[envs], state.compute.share(config.steps)[envs]),
             )
             self.trace = self._traced((decided, applied, ticked), measured, found)
         return view, outcome
@@ -301,6 +320,11 @@ class Engine(Generic[P]):
             )
         )
         return view
+
+    def price(self) -> Floats:
+        """Return (rows,) what the compute of the episode so far takes from J (`reward.compute_price`); 0 for twins."""
+        taken: Floats = self.config.reward.compute_price * self.state.compute.share(self.config.steps)[: self.rows]
+        return taken
 
     @property
     def over(self) -> bool:
@@ -444,6 +468,26 @@ class VectorizedEngine(Engine[StackedPopulation]):
         check_memory(task, config, available_memory(resolve_device(config.device)))  # before any row is allocated
         keys = instance_keys(task, config) if instance is None else np.asarray(instance, np.int64)
         super().__init__(StackedPopulation(task, config, keys[row_environments(config)]), config)
+
+    def trial(self, proposed: Proposed) -> Floats:
+        """Try candidates in copies of the environments, which then end; the environments themselves do not change.
+
+        Returns (n,) J on the probe split of the copies after the steps of the trial. Their compute is counted in the next
+        step. Raises InputError with `gates.certify`.
+        """
+        config = config_of_copies(self.config, len(proposed.env))
+        copies = VectorizedEngine(self.population.task, config, instance=self.state.instance[proposed.env])
+        become(copies, self, proposed.env)
+        worth, compute = tried(copies, proposed)
+        self.state.trial = np.bincount(proposed.env, compute, len(self._env)).astype(np.float64)
+        return worth
+
+    def resume_at(self, episode: int, step: int, seeds: Seeds, measurements: Measurements, scores: Scores) -> None:
+        """Go on from a step of an episode with a population that has its networks already; fields (rows, ...)."""
+        state, self.space = self.state, _of_environments(self.population.space, self.config.envs)
+        state.episode, state.step, state.compute = episode, step, Compute.none(len(self._env))
+        state.seeds, state.measurements, state.scores = seeds, measurements, scores
+        state.masks = self._legal(seeds, measurements)
 
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Op, checked_actions
-from esper.leyline.protocols import Cites, Explains, Extends, Judgement, Judges, PolicyClient
+from esper.leyline.protocols import Cites, Explains, Extends, Judgement, Judges, PolicyClient, Proposed, Tries
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Outcome, View
 
@@ -74,8 +74,15 @@ def planted(step: Step) -> int:
     return sum(int(np.sum((refused == Refusal.NONE) & (actions.op == Op.GERMINATE))) for actions, refused in decided)
 
 
-def decide(client: PolicyClient, view: View) -> Decision:
-    """Ask a controller. Raises InputError if its answer is not one whole number per environment and head."""
+def decide(
+    client: PolicyClient, view: View, trial: Callable[[Proposed], NDArray[np.float64]] | None = None
+) -> Decision:
+    """Ask a controller, after the trials that it wants if `trial` can make them (`Engine.trial`).
+
+    Raises InputError if its answer is not one whole number per environment and head.
+    """
+    if trial is not None and isinstance(client, Tries) and (proposed := client.proposals(view)) is not None:
+        client.tried(trial(proposed))
     actions = checked_actions(client.act(view), len(view.host_params))
     return Decision(
         actions,
@@ -115,7 +122,7 @@ def play(
         decision, first = first, None
         if decision is None:
             try:
-                decision = decide(client, view)
+                decision = decide(client, view, engine.trial)
             except Exception:  # a controller's code can raise any error, which is raised again below
                 for observer in observers:
                     observer.failed(view)

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions
 from esper.leyline.brief import brief
-from esper.leyline.view import CoalitionValues, Masks, Measurements, Scores, Seeds
+from esper.leyline.view import CoalitionValues, Floats, Masks, Measurements, Scores, Seeds
+from esper.tolaria.compute import Compute
 
 
 @brief
@@ -45,4 +46,6 @@ class ParallelEnvState:
     masks: Masks  # (rows, ...) for the next decision
     episode: int
     step: int  # steps taken in the episode
+    compute: Compute  # (rows,) beyond that of the hosts in the steps of the episode
+    trial: Floats | None = None  # (rows,) compute of the copies that were tried since the last step
     opened: Opened | None = None  # the step between `apply` and `close`
