@@ -1,14 +1,15 @@
 """What trials of candidates in copies of the rows are worth on `heal`, and their compute (docs/benchmarks/heal.md).
 
-    python scripts/study_trials.py FOLDER --part training --cases 64 --starts 1 --steps 4 8 16
-    python scripts/study_trials.py FOLDER --part fresh --cases 96 --starts 2 --steps 8
+    python scripts/study_trials.py FOLDER --part fresh --cases 48 --starts 2 --steps 8
 
 A case is a plain host with one damaged site, at a cap of 6 %. Every rule is grown without trials, and with trials of its first 2
-and 4 candidates. J is measured on the test split, without a price of compute; the last columns have the price at which trials
-bring nothing. Figures of a contender and a start are one file of the folder; those that are there are not grown again.
+and 4 candidates. J is measured on the test split, without a price of compute; the last column is the `reward.compute_price` at
+which trials bring nothing. Figures of a contender and a start are one file of the folder, and are not
+grown again.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,25 +17,25 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from collect_healing import Bench, cases, fixed
+from collect_healing import concentrated, fixed
 from numpy.typing import NDArray
-from study_heal import points
 
 from esper.leyline.config import Config
 from esper.leyline.config_sections import TrialsConfig
-from esper.runs.contenders import Contender
+from esper.runs.contenders import Contender, contender_config, grow_contender
+from esper.runs.design import tested
+from esper.runs.statistics import interval, mean_difference
 from esper.tamiyo.catalog import KEEPS, get_controller
 from esper.tamiyo.placement import Placement
 from esper.tamiyo.plans import UNIFORM, Placed
 from esper.tamiyo.trials import Trials
-from esper.tasks.heal import RANGES, heal
+from esper.tasks.heal import RANGES, describe, heal
 
 FIRST = {"training": RANGES["training"].start, "fresh": RANGES["heldout"].start + 49152}
 """First key of each set of cases. Nothing was chosen by the figures of `fresh`."""
 RULES = ("participation", "tree")
 CANDIDATES = (2, 4)
 ROWS = 48  # cases that are grown together
-SENSED = {"probe": {"sensors_every": 2**31 - 1}}
 BEST = "best fixed plan"
 Floats = NDArray[np.float64]
 
@@ -49,7 +50,7 @@ class Figures(NamedTuple):
 
 def contenders(steps: list[int]) -> dict[str, Contender]:
     """The best fixed plan of docs/benchmarks/heal.md, which is `uniform`, and the rules without and with trials."""
-    found = {BEST: fixed(Placed(UNIFORM))}
+    found = {BEST: fixed([Placed(UNIFORM)])[UNIFORM.name]}
     for rule in RULES:
         found[rule] = _contender(rule, partial(get_controller, rule))
         for length in steps:
@@ -72,21 +73,21 @@ def _with_trials(rule: str, trials: TrialsConfig) -> Callable[[Config], Placemen
     return make
 
 
-def grown(
-    folder: Path, name: str, contender: Contender, keys: list[int], seed: int, benches: dict[int, Bench]
-) -> Figures:
+def grown(folder: Path, name: str, contender: Contender, keys: list[int], seed: int) -> Figures:
     """The figures of the cases under a contender, from the folder or grown now, ROWS at a time."""
-    parts = []
+    task, parts = heal(), []
     for start in range(0, len(keys), ROWS):
         chunk = keys[start : start + ROWS]
         path = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{chunk[0]}-{len(chunk)}-s{seed}.npz"
         if not path.exists():
-            bench = benches.setdefault(start, Bench(heal(), chunk, seed, SENSED))
-            own = bench.grow(contender)
-            assert bench.engine is not None
-            compute, steps = bench.engine.state.compute, bench.engine.config.steps
-            envs = slice(0, len(chunk))
-            figures = Figures(own.objective, compute.seeds[envs] / steps, compute.forks[envs] / steps)
+            config = contender_config(task.sealed(), contender, [], seed, "training", 0, len(chunk))
+            engine, outcome, seconds = grow_contender(task.sealed(), contender, config, np.array(chunk))
+            own, compute, envs = (
+                tested(task, config, engine, outcome, seconds),
+                engine.state.compute,
+                slice(0, len(chunk)),
+            )
+            figures = Figures(own.objective, compute.seeds[envs] / config.steps, compute.forks[envs] / config.steps)
             folder.mkdir(parents=True, exist_ok=True)
             np.savez(path.with_suffix(".tmp.npz"), **figures._asdict())
             path.with_suffix(".tmp.npz").rename(path)
@@ -94,6 +95,12 @@ def grown(
         with np.load(path) as arrays:
             parts.append(Figures(**arrays))
     return Figures(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def points(ours: Floats, theirs: Floats) -> str:
+    """Mean of the paired difference (cases, starts), with its 95 % interval over cases."""
+    found = interval(mean_difference, [ours], [theirs])
+    return f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
 
 
 def show(found: dict[str, Figures]) -> None:
@@ -108,7 +115,7 @@ def show(found: dict[str, Figures]) -> None:
         base = "" if name == BEST else points(own.objective, found[BEST].objective)
         more = (own.objective - found[rule].objective).mean()
         spent = (own.seeds + own.trials - found[rule].seeds - found[rule].trials).mean()
-        price = "" if rule == name else f"{more / spent:.3f}"
+        price = f"{more / spent:.3f}" if more > 0 and rule != name else ""
         cells = gain, base, f"{own.seeds.mean():.1%}", f"{own.trials.mean():.1%}", price
         print(f"| {name} | {own.objective.mean():.4f} | {' | '.join(cells)} |")
 
@@ -122,13 +129,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[8])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keys = [facts.key for facts in cases(FIRST[options.part], options.cases)]
+    facts = (fact for fact in map(describe, itertools.count(FIRST[options.part])) if fact.plain and concentrated(fact))
+    keys = [fact.key for fact in itertools.islice(facts, options.cases)]
     listed = contenders(options.steps)
     found: dict[str, list[Figures]] = {name: [] for name in listed}
     for seed in range(options.starts):
-        benches: dict[int, Bench] = {}
         for name, contender in listed.items():
-            found[name].append(grown(options.folder, name, contender, keys, seed, benches))
+            found[name].append(grown(options.folder, name, contender, keys, seed))
     print(f"\n{options.part}: keys {keys[0]:,} to {keys[-1]:,}, {len(keys)} cases, {options.starts} starts\n")
     show({name: Figures(*(np.stack(c, 1) for c in zip(*starts, strict=True))) for name, starts in found.items()})
 
