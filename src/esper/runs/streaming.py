@@ -312,4 +312,5 @@ def _load(player: Player, folder: Path) -> None:
     except (AttributeError, KeyError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{folder} is damaged ({type(error).__name__}); {_MEND}") from None
+        name = type(error).__name__
+        raise InputError(f"{folder} is damaged, or was saved by another version of Esper ({name}); {_MEND}") from None
