@@ -111,7 +111,7 @@ def compiled(report: Result) -> list[str]:
         rows.append([case["task"], *own, *ratios])
     head = ["task", "bare, eager [ms]", "bare, torch's loss [ms]", "engine [ms]", "engine compiled [ms]"]
     head += ["bare, torch's loss, of bare", "engine of bare", "compiled engine of bare"]
-    command = "`python scripts/benchmark_hot_path.py --table compiled --repeats 5 --json docs/benchmarks/engine-compiled.json`"
+    command = "`python scripts/benchmark_hot_path.py --table compiled --repeats 7 --json docs/benchmarks/engine-compiled.json`"
     load = f"E = 64, no seeds; load {report['load_average_before']:.0f} to {report['load_average_after']:.0f}."
     return ["## With compiled passes", "", f"{command}:\n{load}", *table(head, rows)]
 

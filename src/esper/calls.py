@@ -171,19 +171,17 @@ def evaluate(
     trees; None takes that of the controllers, or 2,048. `settings` are config keys for all of them, as {"steps": 12} or
     ["steps=12"]. `baselines` are static networks to compare with (docs/baselines.md), of the size that the first controller
     grew to, or the heuristic without controllers; () for none. `opponents` are names of opponents of the tasks
-    (docs/opponents.md); None for all, () for none. With
-    `out`, the record, the figure, the report and the grown networks are written to that folder, and a later call uses
-    the networks again; `overwrite` allows to replace a record there. With `workers`, so many processes grow the populations, and
-    with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster` is "ray" or a "ray://" address (docs/actors.md). Results
-    do not depend on the number of workers. Returns the record, the object that `esper eval --json` prints. Raises InputError
-    before anything is grown.
+    (docs/opponents.md); None for all, () for none. With `out`, the record, the figure, the report and the grown networks are
+    written to that folder, and a later call uses the networks again; `overwrite` allows to replace a record there. With
+    `workers`, so many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster`
+    is "ray" or a "ray://" address (docs/actors.md). Results do not depend on the number of workers. Returns the record, the
+    object that `esper eval --json` prints. Raises InputError before anything is grown.
     """
     listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
     say, asked = evaluation_progress(progress), asked_for(workers, devices, cluster, get_task)
     layers = [parse_setting(setting) for setting in _as_settings(settings)]
-    if asked.devices:
-        layers.append({"device": asked.devices[0]})
+    layers += [{"device": device} for device in asked.devices[:1]]
 
     def compare(grown: Path | None) -> dict[str, Any]:
         return run_evaluation(
@@ -206,11 +204,15 @@ def evaluate(
     path = to_path(out, "out")
     with EvaluationFolder(path, say or (lambda line: None), overwrite=overwrite, shared=path.parent == ROOT) as folder:
         record = compare(folder.grown)
-        write_atomic(path / EVALUATION, to_json(record))
-        draw_evaluation(record, path / FIGURE)
-        if all(layer.get("report", True) for layer in layers):
-            report_of_evaluation(path)
+        _write_evaluation(record, path, report=all(layer.get("report", True) for layer in layers))
     return record
+
+
+def _write_evaluation(record: dict[str, Any], folder: Path, *, report: bool) -> None:
+    write_atomic(folder / EVALUATION, to_json(record))
+    draw_evaluation(record, folder / FIGURE)
+    if report:
+        report_of_evaluation(folder)
 
 
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:

@@ -97,7 +97,9 @@ def test_a_damaged_state_is_one_sentence(tmp_path, monkeypatch):
         )
     )
     (tmp_path / "adamw" / "state.safetensors").write_bytes(b"x")
-    with pytest.raises(InputError, match=r"adamw is damaged, or was saved by another version of Esper \(SafetensorError\); name"):
+    with pytest.raises(
+        InputError, match=r"adamw is damaged, or was saved by another version of Esper \(SafetensorError\); name"
+    ):
         stream("adamw", out=tmp_path, streams=1, updates=4)
 
 

@@ -126,7 +126,7 @@ def test_the_prices_of_the_steps_sum_to_the_price_of_the_compute_and_to_what_J_l
     np.testing.assert_allclose(compute.seeds, sum(added) / outcomes[0].host_params)  # nothing was pruned here
     assert (compute.seeds > 0).all()
     expected = price * (compute.seeds + compute.forks) / config.steps
-    np.testing.assert_allclose(engine.price(), expected)
+    np.testing.assert_allclose(engine.state.compute.price(engine.config), expected)
     priced, unpriced = ([get_reward(each.reward)(outcome) for outcome in outcomes] for each in (config, free))
     np.testing.assert_allclose(-np.sum([reward["compute"] for reward in priced], axis=0), expected)
     lost = np.sum([total(mine) - total(other) for mine, other in zip(unpriced, priced, strict=True)], axis=0)

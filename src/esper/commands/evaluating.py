@@ -76,14 +76,11 @@ def evaluate(
     grown are used again. Without DIR, each set of arguments has its own folder.
     """
     use_one_thread()
-    from rich.console import Console
-
     from esper.calls import evaluate as compare
-    from esper.karn.evaluation import print_evaluation
     from esper.leyline.config import parse_setting
     from esper.runs.contenders import trainings
-    from esper.runs.evaluation_folder import FIGURE, default_folder
-    from esper.store.files import EVALUATION, REPORT, to_json
+    from esper.runs.evaluation_folder import default_folder
+    from esper.store.files import to_json
 
     names = split_names(tasks) or []
     numbers: dict[str, Any] = {"instances": instances, "seeds": seeds, "first": first}
@@ -99,8 +96,19 @@ def evaluate(
     record = compare(contenders, names, **numbers, **options, progress=True)
     if json_:
         typer.echo(to_json(record), nl=False)
-        return
+    else:
+        _print(record, out)
+
+
+def _print(record: dict[str, Any], folder: Path) -> None:
+    """The record for a person, and where its files are."""
+    from rich.console import Console
+
+    from esper.karn.evaluation import print_evaluation
+    from esper.runs.evaluation_folder import FIGURE
+    from esper.store.files import EVALUATION, REPORT
+
     print_evaluation(record, Console())
-    say(f"record and figure: {out / EVALUATION}, {out / FIGURE}")
-    if (out / REPORT).exists():
-        say(f"report: {out / REPORT}")
+    for what, name in (("record", EVALUATION), ("figure", FIGURE), ("report", REPORT)):
+        if (folder / name).exists():
+            say(f"{what}: {folder / name}")

@@ -91,7 +91,9 @@ class Stack(Columns):
                 tuple(place for place, _ in owned),
                 tuple(owners for _, owners in owned),
                 tuple(tuple(inside[owner] + name for owner, name in owners) for _, owners in owned),
-                tuple((name, *self._owner(name)) for name in self.buffers if name.startswith(f"buffer.{prefix}")),
+                tuple(
+                    (name, *_owner(self.module, name)) for name in self.buffers if name.startswith(f"buffer.{prefix}")
+                ),
                 self._way(module),
             )
         return found
@@ -234,11 +236,6 @@ class Stack(Columns):
         for name, owner, own in what.buffers:
             owner._buffers[own] = buffers[name]
 
-    def _owner(self, buffer: str) -> tuple[nn.Module, str]:
-        """Return the submodule that has the buffer of a column, and the name of the buffer there."""
-        path, _, own = buffer.removeprefix("buffer.").rpartition(".")
-        return self.module.get_submodule(path), own
-
     def _index(self, rows: NDArray[np.int64] | Tensor) -> Tensor:
         return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device)
 
@@ -295,6 +292,12 @@ class Stack(Columns):
         """Return the owners of every place, in a copy of the module."""
         path = {module: name for name, module in self.module.named_modules()}
         return [[(replica.get_submodule(path[owner]), name) for owner, name in place.owners] for place in self.places]
+
+
+def _owner(module: nn.Module, buffer: str) -> tuple[nn.Module, str]:
+    """Return the submodule that has the buffer of a column, and the name of the buffer there."""
+    path, _, own = buffer.removeprefix("buffer.").rpartition(".")
+    return module.get_submodule(path), own
 
 
 def _twice(x: Tensor) -> Tensor:

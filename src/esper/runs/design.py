@@ -222,7 +222,7 @@ def tested(task: AnyTask, config: Config, engine: VectorizedEngine, outcome: Out
     added = engine.exported_params() - outcome.host_params
     return Figures(
         objective=objective(value, added, outcome.host_params, config.reward.rent, config.reward.rent_size)
-        - engine.price(),
+        - engine.state.compute.price(engine.config),
         metric=metric,
         added_params=added.astype(np.float64),
         kept=(outcome.seeds.stage == Stage.FOSSILIZED).sum(1).astype(np.float64),

@@ -82,13 +82,7 @@ def run_evaluation(
     static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
     budget = search_budget(ours, search_episodes)
-    sized_by = ours[0].name if ours else RULES[2]
-    entered = [enter(design.task, opponents, settings, seeds, budget) for design in designs]
-    asked = [Beside(static, sized_by, each, budget, _reference_tasks(each)) for each in entered]
-    for design, own in zip(designs, asked, strict=True):
-        _check_apart(ours, own.entered.rules)
-        for contender in (*rules, *own.entered.rules, *ours):
-            design.check(contender)
+    asked = _besides(designs, rules, ours, budget, opponents, settings, static)
     with _hired(workers, designs, asked, [*rules, *ours], watch) as actors:
         if folder is not None:
             _create(folder)
@@ -96,9 +90,8 @@ def run_evaluation(
         evaluations, searches = [], []
         for design, own in zip(designs, asked, strict=True):
             grower = Grower.of(design, folder, watch, pace, actors)
-            found = _search(grower, budget)
-            searches.append(found)
-            evaluations.append(_compared(grower, [*rules, found.contender, *ours], own, folder))
+            searches.append(_search(grower, budget))
+            evaluations.append(_compared(grower, [*rules, searches[-1].contender, *ours], own, folder))
         waited = {} if actors is None else {"actors": actors.summary()}
     rows = [contender.group or contender.name for contender in controllers]
     return {
@@ -113,6 +106,27 @@ def run_evaluation(
         **findings(evaluations, searches, static, rows),
         **waited,
     }
+
+
+def _besides(
+    designs: Sequence[Design],
+    rules: Sequence[Contender],
+    ours: Sequence[Contender],
+    budget: Budget,
+    opponents: Sequence[str] | None,
+    settings: Sequence[Mapping[str, Any]],
+    static: Sequence[str],
+) -> list[Beside]:
+    """What is grown beside the controllers, by task. InputError if a contender cannot be compared there."""
+    sized_by = ours[0].name if ours else RULES[2]
+    asked = []
+    for design in designs:
+        entered = enter(design.task, opponents, settings, len(design.seeds), budget)
+        _check_apart(ours, entered.rules)
+        for contender in (*rules, *entered.rules, *ours):
+            design.check(contender)
+        asked.append(Beside(static, sized_by, entered, budget, _reference_tasks(entered)))
+    return asked
 
 
 def evaluate(

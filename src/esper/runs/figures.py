@@ -68,7 +68,9 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Seque
     host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
     value = metric if config.reward.objective == "metric" else -loss
     added = engine.exported_params() - host_params
-    worth = objective(value, added, host_params, config.reward.rent, config.reward.rent_size) - engine.price()
+    worth = objective(
+        value, added, host_params, config.reward.rent, config.reward.rent_size
+    ) - engine.state.compute.price(engine.config)
     return {name: _pair(metric, config), "loss": _pair(loss, config), "objective": _pair(worth, config)}
 
 
@@ -120,7 +122,7 @@ def compute_figures(engine: VectorizedEngine) -> Summary:
             "trial_row_steps": round(forks, 3),
             "share": round((seeds + forks) / max(hosts, 1), 6),
             "price": config.reward.compute_price,
-            "paid": [round(each, 9) for each in engine.price()[envs].tolist()],
+            "paid": [round(each, 9) for each in engine.state.compute.price(engine.config)[envs].tolist()],
         }
     }
 

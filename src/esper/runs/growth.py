@@ -264,7 +264,10 @@ class Growth:
             "steps": self.calls,
             "decisions": state.step,
             "loss": loss,
-            "objective": float(objective(-loss, added, host, rent.rent, rent.rent_size) - self.engine.price()[0]),
+            "objective": float(
+                objective(-loss, added, host, rent.rent, rent.rent_size)
+                - self.engine.state.compute.price(self.engine.config)[0]
+            ),
             "host_params": host,
             "added_params": added,
             "trained_params": population.grafts.trained_params(),

@@ -160,7 +160,9 @@ class Player:
         value = metric if reward.objective == "metric" else -loss
         added = engine.exported_params() - view.host_params
         kept: NDArray[np.int64] = (view.seeds.stage == Stage.FOSSILIZED).sum(1)
-        worth = objective(value, added, view.host_params, reward.rent, reward.rent_size) - engine.price()
+        worth = objective(value, added, view.host_params, reward.rent, reward.rent_size) - engine.state.compute.price(
+            engine.config
+        )
         self.hub.emit(
             EvaluationRow(**source._asdict(), split="validation", metrics=metric, losses=loss, objectives=worth)
         )

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.brief import brief
+from esper.leyline.config import Config
 from esper.leyline.view import Floats
 
 
@@ -39,3 +40,8 @@ class Compute(NamedTuple):
     def share(self, steps: int) -> Floats:
         """(R,) the units as a share of those that the host takes in an episode of so many steps."""
         return (self.seeds + self.forks) / steps
+
+    def price(self, config: Config) -> Floats:
+        """What the compute takes from J (`reward.compute_price`) for the environments (E,), or (2E,) with their twins' 0."""
+        paid: Floats = config.reward.compute_price * self.share(config.steps)[: config.envs * (2 if config.twin else 1)]
+        return paid

@@ -15,7 +15,6 @@ from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
 from esper.leyline.actions import Actions, Op, checked_actions
 from esper.leyline.config import Config
-from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.length import with_steps
 from esper.leyline.masks import barred
@@ -66,6 +65,10 @@ class Engine(Generic[P]):
     A step reads the device once, for any E, S and telemetry settings, and a second time if a row is rolled back. Setting
     `parameter_norms` to true before a step adds the gradient norm of each parameter to the trace of this one step.
     """
+
+    trial: Callable[[Proposed], Floats] | None = (
+        None  # tries candidates in copies of the rows, where rows can be copied
+    )
 
     def __init__(self, population: P, config: Config) -> None:
         self.population, self.config = population, config
@@ -182,13 +185,6 @@ class Engine(Generic[P]):
             self.certifier.restore(tree["certificates"])
         self.fates.load_state(tree["fates"])
         return self.view()
-
-    def trial(self, proposed: Proposed) -> Floats:
-        """Try candidates in copies of the environments. Raises InputError if the population cannot copy its rows."""
-        raise InputError(
-            f"a trial needs copies of a network, which a {type(self.population).__name__} does not make; take the rule without "
-            "trials"
-        )
 
     def decide(self, actions: Actions) -> Verdicts:
         """Carry out one decision per environment without a training step; return which were refused, (E,) a `Refusal`.
@@ -320,11 +316,6 @@ class Engine(Generic[P]):
             )
         )
         return view
-
-    def price(self) -> Floats:
-        """Return (rows,) what the compute of the episode so far takes from J (`reward.compute_price`); 0 for twins."""
-        taken: Floats = self.config.reward.compute_price * self.state.compute.share(self.config.steps)[: self.rows]
-        return taken
 
     @property
     def over(self) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Op, checked_actions
+from esper.leyline.errors import InputError
 from esper.leyline.protocols import Cites, Explains, Extends, Judgement, Judges, PolicyClient, Proposed, Tries
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Outcome, View
@@ -79,9 +80,13 @@ def decide(
 ) -> Decision:
     """Ask a controller, after the trials that it wants if `trial` can make them (`Engine.trial`).
 
-    Raises InputError if its answer is not one whole number per environment and head.
+    Raises InputError if its answer is not one whole number per environment and head, or if it asks for a trial without `trial`.
     """
-    if trial is not None and isinstance(client, Tries) and (proposed := client.proposals(view)) is not None:
+    if isinstance(client, Tries) and (proposed := client.proposals(view)) is not None:
+        if trial is None:
+            raise InputError(
+                "a trial needs copies of the network, which are not made here; take the rule without trials"
+            )
         client.tried(trial(proposed))
     actions = checked_actions(client.act(view), len(view.host_params))
     return Decision(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.body import Body
 from esper.kasmina.export import grown_network
 from esper.kasmina.host import dtype_of
@@ -111,25 +111,7 @@ class StackedPopulation:
         self.skipped = np.zeros(rows, np.int64)
         self.passes = Passes(body, total_of(body, lambda: self.objective, config, products), config, products)
         self.host_params = body.table.host_params
-        self.space = Space(
-            slots=tuple(slot.name for slot in body.slots),
-            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
-            tempos=config.lifecycle.tempos,
-            targets=config.lifecycle.targets,
-            cost=np.zeros((rows, *body.layout.fits.shape), np.int64),  # set when the hosts are built
-            fits=body.layout.fits & selected(body, config)[:, None],
-            width=np.zeros((rows, len(body.slots)), np.int64),  # set when the hosts are built
-            sensors=tuple(sensor.name for sensor in SENSORS),
-            max_seeds=config.lifecycle.max_seeds,
-            seed=config.seed,
-            number=row_numbers(config),
-            instance=instance,
-            floor=self.data.bounds[:, 0],
-            ceiling=self.data.bounds[:, 1],
-            objective=config.reward.objective,
-            rent=config.reward.rent,
-            rent_size=config.reward.rent_size,
-        )
+        self.space = _space(body, menu, config, instance, self.data.bounds)
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""
@@ -332,6 +314,29 @@ class StackedPopulation:
             floor=self.data.bounds[:, 0],
             ceiling=self.data.bounds[:, 1],
         )
+
+
+def _space(body: Body, menu: Sequence[Blueprint], config: Config, instance: Indices, bounds: Floats) -> Space:
+    """What can be decided in each row; bounds (R, 2) are the floor and the ceiling of the metric."""
+    return Space(
+        slots=tuple(slot.name for slot in body.slots),
+        blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
+        tempos=config.lifecycle.tempos,
+        targets=config.lifecycle.targets,
+        cost=np.zeros((len(instance), *body.layout.fits.shape), np.int64),  # set when the hosts are built
+        fits=body.layout.fits & selected(body, config)[:, None],
+        width=np.zeros((len(instance), len(body.slots)), np.int64),  # set when the hosts are built
+        sensors=tuple(sensor.name for sensor in SENSORS),
+        max_seeds=config.lifecycle.max_seeds,
+        seed=config.seed,
+        number=row_numbers(config),
+        instance=instance,
+        floor=bounds[:, 0],
+        ceiling=bounds[:, 1],
+        objective=config.reward.objective,
+        rent=config.reward.rent,
+        rent_size=config.reward.rent_size,
+    )
 
 
 def _read(trained: Trained, packet: Iterator[Floats], slots: Sequence[str]) -> TrainedFigures:
