@@ -20,6 +20,7 @@ from esper.leyline.config import Config, build_config
 from esper.leyline.config_text import reference
 from esper.leyline.slots import Tap
 from esper.leyline.streams import Kind
+from esper.tasks.catalog import TASKS
 from pictures import write_cifar
 from processes import begun
 
@@ -239,7 +240,8 @@ def test_doctor_names_a_blueprint_whose_rows_depend_on_their_neighbours(esper, m
             return y - y.mean(0) if y.dim() == 3 else y
 
     entry = Blueprint("shared", Kind.VECTOR, Tap.HERE, Shared, lambda r, w: r * w + w, "")
-    monkeypatch.setitem(BLUEPRINTS, (Kind.VECTOR, "shared"), entry)
+    monkeypatch.setattr("esper.kasmina.blueprints.BLUEPRINTS", {(Kind.VECTOR, "shared"): entry})
+    monkeypatch.setattr("esper.tasks.catalog.TASKS", {"iris": TASKS["iris"]})
     code, out, _ = esper("doctor")
     assert code == 1
     (line,) = [line for line in out.splitlines() if "FAIL" in line]

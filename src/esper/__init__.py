@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.leyline.view import (
         BlueprintInfo,
         CoalitionValues,
+        ComputeShares,
         Estimate,
         Masks,
         Measurements,
@@ -68,6 +69,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "BlueprintInfo",
     "Cites",
     "CoalitionValues",
+    "ComputeShares",
     "Config",
     "DataFault",
     "Estimate",

@@ -45,7 +45,13 @@ def keys_of(count: int) -> np.ndarray:
 
 def engine_for(name: str, envs: int = 2, steps: int = 5, **settings: object) -> tuple[VectorizedEngine, Placement]:
     task = heal()
-    own = {"task": task.name, "envs": envs, "baselines": [], "steps": steps, "trials": {"candidates": 3, "steps": 3}}
+    own = {
+        "task": task.name,
+        "envs": envs,
+        "baselines": [],
+        "steps": steps,
+        "trials": {"candidates": 3, "trial_steps": 3},
+    }
     config = build_config(task.defaults, settings_of(name), own, settings)
     client = get_controller(name, config)
     assert isinstance(client, Placement)
@@ -153,7 +159,7 @@ def test_a_run_with_trials_resumes_with_the_figures_of_one_without_a_break(tmp_p
 
 def test_the_summary_of_a_run_says_what_its_trials_took() -> None:
     task = heal()
-    settings = {"envs": 2, "steps": 3, "baselines": [], "models": "none", "trials": {"candidates": 2, "steps": 2}}
+    settings = {"envs": 2, "steps": 3, "baselines": [], "models": "none", "trials": {"candidates": 2, "trial_steps": 2}}
     compute = esper.grow(task, settings, controller="trials:participation")["compute"]
     assert compute["host_row_steps"] == 2 * 3
     assert compute["trial_row_steps"] >= 2 * 2 * 2

@@ -530,7 +530,9 @@ class TrialsConfig(Section):
     """The trials of a controller `trials:RULE`: its first candidates grow in copies of the network, and the best is planted."""
 
     candidates: int = Field(4, ge=2, description="largest number of candidates that an environment tries [candidates]")
-    steps: int = Field(8, ge=1, description="length of a trial; each candidate takes so many steps of a copy [steps]")
+    trial_steps: int = Field(
+        8, ge=1, description="length of a trial; each candidate takes so many steps of a copy [steps]"
+    )
 
 
 class PPOConfig(Section):

@@ -93,6 +93,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "Measurements": "leyline.view",
         "Estimate": "leyline.view",
         "CoalitionValues": "leyline.view",
+        "ComputeShares": "leyline.view",
     },
     "What came of a decision": {
         "Outcome": "leyline.view",

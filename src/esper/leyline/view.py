@@ -264,6 +264,19 @@ class Scores(NamedTuple):
 
 
 @brief
+class ComputeShares(NamedTuple):
+    """The compute of seeds and of trials since an episode began, as a share of what the host takes in the episode.
+
+    Attributes:
+        before ((E,) float64): before a step
+        after ((E,) float64): after the step
+    """
+
+    before: Floats
+    after: Floats
+
+
+@brief
 class Outcome(NamedTuple):
     """The result of one step: the decisions, and the networks before and after.
 
@@ -284,8 +297,7 @@ class Outcome(NamedTuple):
         contribution ((E, S) Estimate): after the step, as in `Measurements`
         contribution_loss ((E, S) Estimate): after the step, as in `Measurements`
         twin (two Scores or None): the never-grow twins before and after the step; None without twins
-        compute (two (E,) float64, or None): compute of the seeds and of trials since the episode began, before and after the
-            step, as a share of what the host takes in an episode; None if it was not counted
+        compute (ComputeShares or None): compute of seeds and trials before and after the step; None if it was not counted
     """
 
     episode: int
@@ -302,7 +314,7 @@ class Outcome(NamedTuple):
     contribution: Estimate
     contribution_loss: Estimate
     twin: tuple[Scores, Scores] | None
-    compute: tuple[Floats, Floats] | None = None
+    compute: ComputeShares | None = None
 
     @property
     def accepted(self) -> Bools:

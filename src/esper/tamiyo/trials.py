@@ -76,7 +76,7 @@ class Trials(Placement):
         if not len(env):
             return None
         flat = first([[choice] for each in contested for choice in self._ranking[each]])
-        return Proposed(env, Given(flat), min(self.config.steps, view.steps - view.step))
+        return Proposed(env, Given(flat), min(self.config.trial_steps, view.steps - view.step))
 
     def tried(self, worth: NDArray[np.float64]) -> None:
         """Choose by J (n,) of the copies. A copy whose J is not a number is not chosen."""
@@ -87,7 +87,7 @@ class Trials(Placement):
                 continue
             tried, left = left[: len(choices)], left[len(choices) :]
             best = int(np.argmax(tried))
-            of = f"of {len(choices)} candidates tried for {self.config.steps} steps"
+            of = f"of {len(choices)} candidates tried for {self.config.trial_steps} steps"
             if tried[best] > before:
                 why = f"{choices[best].reason}, and it has the highest J {of}, {tried[best]:.3f} (before: {before:.3f})"
                 chosen.append([choices[best]._replace(reason=why)])

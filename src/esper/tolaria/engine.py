@@ -26,6 +26,7 @@ from esper.leyline.trees import as_tree, from_tree
 from esper.leyline.verdicts import Refusal, Vital
 from esper.leyline.view import (
     CoalitionValues,
+    ComputeShares,
     Floats,
     Masks,
     Measurements,
@@ -293,7 +294,7 @@ class Engine(Generic[P]):
                 contribution=view.measurements.contribution,
                 contribution_loss=view.measurements.contribution_loss,
                 twin=(take(before, twins), take(state.scores, twins)) if config.twin else None,
-                compute=(spent.share(config.steps)[envs], state.compute.share(config.steps)[envs]),
+                compute=ComputeShares(spent.share(config.steps)[envs], state.compute.share(config.steps)[envs]),
             )
             self.trace = self._traced((decided, applied, ticked), measured, found)
         return view, outcome
