@@ -19,6 +19,7 @@ from esper.tamiyo.placement import Collapse, DriftRise, Picks, Placement, Unifor
 from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import describe, heal, heal_taught
+from esper.tasks.small import iris
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Step, planted, play
 from esper.tolaria.sensors import SENSORS
@@ -243,6 +244,15 @@ def test_a_plan_of_nothing_says_so() -> None:
     play(engine, client)
     assert client.explain() == ["nothing was planted: it is sound"]
     assert (engine.view().masks.op[:, Op.GERMINATE]).all()
+
+
+def test_a_menu_without_what_a_plan_needs_is_named() -> None:
+    engine = VectorizedEngine(
+        iris(), build_config(iris().defaults, {"envs": 1, "blueprints": ["affine"], "baselines": []})
+    )
+    client = Uniform()
+    client.act(engine.reset())
+    assert client.explain() == ["nothing was planted: every block gets a bypass, but the menu has no bypass-rank-1"]
 
 
 def test_the_heal_tasks_have_one_folder_of_hosts(tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ class Placement(Rule):
         """The first decision of a step."""
         if view.step == 0 or self._wish is None:
             picks = self.pick(view)
-            self._wish, self._reasons = _wished(view, picks), picks.reasons
+            self._wish = _wished(view, picks)
+            self._reasons = _reasons(view, picks, self._wish)
             self._next = np.zeros(self._wish.shape[:2], np.int64)
         return self._decide(view)
 
@@ -352,6 +353,17 @@ def _wished(view: View, picks: Picks) -> Ints:
         rows = np.array([own == plan for own in picks.plans])
         whole[rows, :, : wish.shape[2]] = wish[rows]
     return whole
+
+
+def _reasons(view: View, picks: Picks, wish: Ints) -> list[str]:
+    """The reasons of the picks, and what stands against those of which nothing can be planted."""
+    menu, reasons = [entry.name for entry in view.space.blueprints], list(picks.reasons)
+    for env in np.flatnonzero((wish < 0).all((1, 2))).tolist():
+        names = list(dict.fromkeys((*picks.plans[env].here, *picks.plans[env].others)))
+        if names:
+            fits = any(name in menu for name in names)
+            reasons[env] += f", but {'no slot fits' if fits else 'the menu has no'} {' or '.join(names)}"
+    return reasons
 
 
 def sensor(view: View, name: str) -> Floats:
