@@ -17,12 +17,13 @@ import pytest
 import torch
 
 import esper
+from crews import Beside
 from esper.leyline.config import build_config
 from esper.leyline.errors import ActorError, InputError
 from esper.leyline.progress import Silent
 from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow
-from esper.runs.actor_work import Answers, SentTask, TrainingWork, check_facts, facts_of
+from esper.runs.actor_work import SentTask, TrainingWork, check_facts, facts_of
 from esper.runs.actors import TRIES, Actors
 from esper.runs.cohort import cohorts_of, default_shards
 from esper.runs.configuration import training_configs
@@ -196,31 +197,6 @@ def work(**over):
     return TrainingWork([SentTask.of(task, None)], [config], get_reward, "off", 1)
 
 
-class Beside:
-    """A crew of real actors in this process, some of which are lost instead of giving a certain answer."""
-
-    def __init__(self, size, losses=()):
-        self.size, self.losses, self.starts = size, list(losses), 0
-        self.actors, self.answers, self.work = {}, [], work()
-
-    def start(self, actor):
-        self.starts += 1
-        self.actors[actor] = Answers(lambda: self.work.make(None))
-        self.answers.append((actor, self.actors[actor].ready()))
-
-    def send(self, actor, message):
-        answer = self.actors[actor].answer(message)
-        if answer is not None:
-            self.answers.append((actor, None if self.losses and self.losses.pop(0) else answer))
-
-    def receive(self, seconds):
-        found, self.answers = self.answers[-1:], self.answers[:-1]  # the last first
-        return found
-
-    def close(self):
-        self.closed = True
-
-
 def weights():
     player = work().make(None).player
     return {"policy": player.learner.policy.state(), "round": 0}
@@ -236,15 +212,15 @@ def rewards(results):
 
 @pytest.mark.parametrize("losses", [(), (True,), (False, True, True)])
 def test_results_come_in_the_order_of_the_parts_whoever_played_them(losses):
-    crew, notes = Beside(2, losses), []
+    crew, notes = Beside(2, work(), losses), []
     results = Actors(crew, notes.append).play(weights(), parts(0, 1, 2))
-    expected = Actors(Beside(1), notes.append).play(weights(), parts(0, 1, 2))
+    expected = Actors(Beside(1, work()), notes.append).play(weights(), parts(0, 1, 2))
     assert torch.equal(rewards(results), rewards(expected))
     assert len(notes) == crew.starts - 2 == sum(losses)
 
 
 def test_a_part_is_played_a_bounded_number_of_times():
-    crew = Beside(1, [True] * 10)
+    crew = Beside(1, work(), [True] * 10)
     with pytest.raises(ActorError, match=f"lost {TRIES} times"):
         Actors(crew, lambda note: None).play(weights(), parts(0))
     assert crew.starts == TRIES
@@ -395,7 +371,7 @@ def failing(config):
 
 
 def test_an_error_in_an_actor_is_the_error_of_the_run():
-    crew = Beside(1)
+    crew = Beside(1, work())
     crew.work = replace(work(), reward=failing)
     with pytest.raises(
         ActorError, match="an actor failed: AttributeError: 'Outcome' object has no attribute 'missing'"

@@ -15,10 +15,10 @@ from functools import partial
 import pytest
 
 import esper
+from crews import Beside
 from esper.cli import main
 from esper.leyline.errors import ActorError, InputError
 from esper.leyline.opponents import SEARCHED, Opponents, Reference
-from esper.runs.actor_work import Answers
 from esper.runs.actors import Actors
 from esper.runs.contenders import Contender
 from esper.runs.crews import Asked
@@ -65,31 +65,6 @@ def content(record):
 def alone(task):
     """The record of an evaluation without actors."""
     return content(compare(task))
-
-
-class Beside:
-    """A crew of real actors in this process, some of which are lost instead of giving a certain answer."""
-
-    def __init__(self, size, work, losses=()):
-        self.size, self.work, self.losses = size, work, list(losses)
-        self.actors, self.answers, self.starts = {}, [], 0
-
-    def start(self, actor):
-        self.starts += 1
-        self.actors[actor] = Answers(lambda: self.work.make(None))
-        self.answers.append((actor, self.actors[actor].ready()))
-
-    def send(self, actor, message):
-        answer = self.actors[actor].answer(message)
-        if answer is not None:
-            self.answers.append((actor, None if self.losses and self.losses.pop(0) else answer))
-
-    def receive(self, seconds):
-        found, self.answers = self.answers[-1:], self.answers[:-1]  # the last first
-        return found
-
-    def close(self):
-        pass
 
 
 def beside(monkeypatch, losses=()):
@@ -147,31 +122,9 @@ def test_processes_make_the_same_record_although_one_is_killed_at_a_random_momen
     assert not multiprocessing.active_children()
 
 
-COMMAND = [
-    "eval",
-    "--tasks",
-    "iris",
-    "--instances",
-    "2",
-    "--seeds",
-    "1",
-    "--search-episodes",
-    "2",
-    "--baselines",
-    "none",
-]
-COMMAND += [
-    "--opponents",
-    "none",
-    "--set",
-    "steps=1",
-    "--set",
-    "data.batch_size=12",
-    "--set",
-    "blueprints=[bypass-linear]",
-    "--out",
-    "out",
-]
+COMMAND = ["eval", "--tasks", "iris", "--instances", "2", "--seeds", "1", "--search-episodes", "2", "--out", "out"]
+COMMAND += ["--baselines", "none", "--opponents", "none", "--set", "steps=1", "--set", "data.batch_size=12"]
+COMMAND += ["--set", "blueprints=[bypass-linear]"]
 
 
 def test_the_command_grows_on_each_device_and_says_what_was_lost_in_waiting(tmp_path, monkeypatch, capsys):

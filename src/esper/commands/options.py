@@ -70,7 +70,7 @@ Cluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="ray|ray://HOST:PORT|torchrun",
-        help="Where the actors run, if not as processes of this machine.",
+        help="Where the actors run, if not as processes of this machine; with torchrun, those of a training alone.",
     ),
 ]
 

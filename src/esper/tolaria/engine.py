@@ -1,6 +1,6 @@
 """The engine: a vector environment whose step edits, trains and measures a whole population. E environments, S slots.
 
-`VectorizedEngine` adds no more than a population of networks to `Engine`, so both stand here, in over 450 lines.
+`VectorizedEngine` adds a population of networks to `Engine`, and copies of its rows, so both stand here, in over 450 lines.
 """
 
 import itertools
