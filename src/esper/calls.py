@@ -29,8 +29,8 @@ from esper.runs.crews import ALONE, Asked, asked_for
 from esper.runs.evaluation import run_evaluation
 from esper.runs.evaluation_folder import FIGURE, ROOT, EvaluationFolder
 from esper.runs.grow import grow as grow_run
+from esper.runs.ranks_crew import ACTOR
 from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config
-from esper.runs.train import ACTOR
 from esper.runs.train import train as train_run
 from esper.store.disk import write_atomic
 from esper.store.files import EVALUATION, to_json
@@ -174,12 +174,13 @@ def evaluate(
     (docs/opponents.md); None for all, () for none. With `out`, the record, the figure, the report and the grown networks are
     written to that folder, and a later call uses the networks again; `overwrite` allows to replace a record there. With
     `workers`, so many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster`
-    is "ray" or a "ray://" address (docs/actors.md). Results do not depend on the number of workers. Returns the record, the
-    object that `esper eval --json` prints. Raises InputError before anything is grown.
+    is "ray", a "ray://" address, or "torchrun" (docs/actors.md). Results do not depend on the number of workers. Returns the
+    record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
     """
     listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
-    say, asked = evaluation_progress(progress), asked_for(workers, devices, cluster, get_task)
+    asked = asked_for(workers, devices, cluster, get_task)
+    say = None if asked.is_rank else evaluation_progress(progress)
     layers = [parse_setting(setting) for setting in _as_settings(settings)]
     layers += [{"device": device} for device in asked.devices[:1]]
 
@@ -199,7 +200,7 @@ def evaluate(
             workers=asked,
         )
 
-    if out is None:
+    if out is None or asked.is_rank:
         return compare(None)
     path = to_path(out, "out")
     with EvaluationFolder(path, say or (lambda line: None), overwrite=overwrite, shared=path.parent == ROOT) as folder:

@@ -71,9 +71,10 @@ def beside(monkeypatch, losses=()):
     """Let actors be in this process, where they begin without waiting."""
     crews = []
 
-    def hire(asked, work, note, facts, check, **how):
+    def hire(asked, work, note, facts, check, *, mend, again):
+        assert again in mend
         crews.append(Beside(asked.size, work, losses))
-        return Actors(crews[-1], note, lambda ready: check(facts, ready), **how)
+        return Actors(crews[-1], note, lambda ready: check(facts, ready), mend)
 
     monkeypatch.setattr("esper.runs.evaluation_work.hire", hire)
     return crews
@@ -156,13 +157,6 @@ def test_actors_that_cannot_be_had_are_refused_before_anything_is_written(tmp_pa
         esper.evaluate(tasks="iris", **few, out=tmp_path / "out", progress=False, **how)
     assert said in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_evaluation_is_not_started_by_torchrun(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="torchrun, which starts the actors of trainings alone; give an evaluation"):
-        esper.evaluate(tasks="iris", **(FEW | {"settings": SHORT}), progress=False, cluster="torchrun")
 
 
 def test_a_controller_that_cannot_be_sent_is_refused_by_name(task):

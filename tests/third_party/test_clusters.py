@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -50,37 +53,65 @@ def alone(tmp_path_factory):
     return controller(trained(tmp_path_factory.mktemp("alone"), ESPER))
 
 
-@pytest.mark.parametrize(
+CLUSTERS = pytest.mark.parametrize(
     ("command", "options"),
     [(ESPER, ("--cluster", "ray", "--workers", "2")), (TORCHRUN, ("--cluster", "torchrun"))],
     ids=["ray", "torchrun"],
 )
+
+
+@CLUSTERS
 def test_a_cluster_trains_the_same_controller(alone, tmp_path, command, options):
     run = trained(tmp_path, command, *options)
     assert controller(run) == alone
     assert json.loads((run / "summary.json").read_text())["actors"]["workers"] == 2
 
 
-def test_ray_makes_the_same_record_of_an_evaluation(tmp_path):
-    asked = [
-        "eval",
-        "--tasks",
-        "iris",
-        "--instances",
-        "2",
-        "--seeds",
-        "1",
-        "--search-episodes",
-        "2",
-        "--baselines",
-        "none",
-    ]
-    asked += ["--opponents", "none", "--set", "steps=2", "--set", "data.batch_size=12"]
-    ran(tmp_path, *ESPER, *asked, "--out", "alone")
-    ran(tmp_path, *ESPER, *asked, "--out", "ray", "--cluster", "ray", "--workers", "2")
-    alone, on_ray = (json.loads((tmp_path / each / "evaluation.json").read_text()) for each in ("alone", "ray"))
-    for record in (alone, on_ray):
-        for each in record["tasks"][0]["runs"].values():
-            del each["seconds"]
-    assert on_ray["tasks"][0]["runs"] == alone["tasks"][0]["runs"]
-    assert on_ray["actors"]["workers"] == 2
+def evaluation(*settings, instances):
+    """The arguments of a small evaluation."""
+    shown = ["eval", "--tasks", "iris", "--instances", str(instances), "--seeds", "1", "--search-episodes", "2"]
+    shown += ["--baselines", "none", "--opponents", "none", "--set", "data.batch_size=12"]
+    return [*shown, *(word for setting in settings for word in ("--set", setting))]
+
+
+def runs(folder):
+    """What the contenders of a record came to, without seconds, and how many actors there were."""
+    record = json.loads((folder / "evaluation.json").read_text())
+    found = record["tasks"][0]["runs"]
+    for each in found.values():
+        del each["seconds"]
+    return found, record.get("actors", {}).get("workers")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """The record of an evaluation without actors."""
+    folder = tmp_path_factory.mktemp("compared")
+    ran(folder, *ESPER, *evaluation("steps=2", instances=2), "--out", "alone")
+    return runs(folder / "alone")[0]
+
+
+@CLUSTERS
+def test_a_cluster_makes_the_same_record_of_an_evaluation(compared, tmp_path, command, options):
+    ran(tmp_path, *command, *evaluation("steps=2", instances=2), "--out", "out", *options)
+    assert runs(tmp_path / "out") == (compared, 2)
+
+
+def test_an_evaluation_that_lost_a_rank_says_how_it_goes_on(tmp_path):
+    asked = [*evaluation("steps=24", instances=256), "--out", "out"]
+    output = (tmp_path / "output").open("w+")
+    launcher = subprocess.Popen(
+        [*TORCHRUN, *asked, "--cluster", "torchrun"], cwd=tmp_path, stdout=output, stderr=output
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("out/grown/*never*")) and launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    (lost,) = [rank for rank in ranks if b"\0RANK=1\0" in Path(f"/proc/{rank}/environ").read_bytes()]
+    os.kill(int(lost), signal.SIGKILL)
+    assert launcher.wait(120) != 0
+    said = (tmp_path / "output").read_text()
+    assert "error: rank 1 was lost" in said or "interrupted;" in said, said  # torchrun ends rank 0 too
+    assert "the same command goes on from it" in said
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+    assert list(tmp_path.glob("out/grown/*never*"))

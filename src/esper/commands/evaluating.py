@@ -80,6 +80,7 @@ def evaluate(
     from esper.leyline.config import parse_setting
     from esper.runs.contenders import trainings
     from esper.runs.evaluation_folder import default_folder
+    from esper.runs.ranks_crew import ACTOR
     from esper.store.files import to_json
 
     names = split_names(tasks) or []
@@ -94,6 +95,8 @@ def evaluate(
     options |= {"opponents": against, "search_episodes": search_episodes}
     options |= {"workers": workers, "devices": devices, "cluster": cluster}
     record = compare(contenders, names, **numbers, **options, progress=True)
+    if record.get("status") == ACTOR:
+        return
     if json_:
         typer.echo(to_json(record), nl=False)
     else:

@@ -70,7 +70,7 @@ Cluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="ray|ray://HOST:PORT|torchrun",
-        help="Where the actors run, if not as processes of this machine; with torchrun, those of a training alone.",
+        help="Where the actors run, if not as processes of this machine: on Ray, or as the ranks of torchrun.",
     ),
 ]
 
@@ -150,7 +150,7 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
     from rich.console import Console
 
     from esper.karn.report.page import report_at_end
-    from esper.runs.train import ACTOR
+    from esper.runs.ranks_crew import ACTOR
 
     if summary["status"] == ACTOR:
         return

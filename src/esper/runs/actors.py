@@ -56,11 +56,13 @@ class Actors:
         crew: Crew,
         note: Callable[[str], None],
         check: Callable[[Any], None] = lambda ready: None,
-        mend: str = "give fewer workers, or lower envs",
+        mend: str = "give fewer workers",
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start the actors, and wait until all are ready. `check` gets what an actor says about itself.
 
-        mend: what to do if actors are lost for good. Raises InputError if an actor cannot start.
+        mend: what to do if actors are lost for good. Raises InputError if an actor cannot start, and KeyboardInterrupt once
+        `asked` says so.
         """
         self.crew, self.note, self._check, self._mend = crew, note, check, mend
         self.lost = 0  # actors that were lost and started again
@@ -74,6 +76,8 @@ class Actors:
             for actor in range(crew.size):
                 crew.start(actor)
             while len(self._idle) < crew.size:
+                if asked():
+                    raise KeyboardInterrupt("interrupted while the actors were started")
                 for actor, message in crew.receive(WAIT):
                     if message is None:
                         raise InputError(
@@ -183,10 +187,10 @@ class Actors:
                 f"actor {actor} was lost {counted(max(tried, self._failures[actor]), 'time')}, because something ended its "
                 f"process, such as a lack of memory, and {what}; {self._mend}"
             )
+        self.crew.start(actor)
         self.note(
             f"actor {actor} was lost; another is started{'' if part is None else ', and its part is played again'}"
         )
-        self.crew.start(actor)
 
 
 def _checked(tree: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from esper.leyline.text import counted
 from esper.runs.actors import Actors, Crew
 from esper.runs.cohort import default_shards
 from esper.runs.processes import Processes
-from esper.runs.ranks_crew import RanksCrew, world_size
+from esper.runs.ranks_crew import RanksCrew, is_learner, world_size
 from esper.runs.ray_crew import RayCrew
 from esper.store.checkpoint import Tree
 from esper.tolaria.runtime import resolve_device
@@ -38,6 +38,11 @@ class Asked(NamedTuple):
     def any(self) -> bool:
         """Whether there are actors."""
         return self.workers is not None or bool(self.devices) or self.cluster is not None
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether this process is a rank of torchrun above 0, which is an actor itself."""
+        return self.cluster == "torchrun" and not is_learner()
 
     @property
     def size(self) -> int:
@@ -87,7 +92,7 @@ def asked_for(
         if "RANK" not in os.environ:
             raise InputError(
                 "cluster is torchrun, but torchrun did not start this process; give torchrun --nproc-per-node N -m -- "
-                "esper train ... --cluster torchrun"
+                "esper train|eval ... --cluster torchrun"
             )
         if count is not None and count != world_size():
             raise InputError(
@@ -130,19 +135,23 @@ def hire(
     note: Callable[[str], None],
     facts: Tree,
     check: Callable[[Tree, Tree], None],
-    **how: str,
+    *,
+    mend: str = "give fewer workers, or lower envs",
+    again: str = "continue with esper resume",
+    stop: Callable[[], bool] = lambda: False,
 ) -> Actors:
     """Start the actors that were asked for, and wait until they are ready.
 
-    `check` compares the facts of each with those of this process; `how` is as of `Actors`. Raises InputError if an actor cannot
-    start.
+    `check` compares the facts of each with those of this process. mend: what to do if actors are lost for good. again: how the
+    run continues after a rank of torchrun was lost. Raises InputError if an actor cannot start, and KeyboardInterrupt if `stop`
+    says so before all are ready.
     """
     devices: Sequence[str | None] = asked.devices or (None,)
     crew: Crew
     if asked.cluster is None:
         crew = Processes(asked.size, work, devices)
     elif asked.cluster == "torchrun":
-        crew = RanksCrew(work, devices)
+        crew = RanksCrew(work, devices, again)
     else:
         crew = RayCrew(asked.size, work, devices, None if asked.cluster == "ray" else asked.cluster)
-    return Actors(crew, note, lambda ready: check(facts, ready), **how)
+    return Actors(crew, note, lambda ready: check(facts, ready), mend, stop)

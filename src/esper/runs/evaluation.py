@@ -4,7 +4,6 @@ C contenders, N instances, R seeds, E environments of a population.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,9 +22,10 @@ from esper.runs.crews import ALONE, Asked
 from esper.runs.design import Design, Grower, grow_all, stacked
 from esper.runs.environment import describe_environment
 from esper.runs.evaluation_record import Evaluation, Figures, Record, findings
-from esper.runs.evaluation_work import EvaluationActors, check_size, hired
+from esper.runs.evaluation_work import References, check_size, evaluation_work, hired
 from esper.runs.opponents import NOBODY, Budget, Entered, check_opponents, enter, fitted_tree, search_budget
 from esper.runs.plan_search import EPISODES, Found, search_plans
+from esper.runs.ranks_crew import serve_rank
 from esper.tamiyo.plans import NONE, UNIFORM
 from esper.tolaria.fitting import instance_keys
 from esper.tolaria.runtime import resolve_device
@@ -72,7 +72,8 @@ def run_evaluation(
     networks that the first controller grew, or of those of the heuristic if no controller is given. opponents: names of those
     of the tasks that take part; None for all. settings: layers of config over that of the tasks, the same for all contenders.
     folder: stores the results of populations, which are reused. watch: called with lines of progress. workers: the actors that
-    grow the populations; the results do not depend on their number.
+    grow the populations; the results do not depend on their number. In a rank of torchrun above 0, this process is one of them
+    until the evaluation ends.
 
     Returns a strict JSON object. Raises InputError before anything is grown.
     """
@@ -83,7 +84,11 @@ def run_evaluation(
     designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
     budget = search_budget(ours, search_episodes)
     asked = _besides(designs, rules, ours, budget, opponents, settings, static)
-    with _hired(workers, designs, asked, [*rules, *ours], watch) as actors:
+    references = _reference_makers(asked)
+    _check_size(workers, designs, asked, [*rules, *ours])
+    if workers.is_rank:
+        return serve_rank(evaluation_work(workers, tasks, references), workers.devices or (None,))
+    with hired(workers, tasks, references, [*rules, *ours], watch) as actors:
         if folder is not None:
             _create(folder)
         pace = _plan(len(rules) + len(ours) + 1 + len(static), asked, instances * seeds, watch)
@@ -240,19 +245,18 @@ def _reference_tasks(entered: Entered) -> dict[str, AnyTask]:
     return {name: reference.task() for name, reference in entered.references.items()}
 
 
-def _hired(
-    asked: Asked,
-    designs: Sequence[Design],
-    beside: Sequence[Beside],
-    contenders: Sequence[Contender],
-    watch: Say | None,
-) -> AbstractContextManager[EvaluationActors | None]:
-    """Return the actors of an evaluation, which start when it is entered. Raises InputError if there are more than parts."""
+def _reference_makers(beside: Sequence[Beside]) -> References:
+    """Return the tasks of all references with the functions that make them."""
+    return [(task, own.entered.references[name].task) for own in beside for name, task in own.tasks.items()]
+
+
+def _check_size(
+    asked: Asked, designs: Sequence[Design], beside: Sequence[Beside], contenders: Sequence[Contender]
+) -> None:
+    """Raise InputError if there are more actors than populations."""
     runs = [len(list(design.populations(contenders[0]))) for design in designs]
     others = [_opposing(own.entered) for own in beside]
     check_size(asked, max(each * (len(contenders) + 1 + more) for each, more in zip(runs, others, strict=True)))
-    references = [(task, own.entered.references[name].task) for own in beside for name, task in own.tasks.items()]
-    return hired(asked, [design.task for design in designs], references, contenders, watch)
 
 
 _ALIKE = {NONE.name: RULES[0], UNIFORM.name: "uniform"}

@@ -6,7 +6,7 @@ What a part is follows from the evaluation, and not from the number of actors, s
 import pickle
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ from esper.leyline.pace import Pace
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.runs.actor_work import SentTask, check_facts, facts_of
-from esper.runs.actors import Actors
+from esper.runs.actors import Actors, Stop
 from esper.runs.contenders import Contender, Say, tell
 from esper.runs.crews import Asked, hire
+from esper.runs.interrupt import Interrupt
 from esper.runs.kept import Kept
 from esper.runs.origin import fingerprint
 from esper.runs.processes import pickled
@@ -91,8 +92,9 @@ class EvaluationPlayer:
 class EvaluationActors:
     """The actors of an evaluation, and what they did."""
 
-    def __init__(self, actors: Actors, tasks: Sequence[AnyTask]) -> None:
-        self.actors = actors
+    def __init__(self, actors: Actors, tasks: Sequence[AnyTask], interrupt: Interrupt) -> None:
+        """`play` raises Stop once the interrupt was asked for."""
+        self.actors, self._interrupt = actors, interrupt
         self._places = {id(task): place for place, task in enumerate(tasks)}
         self._begin, self._playing = time.perf_counter(), 0.0
 
@@ -104,7 +106,7 @@ class EvaluationActors:
             absent = result.get("absent")
             done(place, result["arrays"] if absent is None else Absent(absent), result["seconds"])
 
-        self.actors.play({}, [self._sent(part) for part in parts], done=returned)
+        self.actors.play({}, [self._sent(part) for part in parts], lambda: self._interrupt.asked, returned)
 
     def summary(self) -> dict[str, Any]:
         """Return the number of actors, how many were lost, and the seconds that they waited, all together."""
@@ -116,43 +118,56 @@ class EvaluationActors:
         return {"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)}
 
 
+References = Sequence[tuple[AnyTask, Callable[[], AnyTask]]]
+"""The tasks of references, each with the function that makes it."""
+
+_AGAIN = "what was grown is stored where there is a folder, and the same command goes on from it"
+
+
+def evaluation_work(asked: Asked, tasks: Sequence[AnyTask], references: References) -> EvaluationWork:
+    """Return the specification of the actors of an evaluation. Raises InputError if a task cannot be sent to them."""
+    sent = [SentTask.of(task, asked.find, sealed=False) for task in tasks]
+    return EvaluationWork(
+        [*sent, *(SentTask.of(task, partial(_made, make), sealed=False) for task, make in references)]
+    )
+
+
 @contextmanager
 def hired(
     asked: Asked,
     tasks: Sequence[AnyTask],
-    references: Sequence[tuple[AnyTask, Callable[[], AnyTask]]],
+    references: References,
     contenders: Sequence[Contender],
     watch: Say | None,
 ) -> Iterator[EvaluationActors | None]:
     """Start the actors that were asked for, and end them afterwards; None if none were asked for.
 
-    references: the tasks of references, each with the function that makes it. Raises InputError if an actor cannot start, or if
-    a task or a contender cannot be sent to one.
+    Raises InputError if an actor cannot start, or if a task or a contender cannot be sent to one.
     """
     if not asked.any:
         yield None
         return
-    if asked.cluster == "torchrun":
-        raise InputError(
-            "cluster is torchrun, which starts the actors of trainings alone; give an evaluation --workers N or --cluster ray"
-        )
     for contender in contenders:
         pickled(contender, f"the controller {contender.name!r}")
-    sent = [SentTask.of(task, asked.find, sealed=False) for task in tasks]
-    sent += [SentTask.of(task, partial(_made, make), sealed=False) for task, make in references]
     every = [*tasks, *(task for task, _ in references)]
     actors = hire(
         asked,
-        EvaluationWork(sent),
+        evaluation_work(asked, tasks, references),
         partial(tell, watch),
         _facts(every),
         check_facts,
-        mend="give fewer workers; what was grown is stored where there is a folder, and the same command goes on from it",
+        mend=f"give fewer workers; {_AGAIN}",
+        again=_AGAIN,
     )
-    try:
-        yield EvaluationActors(actors, every)
-    finally:
-        actors.close()
+    interrupt = Interrupt()  # torchrun ends all ranks if one is lost, and rank 0 is to say so first
+    with interrupt if asked.cluster == "torchrun" else nullcontext():
+        try:
+            yield EvaluationActors(actors, every, interrupt)
+        except Stop:
+            tell(watch, f"interrupted; {_AGAIN}")
+            raise KeyboardInterrupt(f"the evaluation was interrupted; {_AGAIN}") from None
+        finally:
+            actors.close()
 
 
 def check_size(asked: Asked, parts: int) -> None:

@@ -31,7 +31,7 @@ from esper.runs.failure import Failure, RolledBack, failed_row
 from esper.runs.figures import Summary
 from esper.runs.interrupt import Interrupt
 from esper.runs.origin import fingerprint
-from esper.runs.ranks_crew import is_learner, serve_rank
+from esper.runs.ranks_crew import serve_rank
 from esper.runs.resume import NEW, PAID, Opening, fitting, with_cohorts
 from esper.runs.run_folder import RunFolder
 from esper.runs.school import Keeper, School
@@ -42,8 +42,6 @@ from esper.tolaria.runtime import PhaseTimer, resolve_device
 
 Status = Literal["finished", "interrupted", "failed"]
 """The status of a training that has ended."""
-ACTOR = "actor"
-"""The status that `train` returns in a rank of torchrun that was an actor; it writes nothing."""
 
 
 def train(
@@ -75,9 +73,10 @@ def train(
     watch, started = watch or Silent(), time.perf_counter()
     configs = with_shards(configs, asked, resumed=opening.resume)
     config = configs[0]
-    if asked.cluster == "torchrun" and not is_learner():
-        serve_rank(training_work(asked, tasks, configs, reward, config.telemetry.level), asked.devices or (None,))
-        return {"status": ACTOR}
+    if asked.is_rank:
+        return serve_rank(
+            training_work(asked, tasks, configs, reward, config.telemetry.level), asked.devices or (None,)
+        )
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
     sealed = [task.sealed() for task in tasks]
     opened = partial(RunFolder, folder, kept, watch.note)
@@ -90,7 +89,7 @@ def train(
         if asked.any:
             for each in shards:
                 each[0].engines.release()
-            actors = stack.enter_context(closing(_hired(asked, sealed, configs, reward, run.hub, watch)))
+            actors = stack.enter_context(closing(_hired(asked, sealed, configs, reward, run.hub, watch, interrupt)))
         school = School([cohort for each in shards for cohort in each], policy, config, reward, run.hub, actors)
         started -= _taken_up(school, run)
         row = partial(_run_row, config, spaces[0])
@@ -115,10 +114,12 @@ def _hired(
     reward: Callable[[RewardConfig], Reward],
     hub: Hub,
     watch: Progress,
+    interrupt: Interrupt,
 ) -> Actors:
     """Start the actors of a training. Raises InputError if one cannot start."""
     work = training_work(asked, tasks, configs, reward, "off" if not hub.outputs else hub.asked)
-    return hire(asked, work, watch.note, facts_of({task.name: fingerprint(task) for task in tasks}), check_facts)
+    facts = facts_of({task.name: fingerprint(task) for task in tasks})
+    return hire(asked, work, watch.note, facts, check_facts, stop=lambda: interrupt.asked)
 
 
 def training_work(
