@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from esper.tolaria import compiling
+from esper.tolaria import compiling, tracing
 from esper.tolaria.engine import VectorizedEngine
 from populations import Script, blobs, small_config, trajectory
 
@@ -30,11 +30,11 @@ def decisions():
 def test_a_grown_episode_has_the_losses_of_eager_passes_and_no_plan_is_compiled_twice(monkeypatch):
     asked = []
 
-    def compiled(traced):
-        asked.append(traced)
-        return torch.compile(traced, fullgraph=True, dynamic=False)
+    def compiled(graph, tensors):
+        asked.append(graph)
+        return tracing.compiled(graph, tensors)
 
-    monkeypatch.setattr(compiling, "compiled_pass", compiled)
+    monkeypatch.setattr(compiling, "compiled", compiled)
     (engine, *_, seen), (*_, exact) = (
         trajectory(small_config(compile=mode, steps=7), decisions()) for mode in ("on", "off")
     )

@@ -78,7 +78,7 @@ class Body:
             output = run(host.eval(), on_cpu(example, self.dtype))
         self._output_axes = max(output.dim() - 1, 1)  # number of axes of the outputs of one example
         self._widest_output = output.shape[-1] if output.dim() > 1 else 1
-        self._real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
+        self.real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
         self.plans: PlanCache[Plan, Step] = PlanCache(PLANS)
@@ -94,12 +94,12 @@ class Body:
 
     def mask_outputs(self) -> None:
         """Note which outputs a row does not have, so that `masked` sets them to -inf; called after every host is planted."""
-        self._real_outputs = None
+        self.real_outputs = None
         outputs = self.table.outputs
         if (outputs < self._widest_output).any():
             real = np.arange(self._widest_output) < outputs[:, None]
             spread = real.reshape(len(real), *(1,) * self._output_axes, self._widest_output)
-            self._real_outputs = torch.from_numpy(spread).to(self.device)
+            self.real_outputs = torch.from_numpy(spread).to(self.device)
 
     def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
         """Make and free seed modules as the edits say, and sort the rows by their new stages.
@@ -232,9 +232,9 @@ class Body:
 
     def masked(self, result: Pass, route: Route) -> Pass:
         """Return the result with -inf in the outputs that a row does not have."""
-        if self._real_outputs is None:
+        if self.real_outputs is None:
             return result
-        padded, branches = ~self._real_outputs[route.part], result.branches
+        padded, branches = ~self.real_outputs[route.part], result.branches
         if branches is not None:
             assert route.origin is not None
             branches = branches.masked_fill(padded.index_select(0, route.origin), -torch.inf)

@@ -39,6 +39,12 @@ class Place(NamedTuple):
             return stored.movedim(-1, -3)
         return columns.unflatten(-1, self.shape) if self.shape else columns.squeeze(-1)
 
+    def flat(self, values: Tensor) -> Tensor:
+        """Return this parameter of rows (n, *shape) as their columns (n, stop - start); the inverse of `of`."""
+        return (
+            (values.movedim(-3, -1) if len(self.shape) == 4 else values).flatten(1) if self.shape else values[:, None]
+        )
+
 
 class Columns:
     """The parameters of copies of a module in one (capacity, P) tensor with one row per copy, and all other per-row state.

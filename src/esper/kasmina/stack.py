@@ -185,20 +185,27 @@ class Stack(Columns):
 
     # Access of each way of running to the rows.
 
-    def bind(self, columns: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[Any, list[Tensor]]]:
-        """Let calls read and write other columns of the same shapes; return what `unbind` takes to undo it."""
-        own = self.columns, self._leaves
-        self.columns, self._leaves = {**self.columns, **columns}, {}
+    def bind(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
+        """Let calls read and write other columns of the same shapes; return what `unbind` takes to undo it.
+
+        Without a column `gradient`, the leaves have no .grad.
+        """
+        own = self.columns, self._leaves, self._replicas
+        self.columns, self._leaves, self._replicas = columns, {}, {}
         return own
 
-    def unbind(self, own: tuple[dict[str, Tensor], dict[Any, list[Tensor]]]) -> None:
+    def unbind(self, own: tuple[Any, ...]) -> None:
         """Undo `bind`."""
-        self.columns, self._leaves = own
+        self.columns, self._leaves, self._replicas = own
 
     @property
-    def leaves(self) -> list[Tensor]:
-        """The parameters that calls have read, as leaves of the graph."""
-        return [leaf for leaves in self._leaves.values() for leaf in leaves]
+    def leaves(self) -> list[tuple[Tensor, slice, Place]]:
+        """The parameters that calls have read, as leaves of the graph, each with its rows and its place."""
+        return [
+            (leaf, slice(start, stop), place)
+            for (prefix, start, stop, _), leaves in self._leaves.items()
+            for leaf, place in zip(leaves, self.part(prefix.removesuffix(".")).places, strict=True)
+        ]
 
     @property
     def loops(self) -> bool:
@@ -217,13 +224,14 @@ class Stack(Columns):
         key = (what.prefix, start, stop, frozen)
         found = self._leaves.get(key)
         if found is None:
-            value, gradient = self.columns["value"][start:stop], self.columns["gradient"][start:stop]
+            value, gradient = self.columns["value"][start:stop], self.columns.get("gradient")
             found = []
             for place in what.places:
                 leaf = place.of(value).detach()
                 if place.stop <= self.trained and not frozen:
                     leaf.requires_grad_()
-                    leaf.grad = place.of(gradient).detach()
+                    if gradient is not None:
+                        leaf.grad = place.of(gradient[start:stop]).detach()
                 found.append(leaf)
             self._leaves[key] = found
         return found

@@ -5,33 +5,29 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import PLANS, Body
-from esper.kasmina.plan import PlanCache, Route
+from esper.kasmina.plan import Doses, Plan, PlanCache, Route
 from esper.kasmina.stack import Stack
 from esper.leyline.batches import Batch
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.store.cache import cache_root
 from esper.store.disk import write_atomic
-from esper.tolaria.compilations import graphs
 from esper.tolaria.gradients import Total
 from esper.tolaria.pieces import Piece, pieces
+from esper.tolaria.tracing import Inputs, Run, bound, compiled, gradients, traced
 
 TotalOf = Callable[..., Total]
-Columns = list[dict[str, Tensor]]
-"""The columns of the stacks that a pass reads or writes, by stack and name."""
-
 MEASURED = 5
 """Passes of each way whose median `auto` compares."""
 
@@ -76,12 +72,27 @@ class Compiled:
     slower: int = 0
 
 
+class Ready(NamedTuple):
+    """A compiled pass, and the columns whose gradients it returns behind the losses."""
+
+    run: Callable[..., Sequence[Tensor]]
+    runs: list[Run]
+
+    @torch.no_grad()
+    def __call__(self, stacks: Sequence[Stack], tensors: Sequence[Tensor]) -> Tensor:
+        """Return the losses (n,), and add the gradients to those of the stacks."""
+        losses, *found = self.run(*tensors)
+        for (at, rows, columns), gradient in zip(self.runs, found, strict=True):
+            stacks[at].columns["gradient"][rows, columns].add_(gradient)
+        return losses
+
+
 class Passes:
     """Adds the gradients of batches to those of the rows, by eager or by compiled passes.
 
     A plan is compiled before its first pass. A pass whose modules run in a loop over the rows (convolutions on a CPU,
-    recurrences, dropout) is never compiled. `counts` says what was compiled, and
-    `recompiled` how often torch compiled a graph that it had before, which does not happen as long as shapes stay the same.
+    recurrences, dropout) is never compiled. `counts` says what was compiled, and `recompiled` how often that was compiled
+    again, which happens only after more than `PLANS` other plans.
     """
 
     def __init__(self, body: Body, total: TotalOf, config: Config, products: torch.dtype | None) -> None:
@@ -91,13 +102,13 @@ class Passes:
         self.counts = Compiled()
         self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
-        self._known: PlanCache[Any, Callable[..., Any] | None] = PlanCache(PLANS)
-        self._graphs = graphs()
+        self._known: PlanCache[Any, Ready | None] = PlanCache(PLANS)
+        self._made: set[int] = set()
 
     @property
     def recompiled(self) -> int:
-        """Graphs that torch compiled since this object was made, beyond one for each plan."""
-        return max(0, graphs() - self._graphs - self.counts.plans)
+        """Passes that were compiled more than once."""
+        return self.counts.plans - len(self._made)
 
     def backward(
         self,
@@ -125,49 +136,63 @@ class Passes:
 
     def _backward(self, route: Route, piece: Piece, remaining: int) -> Tensor:
         """Do the same with one piece of a batch."""
-        batch = piece.x, piece.y, piece.weights, piece.factors
         if self.mode != "off":
-            found = self._compiled(route, *batch, remaining)
+            stacks, inputs = self._stacks(route.plan), self.inputs(route, *piece[1:5])
+            key = route.plan, inputs.shapes
+            found = self._known.get(key, lambda _: self._prepared(route.plan, key, inputs, remaining))
             if found is not None:
                 self.counts.passes += 1
-                tensors, _ = _tensors(route, *batch)
-                with torch.no_grad():
-                    losses: Tensor = found(_columns(self._stacks(route)), tensors)
-                return losses
+                return found(stacks, inputs.tensors)
             self.counts.eager += 1
-        total, losses = self.total(route, *batch, piece.keys)
+        return self._eager(route, *piece[1:])
+
+    def inputs(self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None) -> Inputs:
+        """Return what a pass takes; the arguments are those of `backward`."""
+        return Inputs.of(self.body, self._stacks(route.plan), route.doses, x, y, weights, factors)
+
+    def traced(self, plan: Plan, inputs: Inputs) -> tuple[torch.fx.GraphModule, list[Run]]:
+        """Return the graph of the passes of a plan, and the columns whose gradients it returns behind the losses."""
+        stacks, runs = self._stacks(plan), []
+
+        def step(doses: Doses, *batch: Any) -> list[Tensor]:
+            total, losses = self.total(Route(plan, doses), *batch, None)
+            if total is None:
+                return [losses]
+            runs[:], found = gradients(stacks, total)
+            return [losses, *found]
+
+        return traced(self.body, stacks, inputs, step), runs
+
+    def _eager(self, route: Route, *batch: Any) -> Tensor:
+        total, losses = self.total(route, *batch)
         if total is not None:
             total.backward()
         return losses
 
-    def _compiled(self, route: Route, *batch: Any) -> Callable[..., Any] | None:
-        """Return the compiled pass of a route, which may be compiled now; None if it runs eagerly."""
-        *inputs, remaining = batch
-        tensors, _ = _tensors(route, *inputs)
-        key = (route.plan, _shapes(tensors), _shapes(_columns(self._stacks(route))))
-        return self._known.get(key, lambda _: self._prepared(route, key, inputs, remaining))
-
-    def _prepared(self, route: Route, key: Any, inputs: list[Any], remaining: int) -> Callable[..., Any] | None:
+    def _prepared(self, plan: Plan, key: Any, inputs: Inputs, remaining: int) -> Ready | None:
         begin = time.perf_counter()
         found = None
-        if self._loops(route, inputs):
+        if self._loops(plan, inputs):
             self.counts.looped += 1
         else:
-            found = self._make(route, key, inputs, remaining)
+            found = self._make(plan, key, inputs, remaining)
         self.counts.seconds += time.perf_counter() - begin
         return found
 
-    def _loops(self, route: Route, inputs: list[Any]) -> bool:
+    def _loops(self, plan: Plan, inputs: Inputs) -> bool:
         """Return whether a module of the pass runs in a loop over the rows, which a first pass finds out."""
-        stacks = self._stacks(route)
+        stacks = self._stacks(plan)
         if not any(stack.loops for stack in stacks):
-            self._trial(route, inputs)
+            with self._aside(stacks, inputs) as arguments:
+                self._eager(Route(plan, arguments[0]), *arguments[1:], None)
         return any(stack.loops for stack in stacks)
 
-    def _make(self, route: Route, key: Any, inputs: list[Any], remaining: int) -> Callable[..., Any] | None:
+    def _make(self, plan: Plan, key: Any, inputs: Inputs, remaining: int) -> Ready | None:
         if self.mode == "on":
-            return self._compile(route, inputs)
-        eager = self._time(lambda: self._trial(route, inputs))
+            return self._compile(plan, key, inputs)
+        stacks = self._stacks(plan)
+        with self._aside(stacks, inputs) as arguments:
+            eager = self._time(lambda: self._eager(Route(plan, arguments[0]), *arguments[1:], None))
         if eager * remaining < WORTH:
             self.counts.short += 1
             return None
@@ -175,59 +200,38 @@ class Passes:
         if record.known is not None:
             gain = (record.known["eager"] - record.known["compiled"]) * remaining
             if gain > record.known["compiling"]:
-                return self._compile(route, inputs)
+                return self._compile(plan, key, inputs)
             self.counts.slower += 1
             return None
         begin = time.perf_counter()
-        found = self._compile(route, inputs)
+        found = self._compile(plan, key, inputs)
         compiling = time.perf_counter() - begin
-        trial, (tensors, _) = _copies(_columns(self._stacks(route))), _tensors(route, *inputs)
-        with torch.no_grad():
-            compiled = self._time(lambda: found(trial, tensors))
-        record.write({"eager": eager, "compiled": compiled, "compiling": compiling})
-        if compiled < eager:
+        with self._aside(stacks, inputs):
+            tensors = inputs.copies()
+            own = self._time(lambda: found(stacks, tensors))
+        record.write({"eager": eager, "compiled": own, "compiling": compiling})
+        if own < eager:
             return found
         self.counts.slower += 1
         return None
 
-    def _compile(self, route: Route, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile the pass of a route: (columns, tensors) -> losses (n,), with the gradients added to the columns."""
+    def _compile(self, plan: Plan, key: Any, inputs: Inputs) -> Ready:
         self.counts.plans += 1
-        found = compiled_pass(self.traced(route, *inputs))
-        with torch.no_grad():  # torch compiles at the first call
-            found(_copies(_columns(self._stacks(route))), _tensors(route, *inputs)[0])
-        return found
+        self._made.add(hash(key))
+        graph, runs = self.traced(plan, inputs)
+        return Ready(compiled(graph, inputs.tensors), runs)
 
-    def traced(
-        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None = None
-    ) -> torch.fx.GraphModule:
-        """Return the graph of a pass, with all of its operations, those of the backward pass among them."""
-        from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to load
+    @contextmanager
+    def _aside(self, stacks: list[Stack], inputs: Inputs) -> Iterator[Any]:
+        """Let eager passes leave every column as it was; gives the arguments of the inputs."""
+        (columns, outputs), arguments = inputs.merged(inputs.copies())
+        for stack, own in zip(stacks, columns, strict=True):
+            own["gradient"] = torch.zeros_like(stack.columns["gradient"])
+        with bound(self.body, stacks, columns, outputs):
+            yield arguments
 
-        stacks = self._stacks(route)
-        tensors, spec = _tensors(route, x, y, weights, factors)
-
-        def step(columns: Columns, given: list[Tensor]) -> Tensor:
-            doses, *batch = pytree.tree_unflatten(_merged(spec, given), spec.tree)
-            with _Bound(stacks, columns) as bound:
-                total, losses = self.total(Route(route.plan, doses), *batch, None)
-                if total is not None:
-                    bound.add_gradients(total)
-            return losses
-
-        with torch.autograd.set_multithreading_enabled(False):
-            traced: torch.fx.GraphModule = make_fx(step)(_copies(_columns(stacks)), tensors)
-        return traced
-
-    def _trial(self, route: Route, inputs: list[Any]) -> None:
-        """Run an eager pass that leaves every column as it was."""
-        with _Bound(stacks := self._stacks(route), _copies(_columns(stacks))) as bound:
-            total, _ = self.total(route, *inputs, None)
-            if total is not None:
-                bound.add_gradients(total)
-
-    def _stacks(self, route: Route) -> list[Stack]:
-        calls = [call for calls in (*route.plan.base, *route.plan.branch) for call in calls]
+    def _stacks(self, plan: Plan) -> list[Stack]:
+        calls = [call for calls in (*plan.base, *plan.branch) for call in calls]
         places = sorted({(call.slot, call.form) for call in calls})
         return [self.body.host, *(self.body.stacks[at] for at in places)]
 
@@ -259,7 +263,7 @@ class Measured:
     """
 
     def __init__(self, digest: str) -> None:
-        self.path: Path = cache_root() / "compiled-1" / f"{digest}.json"
+        self.path: Path = cache_root() / "compiled-2" / f"{digest}.json"
         self.known: dict[str, float] | None = None
         if self.path.is_file():
             try:
@@ -272,70 +276,3 @@ class Measured:
         """Store what was measured."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path, json.dumps(seconds).encode())
-
-
-class _Bound:
-    """Within the context, calls of stacks read and write other columns than their own."""
-
-    def __init__(self, stacks: list[Stack], columns: Columns) -> None:
-        self.stacks, self.columns = stacks, columns
-
-    def __enter__(self) -> "_Bound":
-        self._own = [stack.bind(columns) for stack, columns in zip(self.stacks, self.columns, strict=True)]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for stack, own in zip(self.stacks, self._own, strict=True):
-            stack.unbind(own)
-
-    def add_gradients(self, total: Tensor) -> None:
-        """Add the gradients of a number to those of the leaves that it was computed from."""
-        leaves = [leaf for stack in self.stacks for leaf in stack.leaves if leaf.requires_grad]
-        for leaf, gradient in zip(leaves, torch.autograd.grad(total, leaves, allow_unused=True), strict=True):
-            if gradient is not None:
-                assert leaf.grad is not None
-                leaf.grad.add_(gradient)
-
-
-class _Spec(NamedTuple):
-    """How to put the tensors of a route and a batch together again."""
-
-    tree: pytree.TreeSpec
-    rest: tuple[Any, ...]  # of every leaf that is no tensor, the leaf; of a tensor, `_TENSOR`
-
-
-_TENSOR = object()
-
-
-def _tensors(
-    route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None
-) -> tuple[list[Tensor], _Spec]:
-    """Return the tensors that vary between passes of one plan. Arrays of the doses become tensors on the device."""
-    found, tree = pytree.tree_flatten((route.doses, x, y, weights, factors))
-    device = y.device
-    found = [torch.from_numpy(leaf).to(device) if isinstance(leaf, np.ndarray) else leaf for leaf in found]
-    rest = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found)
-    return [leaf for leaf in found if isinstance(leaf, Tensor)], _Spec(tree, rest)
-
-
-def _merged(spec: _Spec, given: list[Tensor]) -> list[Any]:
-    tensors = iter(given)
-    return [next(tensors) if leaf is _TENSOR else leaf for leaf in spec.rest]
-
-
-def _columns(stacks: list[Stack]) -> Columns:
-    return [{name: stack.columns[name] for name in ("value", "gradient", *stack.buffers)} for stack in stacks]
-
-
-def _copies(columns: Columns) -> Columns:
-    return [{name: column.clone() for name, column in of.items()} for of in columns]
-
-
-def _shapes(tensors: Any) -> tuple[Any, ...]:
-    return tuple((tuple(t.shape), t.stride(), t.dtype) for t in pytree.tree_leaves(tensors))
-
-
-def compiled_pass(traced: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Compile a graph as a whole, for the shapes that it was traced with."""
-    compiled: Callable[..., Any] = torch.compile(traced, fullgraph=True, dynamic=False)
-    return compiled
