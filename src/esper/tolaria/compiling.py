@@ -152,7 +152,8 @@ class Passes:
 
     def traced(self, plan: Plan, inputs: Inputs) -> tuple[torch.fx.GraphModule, list[Run]]:
         """Return the graph of the passes of a plan, and the columns whose gradients it returns behind the losses."""
-        stacks, runs = self._stacks(plan), []
+        stacks = self._stacks(plan)
+        runs: list[Run] = []
 
         def step(doses: Doses, *batch: Any) -> list[Tensor]:
             total, losses = self.total(Route(plan, doses), *batch, None)
