@@ -27,7 +27,7 @@ from esper.leyline.task import Mixture
 from esper.leyline.view import View
 from esper.runs.contenders import Contender, contender_config, grow_contender, named
 from esper.runs.design import tested
-from esper.runs.plan_search import UNMEASURED, Candidate
+from esper.runs.plan_menu import UNMEASURED, Candidate
 from esper.simic.rewards import objective
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.placement import Fixed

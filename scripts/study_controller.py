@@ -40,7 +40,8 @@ from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.contenders import BEST, ROWS, Contender, named
 from esper.runs.evaluation import evaluate
 from esper.runs.evaluation_record import Evaluation
-from esper.runs.plan_search import Candidate, entry_line, search_plans
+from esper.runs.plan_menu import Candidate, entry_line
+from esper.runs.plan_search import search_plans
 from esper.runs.resume import Opening
 from esper.runs.statistics import interquartile_mean, interval, mean, mean_difference
 from esper.runs.statistics import probability_of_improvement as improvement

@@ -8,6 +8,7 @@ import pytest
 from esper.leyline.errors import InputError
 from esper.leyline.opponents import FITTED, ORACLE, SEARCHED, Opponents, Reference
 from esper.runs.contenders import Contender, named, trainings
+from esper.runs.design import Grower, stacked
 from esper.runs.evaluation import run_evaluation
 from esper.runs.opponents import check_opponents, enter, search_budget
 from esper.runs.plan_search import EPISODES
@@ -76,6 +77,18 @@ def test_what_opponents_grew_is_reused(record, task, folder, monkeypatch):
     monkeypatch.setattr("esper.runs.plan_search.grow_contender", None)
     assert compare(task, folder)["tasks"][0]["runs"] == record["tasks"][0]["runs"]
     assert to_json(record)
+
+
+def test_the_oracle_chooses_among_its_plans_and_the_best_fixed_one(record, task, folder, monkeypatch):
+    of, chosen = Grower.oracle, []
+    monkeypatch.setattr(Grower, "oracle", lambda grower, plans: chosen.extend(plans) or of(grower, plans))
+    compare(task, folder)
+    figures = record["tasks"][0]["runs"]
+    best = np.array(figures[SEARCHED]["objective"])
+    np.testing.assert_array_equal(stacked(chosen[-1], "objective"), best)
+    scores = np.stack([stacked(runs, "objective") for runs in chosen])
+    taken = np.take_along_axis(scores, best_by_others(scores)[None], 0)[0]
+    np.testing.assert_array_equal(figures[ORACLE]["objective"], taken)
 
 
 def test_the_oracle_is_at_least_as_good_as_the_plans_where_their_runs_agree():

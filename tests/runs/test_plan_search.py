@@ -11,17 +11,11 @@ from esper.leyline.errors import InputError
 from esper.runs.contenders import named
 from esper.runs.evaluation import evaluate
 from esper.runs.kept import Kept
-from esper.runs.plan_search import (
-    PERMISSIVE,
-    candidate_plans,
-    grow_abreast,
-    rungs,
-    search_plans,
-    space_of,
-)
+from esper.runs.plan_menu import PERMISSIVE, candidate_plans, space_of
+from esper.runs.plan_search import QUARTER, grow_abreast, halve, promising, rungs, search_plans
 from esper.tamiyo.plans import NONE, Placed, choices_of, plans_of, wished
 from esper.tasks.catalog import get_task
-from esper.tasks.repair import repair
+from esper.tasks.repair import repair, repair_full
 from populations import blobs
 
 SHORT = {"steps": 6, "data": {"batch_size": 12, "batches_per_step": 1}, "blueprints": ["bypass-linear"]}
@@ -44,18 +38,48 @@ def found(slim):
     return search_plans(slim.sealed(), [LONG], episodes=120)
 
 
-@given(st.integers(1, 400), st.integers(1, 5000))
-def test_the_steps_of_a_search_spend_every_episode(candidates, episodes):
-    steps = rungs(candidates, episodes, 2**20)
-    assert sum(count * more for count, more in steps) == episodes
-    assert all(after <= -(-before // 2) for (before, _), (after, _) in pairwise(steps))
+@given(st.integers(1, 400), st.integers(1, 5000), st.integers(1, 5))
+def test_the_rungs_of_a_search_spend_every_episode(candidates, episodes, last):
+    steps = rungs(candidates, episodes, 2**20, last)
+    spent = sum(count * more for count, more in steps)
+    assert spent == episodes if last == 1 else episodes - max(count for count, _ in steps) < spent <= episodes
+    for (before, some), (after, more) in pairwise(steps):
+        assert after in (1, max(-(-before // QUARTER), last))
+        assert more >= some or after == 1
     assert steps[0][0] <= candidates
-    assert steps[-1][0] == 1 or sum(count * more for count, more in steps) == episodes
+
+
+def test_the_first_rung_of_a_search_has_about_half_of_the_episodes():
+    assert rungs(62, 512, 2**20) == [(62, 4), (16, 11), (4, 22)]
+    assert rungs(62, 512, 2**20, 4) == [(62, 5), (16, 12)]
 
 
 def test_where_instances_come_to_an_end_the_search_ends_with_them():
     steps = rungs(8, 1000, 10)
     assert sum(more for _, more in steps) == 10
+
+
+def test_plans_that_share_the_noise_of_instances_are_ranked_without_it():
+    noise = np.random.default_rng(0).normal(0, 100, 1000)
+    asked = []
+
+    def grow(alive, done, more):
+        asked.append((len(alive), done, more))
+        return alive * more + noise[done : done + more].sum()
+
+    found = halve(np.arange(40)[::-1], [(40, 2), (10, 4), (3, 8), (1, 5)], grow)
+    order = found.order
+    assert order[:3].tolist() == [39, 38, 37]
+    assert sorted(order.tolist()) == list(range(40))
+    assert found.objective == pytest.approx(39 + noise[:19].mean())
+    assert (found.instances, found.episodes) == (19, 80 + 40 + 24 + 5)
+    assert asked == [(40, 0, 2), (10, 2, 4), (3, 6, 8), (1, 14, 5)]
+
+
+def test_equal_plans_keep_their_order_and_plans_that_failed_come_last():
+    score = {0: np.nan, 1: 1.0, 2: 1.0, 3: 0.0}
+    found = halve(np.arange(4), [(4, 1)], lambda alive, done, more: np.array([score[index] for index in alive]))
+    assert found.order.tolist() == [1, 2, 3, 0]
 
 
 def test_the_search_grows_its_budget_on_training_instances_alone(mixture, monkeypatch):
@@ -93,20 +117,57 @@ def test_the_plan_that_was_found_pays_on_starts_that_were_not_searched_on(slim, 
     assert figures.objective[1].mean() > figures.objective[0].mean() + 0.05
 
 
-def test_of_the_candidates_the_better_half_goes_on(slim):
-    lines = []
-    search_plans(slim, [SHORT], episodes=80, watch=lines.append)
+def test_the_second_stage_has_the_finalists_and_plans_made_of_their_seeds_on_further_instances(slim, monkeypatch):
+    lines, keys, plans = [], [], []
+    grown = grow_abreast
+    monkeypatch.setattr(
+        "esper.runs.plan_search.grow_abreast", lambda task, asked, *given: noted(asked) or grown(task, asked, *given)
+    )
+
+    def noted(asked):
+        keys.append({key for _, block in asked for key in block.tolist()})
+        plans.append({each.content for group, _ in asked for each in group})
+
+    found = search_plans(slim, [SHORT], episodes=64, watch=lines.append)
+    every = candidate_plans(slim, [SHORT])
+    singles = sum(each.first for each in every)
+    first, second = rungs(singles, 32, 2**20), rungs(2, 32, 2**20)
     said = [line.split("search for the best fixed plan, ")[1] for line in lines]
-    assert said == [f"{n} plan{'s' * (n > 1)} on {m} {w}" for n, m, w in _said(rungs(_count(slim), 80, 2**20))]
+    assert said == [*_said([*first, *second], len(every))]
+    assert not set.union(*keys[: len(first)]) & set.union(*keys[len(first) :])
+    assert len(plans[len(first)] & plans[0]) == 1, "one finalist, and one further plan"
+    assert found.tried == singles + 1
 
 
-def _count(task):
-    return len(candidate_plans(task, [SHORT]))
-
-
-def _said(steps):
+def _said(steps, every):
     for index, (count, more) in enumerate(steps):
-        yield count, more, ("further " if index else "") + f"training instance{'s' * (more > 1)}"
+        of = "" if index else f" of {every}"
+        yield f"{count} plan{'s' * (count > 1)}{of} on {more} {'further ' * (index > 0)}training instance{'s' * (more > 1)}"
+
+
+def test_the_most_promising_plans_are_made_of_the_best_single_seeds():
+    every = candidate_plans(repair_full())
+    place = {each.name: index for index, each in enumerate(every) if each.first}
+    best = ["skip-mlp at block3", "uniform", "gated at block0", "affine at block1"]
+    order = np.array([place.pop(name) for name in best] + list(place.values()))
+    names = [every[index].name for index in promising(every, order)]
+    assert len(names) == len(every) - len(order)
+    assert names[:3] == ["skip-mlp everywhere", *["skip-mlp at block3 in step 2"] * 2], "the second plan is of a rule"
+    assert names[3:7] == [
+        "gated everywhere",
+        "gated at block0 and skip-mlp at block3 in step 0",
+        *["gated at block0 in step 2"] * 2,
+    ]
+    assert "gated at block0 and affine at block1 in step 0" in names[7:12]
+
+
+def test_without_enough_episodes_there_is_one_stage_with_every_blueprint_at_every_slot():
+    every = candidate_plans(repair_full())
+    singles = {(blueprint, slot) for blueprint in range(13) for slot in range(4)}
+    assert {each.parts[0] for each in every if each.first and each.parts} == singles
+    assert [each.first for each in every] == sorted((each.first for each in every), reverse=True)
+    first = sum(each.first for each in every)
+    assert rungs(first, 256, 2**20)[0] == (first, 2)
 
 
 @pytest.mark.parametrize("over", [{"lifecycle": {"max_seeds": 0}}, {"reward": {"rent": 10}}])
@@ -128,11 +189,29 @@ def test_candidates_side_by_side_are_each_as_alone(mixture):
         assert len(np.unique(together, axis=0)) > 1 or not different
 
 
-def test_what_a_search_grew_is_reused(slim, tmp_path, monkeypatch):
-    first = search_plans(slim, [SHORT], episodes=12, kept=Kept(tmp_path, {}))
+def test_a_search_that_was_interrupted_goes_on_to_the_same_plan(slim, tmp_path, monkeypatch):
+    whole = search_plans(slim, [SHORT], episodes=64)
+    grown, rest = [], []
+
+    def until(*given):
+        if len(grown) == 2:
+            raise KeyboardInterrupt
+        grown.append(given[2].envs)
+        return grow(*given)
+
+    monkeypatch.setattr("esper.runs.plan_search.grow_contender", until)
+    with pytest.raises(KeyboardInterrupt):
+        search_plans(slim, [SHORT], episodes=64, kept=Kept(tmp_path, {}))
+    monkeypatch.setattr(
+        "esper.runs.plan_search.grow_contender", lambda *given: rest.append(given[2].envs) or grow(*given)
+    )
+    again = search_plans(slim, [SHORT], episodes=64, kept=Kept(tmp_path, {}))
+    assert again._replace(seconds=0.0) == whole._replace(seconds=0.0)
+    assert sum(grown) + sum(rest) == 64
     monkeypatch.setattr("esper.runs.plan_search.grow_contender", None)
-    again = search_plans(slim, [SHORT], episodes=12, kept=Kept(tmp_path, {}))
-    assert (again.best, again.objective) == (first.best, first.objective)
+    assert search_plans(slim, [SHORT], episodes=64, kept=Kept(tmp_path, {}))._replace(seconds=0.0) == whole._replace(
+        seconds=0.0
+    )
 
 
 def test_a_search_without_an_episode_is_refused(slim):

@@ -187,9 +187,8 @@ def _compared(grower: Grower, contenders: Sequence[Contender], asked: Beside, fo
     against = {name: runs[name] for name in (*(each.name for each in opponents), *others)}
     if entered.plans:
         planned = dict(zip((plan.name for plan in fresh), grown[len(runs) :], strict=True))
-        against[ORACLE] = grower.oracle(
-            [planned[plan.name] if plan.name in planned else runs[_ALIKE[plan.name]] for plan in entered.plans]
-        )
+        every = [planned[plan.name] if plan.name in planned else runs[_ALIKE[plan.name]] for plan in entered.plans]
+        against[ORACLE] = grower.oracle([*every, runs[BEST]])
     ours = contenders[len(RULES) + 1 :] if against else []
     order = [*(each.name for each in contenders if each not in ours), *against, *(each.name for each in ours)]
     runs = {name: (runs | against)[name] for name in dict.fromkeys(order)}

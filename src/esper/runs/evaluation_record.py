@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from esper.leyline.opponents import ORACLE
 from esper.leyline.view import Floats
 from esper.runs.contenders import BEST, RULES
-from esper.runs.plan_search import Found, entry_line
+from esper.runs.plan_menu import entry_line
+from esper.runs.plan_search import Found
 from esper.runs.statistics import (
     CONFIDENCE,
     DRAWS,

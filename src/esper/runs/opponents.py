@@ -18,7 +18,8 @@ from esper.leyline.view import Space
 from esper.runs.contenders import ROWS, Contender, Say, named, tell
 from esper.runs.evaluation_work import EvaluationActors
 from esper.runs.kept import Kept
-from esper.runs.plan_search import EPISODES, UNMEASURED, Candidate, grow_abreast, space_of
+from esper.runs.plan_menu import UNMEASURED, Candidate, space_of
+from esper.runs.plan_search import EPISODES, grow_abreast
 from esper.tamiyo.catalog import KEEPS, PLACEMENTS
 from esper.tamiyo.forest import Forest, Forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table

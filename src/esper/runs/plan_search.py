@@ -2,33 +2,27 @@
 
 import itertools
 import json
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import Config, build_config
+from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.opponents import SEARCHED
 from esper.leyline.pace import Pace
-from esper.leyline.protocols import PolicyClient
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
-from esper.leyline.view import Floats, Outcome, Space, View, take
+from esper.leyline.view import Floats
 from esper.runs.contenders import ROWS, Contender, Say, contender_config, grow_contender, probe_objective, tell
 from esper.runs.evaluation_work import EvaluationActors, EvaluationPart, computed
 from esper.runs.kept import Kept
+from esper.runs.plan_menu import Candidate, abreast, candidate_plans
 from esper.runs.static_contenders import Arrays
-from esper.tamiyo.baselines import Rule
-from esper.tamiyo.placement import Fixed
-from esper.tamiyo.plans import Placed, plans_of
-from esper.tamiyo.schedule import Entry, Schedule
-from esper.tolaria.engine import VectorizedEngine
+from esper.tamiyo.plans import Placed
 from esper.tolaria.play import Observer
 
 EPISODES = 2048
@@ -37,39 +31,16 @@ EPISODES = 2048
 SEARCH_SEED = 2**40
 """Run seed of a search. It differs from the seeds of evaluations, so the starts on a data set differ too."""
 
-SEARCH_START = 2
-"""The first step at which schedules plant. Plans plant in step 0."""
-
-PERMISSIVE = {"gates": {"permissive": True}}
-"""Settings of a plan, and of every other schedule: what was planted is kept."""
-UNMEASURED = {**PERMISSIVE, "probe": {"coalitions_every": 2**20}}
-"""Settings of a plan, which asks for no contributions of seeds."""
-
-
-class Candidate(NamedTuple):
-    """A fixed plan, or a schedule.
-
-    Attributes:
-        name (str): what it does, in words
-        choice (Placed or entries): what is planted
-        settings (mapping): config of its runs
-    """
-
-    name: str
-    choice: Placed | tuple[Entry, ...]
-    settings: Mapping[str, Any]
-
-    @property
-    def content(self) -> str:
-        """All that defines it, as JSON."""
-        choice = self.choice
-        if isinstance(choice, Placed):
-            return json.dumps([*choice.plan, choice.slot])
-        return json.dumps([entry_line(entry) for entry in choice])
-
-    def contender(self, name: str) -> Contender:
-        """Return it as a contender of an evaluation."""
-        return Contender(name, {"controller": name, **self.settings}, partial(abreast, [self], name), self.content)
+QUARTER = 4
+"""A rung of a search keeps one of so many plans, rounded up."""
+GROWTH = 2
+"""A rung has so many times the further instances of the rung before it."""
+FINALISTS = 4
+"""Most plans of the first stage that take part in the second."""
+FEWEST = 3
+"""Number of instances for each plan of the first stage that half of the episodes must suffice for, for a second stage."""
+LEAST = 8
+"""Number of instances on which the second stage can grow each of its plans with half of its episodes."""
 
 
 class Found(NamedTuple):
@@ -110,104 +81,170 @@ def search_plans(
     pace: Pace | None = None,
     actors: EvaluationActors | None = None,
 ) -> Found:
-    """Find the fixed plan with the highest mean J on training instances, by successive halving of all plans of the menu.
+    """Find the fixed plan with the highest mean J on training instances, in two stages.
 
-    See `candidate_plans` for the candidates. All are grown on a few instances, then the better half on further ones, and so
-    on until one is left, with one seed and the same share of the episodes for every half (Karnin, Koren and Somekh, "Almost
-    Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3). J is computed on the probe split, so `task` may be
-    sealed.
+    The first stage searches among nothing, the plans of the rules and all single seeds in step 0, with half of the episodes,
+    until FINALISTS are left. The second stage searches among these and the most promising plans that are made of the single
+    seeds (`promising`), as many in all as half of its episodes suffice for on LEAST instances each; at most half of them are
+    finalists. Where half of the episodes do not suffice for FEWEST instances under each plan of the first stage, or the second
+    stage would have fewer than two plans, the first one has all episodes.
 
-    episodes: number of networks that the search grows. Where they do not suffice for all candidates, the last ones are left
-    out. kept: stores the results of populations, which are reused. actors: grow the populations; None
-    grows them in this process.
+    A stage is a successive halving (`rungs`) on instances of its own, the same for all of its plans. J is computed on the
+    probe split, so `task` may be sealed. See `candidate_plans` for the candidates.
+
+    episodes: number of networks that the search grows, all with one seed. kept: stores the results of populations, which are
+    reused. actors: grow the populations; None grows them in this process.
 
     Raises InputError if `episodes` is below 1.
     """
     if episodes < 1:
         raise InputError(f"the search for the best fixed plan was given {counted(episodes, 'episode')}; give 1 or more")
-    kept = kept or Kept(None, {})
-    every = candidate_plans(task, settings)
-    keys, begin = task.keys(part), time.perf_counter()
-    steps = rungs(len(every), episodes, len(keys))
-    candidates = every[: steps[0][0]]
-    totals, alive, done = np.zeros(len(candidates)), np.arange(len(candidates)), 0
-    for count, more in steps:
-        alive = alive[np.argsort(-np.nan_to_num(totals[alive], nan=-np.inf), kind="stable")][:count]
-        where = counted(more, "further training instance" if done else "training instance")
-        of = f" of {len(every)}" if not done and count < len(every) else ""
-        tell(watch, f"{task.name}: search for the {SEARCHED}, {counted(count, 'plan')}{of} on {where}")
-        blocks = [np.array(keys[start : min(start + ROWS, done + more)]) for start in range(done, done + more, ROWS)]
-        together = list(itertools.product(_alike(candidates, alive), blocks))
-        asked = [([candidates[index] for index in group], instance) for group, instance in together]
-        grown = grow_abreast(task, asked, settings, part, kept, pace, actors)
-        for (group, _), own in zip(together, grown, strict=True):
-            totals[group] += own.sum(1)
-        done += more
-    best = alive[np.argmax(np.nan_to_num(totals[alive], nan=-np.inf))]
+    every, begin = candidate_plans(task, settings), time.perf_counter()
+    keys = task.keys(part)
+    field = _Field(task, settings, part, kept or Kept(None, {}), watch, pace, actors, every, keys)
+    stages = climb(every, episodes, len(keys), field.grow)
     return Found(
-        best=candidates[best],
-        objective=float(totals[best] / done),
+        best=every[stages[-1].order[0]],
+        objective=stages[-1].objective,
         candidates=len(every),
-        tried=len(candidates),
-        instances=done,
-        episodes=sum(count * more for count, more in steps),
+        tried=len(np.unique(np.concatenate([stage.order for stage in stages]))),
+        instances=stages[-1].instances,
+        episodes=sum(stage.episodes for stage in stages),
         seconds=time.perf_counter() - begin,
     )
 
 
-def rungs(candidates: int, episodes: int, instances: int) -> list[tuple[int, int]]:
-    """Return the steps of successive halving: the number of candidates, and the number of further instances for each.
+class Stage(NamedTuple):
+    """What a stage of a search found.
 
-    The products sum to `episodes`, unless the instances come to an end before. As many candidates take part as can be grown on
-    an instance in every step; the rest of an integer division goes to the last candidate.
+    Attributes:
+        order ((n,) int64 array): the candidates that were grown, the best first
+        objective (float): mean J of the best one over the instances of the stage
+        instances (int): number of instances on which the best one was grown
+        episodes (int): number of networks that the stage grew
+    """
+
+    order: NDArray[np.int64]
+    objective: float
+    instances: int
+    episodes: int
+
+
+Grow = Callable[[NDArray[np.int64], int, int], Floats]
+"""From candidates (n,), the number of instances before, and that of further ones, to the sum of J (n,) over the further ones."""
+
+
+def climb(every: Sequence[Candidate], episodes: int, instances: int, grow: Grow) -> list[Stage]:
+    """Search among candidates in one or two stages; see `search_plans`. The best plan is the first one of the last stage."""
+    first = np.flatnonzero([candidate.first for candidate in every])
+    half = episodes // 2
+    few = min(FINALISTS, half // (2 * LEAST) // 2)
+    if few == 0 or len(first) == len(every) or half < FEWEST * len(first) or instances < 2:
+        return [halve(first, rungs(len(first), episodes, instances), grow)]
+    begun = halve(first, rungs(len(first), half, instances // 2, few), grow)
+    left, done = episodes - begun.episodes, begun.instances
+    further = np.concatenate([begun.order[:few], promising(every, begun.order)])[: left // (2 * LEAST)]
+    steps = rungs(len(further), left, instances - done)
+    return [begun, halve(further, steps, lambda alive, before, more: grow(alive, done + before, more))]
+
+
+def promising(every: Sequence[Candidate], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the candidates of the second stage, those of the best single seeds first.
+
+    order: candidates of the first stage, the best first. A plan has the rank of the worst of its single seeds, and one that
+    plants a blueprint at more than two slots that of the best of them; equal ranks come in the order of the candidates. Plans
+    with a seed that was not tried come last.
+    """
+    ranks = {every[index].parts[0]: rank for rank, index in enumerate(order) if len(every[index].parts) == 1}
+
+    def rank(index: int) -> int:
+        found = [ranks.get(part, len(every)) for part in every[index].parts]
+        return min(found) if len(found) > 2 else max(found, default=len(every))
+
+    return np.array(sorted((i for i in range(len(every)) if not every[i].first), key=rank), np.int64)
+
+
+def rungs(candidates: int, episodes: int, instances: int, last: int = 1) -> list[tuple[int, int]]:
+    """Return the rungs of a successive halving: the number of candidates, and the number of further instances for each.
+
+    A rung keeps the best quarter, rounded up and at least `last`, and grows it on twice as many further instances, until `last`
+    are left. So the first rung has about half of the episodes, and each further one half of those of the rung before. In
+    Karnin, Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3, the rungs keep halves
+    and have the same number of episodes, which finds worse plans where there are few instances for each of many candidates.
+
+    As many candidates take part as all rungs suffice for. What is left of an integer division goes to the best candidate if
+    `last` is 1, so the products sum to `episodes` unless the instances come to an end before.
     """
     assert candidates > 0 < episodes, (candidates, episodes)
-    alive = next(count for count in range(candidates, 0, -1) if count * max(_halvings(count), 1) <= episodes)
+    sizes = next(
+        some for count in range(candidates, 0, -1) if _cost(some := _sizes(count, last)) <= episodes or count == 1
+    )
     steps, left = [], episodes
-    for halving in range(_halvings(alive), 0, -1):
-        more = min(left // (halving * alive), instances)
-        steps.append((alive, more))
-        left, instances, alive = left - alive * more, instances - more, -(-alive // 2)
-    steps.append((1, min(left, instances)))
+    for rung, count in enumerate(sizes):
+        more = min(left // _cost(sizes[rung:]), instances)
+        steps.append((count, more))
+        left, instances = left - count * more, instances - more
+    if last == 1:
+        steps.append((1, min(left, instances)))
     return [(count, more) for count, more in steps if more]
 
 
-def _halvings(count: int) -> int:
-    return math.ceil(math.log2(count))
+def _sizes(count: int, last: int) -> list[int]:
+    """Return the number of candidates of each rung."""
+    sizes = [count]
+    while (count := max(-(-count // QUARTER), last)) > last:
+        sizes.append(count)
+    return sizes
 
 
-def candidate_plans(task: AnyTask, settings: Sequence[Mapping[str, Any]] = ()) -> list[Candidate]:
-    """Return every fixed plan of the full menu: plans that plant in step 0, then schedules that plant in step `SEARCH_START`.
+def _cost(sizes: Sequence[int]) -> int:
+    """Return the episodes of rungs whose first one has a single instance."""
+    return sum(count * GROWTH**rung for rung, count in enumerate(sizes))
 
-    The plans are those of `tamiyo.plans.plans_of`, and keep what they planted. A schedule plants one blueprint at one, two or
-    all slots, up to `max_seeds`, and keeps the seeds that pass their gates; each is tried with the gates of the config and
-    with permissive gates. The first candidate plants nothing.
+
+def halve(arms: NDArray[np.int64], steps: Sequence[tuple[int, int]], grow: Grow) -> Stage:
+    """Search among candidates by rungs.
+
+    steps: from `rungs`. Candidates that leave earlier come later in the order, and equal ones in that of `arms`. A J that is
+    not a number is the least.
     """
-    space = space_of(task, settings)
-    config = build_config(task.defaults, *settings)
-    plans = plans_of(space) if config.lifecycle.max_seeds else plans_of(space)[:1]
-    found = [Candidate(placed.words(space), placed, UNMEASURED) for placed in plans]
-    places = range(len(space.slots))
-    for size in sorted({1, 2, len(places)} & set(range(1, config.lifecycle.max_seeds + 1))):
-        for slots, (index, blueprint) in itertools.product(
-            itertools.combinations(places, size), enumerate(space.blueprints)
-        ):
-            if space.fits[list(slots), index].all():
-                names = [space.slots[slot] for slot in slots]
-                entries = tuple(
-                    Entry(at=SEARCH_START, op=Op.GERMINATE, slot=slot, blueprint=blueprint.name, keep=True)
-                    for slot in names
-                )
-                name = f"{blueprint.name} at {', '.join(names)} in step {SEARCH_START}"
-                gates = ({},) if config.gates.permissive else ({}, PERMISSIVE)
-                found += [Candidate(name, entries, own) for own in gates]
-    return found
+    order, totals, done = arms[: steps[0][0]], dict.fromkeys(arms.tolist(), 0.0), 0
+    for count, more in steps:
+        alive = order[:count]
+        for index, total in zip(alive.tolist(), grow(alive, done, more).tolist(), strict=True):
+            totals[index] += total
+        score = np.nan_to_num([totals[index] for index in alive.tolist()], nan=-np.inf)
+        order, done = np.concatenate([alive[np.argsort(-score, kind="stable")], order[count:]]), done + more
+    return Stage(order, totals[int(order[0])] / done, done, sum(count * more for count, more in steps))
 
 
-def space_of(task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> Space:
-    """Return the space of a few instances of a task."""
-    config = build_config(task.defaults, *settings, {"task": task.name, "envs": 8, "baselines": []})
-    return VectorizedEngine(task.sealed(), config).space
+class _Field(NamedTuple):
+    """What is grown in a search; see `search_plans`."""
+
+    task: AnyTask
+    settings: Sequence[Mapping[str, Any]]
+    part: str
+    kept: Kept
+    watch: Say | None
+    pace: Pace | None
+    actors: EvaluationActors | None
+    every: Sequence[Candidate]
+    keys: Sequence[int]
+
+    def grow(self, alive: NDArray[np.int64], done: int, more: int) -> Floats:
+        """Return the sum of J (n,) of candidates over `more` instances after the first `done`."""
+        where = counted(more, "further training instance" if done else "training instance")
+        of = f" of {len(self.every):,}" if not done and len(alive) < len(self.every) else ""
+        tell(self.watch, f"{self.task.name}: search for the {SEARCHED}, {counted(len(alive), 'plan')}{of} on {where}")
+        starts = range(done, done + more, ROWS)
+        blocks = [np.array(self.keys[start : min(start + ROWS, done + more)]) for start in starts]
+        together = list(itertools.product(_alike(self.every, alive), blocks))
+        asked = [([self.every[index] for index in group], block) for group, block in together]
+        grown = grow_abreast(self.task, asked, self.settings, self.part, self.kept, self.pace, self.actors)
+        totals = np.zeros(len(self.every))
+        for (group, _), own in zip(together, grown, strict=True):
+            totals[group] += own.sum(1)
+        return totals[alive]
 
 
 def grow_abreast(
@@ -263,44 +300,6 @@ def _searched(
     return {"objective": probe_objective(outcome, config), "seconds": np.array(seconds)}
 
 
-def abreast(candidates: Sequence[Candidate], name: str, config: Config) -> PolicyClient:
-    """Return the controller of several candidates of one kind, each for an equal share of the environments.
-
-    It does not depend on the config.
-    """
-    plans = [each.choice for each in candidates if isinstance(each.choice, Placed)]
-    if plans:
-        assert len(plans) == len(candidates), "plans and schedules are grown apart"
-        return Fixed(plans)
-    return _Schedules([Schedule(each.choice, name) for each in candidates if not isinstance(each.choice, Placed)])
-
-
-class _Schedules(Rule):
-    """Several schedules, each for an equal share of the environments."""
-
-    def __init__(self, schedules: Sequence[Schedule]) -> None:
-        self.schedules = schedules
-
-    def act(self, view: View) -> Actions:
-        """Return the decisions of every schedule. A schedule reads only masks and seeds, so the other fields are not
-        divided.
-        """
-        decided = [
-            schedule.act(view._replace(masks=take(view.masks, own), seeds=take(view.seeds, own)))
-            for schedule, own in self._shares(len(view.masks.op))
-        ]
-        return Actions(*map(np.concatenate, zip(*decided, strict=True)))
-
-    def store(self, outcome: Outcome) -> None:
-        """Tell every schedule which of its decisions were refused."""
-        for schedule, own in self._shares(len(outcome.refused)):
-            schedule.store(outcome._replace(refused=outcome.refused[own]))
-
-    def _shares(self, envs: int) -> Iterator[tuple[Schedule, slice]]:
-        each = envs // len(self.schedules)
-        return ((own, slice(index * each, (index + 1) * each)) for index, own in enumerate(self.schedules))
-
-
 def _alike(candidates: Sequence[Candidate], alive: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Return the candidates that are alive in groups that can be grown together."""
     groups: dict[tuple[bool, str], list[int]] = {}
@@ -309,8 +308,3 @@ def _alike(candidates: Sequence[Candidate], alive: NDArray[np.int64]) -> list[ND
         kind = isinstance(candidate.choice, Placed), json.dumps(candidate.settings, sort_keys=True)
         groups.setdefault(kind, []).append(index)
     return [np.array(group) for group in groups.values()]
-
-
-def entry_line(entry: Entry) -> dict[str, Any]:
-    """Return an entry as a mapping in the form of a schedule file."""
-    return {**entry.model_dump(mode="json", exclude_none=True), "op": entry.op.name.lower()}
