@@ -4,7 +4,7 @@
     python scripts/train_healing_hosts.py heldout --task heal-bytes
 
 The first trains the hosts of the first 64 held-out keys of `heal`, the second the held-out hosts of `heal-bytes`. Hosts that
-are in the cache are read, which checks their files.
+are in the cache are read, which checks their files: a damaged one is named, and is trained again once it is deleted.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from esper.leyline.errors import InputError
 from esper.tasks import byte_hosts, heal, heal_bytes
 from esper.tasks.healing_hosts import VECTORS, HostSet, cache_folder, soundness, trained_weights
 from esper.tasks.healing_images import IMAGES
@@ -25,7 +26,7 @@ def healing(hosts: HostSet, part: str, count: int) -> str:
         reached.append(soundness(facts.number, trained_weights(facts.number, hosts), of=hosts))
         kind = "plain" if facts.plain else "residual"
         print(f"host {facts.number}: {facts.problem.family}, {kind}, soundness {reached[-1]:.3f}", flush=True)
-    return f"{len(reached)} hosts in {cache_folder(hosts)}, mean soundness {sum(reached) / max(len(reached), 1):.3f}"
+    return f"{len(reached)} hosts in {cache_folder(hosts)}, mean soundness {sum(reached) / len(reached):.3f}"
 
 
 def healing_bytes(part: str, count: int) -> str:
@@ -35,7 +36,7 @@ def healing_bytes(part: str, count: int) -> str:
         number = heal_bytes.describe(key).number
         reached.append(byte_hosts.bits(heal_bytes.trained_host(number), number))
         print(f"host {number}: {reached[-1]:.3f} bits per byte", flush=True)
-    return f"{len(reached)} hosts in {byte_hosts.cache_folder()}, mean {sum(reached) / max(len(reached), 1):.3f} bits per byte"
+    return f"{len(reached)} hosts in {byte_hosts.cache_folder()}, mean {sum(reached) / len(reached):.3f} bits per byte"
 
 
 TASKS = {"heal-bytes": healing_bytes} | {hosts.name: partial(healing, hosts) for hosts in (VECTORS, IMAGES)}
@@ -44,11 +45,17 @@ TASKS = {"heal-bytes": healing_bytes} | {hosts.name: partial(healing, hosts) for
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=list(heal.RANGES))
-    parser.add_argument("count", type=int, nargs="?", default=VECTORS.count, help="keys from the first of the part on")
+    count = "keys from the first of the part on, 1 or more"
+    parser.add_argument("count", type=int, nargs="?", default=VECTORS.count, help=count)
     parser.add_argument("--task", choices=list(TASKS), default="heal")
     options = parser.parse_args()
+    if options.count < 1:
+        parser.error(f"argument count: {options.count} is no number of keys; give a whole number from 1 on")
     torch.set_num_threads(1)
-    print(TASKS[options.task](options.part, options.count))
+    try:
+        print(TASKS[options.task](options.part, options.count))
+    except InputError as error:
+        parser.exit(2, f"error: {error}\n")
 
 
 if __name__ == "__main__":

@@ -156,7 +156,12 @@ def test_heal_has_rules_references_and_an_oracle_of_the_plans_that_rules_choose_
     assert [rule.name for rule in entered.rules] == ["uniform", "participation", "collapse", "inner-use", "tree"]
     assert list(entered.references) == ["drift-taught", "fine-tuning", "from-scratch", "closed-form"]
     assert len(entered.plans) == 15
-    assert "drift" in get_task("heal-taught").opponents.rules
+    for hosts in ("heal", "heal-images", "heal-bytes"):
+        same, taught = get_task(hosts).opponents, get_task(f"{hosts}-taught").opponents
+        assert (same.rules, list(same.references)) == (get_task("heal").opponents.rules, list(entered.references))
+        assert taught.names == (*same.rules, "drift", FITTED, *list(same.references)[1:], ORACLE)
+        for reference in same.references.values():
+            assert reference.task().name.startswith(f"{hosts}-")
 
 
 def test_a_rule_that_can_plant_nothing_of_the_menu_is_absent_with_its_reason():

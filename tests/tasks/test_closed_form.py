@@ -1,5 +1,6 @@
 """Low-rank corrections in closed form, beside a slow version, and the task `heal-eora`."""
 
+import copy
 import itertools
 from collections.abc import Iterator
 
@@ -88,6 +89,37 @@ def test_the_energy_of_a_rank_is_the_share_of_the_error_that_it_removes() -> Non
 def test_an_intact_map_has_no_rank() -> None:
     _, intact, x = drawn()
     assert correction(intact, intact, x).energy.tolist() == []
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(2, 3, (2, 1), stride=2, dilation=2)])
+def test_a_convolution_is_corrected_as_the_map_of_its_patches(layer: nn.Conv2d) -> None:
+    with drawn_with(5):
+        intact, damaged = copy.deepcopy(layer), copy.deepcopy(layer)
+        x = torch.randn(8, 2, 6, 6)
+        nn.init.normal_(intact.weight), nn.init.normal_(damaged.weight)
+
+    def left() -> float:
+        return float((intact(x) - damaged(x)).square().mean().detach())
+
+    cost, before = 3 + layer.weight[0].numel() + 1, left()
+    assert correct(damaged, intact, x, cost) == cost
+    change = (intact.weight - damaged.weight).flatten(1).detach()
+    assert torch.linalg.matrix_rank(change, tol=1e-4) == 2
+    assert left() < before
+    correct(damaged, intact, x, 10_000)
+    assert left() < 1e-8 < before
+
+
+def test_a_map_without_a_bias_is_corrected_and_a_shared_weight_stays() -> None:
+    with drawn_with(5):
+        damaged, intact = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))) for _ in range(2))
+        x = torch.randn(9, 4)
+    for network in (damaged, intact):
+        network[2].weight = network[1].weight
+    before = damaged[1].weight.clone()
+    assert correct(damaged, intact, x, 100) == 4 * 8
+    torch.testing.assert_close(damaged[0](x), intact[0](x))
+    assert torch.equal(damaged[1].weight, before)
 
 
 def test_ranks_are_taken_by_the_error_that_they_remove_for_each_parameter() -> None:

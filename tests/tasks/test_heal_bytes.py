@@ -25,9 +25,11 @@ from esper.tasks.heal_bytes import (
     HOSTS,
     RANGES,
     SIZES,
+    CorrectedTransformer,
     DamagedTransformer,
     describe,
     heal_bytes,
+    heal_bytes_eora,
     heal_bytes_scratch,
     heal_bytes_taught,
     heal_bytes_unfrozen,
@@ -97,14 +99,16 @@ def test_no_two_parts_share_a_file_and_every_window_is_text_of_its_part_with_the
         assert bytes(SYMBOLS[symbol] for symbol in [*x, y[-1]]) in whole[Part.TEST]
 
 
-@pytest.mark.parametrize("build", [heal_bytes, heal_bytes_taught, heal_bytes_unfrozen, heal_bytes_scratch])
+@pytest.mark.parametrize(
+    "build", [heal_bytes, heal_bytes_taught, heal_bytes_unfrozen, heal_bytes_scratch, heal_bytes_eora]
+)
 def test_the_tasks_have_the_same_text_and_hosts_that_are_frozen_or_not(build) -> None:
     task, instance, other = build(), build().instance(5), heal_bytes().instance(5)
     assert torch.equal(instance.train.x, other.train.x)
     assert [len(split.y) for split in instance[1:4]] == [SIZES[part] for part in SPLITS[:3]]
     assert len(task.test_split(5).y) == SIZES[Part.TEST]
     frozen = {not parameter.requires_grad for parameter in instance.host().parameters()}
-    assert frozen == {build in (heal_bytes, heal_bytes_taught)}
+    assert frozen == {build in (heal_bytes, heal_bytes_taught, heal_bytes_eora)}
     assert (instance.intact is not None) == (build is heal_bytes_taught)
 
 
@@ -192,6 +196,21 @@ def test_weights_of_one_half_become_of_low_rank_and_tied_weights_are_damaged_onc
     places = {describe(k).damage.segments: k for k in outer}
     for segments in ((0,), (5,)):
         assert set(changed(places[segments])) == {"segments.1.tokens"}
+
+
+def test_a_correction_in_closed_form_restores_maps_and_leaves_the_vectors_of_the_tokens() -> None:
+    facts = describe(first(DamageKind.LOW_RANK))
+    x = split_of(facts, Part.HOST).x
+    intact = trained_host(facts.number)(x).detach()
+    hosts = [CorrectedTransformer(facts, cap)() for cap in (0.0, 0.06, 10.0)]
+    away = [float((host(x).detach() - intact).square().mean()) for host in hosts]
+    assert away[2] < 1e-4 * away[0]
+    assert away[2] < away[1] < away[0]
+    noisy = describe(next(key for key in range(5000) if describe(key).damage.segments == (0,)))
+    assert torch.equal(
+        CorrectedTransformer(noisy, 1.0)().segments[1].tokens,
+        DamagedTransformer(noisy.number, noisy.damage, True)().segments[1].tokens,
+    )
 
 
 def test_mixed_damage_rounds_every_layer_and_undamaged_hosts_are_those_of_the_cache() -> None:

@@ -28,12 +28,15 @@ from esper.tasks.dense import Bridged
 from esper.tasks.heal import (
     MENU,
     RANGES,
+    CorrectedHost,
     DamagedHost,
     describe,
     heal,
+    heal_eora,
     heal_scratch,
     heal_taught,
     heal_unfrozen,
+    split_of,
     trained_host,
 )
 from esper.tasks.healing_data import HEALING, SIZES, Part
@@ -234,6 +237,16 @@ def test_the_reference_tasks_have_the_same_data_and_hosts_that_train() -> None:
     assert not any(parameter.requires_grad for parameter in frozen.host().parameters())
     for instance in (unfrozen, scratch):
         assert all(parameter.requires_grad for parameter in instance.host().parameters())
+
+
+def test_a_correction_in_closed_form_restores_pruned_channels() -> None:
+    facts = describe(first(DamageKind.PRUNED), IMAGES)
+    x = split_of(facts, Part.HOST).x
+    with torch.no_grad():
+        intact = trained_host(facts.number, of=IMAGES)(x)
+        away = [float((CorrectedHost(facts, cap)()(x) - intact).square().mean()) for cap in (0.0, 0.06, 10.0)]
+    assert away[2] < 1e-6 < away[1] < away[0]
+    assert torch.equal(heal_eora(IMAGES).instance(facts.key).train.x, x)  # type: ignore[arg-type]
 
 
 def test_a_removed_block_is_named_as_a_skip_so_that_a_saved_network_can_be_rebuilt() -> None:

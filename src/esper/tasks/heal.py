@@ -26,9 +26,7 @@ FROZEN = "{0.summary}, damaged and frozen: repair them with seeds of a few param
 UNFROZEN = "the networks of {0.name} without the freeze: training all of their weights on the healing examples"
 SCRATCH = "the networks of {0.name} drawn afresh: training them from scratch on the healing examples"
 TAUGHT = "the networks of {0.name} together with the intact ones, from whose activations the sensor drift is measured"
-EORA = (
-    "the networks of heal with low-rank corrections in closed form, from the intact weights, of 6 % of the parameters"
-)
+EORA = "the networks of {0.name} with low-rank corrections in closed form, from the intact weights, of 6 % of the parameters"
 
 RANGES: Mapping[str, range] = MappingProxyType(
     {
@@ -132,7 +130,7 @@ class DamagedHost:
 
 @dataclass(frozen=True)
 class CorrectedHost:
-    """A factory of copies of one damaged host whose linear maps were corrected from the intact weights (`closed_form`).
+    """A factory of copies of one damaged host whose maps were corrected from the intact weights (`closed_form`).
 
     The inputs of the maps are those of the intact host on the healing examples. A removed block has no map to correct.
 
@@ -160,7 +158,7 @@ class CorrectedHost:
             return host, 0
         budget = int(self.cap * sum(parameter.numel() for parameter in host.parameters()))
         x = self.facts.hosts.examples(self.facts.problem, Part.HOST, HEALING).x
-        return host, correct(host, trained_host(self.facts.number), x, budget)
+        return host, correct(host, trained_host(self.facts.number, of=self.facts.hosts), x, budget)
 
     def plain(self, parameters: int) -> MLP | BridgedCNN:
         """A factory of untrained plain networks with at least `parameters` parameters."""
@@ -168,7 +166,7 @@ class CorrectedHost:
 
     @property
     def _damaged(self) -> DamagedHost:
-        return DamagedHost(self.facts.number, self.facts.damage, frozen=True)
+        return DamagedHost(self.facts.number, self.facts.damage, frozen=True, hosts=self.facts.hosts)
 
 
 def heal(hosts: HostSet = VECTORS) -> Mixture:
@@ -220,12 +218,12 @@ def heal_scratch(hosts: HostSet = VECTORS) -> Mixture:
     return _mixture(hosts, "-scratch", SCRATCH, hosts.rates[2], lambda facts: facts.architecture, frozen=False)
 
 
-def heal_eora(cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
+def heal_eora(hosts: HostSet = VECTORS, cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
     """The instances of `heal` with hosts that are corrected in closed form: the controller `never` is that correction alone.
 
     `cap` is the share of the host's parameters that the corrections may have. They are part of the host and pay no rent.
     """
-    return _mixture(VECTORS, "-eora", EORA, VECTORS.rates[0], lambda facts: CorrectedHost(facts, cap), frozen=True)
+    return _mixture(hosts, "-eora", EORA, hosts.rates[0], lambda facts: CorrectedHost(facts, cap), frozen=True)
 
 
 RULES = ("uniform", "participation", "collapse", "inner-use", "tree")
@@ -234,11 +232,10 @@ RULES = ("uniform", "participation", "collapse", "inner-use", "tree")
 
 def references(hosts: HostSet) -> dict[str, Reference]:
     """The networks of an evaluation on `heal` that may do what a controller may not, each on a task of its own."""
-    closed = {"closed-form": Reference(heal_eora)} if hosts is VECTORS else {}
     return {
         "fine-tuning": Reference(partial(heal_unfrozen, hosts)),
         "from-scratch": Reference(partial(heal_scratch, hosts)),
-        **closed,
+        "closed-form": Reference(partial(heal_eora, hosts)),
     }
 
 

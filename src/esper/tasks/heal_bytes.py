@@ -12,12 +12,14 @@ from torch import nn
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.batches import Batch
 from esper.leyline.errors import InputError
+from esper.leyline.opponents import Opponents, Reference
 from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
 from esper.tasks.byte_damage import damage_text, damage_transformer
 from esper.tasks.byte_hosts import HOST, LAYERS, trained_weights
 from esper.tasks.byte_text import LENGTH, SYMBOLS, common, windows
+from esper.tasks.closed_form import correct
 from esper.tasks.damage import Damage, draw_damage
-from esper.tasks.heal import BUDGET, RANGES
+from esper.tasks.heal import BUDGET, RANGES, RULES
 from esper.tasks.healing_data import Part
 from esper.tasks.objectives import NextByte
 from esper.tasks.sequential import OpenTransformer, Transformer
@@ -28,6 +30,7 @@ TAUGHT = (
 )
 UNFROZEN = "the transformers of heal-bytes without the freeze: training all of their weights on the healing text"
 SCRATCH = "the transformers of heal-bytes drawn afresh: training them from scratch on the healing text"
+EORA = "the transformers of heal-bytes with low-rank corrections from the intact weights, of 6 % of the parameters"
 
 HOSTS = 4
 """Trained hosts of each part. A host returns with other damage and other text after so many keys."""
@@ -97,6 +100,37 @@ class DamagedTransformer:
         return HOST.plain(parameters)
 
 
+@dataclass(frozen=True)
+class CorrectedTransformer:
+    """A factory of copies of one damaged host whose linear maps were corrected from the intact weights (`closed_form`).
+
+    The inputs of the maps are those of the intact host on the healing text. The vectors of the tokens are not corrected.
+
+    Attributes:
+        facts (ByteFacts): the key, its trained host and its damage
+        cap (float): parameters that the corrections may have, as a share of those of the host
+    """
+
+    facts: ByteFacts
+    cap: float
+
+    @property
+    def architecture(self) -> OpenTransformer:
+        """The host by which a saved network names it."""
+        return replace(HOST, frozen=True)
+
+    def __call__(self) -> SegmentedHost:
+        """A copy of the corrected host."""
+        host = DamagedTransformer(self.facts.number, self.facts.damage, frozen=True)()
+        budget = int(self.cap * sum(parameter.numel() for parameter in host.parameters()))
+        correct(host, trained_host(self.facts.number), _sound(self.facts, Part.HOST).x, budget)
+        return host
+
+    def plain(self, parameters: int) -> Transformer:
+        """A factory of untrained transformers with at least `parameters` parameters."""
+        return HOST.plain(parameters)
+
+
 def heal_bytes() -> Mixture:
     """Trained and damaged transformers with 128 windows of text to heal on. The host is frozen, so only seeds train.
 
@@ -109,9 +143,11 @@ def heal_bytes() -> Mixture:
 
     40 updates; seeds may have 6 % of the host's parameters (`governor.param_limit`). The metric is minus the bits of a byte.
     """
-    return _mixture(
+    mixture = _mixture(
         "heal-bytes", SUMMARY, lambda facts: DamagedTransformer(facts.number, facts.damage, True), frozen=True
     )
+    taught = Reference(heal_bytes_taught, "drift")
+    return replace(mixture, opponents=Opponents(RULES, {"drift-taught": taught, **_references()}))
 
 
 def heal_bytes_taught() -> Mixture:
@@ -127,7 +163,8 @@ def heal_bytes_taught() -> Mixture:
 
         return frozen(key)._replace(intact=intact)
 
-    return replace(mixture, name="heal-bytes-taught", summary=TAUGHT, sample=sample)
+    opponents = Opponents((*RULES, "drift"), _references())
+    return replace(mixture, name="heal-bytes-taught", summary=TAUGHT, sample=sample, opponents=opponents)
 
 
 def heal_bytes_unfrozen() -> Mixture:
@@ -145,6 +182,23 @@ def heal_bytes_scratch() -> Mixture:
     """The instances of `heal-bytes` with hosts that are drawn afresh: the controller `never` is training from scratch."""
     mixture = _mixture("heal-bytes-scratch", SCRATCH, lambda facts: HOST, frozen=False)
     return replace(mixture, defaults={**DEFAULTS, "optimizer": {"lr": 0.003}})
+
+
+def heal_bytes_eora(cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
+    """The instances of `heal-bytes` with hosts that are corrected in closed form: `never` is that correction alone.
+
+    `cap` is the share of the host's parameters that the corrections may have. They are part of the host and pay no rent.
+    """
+    return _mixture("heal-bytes-eora", EORA, lambda facts: CorrectedTransformer(facts, cap), frozen=True)
+
+
+def _references() -> dict[str, Reference]:
+    """The networks of an evaluation that may do what a controller may not, each on a task of its own."""
+    return {
+        "fine-tuning": Reference(heal_bytes_unfrozen),
+        "from-scratch": Reference(heal_bytes_scratch),
+        "closed-form": Reference(heal_bytes_eora),
+    }
 
 
 def _mixture(name: str, summary: str, host: Callable[[ByteFacts], Callable[[], nn.Module]], frozen: bool) -> Mixture:
@@ -167,6 +221,7 @@ def _mixture(name: str, summary: str, host: Callable[[ByteFacts], Callable[[], n
         objective=NextByte(len(SYMBOLS)),
         menu=MENU,
         defaults=DEFAULTS,
+        opponents=Opponents(rules=(), oracle=False),
     )
 
 
