@@ -66,10 +66,12 @@ def photographs(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
     )
 
 
-def engine_step(task: Task, envs: int, device: str, amp: str = "off") -> tuple[Callable[[], None], VectorizedEngine]:
+def engine_step(
+    task: Task, envs: int, device: str, amp: str = "off", mapping: str = "auto"
+) -> tuple[Callable[[], None], VectorizedEngine]:
     """One step of the engine, nothing planted, without twins."""
     settings = {"envs": envs, "twin": False, "device": device, "amp": amp, "steps": 10**6, "optimizer": {"lr": LR}}
-    config = build_config(task.defaults, settings)
+    config = build_config(task.defaults, settings, {"mapping": mapping})
     engine = VectorizedEngine(task, config)
     engine.reset()
     wait = Actions.wait(envs)

@@ -1,6 +1,7 @@
 """How often a step makes the host wait for the device, and which line asks for it.
 
-Counted by intercepting the calls that would wait, on any device; on CUDA `torch.cuda.set_sync_debug_mode` counts as well.
+Counted by intercepting the calls that would wait, on any device. On CUDA `torch.cuda.set_sync_debug_mode` counts as well: there a
+step should have no wait that it names, because the one read waits for an event; copies to the device that wait are named too.
 
     python scripts/profile_gpu_sync.py [--quick] [--json FILE] [--device cpu]
 """
@@ -8,52 +9,104 @@ Counted by intercepting the calls that would wait, on any device; on CUDA `torch
 import argparse
 import json
 import platform
+import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from esper.leyline.config import build_config
-from esper.tamiyo.baselines import RandomValid
+from esper.tamiyo.baselines import Never, RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.reads import counted_reads
+from esper.tolaria.reads import HOME, Read, counted_reads
+
+CASES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
+    *((task, envs, {}) for task in ("digits-narrow", "repair") for envs in (1, 8, 64)),
+    ("digits-narrow", 8, {"amp": "fp16"}),
+    ("digits-image-narrow", 8, {}),
+    ("stdlib-text", 2, {}),
+)
+"""Tasks, environments, and settings."""
+ON_CUDA: tuple[tuple[str, int, Mapping[str, Any]], ...] = (("digits-narrow", 8, {"compile": "on"}),)
+"""Cases of which torch's own count is the only one."""
 
 
-def measure(task: str, envs: int, steps: int, device: str) -> dict[str, Any]:
-    """Reads of every step of one episode under random valid decisions, sensors measured at every second step."""
+@contextmanager
+def counted_waits(cuda: bool) -> Iterator[Counter[str]]:
+    """Count the waits that torch itself reports on CUDA, by the innermost line of Esper; the count is empty on other devices."""
+    waits = Counter[str]()
+
+    def note(message: Warning | str, *_: object) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(HOME)]
+            waits[f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}" if ours else "?"] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        if cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            if cuda:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def measure(task: str, envs: int, settings: Mapping[str, Any], steps: int, device: str) -> dict[str, Any]:
+    """Reads of every step of one episode under random valid decisions, sensors measured at every second step.
+
+    With compiled passes nothing is planted, so that one plan is compiled, and torch's own count is the only one: torch compiles
+    nothing while calls are intercepted.
+    """
     chosen = get_task(task)
     config = build_config(
         chosen.defaults,
         {"task": task, "envs": envs, "steps": steps, "device": device, "twin": False},
         {"gates": {"permissive": True}, "probe": {"sensors_every": 2}},
+        settings,
     )
-    engine, client = VectorizedEngine(chosen, config), RandomValid()
+    compiled = config.compile != "off"
+    engine, client = VectorizedEngine(chosen, config), Never() if compiled else RandomValid()
     view = engine.reset()
-    cuda = device.startswith("cuda")
-    counts, sites, waits = [], Counter[str](), 0
-    for _ in range(steps):
+    counts, sites, waits = [], Counter[str](), Counter[str]()
+    for step in range(steps):
         actions = client.act(view)
-        with counted_reads() as reads, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if cuda:
-                torch.cuda.set_sync_debug_mode("warn")
+        intercepted = nullcontext(list[Read]()) if compiled else counted_reads()
+        with intercepted as reads, counted_waits(device.startswith("cuda")) as found:
             view, _ = engine.step(actions)
-            if cuda:
-                torch.cuda.set_sync_debug_mode("default")
-        waits += sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
         counts.append(len(reads))
         sites.update(f"{read.site} ({read.what})" for read in reads)
+        if step:  # the first one brings constants to the device
+            waits += found
     return {
         "task": task,
         "envs": envs,
+        "settings": dict(settings),
         "slots": len(view.space.slots),
         "reads_per_step": {"least": min(counts), "most": max(counts)},
         "sites": dict(sites),
-        "cuda_waits_per_step": waits / steps if cuda else None,
+        "cuda_waits_per_step": waits.total() / (steps - 1) if device.startswith("cuda") else None,
+        "cuda_waits": dict(waits),
     }
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the reads and the waits of a case."""
+    reads = result["reads_per_step"]
+    added = "".join(f" {name}={value}" for name, value in result["settings"].items())
+    print(f"{result['task'] + added:24} E={result['envs']:<4} reads a step: {reads['least']} to {reads['most']}")
+    for site, count in result["sites"].items():
+        print(f"    {count:5} x {site}")
+    if result["cuda_waits_per_step"] is not None:
+        print(f"    torch.cuda.set_sync_debug_mode: {result['cuda_waits_per_step']:.2f} waits a step")
+        for site, count in result["cuda_waits"].items():
+            print(f"    {count:5} x {site}")
 
 
 def main() -> None:
@@ -64,17 +117,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    cases = (
-        [("digits-narrow", 4)] if arguments.quick else [(t, e) for t in ("digits-narrow", "repair") for e in (1, 8, 64)]
-    )
-    results = [measure(task, envs, 6 if arguments.quick else 24, arguments.device) for task, envs in cases]
+    cuda = arguments.device.startswith("cuda")
+    cases = [("digits-narrow", 4, {})] if arguments.quick else [*CASES, *(ON_CUDA if cuda else ())]
+    results = [measure(*case, 6 if arguments.quick else 24, arguments.device) for case in cases]
     for result in results:
-        reads = result["reads_per_step"]
-        print(f"{result['task']:8} E={result['envs']:<4} reads a step: {reads['least']} to {reads['most']}")
-        for site, count in result["sites"].items():
-            print(f"    {count:5} x {site}")
-        if result["cuda_waits_per_step"] is not None:
-            print(f"    torch.cuda.set_sync_debug_mode: {result['cuda_waits_per_step']:.2f} waits a step")
+        show(result)
     if arguments.json:
         report = {
             "device": arguments.device,

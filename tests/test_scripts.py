@@ -106,6 +106,18 @@ def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_p
     assert list(result["sites"]) == ["runtime.py:read_packet (numpy)"]
 
 
+def test_the_benchmark_for_a_gpu_has_the_tables_that_are_asked_for_on_a_cpu_too(tmp_path):
+    asked = ["--device", "cpu", "--table", "cifar", "shares", "memory"]
+    out = run("benchmark_gpu.py", *asked, "--json", "figures.json", cwd=tmp_path)
+    tables = json.loads((tmp_path / "figures.json").read_text())["tables"]
+    (cifar,) = tables["cifar"]
+    assert cifar["steps of an environment a second"] > 0
+    assert cifar["images"].startswith("random bytes")
+    assert all(row["TFLOP/s"] > 0 and 0 < row["of the copy"] < 1 for row in tables["shares"])
+    assert [row["births and prunes"] for row in tables["memory"]] == [0, 4]
+    assert out.count("\n## ") == 3
+
+
 def test_the_benchmark_of_telemetry_reads_the_device_once_at_every_level(tmp_path):
     run("benchmark_telemetry.py", "--out", "page.md", cwd=tmp_path)
     lines = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| iris |")]

@@ -143,7 +143,7 @@ class Columns:
         """Move rows so that row i becomes the former row rows[i]; rows from len(rows) on are free."""
         if np.array_equal(rows, np.arange(len(rows))):
             return
-        index = torch.from_numpy(rows).to(self.device)
+        index = torch.from_numpy(rows).to(self.device, non_blocking=True)
         for column in self.columns.values():
             column[: len(rows)] = column[index]
         self.steps[: len(rows)] = self.steps[rows]
@@ -197,4 +197,4 @@ def _check_alike(given: dict[str, Tensor], known: dict[str, Tensor]) -> None:
 
 
 def _corner(target: Tensor, source: Tensor) -> None:
-    target[tuple(slice(0, k) for k in source.shape)] = source
+    target[tuple(slice(0, k) for k in source.shape)].copy_(source, non_blocking=True)

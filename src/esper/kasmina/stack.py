@@ -245,7 +245,7 @@ class Stack(Columns):
             owner._buffers[own] = buffers[name]
 
     def _index(self, rows: NDArray[np.int64] | Tensor) -> Tensor:
-        return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device)
+        return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device, non_blocking=True)
 
     def _loop(self, x: Batch, rows: Rows, part: str, frozen: bool, keys: NDArray[np.int64] | None) -> Tensor:
         chosen = range(self.capacity)[rows] if isinstance(rows, slice) else rows

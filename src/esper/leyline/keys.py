@@ -108,5 +108,5 @@ def permutations(keys: NDArray[np.int64], sizes: NDArray[np.int64], device: torc
             hashes = np.where(index < sizes[:, None], hashes, last)
         return torch.from_numpy(np.argsort(hashes, axis=1))
     place = torch.arange(length, device=device)
-    drawn = mix(torch.from_numpy(keys).to(device)[:, None] ^ mix(place)[None])
-    return drawn.masked_fill(place >= torch.from_numpy(sizes).to(device)[:, None], last).argsort(dim=1)
+    sent, ends = (torch.from_numpy(values).to(device, non_blocking=True)[:, None] for values in (keys, sizes))
+    return mix(sent ^ mix(place)[None]).masked_fill(place >= ends, last).argsort(dim=1)

@@ -111,7 +111,7 @@ class Policy:
         env, slot = input_names(language.sensors)
         shapes = Shapes(len(env), len(slot), len(language.blueprints), len(language.tempos), len(language.targets))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))
+            torch.default_generator.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))  # weights are drawn on the CPU
             network = FactoredRecurrentActorCritic(shapes)
         normaliser = Normaliser.prior(language.sensors)
         return cls(network, normaliser, language, dict(settings or {}), decisions_per_step=decisions_per_step)

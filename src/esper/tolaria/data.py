@@ -282,7 +282,8 @@ class SharedBatchIterator:
             if len(own) == len(self._order):
                 self._order[:, : epochs * used] = orders
             else:
-                self._order[torch.from_numpy(own).to(self._order.device), : epochs * used] = orders
+                place = torch.from_numpy(own).to(self._order.device, non_blocking=True)
+                self._order[place, : epochs * used] = orders
         self._period[rows] = period
 
 

@@ -49,7 +49,7 @@ def probe(
     body.train(False)
     output, branches, streams = passed(body, seeds, examples, asked.branches, signs=signs)
     loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
-    widths = torch.from_numpy(body.table.taps[..., HERE]).to(loss).unbind(1)
+    widths = torch.from_numpy(body.table.taps[..., HERE]).to(loss, non_blocking=True).unbind(1)
     ratios = [
         participation_ratio(here, width, for_positions(examples.real, here))
         for here, width in zip(streams, widths, strict=len(streams) > 0)
@@ -188,7 +188,7 @@ def sense(
     routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
     measured = samples(body, routes, fit, objective, families)
     other = samples(body, routes, held, objective, families) if "explained" in families else []
-    true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype)
+    true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype, non_blocking=True)
     widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
     return growth_sensors(measured, other, widths, taught, families)
 

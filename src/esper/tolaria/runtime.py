@@ -62,7 +62,8 @@ def available_memory(device: torch.device) -> int:
     For a CPU whose system does not report this, it is all memory that the machine has.
     """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     page, said, own = os.sysconf("SC_PAGE_SIZE"), Path("/proc/meminfo"), Path("/proc/self/statm")
     free = os.sysconf("SC_PHYS_PAGES") * page
     if said.exists():
@@ -84,7 +85,7 @@ def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
         target = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         target.copy_(packed, non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(packed.device))  # which need not be the device that torch uses by default
         done.synchronize()
         packed = target
     flat: NDArray[np.float64] = packed.numpy()

@@ -73,7 +73,7 @@ class ScaledUpdating(Updating):
         super().__init__(groups, updates)
         device = scaler.scale.device
         self._scaler = scaler
-        self._envs = {id(group): torch.from_numpy(group.envs).to(device) for group in groups}
+        self._envs = {id(group): torch.from_numpy(group.envs).to(device, non_blocking=True) for group in groups}
         self.skipped = Skipped(torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device))
 
     def factors(self, part: slice) -> Tensor | None:

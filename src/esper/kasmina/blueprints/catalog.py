@@ -122,8 +122,9 @@ def count(module: nn.Module) -> int:
 
 @contextmanager
 def drawn_with(key: int) -> Iterator[None]:
-    """Seed torch's global generator with a key inside the block, and restore it afterwards."""
-    with torch.random.fork_rng(devices=[]):
+    """Seed torch's global generators with a key inside the block, and restore them afterwards."""
+    # torch.manual_seed seeds the generators of GPUs too, from which a user's own loop may draw.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(key)
         yield
 
