@@ -162,7 +162,11 @@ def test_the_parts_share_no_example():
 
 X, Y = examples()
 REFUSED = {
-    "no stream": (lambda: (nn.Linear(6, 3), (X, Y)), {}, "no site found in Linear"),
+    "no stream": (
+        lambda: (nn.Linear(6, 3), (X, Y)),
+        {},
+        "it has no submodule with parameters; give a network",
+    ),
     "another shape": (lambda: (build(), (X, Y)), {"intact": nn.Linear(6, 3)}, "intact is of another shape: it has no"),
     "another width": (
         lambda: (build(), (X, Y)),
@@ -177,6 +181,8 @@ REFUSED = {
     "a small budget": (lambda: (build(), (X, Y)), {"budget": 0.001}, "the smallest seed has"),
     "few steps": (lambda: (build(), (X, Y)), {"steps": 3}, "steps is 3; give 24 or more"),
     "no module": (lambda: (3, (X, Y)), {}, "model is a int; give an nn.Module"),
+    "a label that is no class": (lambda: (build(), (X, Y + 2)), {"steps": 24}, "y holds the label "),
+    "text": (lambda: (build(), (X.numpy(), np.array(["a"] * len(X)))), {}, "data has an array of <U1; give numbers"),
     "targets of another kind": (lambda: (build(), (X, X)), {"steps": 24}, "give loss"),
 }
 
@@ -236,13 +242,17 @@ def test_one_command_heals_an_exported_network(folder, capsys):
         ("absent.pt2", "data.npz", "there is no file absent.pt2"),
         ("data.npz", "data.npz", "'data.npz' is no model; give a .pt2 file"),
         ("network.pt2", "absent.npz", "there is no file absent.npz"),
+        ("damaged.pt2", "data.npz", "damaged.pt2 cannot be read as torch.export's: "),
         ("mine_data.py:absent", "data.npz", "mine_data.py has no function 'absent'"),
         ("mine_data.py:pair", "data.npz", "model is a tuple; give an nn.Module"),
     ],
 )
 def test_the_command_refuses_bad_input_with_code_2(folder, capsys, model, data, sentence):
+    (folder / "damaged.pt2").write_text("no archive")
     assert code_of("heal", model, "--data", data) == 2
-    assert sentence in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
 
 
 def test_the_command_prints_its_summary_as_json(folder, capsys):

@@ -1,6 +1,7 @@
 """`esper heal`: a damaged network, repaired by seeds in the places that were hurt."""
 
 import json
+import logging
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,14 +72,18 @@ def _module(place: str) -> Any:
         raise InputError(f"{place!r} is no model; give a .pt2 file of torch.export, or {PLACE} that returns the module")
     if not path.is_file():
         raise InputError(f"there is no file {path}; give a .pt2 file that torch.export.save wrote")
+    log = logging.getLogger("torch.export")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch about its own code
+            log.disabled = True  # torch logs a traceback of a damaged file, which is one sentence here
             module = torch.export.unflatten(torch.export.load(path))
     except Exception as error:  # torch raises errors of many kinds for a damaged file
         raise InputError(
             f"{path} cannot be read as torch.export's: {typed_line(error)}; export the model again"
         ) from error
+    finally:
+        log.disabled = False
     for part in module.modules():  # what tracing noted holds tensors without numbers, which copy.deepcopy refuses
         graph = vars(part).get("graph")
         for node in graph.nodes if isinstance(graph, torch.fx.Graph) else ():

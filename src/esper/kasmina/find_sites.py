@@ -63,6 +63,14 @@ class FoundSites(Mapping[str, Site]):
         return ["left out", *(f"  {reason}: {_listed(paths)}" for reason, paths in by_reason.items())]
 
 
+class NoSiteError(InputError):
+    """A module has no site. `found` says why, without what to do about it."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"{found}; name the sites yourself")
+        self.found = found
+
+
 def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None = None) -> FoundSites:
     """Find the sites of a module: its repeated blocks, and the layers in them that widen or narrow a stream.
 
@@ -100,7 +108,7 @@ def _found(
         if chosen:
             break
     else:
-        raise InputError(_nothing(module, left_out))
+        raise NoSiteError(_nothing(module, left_out))
     streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
     causal = causal_paths(module, example, [path for path, each in streams.items() if each.kind == Kind.SEQUENCE])
     sites = [Site(path, path, path, stream, path in causal) for path, stream in streams.items()]
@@ -177,4 +185,4 @@ def _nothing(module: nn.Module, left_out: dict[str, str]) -> str:
     reasons = (
         "; ".join(f"{_listed(paths)} ({reason})" for reason, paths in common) or "it has no submodule with parameters"
     )
-    return f"no site found in {type(module).__name__}: {reasons}; name the sites yourself"
+    return f"no site found in {type(module).__name__}: {reasons}"

@@ -93,12 +93,12 @@ class Healed:
         lowers = "lowers" if own.gain > own.half_width else "does not lower"
         said = f"growth {lowers} the loss ({own.gain:+.4g} ± {own.half_width:.2g})"
         if not self.planted:
-            said = "no seed was kept, so the network is as it was"
+            said = "no seed was kept, so growth left the network as it was"
         for name in ("uniform adapters", "all weights"):
             difference = self.losses["grown"] - self.losses[name]
             mean, half = float(difference.mean()), 1.96 * float(difference.std(ddof=1)) / len(difference) ** 0.5
-            how = "better" if mean > half else "worse" if mean < -half else "neither better nor worse beyond chance"
-            said += f"; {name}: {how} than that ({mean:+.4g} ± {half:.2g})"
+            how = "better than" if mean > half else "worse than" if mean < -half else "within chance of"
+            said += f"; {name}: {how} growth ({mean:+.4g} ± {half:.2g})"
         return said
 
     def row(self, name: str) -> Contender:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from esper.kasmina.adapter import attach
-from esper.kasmina.find_sites import FoundSites, find_sites
+from esper.kasmina.find_sites import FoundSites, NoSiteError, find_sites
 from esper.kasmina.grafted import graft
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.streams import Kind
@@ -77,7 +77,7 @@ def heal(
     parts = split(examples_of(data), seed)
     host, masks = _permanent(model)
     case = Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed)
-    sites = find_sites(host, parts.train.at(slice(2)).x)
+    sites = _sites(host, parts.train.at(slice(2)).x)
     places = ranked(host, sites, parts.probe.at(slice(512)).x, intact)
     with tempfile.TemporaryDirectory() as folder:
         grown = [_grown(case, sites, places, budget, rate, Path(folder) / str(rate)) for rate in RATES["adapters"]]
@@ -94,6 +94,14 @@ def heal(
     rows, losses = table(case.parts.held, case.loss, networks)
     few, reasons = parts.held.at(slice(2)).x, tuple(best.explanations)
     return Healed(best.trained.network, rows, best.planted, reasons, adapter, losses, _size(host), few)
+
+
+def _sites(host: nn.Module, x: Any) -> FoundSites:
+    try:
+        return find_sites(host, x)
+    except NoSiteError as error:
+        streams = "(B, C), (B, C, H, W) or (B, L, C)"
+        raise InputError(f"{error.found}; give a network with submodules that return {streams} to others") from error
 
 
 def _check_numbers(model: Any, steps: Any, batch_size: Any) -> None:

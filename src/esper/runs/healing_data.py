@@ -19,6 +19,8 @@ SHARES = {"train": 0.7, "probe": 0.15}
 """Share of the examples that train, and that choose among what was trained; the table is measured on the rest."""
 LEAST = 20
 """Fewest examples that can be split: the probe and the rest get three each."""
+IGNORED = -100
+"""Label of a position that does not count, as in torch.nn.functional.cross_entropy."""
 BATCH = 256
 """Examples in one pass that measures."""
 
@@ -96,6 +98,7 @@ def usual_loss(output: Any, target: Any) -> Tensor:
             f"the model returns a {type(output).__name__}, and the target is a {type(target).__name__}; give loss(output, target)"
         )
     if not target.is_floating_point() and output.shape[:-1] == target.shape:
+        _check_labels(target, output.shape[-1])
         return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten().long())
     if target.is_floating_point() and output.numel() == target.numel():
         return nn.functional.mse_loss(output, target.view_as(output))
@@ -103,6 +106,15 @@ def usual_loss(output: Any, target: Any) -> Tensor:
         f"the output {tuple(output.shape)} does not go with the {target.dtype} target {tuple(target.shape)}; give "
         "loss(output, target)"
     )
+
+
+def _check_labels(target: Tensor, classes: int) -> None:
+    """Raise InputError if a label is no class; IGNORED marks positions without one."""
+    wrong = target[(target != IGNORED) & ((target < 0) | (target >= classes))]
+    if len(wrong):
+        raise InputError(
+            f"y holds the label {int(wrong[0])}, and the model has {classes} outputs; give labels from 0 to {classes - 1}"
+        )
 
 
 def _read(path: Path) -> Any:
@@ -138,6 +150,10 @@ def _joined(batches: Iterable[Any]) -> Examples:
 def _tensor(value: Any) -> Any:
     if not isinstance(value, np.ndarray | Tensor):
         return value
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
+        raise InputError(
+            f"data has an array of {value.dtype}; give numbers, for labels the whole numbers of the classes"
+        )
     found = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
     return found.to(torch.get_default_dtype()) if found.is_floating_point() else found
 
