@@ -20,12 +20,16 @@ from esper.kasmina.plan import Branches, Indices, Plan, PlanCache, Route
 from esper.kasmina.planning import OneDose, Planner
 from esper.kasmina.recomputing import Recomputed
 from esper.kasmina.slot import Seed
-from esper.kasmina.stack import Mapping, Stack
+from esper.kasmina.stack import Mapping, Stack, convolves
 from esper.leyline.batches import Batch, on_cpu, run
 from esper.leyline.slots import SlotSpec
 from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.streams import Kind
 from esper.leyline.view import Bools, Seeds
+
+APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
+"""Parameters of a host, by the kind of its streams, from which on a CPU is no slower at one row after another than at all at once:
+`scripts/benchmark_rows.py` compares them. Hosts with convolutions run so at any size."""
 
 PLANS = 256
 """Number of plans for which a body keeps what it prepared."""
@@ -54,12 +58,13 @@ class Body:
         moments: Sequence[str] = (),
         device: torch.device | str = "cpu",
         recomputed: bool = False,
+        compiled: bool = False,
     ) -> None:
         """Make room for `rows` hosts, all zero until `plant_host`; `factory` makes the largest of them.
 
         example (B, ...) is an input of that host; `moments` names the columns that an optimizer keeps beside every
         value. All parameters have the dtype of the host. With `recomputed`, the backward pass of training computes the
-        activations inside of segments and seeds again.
+        activations inside of segments and seeds again. `compiled` says that passes may be compiled.
         """
         with drawn_with(0):
             host = factory()
@@ -68,9 +73,13 @@ class Body:
         self.device = torch.device(device)
         self.dtype = dtype_of(host)
         self._moments = tuple(moments)
-        self.host = Stack(host, rows, mapping=mapping, moments=moments, device=device, dtype=self.dtype)
-        self.by_row = self.host.convolves and self.device.type == "cpu" and mapping != "vmap"
-        self._mapping: Mapping = mapping
+        self.by_row = runs_by_row(host, self.device, mapping, compiled=compiled)
+        large = self.by_row and not convolves(host)
+        self._options: dict[str, Any] = {
+            "mapping": "loop" if large else mapping, "aligned": large, "moments": self._moments, "device": device,
+            "dtype": self.dtype,
+        }  # fmt: skip
+        self.host = Stack(host, rows, **self._options)
         self.layout = Layout(host, menu, example, self.dtype)
         self.slots: tuple[SlotSpec, ...] = self.layout.slots
         self.table = HostTable(rows, self.layout)
@@ -252,7 +261,7 @@ class Body:
 
     @property
     def parts(self) -> list[slice]:
-        """The parts that passes run one after another: all rows at once, or each row alone if convolutions run in a loop.
+        """The parts that passes run one after another: all rows at once, or each row alone with `by_row`.
 
         The activations of one network then stay in the processor's cache from its forward to its backward pass.
         """
@@ -281,12 +290,26 @@ class Body:
 
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
         """Make an empty stack for a form at a slot."""
-        mapping: Mapping = "loop" if self.by_row and self.slots[at[0]].kind == Kind.MAP else self._mapping
-        module = self.layout.forms[at]
-        self.stacks[at] = Stack(
-            module, capacity, mapping=mapping, moments=self._moments, device=self.device, dtype=self.dtype
-        )
+        options = self._options
+        if self.by_row and self.slots[at[0]].kind == Kind.MAP:
+            options = {**options, "mapping": "loop"}
+        self.stacks[at] = Stack(self.layout.forms[at], capacity, **options)
         self.envs[at] = np.zeros(0, np.int64)
+
+
+def runs_by_row(host: SegmentedHost, device: torch.device, mapping: Mapping, *, compiled: bool) -> bool:
+    """Return whether the rows of a population run one after another, each by itself, and not all at once.
+
+    So run hosts with convolutions, and large ones (`APART`) unless passes may be compiled, on a CPU. The numbers of a row then
+    do not depend on how many rows there are, and the activations of one network stay in the cache. The rule must not ask for
+    the number of rows, because the two ways round differently.
+    """
+    if device.type != "cpu" or mapping == "vmap":
+        return False
+    if convolves(host):
+        return True
+    size = sum(parameter.numel() for parameter in host.parameters())
+    return not compiled and size >= max(APART.get(slot.kind, 2**20) for slot in host.slots)
 
 
 _WITH_HOST, _DOOMED, _INCUBATING, _IDLE = range(4)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 ALIGNED = 16
-"""Parameters of a module with convolutions start at multiples of this many numbers, which are 64 bytes. The rounding of a
+"""Parameters of a module that runs row by row start at multiples of this many numbers, which are 64 bytes. The rounding of a
 kernel may depend on the alignment of its operands, and a row must not depend on its index."""
 
 
@@ -57,11 +57,11 @@ class Columns:
     """
 
     def __init__(
-        self, module: nn.Module, capacity: int, moments: Sequence[str], device: torch.device | str, convolves: bool
+        self, module: nn.Module, capacity: int, moments: Sequence[str], device: torch.device | str, apart: bool
     ) -> None:
         """Make room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`."""
         named = sorted(module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
-        places, start, aligned = [], 0, ALIGNED if convolves else 1
+        places, start, aligned = [], 0, ALIGNED if apart else 1
         for name, parameter in named:
             owners = tuple(
                 (owner, own) for owner in module.modules() for own, p in owner._parameters.items() if p is parameter

@@ -69,7 +69,10 @@ class PositionNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
-        return F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.scale + self.shift
+        width = x.shape[-1:]
+        if self.scale.dim() == 3:  # torch's kernel scales and shifts, but knows no row axis
+            return F.layer_norm(x, width, self.scale.view(-1), self.shift.view(-1), self.eps)
+        return F.layer_norm(x, width, eps=self.eps) * self.scale + self.shift
 
 
 class CausalAttention(nn.Module):
@@ -119,6 +122,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     On a GPU the formula is written out, because the gradient of torch's fused kernels for float32 can differ from run
     to run.
     """
+    if q.device.type == "cpu" and q.dim() == 4:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if q.device.type == "cpu":
         q4, k4, v4 = (x.flatten(0, -3).unsqueeze(1) for x in (q, k, v))  # torch's fused kernel takes four axes
         fused: Tensor = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True)

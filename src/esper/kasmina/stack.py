@@ -57,20 +57,23 @@ class Stack(Columns):
         moments: Sequence[str] = (),
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
+        aligned: bool = False,
     ) -> None:
         """Make room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`.
 
-        Raises InputError if `mapping` is 'vmap' and the module has dropout.
+        `aligned` starts parameters, and the inputs of rows that run in a loop, at multiples of 64 bytes, as modules with
+        convolutions always do. Raises InputError if `mapping` is 'vmap' and the module has dropout.
         """
         self.template = copy.deepcopy(module).to(device=device, dtype=dtype)
         self.module = copy.deepcopy(self.template)  # calls bind the parameters of this copy to rows
         self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in self.module.modules())
-        self.convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in self.module.modules())
-        self.draws = self.random or bool(getattr(module, "draws", True))
+        self.convolves, self.aligned = convolves(self.module), aligned
+        # A module that runs stacked would draw once for all rows.
+        self.draws = self.random or bool(getattr(module, "draws", not getattr(module, "stacks", False)))
         self.mapping = mapping
         if mapping == "vmap" and self.random:
             raise InputError("mapping 'vmap' cannot draw dropout by key; set mapping to 'loop' or 'auto'")
-        super().__init__(self.module, capacity, moments, device, self.convolves)
+        super().__init__(self.module, capacity, moments, device, self.convolves or aligned)
         self._leaves: dict[tuple[str, int, int, bool], list[Tensor]] = {}
         self._replicas: dict[bool, list[nn.Module]] = {}
         self._parts: dict[str, _Part] = {}
@@ -252,6 +255,8 @@ class Stack(Columns):
         replicas = self._replica_rows(frozen)
         parts = [replicas[row].get_submodule(part) for row in chosen]
         values = unstacked(x)
+        if self.aligned:
+            values = [map_leaves(_on_line, value) for value in values]
         if frozen or not self.module.training:
             return stack_rows([run(module, v) for module, v in zip(parts, values, strict=True)])
         assert keys is not None or not self.random, "dropout in training mode needs keys"
@@ -306,6 +311,16 @@ def _owner(module: nn.Module, buffer: str) -> tuple[nn.Module, str]:
     """Return the submodule that has the buffer of a column, and the name of the buffer there."""
     path, _, own = buffer.removeprefix("buffer.").rpartition(".")
     return module.get_submodule(path), own
+
+
+def convolves(module: nn.Module) -> bool:
+    """Return whether a module has convolutions."""
+    return any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
+
+
+def _on_line(x: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it does not start at a multiple of 64 bytes."""
+    return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
 def _twice(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from esper.leyline.keys import Purpose, key
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.text import counted
 from esper.leyline.view import BlueprintInfo, Bools, Floats, Seeds, Space, choose, take
-from esper.tolaria.population import Asked, Figures, Indices, Keeper, TrainedFigures, row_environments, row_numbers
+from esper.tolaria.population import Asked, Figures, Indices, Keeper, TrainedFigures, row_environments
 from esper.tolaria.training import doses
 
 HOST_PARAMS = 1000
@@ -60,7 +60,7 @@ class FormulaPopulation:
         rows, slots = len(instance), len(process.slots)
         self.process, self.config = process, config
         self.device = torch.device("cpu")
-        self.environment = row_environments(config)
+        self.environment = row_environments(config, ghost=False)
         self.label = f"{counted(rows, 'row')} of {process.name}"
         self.host_params = np.full(rows, HOST_PARAMS)
         self.fresh = np.zeros(rows, np.int64)  # formulas have no examples
@@ -76,7 +76,7 @@ class FormulaPopulation:
             sensors=process.sensors,
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
-            number=row_numbers(config),
+            number=config.first_instance + self.environment,
             instance=instance,
             floor=np.full(rows, np.nan),
             ceiling=np.full(rows, np.nan),

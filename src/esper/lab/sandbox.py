@@ -36,7 +36,7 @@ class Sandbox(Engine[FormulaPopulation]):
         config = build_config(usual, process.settings, *layers)
         instance = config.first_instance + np.arange(config.envs)
         self.process = process
-        super().__init__(FormulaPopulation(process, config, instance[row_environments(config)]), config)
+        super().__init__(FormulaPopulation(process, config, instance[row_environments(config, ghost=False)]), config)
 
 
 def play(sandbox: Sandbox, client: PolicyClient) -> Floats:

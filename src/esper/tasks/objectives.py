@@ -6,9 +6,13 @@ Loss and score of a row are computed from that row alone, by operations whose or
 import math
 from dataclasses import dataclass, field
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from esper.leyline.task import Objective
+
+MANY = 64
+"""Classes from which on `F.cross_entropy` is faster on a CPU than the formula written out: 1.7 times at 64 and at 256."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,16 @@ class Classification(Objective):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, ..., C), target (E, B, ...) int64 -> (E, B) [nats].
 
-        The result equals that of `F.cross_entropy` up to rounding. For few classes on a CPU, `F.cross_entropy` takes four
-        times as long, which was a fifth of a training step.
+        `F.cross_entropy` computes it for `MANY` classes and more. For few classes on a CPU it takes twice as long as the formula
+        that is written out here, and was a fifth of a training step.
         """
         return by_example(self.losses(output, target))
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of each position: output (E, B, ..., C), target (E, B, ...) int64 -> (E, B, ...) [nats]."""
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
+        if self.outputs >= MANY:
+            return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none").view(target.shape)
         z = output - output.detach().amax(-1, keepdim=True)
         return z.exp().sum(-1).log() - z.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 

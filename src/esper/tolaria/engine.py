@@ -49,7 +49,7 @@ from esper.tolaria.governor import Governor, Verdicts, preflight
 from esper.tolaria.journal import Changes, Trace
 from esper.tolaria.measuring import Measured, measure, unmeasured, without
 from esper.tolaria.play import Observer, play
-from esper.tolaria.population import Indices, Population, row_environments
+from esper.tolaria.population import Indices, Population
 from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
 from esper.tolaria.stacked import StackedPopulation
 from esper.tolaria.state import Opened, ParallelEnvState
@@ -459,7 +459,7 @@ class VectorizedEngine(Engine[StackedPopulation]):
         task, config = task.sealed(), with_steps(config, task)
         check_memory(task, config, available_memory(resolve_device(config.device)))  # before any row is allocated
         keys = instance_keys(task, config) if instance is None else np.asarray(instance, np.int64)
-        super().__init__(StackedPopulation(task, config, keys[row_environments(config)]), config)
+        super().__init__(StackedPopulation(task, config, keys), config)
 
     def trial(self, proposed: Proposed) -> Floats:
         """Try candidates in copies of the environments, which then end; the environments themselves do not change.

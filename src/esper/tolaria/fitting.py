@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
-from esper.kasmina.body import Body
+from esper.kasmina.body import Body, runs_by_row
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.batches import shape_leaves
 from esper.leyline.config import Config
@@ -15,6 +15,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.runtime import resolve_device
 
 
 def check_memory(task: AnyTask, config: Config, available: int) -> None:
@@ -23,7 +24,8 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
     The estimate is a lower bound: value, gradient and moments of every host's parameters, the snapshots of the governor
     and of early stopping, and one batch of inputs.
     """
-    rows, moments = max(config.envs * (1 + config.twin), 2), len(StackedOptimizer(config.optimizer).rule.moments)
+    rows = config.envs * (1 + config.twin) + needs_ghost(task, config)
+    moments = len(StackedOptimizer(config.optimizer).rule.moments)
     with drawn_with(0):
         host = sum(parameter.nbytes for parameter in task.largest().parameters())
     numbers = sum(math.prod(shape) for shape in shape_leaves(task.inputs))
@@ -36,6 +38,22 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
             f"envs is {config.envs:,}, whose {counted(rows, 'network')} take at least {needed / 2**30:,.1f} GiB, but "
             f"{available / 2**30:,.1f} GiB of memory are available; lower envs"
         )
+
+
+def needs_ghost(task: AnyTask, config: Config) -> bool:
+    """Return whether a row alone must run beside a copy of itself to have the bits that it has in a larger population.
+
+    A product of one row can be rounded differently from one of several rows. Where each row runs by itself, on a CPU, there is
+    no product of several rows.
+    """
+    if config.envs * (1 + config.twin) > 1:
+        return False
+    device = resolve_device(config.device)
+    with drawn_with(0):
+        host = task.largest()
+    assert isinstance(host, SegmentedHost)
+    loop = device.type == "cpu" and config.mapping == "loop"
+    return not loop and not runs_by_row(host, device, config.mapping, compiled=config.compile != "off")
 
 
 def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:

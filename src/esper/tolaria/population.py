@@ -162,16 +162,10 @@ class Population(Protocol):
         """Restore what `snapshot` returned. Raises ValueError if it came from another population."""
 
 
-def row_environments(config: Config) -> Indices:
-    """Return (R,) the environment of each row: the environments, then their twins; then a ghost if there is one row alone.
+def row_environments(config: Config, *, ghost: bool) -> Indices:
+    """Return (R,) the environment of each row: the environments, then their twins; then a ghost, if there is one.
 
-    The results of the ghost are ignored. It is there because a matrix product of one row is rounded differently from
-    one of several rows.
+    ghost: whether a row alone runs beside a copy of itself, whose results are ignored (`fitting.needs_ghost`).
     """
     rows = config.envs * (2 if config.twin else 1)
-    return np.arange(rows) % config.envs if rows > 1 else np.zeros(2, np.int64)
-
-
-def row_numbers(config: Config) -> Indices:
-    """Return (R,) the number of each row's environment among all that are grown; a population may hold only some of them."""
-    return config.first_instance + row_environments(config)
+    return np.arange(rows if rows > 1 or not ghost else 2) % config.envs

@@ -5,13 +5,14 @@ changed slot. The pass goes over rows one by one if the population runs them so,
 these are images.
 """
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
 from esper.kasmina.layout import BEFORE, HERE, INNER, INPUT
@@ -51,7 +52,7 @@ def probe(
     loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
     widths = torch.from_numpy(body.table.taps[..., HERE]).to(loss, non_blocking=True).unbind(1)
     ratios = [
-        participation_ratio(here, width, for_positions(examples.real, here))
+        beside_itself(participation_ratio, here, width, for_positions(examples.real, here))
         for here, width in zip(streams, widths, strict=len(streams) > 0)
     ]
     participation = torch.stack(ratios, 1) if ratios else loss.new_zeros(len(loss), 0)
@@ -190,7 +191,18 @@ def sense(
     other = samples(body, routes, held, objective, families) if "explained" in families else []
     true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype, non_blocking=True)
     widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
-    return growth_sensors(measured, other, widths, taught, families)
+    found: Tensor = beside_itself(growth_sensors, measured, other, widths, taught, families)
+    return found
+
+
+def beside_itself(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Return function(*arguments), (n, ...), of trees of tensors (n, ...). A row alone is computed beside a copy of itself.
+
+    The products of these functions are batched, and one of a single row may be rounded differently from one of several.
+    """
+    if len(next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))) > 1:
+        return function(*arguments)
+    return function(*pytree.tree_map_only(Tensor, lambda t: torch.cat([t, t]), arguments))[:1]
 
 
 def samples(

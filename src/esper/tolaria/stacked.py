@@ -30,7 +30,7 @@ from esper.tolaria.choosing import choose_rows
 from esper.tolaria.coalitions import coalitions
 from esper.tolaria.compiling import Passes
 from esper.tolaria.data import Examples
-from esper.tolaria.fitting import menu_of, selected
+from esper.tolaria.fitting import menu_of, needs_ghost, selected
 from esper.tolaria.gradients import total_of
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.pieces import check_divisible
@@ -41,7 +41,6 @@ from esper.tolaria.population import (
     ParameterNorms,
     TrainedFigures,
     row_environments,
-    row_numbers,
 )
 from esper.tolaria.precision import check_modules, resolve_amp
 from esper.tolaria.probe import Probed, probe, sense
@@ -68,7 +67,7 @@ class StackedPopulation:
     """
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
-        """`instance` (R,) names the instance of each row.
+        """`instance` (E,) names the instance of each environment.
 
         Raises InputError if the task, the config and the device do not fit together.
         """
@@ -76,12 +75,13 @@ class StackedPopulation:
         self.device = resolve_device(config.device)
         if config.deterministic:
             use_deterministic_kernels(self.device)
+        self.environment = row_environments(config, ghost=needs_ghost(task, config))
+        instance = instance[self.environment]
         rows = len(instance)
         seen = config.envs * (2 if config.twin else 1)
         self.label = f"{counted(seen, 'network')} at data.batch_size {config.data.batch_size}"
         self.optimizer = StackedOptimizer(config.optimizer)
         self.objective = task.objective
-        self.environment = row_environments(config)
         self._episode = -1
         self._trained: Trained | None = None  # of the last step
         self._taught: Sequence[Taught] | None = None  # of the present instances
@@ -103,6 +103,7 @@ class StackedPopulation:
             moments=self.optimizer.rule.moments,
             device=self.device,
             recomputed=config.activation_checkpointing,
+            compiled=config.compile != "off",
         )
         products = resolve_amp(config.amp, self.device, body.dtype)
         check_modules(products, self.device, [body.host.template, *body.layout.forms.values()])
@@ -111,7 +112,7 @@ class StackedPopulation:
         self.skipped = np.zeros(rows, np.int64)
         self.passes = Passes(body, total_of(body, lambda: self.objective, config, products), config, products)
         self.host_params = body.table.host_params
-        self.space = _space(body, menu, config, instance, self.data.bounds)
+        self.space = _space(body, menu, config, self.environment, instance, self.data.bounds)
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""
@@ -316,8 +317,10 @@ class StackedPopulation:
         )
 
 
-def _space(body: Body, menu: Sequence[Blueprint], config: Config, instance: Indices, bounds: Floats) -> Space:
-    """What can be decided in each row; bounds (R, 2) are the floor and the ceiling of the metric."""
+def _space(
+    body: Body, menu: Sequence[Blueprint], config: Config, environment: Indices, instance: Indices, bounds: Floats
+) -> Space:
+    """What can be decided in each row, of an environment (R,); bounds (R, 2) are the floor and the ceiling of the metric."""
     return Space(
         slots=tuple(slot.name for slot in body.slots),
         blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
@@ -329,7 +332,7 @@ def _space(body: Body, menu: Sequence[Blueprint], config: Config, instance: Indi
         sensors=tuple(sensor.name for sensor in SENSORS),
         max_seeds=config.lifecycle.max_seeds,
         seed=config.seed,
-        number=row_numbers(config),
+        number=config.first_instance + environment,
         instance=instance,
         floor=bounds[:, 0],
         ceiling=bounds[:, 1],
