@@ -2,7 +2,7 @@
 
     python scripts/benchmark_memory.py [--layers 8] [--width 128] [--batch 16] [--turns 3]
 
-The host is a transformer on the bytes of the standard library, one environment and its ghost. Every way runs in a process of its
+The host is a transformer on the bytes of the standard library, in one environment. Every way runs in a process of its
 own. Memory is the largest resident set within the second training step of one batch, less that in front of it, as Linux reports
 it (VmHWM, reset by /proc/self/clear_refs); meanwhile the C library returns every freed block at once, so that the figure is what
 is in use. Time is the median of processor seconds of further steps, for which the C library keeps freed blocks.
@@ -62,7 +62,7 @@ def measure(asked: argparse.Namespace, settings: dict[str, object]) -> tuple[int
     config = build_config(population, data, settings)
     engine = VectorizedEngine(replace(task, host=host, probe=Split(task.probe.x[:4], task.probe.y[:4])), config)
     engine.reset()
-    seeds = engine.state.seeds  # of the ghost too
+    seeds = engine.state.seeds
     malloc = ctypes.CDLL(None)
     malloc.mallopt(MMAP_THRESHOLD, 2**16)
     engine.population.train(seeds)  # loads code, and makes what is made once

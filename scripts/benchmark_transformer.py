@@ -99,7 +99,7 @@ class Loop:
     """The bare loop over networks that begin as the hosts of an engine."""
 
     def __init__(self, engine: VectorizedEngine, task: Task, shape: Transformer, precision: str, batches: int) -> None:
-        self.envs, self.batches = engine.rows, batches  # without the ghost that runs beside a row alone
+        self.envs, self.batches = engine.rows, batches
         body = engine.population.body
         self.networks = [Bare(shape, body.host.read(env, task.host())) for env in range(self.envs)]
         self.optimizers = [

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from esper.kasmina.body import APART
 from esper.leyline.actions import Actions
 from esper.leyline.errors import InputError
 from esper.leyline.stages import ADDED, IN_BUDGET, Stage, among
+from esper.leyline.streams import Kind
 from esper.leyline.task import Lengths
 from esper.leyline.view import take
 from esper.tamiyo.baselines import RandomValid
@@ -134,3 +136,9 @@ def test_a_split_that_is_longer_than_the_room_is_refused():
     probe = sample(SHORT[2]).probe
     with pytest.raises(InputError, match="a split has 121 examples, more than the 120 that every row"):
         stack_splits([probe], np.zeros(2, np.int64), (64,), torch.device("cpu"), length=120)
+
+
+def test_an_instance_that_runs_by_itself_is_bitwise_the_same_at_another_index(monkeypatch):
+    monkeypatch.setitem(APART, Kind.VECTOR, 1)
+    alone, among_others = grown((SHORT[2],)), grown((SHORT[0], SHORT[2]))
+    assert_bitwise(alone[0][SHORT[2]], among_others[0][SHORT[2]])

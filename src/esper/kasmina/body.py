@@ -28,8 +28,8 @@ from esper.leyline.streams import Kind
 from esper.leyline.view import Bools, Seeds
 
 APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
-"""Parameters of a host, by the kind of its streams, from which on a CPU is no slower at one row after another than at all at once:
-`scripts/benchmark_rows.py` compares them. Hosts with convolutions run so at any size."""
+"""Parameters of a host, by the kind of its streams, from which on a CPU runs the rows one after another. It then takes about as
+long for several rows as at all at once, and half as long for one (`scripts/benchmark_rows.py`)."""
 
 PLANS = 256
 """Number of plans for which a body keeps what it prepared."""

@@ -1,0 +1,115 @@
+"""Networks that run one after another: a row alone has no ghost, and the bits that it has in any population."""
+
+import numpy as np
+import pytest
+import torch
+
+from esper.kasmina.body import APART, runs_by_row
+from esper.leyline.actions import Op
+from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.streams import Kind
+from esper.tasks.custom import task_from
+from esper.tasks.hosts import ResidualMLP, Transformer
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.fitting import needs_ghost
+from pictures import pictures
+from populations import GROW, Script, blobs, small_config
+
+LIFE = {  # environment 0: a seed that is kept, and one that is pruned slowly, planted while the first is blended in
+    (0, 0): (Op.GERMINATE, 0, 1, 0, 2, 3),
+    (2, 0): (Op.ADVANCE, 0),
+    (3, 0): (Op.GERMINATE, 1, 2, 2, 1, 3),
+    (5, 0): (Op.FOSSILIZE, 0),
+    (6, 0): (Op.ADVANCE, 1),
+    (7, 0): (Op.PRUNE, 1, 0, 0, 2, 0),
+}
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Networks of any size run one after another."""
+    for kind in APART:
+        monkeypatch.setitem(APART, kind, 1)
+
+
+def text():
+    """Periodic tokens, and a transformer with two slots whose parameters do not fill lines of 64 bytes."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.cumsum(torch.randint(1, 4, (160, 1), generator=generator).expand(-1, 8), 1) % 70
+    host = Transformer(vocabulary=70, width=10, layers=2, heads=2, length=7)
+    return task_from(
+        "tokens", x[:, :7], x[:, 1:], host=host, classes=70, menu=("bypass-mlp", "attention", "causal-conv")
+    )
+
+
+def episode(task, envs, **top):
+    """All that environment 0 goes through, in a population where others grow too."""
+    engine = VectorizedEngine(task, small_config({"probe": {"sensors_every": 3}}, envs=envs, steps=9, **top))
+    script, seen = Script({at: decision for at, decision in {**GROW, **LIFE}.items() if at[1] < envs}), []
+    view = engine.reset()
+    while view.step < 9:
+        view, _ = engine.step(script.act(view))
+        host, measured = engine.population.body.host, view.measurements
+        seen += [column[0].clone().numpy() for name, column in host.columns.items() if name != "gradient"]
+        seen += [np.asarray(field[0]) for field in (*measured.contribution, *measured.gain)]
+        seen += [np.asarray(field[0]) for field in measured if isinstance(field, np.ndarray)]
+        for slot in np.flatnonzero(among(view.seeds.stage[0], IN_BUDGET)).tolist():
+            module = engine.population.body.seed_module(view.seeds, 0, slot)
+            seen += [parameter.detach().numpy().copy() for parameter in module.parameters()]
+    assert [stage for stage in view.seeds.stage[0] if stage != Stage.DORMANT], "a seed was kept"
+    seen += [figures[:1] for figures in engine.evaluate(engine.population.data.validation_splits())]
+    return engine, seen
+
+
+def assert_bitwise(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+
+
+TASKS = pytest.mark.parametrize("make", [blobs, text, pictures], ids=["vectors", "tokens", "images"])
+
+
+@TASKS
+@pytest.mark.parametrize("top", [{}, {"lifecycle": {"incubation": "ste"}, "amp": "fp16"}], ids=["shadow", "ste-fp16"])
+def test_a_network_alone_has_no_ghost_and_the_bits_that_it_has_among_others(apart, make, top):
+    engine, alone = episode(make(), 1, **top)
+    assert len(engine.population.environment) == 1
+    assert engine.population.body.by_row
+    for envs in (2, 5):
+        assert_bitwise(alone, episode(make(), envs, **top)[1])
+    assert_bitwise(alone, episode(make(), 1, twin=True, **top)[1])
+
+
+@pytest.mark.parametrize("make", [blobs, text], ids=["vectors", "tokens"])
+def test_with_mapping_loop_a_small_network_has_no_ghost_either(make):
+    engine, alone = episode(make(), 1, mapping="loop")
+    assert len(engine.population.environment) == 1
+    assert_bitwise(alone, episode(make(), 3, mapping="loop")[1])
+
+
+@pytest.mark.parametrize(
+    ("top", "ghost"),
+    [
+        ({}, True),
+        ({"mapping": "loop"}, False),
+        ({"twin": True}, False),
+        ({"envs": 2}, False),
+    ],
+)
+def test_a_ghost_runs_beside_a_small_network_that_is_alone_and_does_not_run_in_a_loop(top, ghost):
+    assert needs_ghost(blobs(), small_config(**{"envs": 1, **top})) == ghost
+
+
+@pytest.mark.parametrize(("top", "ghost"), [({}, False), ({"mapping": "vmap"}, True), ({"compile": "on"}, True)])
+def test_a_large_network_needs_a_ghost_where_it_is_mapped_or_compiled(apart, top, ghost):
+    assert needs_ghost(text(), small_config(envs=1, **top)) == ghost
+
+
+def test_the_kind_of_its_streams_and_its_parameters_say_whether_a_network_is_large():
+    small, large = (Transformer(vocabulary=64, width=width, layers=2, heads=2, length=8) for width in (64, 128))
+    assert not runs_by_row(small(), torch.device("cpu"), "auto", compiled=False)
+    assert runs_by_row(large(), torch.device("cpu"), "auto", compiled=False)
+    wide = ResidualMLP(64, 256, (256, 256), 10)
+    assert sum(p.numel() for p in wide().parameters()) > APART[Kind.SEQUENCE]
+    assert not runs_by_row(wide(), torch.device("cpu"), "auto", compiled=False)
