@@ -1,7 +1,7 @@
 """Training steps of networks of growing size, all rows at once beside one row after another, in one process.
 
-Both ways take turns, and a turn is one call of the engine's training pass; the ratio is the median over turns, of seconds that the
-process itself ran. `esper.kasmina.body.APART` has the sizes from which on a population runs one row after another.
+Both ways take turns, and a turn is one call of the engine's training pass. The ratio is the median over turns, of the seconds
+that the process itself ran. `esper.kasmina.body.APART` has the sizes from which on a population runs one row after another.
 
     python scripts/benchmark_rows.py [--turns 9] [--envs 1 4 16]
 """
