@@ -7,7 +7,15 @@ import yaml
 from rich.console import Console
 
 import esper
-from esper.karn.evaluation import compared, draw_evaluation, plain, print_evaluation, search_lines, spread
+from esper.karn.evaluation import (
+    compared,
+    draw_evaluation,
+    interval_lines,
+    plain,
+    print_evaluation,
+    search_lines,
+    spread,
+)
 from esper.leyline.errors import InputError
 from pages import EVIL, Page
 
@@ -128,6 +136,14 @@ def test_intervals_over_few_runs_are_called_too_narrow(over, said):
     assert said in text
     assert "[low, high]: 95% interval" in text
     assert "too narrow" not in printed(record(RULES, problems=10, runs_of_each=1))
+
+
+def test_every_task_with_few_problems_is_named():
+    found = record(RULES, problems=2, runs_of_each=1)
+    found["tasks"] = [{**found["tasks"][0], "task": name, "problems": n} for name, n in (("a", 2), ("b", 9), ("c", 10))]
+    legend, *few = interval_lines(found)
+    assert legend.startswith("[low, high]: 95% interval")
+    assert [line.partition(":")[0] for line in few] == ["a", "b"]
 
 
 def test_a_single_run_has_no_interval_and_no_legend_of_one():

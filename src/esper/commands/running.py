@@ -36,7 +36,7 @@ def grow(
         str | None,
         typer.Option(
             help="The name of a controller (`esper controller`), a schedule file, a file of trees, or the run folder of a "
-            "trained controller; by default shipped where its card says that it beats the rule, else heuristic."
+            "trained controller; by default the one that `esper controller shipped` names for such hosts."
         ),
     ] = None,
     envs: Envs = None,

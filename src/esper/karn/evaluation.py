@@ -58,24 +58,24 @@ FEW_TRAININGS = 5
 def interval_lines(record: Record) -> list[str]:
     """How the intervals were computed, and whether they can be trusted."""
     tasks = record["tasks"]
-    units = {task["task"]: task["problems"] if task["problems"] > 1 else task["runs_of_each"] for task in tasks}
-    least = min(units, key=lambda name: units[name])
-    lines = []
-    if max(units.values()) > 1:
-        lines.append(
-            f"[low, high]: {record['confidence']:.0%} interval, by a stratified bootstrap of {record['draws']:,} draws"
-        )
-    if units[least] == 1:
-        lines.append(
-            f"{least}: one run of each controller gives no interval; --instances 200 (instances=200) gives one"
-        )
-    elif units[least] < FEW_UNITS:
-        noun = "problems" if any(task["task"] == least and task["problems"] > 1 for task in tasks) else "runs"
-        lines.append(
-            f"{least}: the intervals are too narrow, because they are drawn from {units[least]} {noun} alone and say little "
-            "about others; --instances 200 (instances=200) gives intervals that can be trusted"
-        )
-    return lines
+    lines, few = [], []
+    for task in tasks:
+        several = task["problems"] > 1
+        units, noun = (task["problems"], "problems") if several else (task["runs_of_each"], "runs")
+        if units > 1:
+            lines = [
+                f"[low, high]: {record['confidence']:.0%} interval, by a stratified bootstrap of {record['draws']:,} draws"
+            ]
+        if units == 1:
+            few.append(
+                f"{task['task']}: one run of each controller gives no interval; --instances 200 (instances=200) gives one"
+            )
+        elif units < FEW_UNITS:
+            few.append(
+                f"{task['task']}: the intervals are too narrow, because they are drawn from {units} {noun} alone and say little "
+                "about others; --instances 200 (instances=200) gives intervals that can be trusted"
+            )
+    return [*lines, *few]
 
 
 def objectives_table(estimates: Record) -> Table:
