@@ -1,6 +1,6 @@
 """Run segments one after the other, with a visit at each site between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
@@ -33,6 +33,24 @@ class Chain:
             if site is not None:
                 flow = visit(site, Taps(flow, before, batch))
         return flow
+
+    def merged(self, acting: Collection[int]) -> "Chain":
+        """Return the chain that visits only the `acting` sites, and runs all segments between what they read and change as one.
+
+        The path of segments i to j is "segments.i:j"; both are counted.
+        """
+        found, first = Chain(0, ()), 0
+        paths: list[str] = []
+        for segment in range(len(self.paths)):
+            acts = self._site_after.get(segment) in acting
+            next_acts = self._site_after.get(segment + 1) in acting
+            if acts or next_acts or segment == len(self.paths) - 1:
+                if acts:
+                    found._site_after[len(paths)] = self._site_after[segment]
+                paths.append(self.paths[segment] if first == segment else f"segments.{first}:{segment}")
+                first = segment + 1
+        found.paths = tuple(paths)
+        return found
 
 
 def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[str, Batch], Batch]:

@@ -92,7 +92,7 @@ class Columns:
     @property
     def capacity(self) -> int:
         """Number of rows that fit."""
-        return len(self.columns["value"])
+        return self.columns["value"].shape[0]
 
     @torch.no_grad()
     def write(self, row: int, module: nn.Module) -> None:

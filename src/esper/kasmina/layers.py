@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.kasmina.fused import Map, mapped
+
 # torch's fused attention has no rule for vmap; it runs row by row with a warning that a user can do nothing about.
 warnings.filterwarnings("ignore", message=".*batching rule for aten::_scaled_dot_product_flash_attention_for_cpu")
 
@@ -15,17 +17,13 @@ class Linear(nn.Linear):
     """nn.Linear over (B, ..., D); with stacked parameters (E, O, D), (E, O) over (E, B, ..., D)."""
 
     stacks = True
+    fused = Map  # `esper.kasmina.fused`
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., D) -> (B, ..., O), or (E, B, ..., D) -> (E, B, ..., O)."""
         if self.weight.dim() == 2:
             return F.linear(x, self.weight, self.bias)
-        if x.dim() > 3:  # one matrix product treats the positions of all examples as rows
-            y: Tensor = self(x.flatten(1, -2)).unflatten(1, x.shape[1:-1])
-            return y
-        if self.bias is None:
-            return torch.bmm(x, self.weight.mT)
-        return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
+        return mapped(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blending import Straight
+from esper.kasmina.chain import Chain
 from esper.kasmina.layout import BEFORE, INPUT
 from esper.kasmina.memory import append_rows, channels_last, energy, in_layout_of, select_rows
 from esper.kasmina.plan import CallDoses, CallPlan, Doses, Indices, Plan, Route, Run
@@ -85,6 +86,7 @@ class Step:
     def __init__(self, body: "Body", plan: Plan) -> None:
         self.body, self.plan = body, plan
         self.segment_of = {path: index for index, path in enumerate(body.layout.chain.paths)}
+        self.merged = self._merged()
 
     def __call__(self, x: Batch, doses: Doses, kept: Kept, keys: Indices | None) -> Pass:
         """Run the plan over a batch of its part, leaves x (n, B, ...); the arguments are those of `Body.run`."""
@@ -94,9 +96,23 @@ class Step:
             # A host that runs in a loop saves one call per segment here; the kernels are the same.
             return body.masked(Pass(body.host(x, slice(*plan.part)), None, (), None), Route(plan, doses))
         running = _Running(self, doses, kept, keys)
-        flow = body.layout.chain.run(running.call, _Flow(x, None), running.visit)
+        chain = body.layout.chain if kept != "none" or self.merged is None else self.merged
+        flow = chain.run(running.call, _Flow(x, None), running.visit)
         result = Pass(flow.base, flow.extra, tuple(running.streams), running.proximal)
         return body.masked(result, Route(plan, doses))
+
+    def _merged(self) -> Chain | None:
+        """Return the chain in which segments between which nothing happens are one, or None if it saves no call.
+
+        Fused layers save time with every call; of other segments, nothing is gained.
+        """
+        body, plan = self.body, self.plan
+        if plan.joins or body.recomputed is not None:
+            return None
+        chain = body.layout.chain.merged([slot for slot, calls in enumerate(plan.base) if calls])
+        parts = [body.host.part(path) for path in chain.paths]
+        fused = all(part.way == "direct" and part.layers is not None for part in parts)
+        return chain if fused and len(parts) < len(self.segment_of) else None
 
 
 class _Running:
@@ -115,7 +131,10 @@ class _Running:
 
     def call(self, path: str, flow: _Flow) -> _Flow:
         """Run a segment of the hosts."""
-        host, segment = self.body.host, self.step.segment_of[path]
+        host, segment = (
+            self.body.host,
+            self.step.segment_of.get(path, 0),
+        )  # merged segments draw nothing and have no branches
         base = self.run(host, flow.base, self.part, part=path, frozen=self.frozen, keys=_of(self.keys, segment))
         extra = flow.extra
         if extra is not None:

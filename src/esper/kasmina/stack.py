@@ -13,6 +13,7 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.columns import Columns, Place
+from esper.kasmina.fused import Layers, layers_of, mark
 from esper.kasmina.memory import stack_rows
 from esper.leyline.batches import Batch, arguments, first, map_leaves, picked, run, unstacked
 from esper.leyline.errors import InputError, is_out_of_memory
@@ -37,6 +38,7 @@ class _Part(NamedTuple):
     names: tuple[tuple[str, ...], ...]  # for each place, its names inside the part; several if the parameter is shared
     buffers: tuple[tuple[str, nn.Module, str], ...]  # the column of each buffer, its owner, and its name there
     way: Way
+    layers: Layers | None  # what a part that is called directly does, if it is layers that follow each other
 
 
 class Stack(Columns):
@@ -77,27 +79,37 @@ class Stack(Columns):
         self._leaves: dict[tuple[str, int, int, bool], list[Tensor]] = {}
         self._replicas: dict[bool, list[nn.Module]] = {}
         self._parts: dict[str, _Part] = {}
+        inside = list(self.module.modules())
+        # Setting the mode of each module takes a fifth of the time of nn.Module.train; a module may have its own.
+        self._plain = inside if all(type(each).train is nn.Module.train for each in inside) else []
+        self._bound = False  # whether `bind` has given it other columns
 
     def part(self, path: str) -> _Part:
-        """Return a submodule by its dotted path ('' is the whole module), looked up once."""
+        """Return a submodule by its dotted path, looked up once.
+
+        '' is the whole module, and "segments.i:j" are the segments i to j, one after another.
+        """
         found = self._parts.get(path)
         if found is None:
             prefix = f"{path}." if path else ""
-            module = self.module.get_submodule(path)
+            module = _submodule(self.module, path)
             inside = {part: f"{name}." if name else "" for name, part in module.named_modules()}
             # Parameters are found by owner, because one that several segments share has only the name in the first.
             owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
             owned = [(place, owners) for place, owners in owned if owners]
+            names = tuple(tuple(inside[owner] + name for owner, name in owners) for _, owners in owned)
+            buffers = [(name, *_owner(self.module, name)) for name in self.buffers]
+            buffers = [(name, owner, own) for name, owner, own in buffers if owner in inside]
+            inner = tuple((inside[owner] + own,) for _, owner, own in buffers)
             found = self._parts[path] = _Part(
                 prefix,
                 module,
                 tuple(place for place, _ in owned),
                 tuple(owners for _, owners in owned),
-                tuple(tuple(inside[owner] + name for owner, name in owners) for _, owners in owned),
-                tuple(
-                    (name, *_owner(self.module, name)) for name in self.buffers if name.startswith(f"buffer.{prefix}")
-                ),
+                names,
+                tuple(buffers),
                 self._way(module),
+                layers_of(module, names + inner),
             )
         return found
 
@@ -130,10 +142,13 @@ class Stack(Columns):
         tensors = self._parameters(what, rows, frozen)
         at = rows if isinstance(rows, slice) else self._index(rows)
         kept = {name: self.columns[name][at] for name, _, _ in what.buffers}
-        buffers, single = kept, len(first(x)) == 1
+        buffers, single = kept, first(x).shape[0] == 1
         # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
         # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
-        x = map_leaves(_twice if single else _node, x)
+        # Fused layers are one node anyway.
+        layers = what.layers if isinstance(x, Tensor) and what.way == "direct" else None
+        if single or layers is None or self._bound:
+            x = map_leaves(_twice if single else _node, x)
         if single:
             tensors = [torch.cat([t, t]) for t in tensors]
             buffers = {name: torch.cat([b, b]) for name, b in kept.items()}
@@ -143,8 +158,13 @@ class Stack(Columns):
             examples = first(x).shape[1]
             if examples % 4:
                 x = map_leaves(_with_repeats, x)
-            self._bind(what, tensors, buffers)
-            y = run(what.module, x)[:, :examples] if examples % 4 else run(what.module, x)
+            if layers is not None and isinstance(x, Tensor):
+                y = layers(x, [*tensors, *buffers.values()], not self._bound)
+            else:
+                self._bind(what, tensors, buffers)
+                y = run(what.module, x)
+            if examples % 4:
+                y = y[:, :examples]
         else:
             start = len(what.prefix) + len("buffer.")
             inner = {name: t for names, t in zip(what.names, tensors, strict=True) for name in names}
@@ -165,7 +185,10 @@ class Stack(Columns):
 
     def train(self, mode: bool) -> None:
         """Set the module to training or evaluation mode, as nn.Module.train; frozen calls always run in evaluation mode."""
-        self.module.train(mode)
+        for each in self._plain:
+            each.training = mode
+        if not self._plain:
+            self.module.train(mode)
         for replica in self._replicas.get(False, []):
             replica.train(mode)
 
@@ -191,15 +214,17 @@ class Stack(Columns):
     def bind(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
         """Let calls read and write other columns of the same shapes; return what `unbind` takes to undo it.
 
-        Without a column `gradient`, the leaves have no .grad.
+        Without a column `gradient`, the leaves have no .grad. Until then, autograd differentiates every operation, so that
+        a graph can be traced.
         """
         own = self.columns, self._leaves, self._replicas
-        self.columns, self._leaves, self._replicas = columns, {}, {}
+        self.columns, self._leaves, self._replicas, self._bound = columns, {}, {}, True
         return own
 
     def unbind(self, own: tuple[Any, ...]) -> None:
         """Undo `bind`."""
         self.columns, self._leaves, self._replicas = own
+        self._bound = False
 
     @property
     def leaves(self) -> list[tuple[Tensor, slice, Place]]:
@@ -235,6 +260,8 @@ class Stack(Columns):
                     leaf.requires_grad_()
                     if gradient is not None:
                         leaf.grad = place.of(gradient[start:stop]).detach()
+                        if not self._bound:
+                            mark(leaf)
                 found.append(leaf)
             self._leaves[key] = found
         return found
@@ -305,6 +332,15 @@ class Stack(Columns):
         """Return the owners of every place, in a copy of the module."""
         path = {module: name for name, module in self.module.named_modules()}
         return [[(replica.get_submodule(path[owner]), name) for owner, name in place.owners] for place in self.places]
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    """Return the submodule of a path, as `Stack.part` takes it."""
+    if ":" not in path:
+        return module.get_submodule(path)
+    parent, _, run = path.rpartition(".")
+    first, last = map(int, run.split(":"))
+    return nn.Sequential(*list(module.get_submodule(parent).children())[first : last + 1])
 
 
 def _owner(module: nn.Module, buffer: str) -> tuple[nn.Module, str]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina import fused
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.layers import Residual
 from esper.leyline.errors import InputError
@@ -118,6 +119,7 @@ class Floor(nn.Module):
     """
 
     stacks = True
+    fused = fused.Floor
     floor: Tensor  # (1, 1); stacked (E, 1, 1)
 
     def __init__(self, linear: bool) -> None:

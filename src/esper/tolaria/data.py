@@ -162,18 +162,20 @@ class SharedBatchIterator:
         self._set, self._sets = row, len(splits)
         self._offset = None
         if len(splits) > 1:
-            self._offset = torch.from_numpy(row * longest).to(device)[:, None]
+            self._offset = torch.from_numpy(row * longest).to(device)[:, None, None]
         self._instance, self._seed, self._episode = instance, seed, 0
         # The order of a source is on the CPU, where the examples of a batch are read.
         place = device if source is None else torch.device("cpu")
-        longest_period = int(self._batches.max()) * batch_size
-        self._order = torch.zeros(len(row), longest_period, dtype=torch.int64, device=place)
+        # The batches of a period, row by row: indices of examples among those of all rows.
+        self._order = torch.zeros(len(row), int(self._batches.max()), batch_size, dtype=torch.int64, device=place)
+        self._first = np.arange(len(row)) * self._order.shape[1]  # (E,) the index of the first batch of each row
         self._period = np.full(len(row), -1)
+        self._known = range(0)  # the batches of which every row has its order
 
     def reset(self, episode: int) -> None:
         """Start the order of an episode."""
         self._episode, self.batch = episode, 0
-        self._period[:] = -1
+        self._period[:], self._known = -1, range(0)
 
     def __next__(self) -> tuple[Batch, Tensor]:
         """Return the next batch of every row: leaves x (E, B, ...), y (E, B, ...)."""
@@ -183,23 +185,20 @@ class SharedBatchIterator:
     def advance(self) -> None:
         """Go on to the next batch, which `of` then returns."""
         period, position = np.divmod(self.batch, self._batches)
-        stale = np.flatnonzero(period != self._period)
-        if len(stale):
+        if self.batch not in self._known:
+            stale = np.flatnonzero(period != self._period)
             self._shuffle(stale, period[stale])
-        size = self.batch_size
+            self._known = range(self.batch, int(((period + 1) * self._batches).min()))
         if (position == position[0]).all():
-            index = self._order[:, position[0] * size : (position[0] + 1) * size]
+            self._index = self._order[:, position[0]]
         else:
-            place = torch.from_numpy(position[:, None] * size + np.arange(size)).to(
-                self._order.device, non_blocking=True
-            )
-            index = self._order.gather(1, place)
-        self._index = index if self._offset is None else index + self._offset
+            place = torch.from_numpy(self._first + position).to(self._order.device, non_blocking=True)
+            self._index = self._order.flatten(0, 1).index_select(0, place)
         if self._source is not None:
             self._read(self._source)
         if self.pixels is not None and self.pixels.varies:
             keys = key(self._seed, Purpose.AUGMENT, self._instance, self._episode, self.batch)
-            self._drawn = draws(keys, size, self._device)
+            self._drawn = draws(keys, self.batch_size, self._device)
         self.batch += 1
 
     def _hold(self, splits: Sequence[Split], length: int) -> None:
@@ -262,7 +261,7 @@ class SharedBatchIterator:
             shown = place[
                 torch.from_numpy(epoch - epoch.min()).to(device), torch.from_numpy(position).to(device)
             ].unique()
-            index = shown if self._offset is None else shown + self._offset[row]
+            index = shown if self._offset is None else shown + self._offset[row].view(())
             there: Batch = map_leaves(lambda leaf, index=index: leaf.index_select(0, index), self.x)
             bad = shown[nonfinite(Split(there, self.y.index_select(0, index)))]
             if len(bad):
@@ -278,12 +277,11 @@ class SharedBatchIterator:
             epoch = period[same, None] * epochs + np.arange(epochs)
             keys = key(self._seed, Purpose.ORDER, self._instance[own, None], self._episode, epoch).reshape(-1)
             drawn = permutations(keys, np.full(len(keys), size), self._order.device)
-            orders = drawn[:, :used].reshape(len(own), epochs * used)
-            if len(own) == len(self._order):
-                self._order[:, : epochs * used] = orders
-            else:
-                place = torch.from_numpy(own).to(self._order.device, non_blocking=True)
-                self._order[place, : epochs * used] = orders
+            orders = drawn[:, :used].reshape(len(own), -1, self.batch_size)
+            at = torch.from_numpy(own).to(self._order.device, non_blocking=True)
+            if self._offset is not None:
+                orders = orders + self._offset[at]
+            self._order[at, : orders.shape[1]] = orders
         self._period[rows] = period
 
 

@@ -1,0 +1,137 @@
+"""Fused layers compute what their modules compute, and gradients as autograd does."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from esper.kasmina.fused import Layers, layers_of
+from esper.kasmina.layers import Linear
+from esper.kasmina.stack import Stack
+from esper.tasks.dense import MLP, DamagedMLP, Floor
+
+
+def damaged(linear: bool = False) -> nn.Module:
+    return nn.Sequential(Linear(6, 5), Floor(linear), nn.Sequential(Linear(5, 7, bias=False), nn.ReLU()), Linear(7, 3))
+
+
+def filled(module, rows: int = 4) -> Stack:
+    stack = Stack(module(), rows, dtype=torch.float64)
+    for row in range(rows):
+        torch.manual_seed(row)
+        stack.write(row, module().double())
+    return stack
+
+
+def gradients(stack: Stack, x: torch.Tensor, rows, *, apart: bool) -> tuple[torch.Tensor, ...]:
+    """The output, the gradient of x and those of all parameters; `apart` runs the modules one by one instead."""
+    stack.columns["gradient"].zero_()
+    x = x.clone().requires_grad_()
+    if apart:
+        found = stack.part("")
+        stack._parts[""] = found._replace(layers=None)
+        with torch.autocast("cpu", enabled=False):
+            y = stack(x, rows)
+        stack._parts[""] = found
+    else:
+        y = stack(x, rows)
+    (y.square().sum() + 3 * x.sum()).backward()
+    return y.detach(), x.grad, stack.columns["gradient"].clone()
+
+
+@pytest.mark.parametrize("rows", [slice(0, 4), slice(1, 3), np.array([3, 0, 2]), slice(2, 3)])
+@pytest.mark.parametrize("linear", [False, True])
+def test_gradients_are_those_of_the_modules_one_by_one(rows, linear):
+    torch.manual_seed(9)
+    stack = filled(lambda: damaged(linear))
+    x = torch.randn(4, 8, 6, dtype=torch.float64)[rows]
+    for got, expected in zip(
+        gradients(stack, x, rows, apart=False), gradients(stack, x, rows, apart=True), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 4), np.array([3, 0, 2])])
+def test_gradients_are_those_of_separate_networks_and_add_up_over_passes(rows):
+    torch.manual_seed(9)
+    stack = filled(damaged)
+    x = torch.randn(4, 8, 6, dtype=torch.float64)[rows]
+    chosen = range(4)[rows] if isinstance(rows, slice) else rows.tolist()
+    for _ in range(2):
+        stack(x, rows).square().sum().backward()
+    for place, row in enumerate(chosen):
+        network = stack.read(row, damaged().double())
+        plain = nn.Sequential(
+            *(
+                nn.Linear(m.in_features, m.out_features, m.bias is not None, dtype=torch.float64)
+                if isinstance(m, Linear)
+                else m
+                for m in (*network[:2], *network[2], network[3])
+            )
+        )
+        plain.load_state_dict(dict(zip(plain.state_dict(), network.state_dict().values(), strict=True)))
+        (2 * plain(x[place]).square().sum()).backward()
+        expected = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
+        torch.testing.assert_close(stack.columns["gradient"][row], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_parameter_that_does_not_train_gets_no_gradient_and_its_input_does():
+    def half() -> nn.Module:
+        module = damaged()
+        module[0].requires_grad_(False)
+        return module
+
+    stack, x = filled(half), torch.randn(4, 8, 6, dtype=torch.float64, requires_grad=True)
+    stack(x, slice(0, 4)).square().sum().backward()
+    assert (stack.parameter("0.weight", "gradient") == 0).all()
+    assert (stack.parameter("3.weight", "gradient") != 0).any()
+    assert (x.grad != 0).any()
+
+
+def test_layers_are_found_in_sequences_of_known_modules_without_hooks():
+    assert isinstance(layers_of(damaged(), []), Layers)
+    assert layers_of(nn.Sequential(Linear(2, 2), nn.Tanh()), []) is None
+    assert layers_of(nn.Sequential(), []) is None
+    hooked = damaged()
+    hooked[2].register_forward_hook(lambda *_: None)
+    assert layers_of(hooked, []) is None
+
+
+@pytest.mark.parametrize(
+    ("acting", "paths", "visited"),
+    [
+        ((), ["segments.0:4"], []),
+        ((0,), ["segments.0", "segments.1", "segments.2:4"], [0]),
+        ((1,), ["segments.0:1", "segments.2", "segments.3:4"], [1]),
+        ((2,), ["segments.0:2", "segments.3", "segments.4"], [2]),
+        ((0, 1, 2), [f"segments.{index}" for index in range(5)], [0, 1, 2]),
+    ],
+)
+def test_a_merged_chain_stops_in_front_of_and_behind_the_segment_of_each_site_where_something_acts(
+    acting, paths, visited
+):
+    chain, called, seen = MLP(6, 8, (3, 5, 4), 3)().chain.merged(acting), [], []
+
+    def call(path, flow):
+        called.append(path)
+        return flow + 1
+
+    def visit(site, taps):
+        seen.append(site)
+        assert taps.here == taps.before + 1
+        return taps.here
+
+    assert chain.run(call, 0, visit) == len(paths)
+    assert (called, seen) == (paths, visited)
+
+
+def test_merged_segments_compute_what_the_segments_compute_one_after_another():
+    factory = DamagedMLP(6, 8, (3, 5, 4), 3, linear=(False, True, False), frozen=(False, False, True))
+    stack = filled(factory)
+    x = torch.randn(4, 7, 6, dtype=torch.float64)
+    y, rows = x, slice(0, 4)
+    for path in ("segments.0", "segments.1", "segments.2", "segments.3", "segments.4"):
+        y = stack(y, rows, part=path)
+    assert torch.equal(stack(x, rows, part="segments.0:4"), y)
+    z = stack(stack(stack(x, rows, part="segments.0:1"), rows, part="segments.2"), rows, part="segments.3:4")
+    assert torch.equal(z, y)
