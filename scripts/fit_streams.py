@@ -9,7 +9,8 @@
 move toward the best candidates. All candidates of a generation play the same streams, which no other generation plays. The
 first candidate is the mean. The folder keeps every generation, and the same command goes on from there. With `--method`, the
 file has the settings of that method, and with `--changes`, the streams have these changes alone. `choose` plays the start of
-the search and what was fitted for `shipped` on validation streams, and writes the better one.
+the search and what was fitted for `shipped` on validation streams, and writes what was fitted if the 95 % interval of its gain
+is above 0, else the start.
 """
 
 import argparse
@@ -133,7 +134,7 @@ def fit(folder: Path, options: argparse.Namespace) -> None:
 
 
 def choose(folder: Path, file: Path, options: argparse.Namespace) -> None:
-    """Write the better of the start and of what was fitted, by the return of validation streams."""
+    """Write what was fitted if it is better than the start on validation streams, by more than the error, else the start."""
     fitted: Mapping[str, Any] = json.loads((folder / "fitted.json").read_text())
     start = start_of(options)
     candidates = [start, fitted["numbers"]]
@@ -146,7 +147,7 @@ def choose(folder: Path, file: Path, options: argparse.Namespace) -> None:
         print(f"{change}: start {found[0, own].mean():.4f}, fitted {found[1, own].mean():.4f}")
     error = 1.96 * over.std(ddof=1) / len(over) ** 0.5
     print(f"{len(keys)} streams: start {found[0].mean():.4f}, fitted {over.mean():+.4f} +- {error:.4f}")
-    best = int(over.mean() > 0)
+    best = int(over.mean() > error)
     facts = {**fitted["fitted"], "chosen": ("start", "fitted")[best], "validation_streams": len(keys)}
     file.write_bytes(to_file(candidates[best], fitted=facts))
 
