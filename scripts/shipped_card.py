@@ -216,7 +216,8 @@ MLP that trains from a sound one, where nothing should be planted. On hosts that
 
 TAIL = """## Streams
 
-Streams of changing data have a controller of the same name, 18 numbers that are fitted by a script of its own and 2 set by hand:
+Streams of changing data have a controller of the same name, 18 numbers that are fitted by a script of its own and 2 set by hand,
+which a search of all 20 did not improve:
 `esper stream shipped` ([streams](streams.md), [figures](benchmarks/streams.md)). On new streams it is above the strongest
 opponent, an ensemble that recognises contexts by their inputs too, by +.0060 [.0038, .0085] where contexts over a shared
 trunk return. Over a mixture of seven changes it is above resetting the blocks by +.0169 [.0159, .0180], and below it in a
