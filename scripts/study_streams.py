@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from esper.runs.statistics import Interval, interval, mean, mean_difference
+from esper.runs.statistics import interval, mean_difference
 from esper.streams.controllers import Adaptive
-from esper.streams.data import RANGES, UPDATES, Change, DrawnStreams, draw_streams
+from esper.streams.data import RANGES, UPDATES, Change, DrawnStreams, Floats, draw_streams
 from esper.streams.learner import NetworkLearner
 from esper.streams.methods import METHODS, build_learner
 from esper.streams.play import Played, Player
@@ -112,42 +112,37 @@ def measure(out: Path, options: argparse.Namespace) -> None:
             )
 
 
-def cell(value: Interval) -> str:
+def gain(ours: Sequence[Floats], theirs: Sequence[Floats]) -> str:
+    """The paired difference over the streams that both have played, the first of each change."""
+    pairs = [(a[: len(b), None], b[: len(a), None]) for a, b in zip(ours, theirs, strict=True)]
+    value = interval(mean_difference, [a for a, _ in pairs], [b for _, b in pairs])
     return f"{value.value:+.4f} [{value.low:+.4f}, {value.high:+.4f}]"
 
 
 def table(out: Path, reference: str) -> None:
-    """Print what a method gains over the others in each set. Streams that some method has not played are left out."""
+    """Print what a method gains over the others in each set."""
     for kind, changes in SETS.items():
         files = {name: [out / f"{kind}.{name}.{change}.npz" for change in changes] for name in (*KNOBS, TOLD)}
-        found = {
-            name: [np.load(file) for file in each]
-            for name, each in files.items()
-            if all(file.exists() for file in each)
-        }
-        if reference not in found:
+        played = {name: [np.load(file) for file in each] for name, each in files.items() if all(map(Path.exists, each))}
+        if reference not in played:
             continue
-        count = min(len(each["returned"]) for figures in found.values() for each in figures)
-        scores = {name: [each["returned"][:count, None] for each in figures] for name, figures in found.items()}
-        ranked = sorted(scores, key=lambda name: -float(mean(scores[name])))
-        print(f"\n{kind}: {count} streams of each of {len(changes)} changes\n")
-        print(
-            f"| | accuracy | {reference} gains [95 %] | retention | multiply-adds [millions] |\n|---|---|---|---|---|"
-        )
-        for name in ranked:
-            gain = "" if name == reference else cell(interval(mean_difference, scores[reference], scores[name]))
-            kept = np.mean([each["retention"][:count].mean() for each in found[name]])
-            price = np.mean([each["price"][:count].sum(1).mean() for each in found[name]]) / 1e6
-            print(f"| {name} | {float(mean(scores[name])):.4f} | {gain} | {kept:.3f} | {price:,.0f} |")
+        scores = {name: [each["returned"] for each in figures] for name, figures in played.items()}
+        order = sorted(scores, key=lambda name: -float(np.mean([own.mean() for own in scores[name]])))
+        print(f"\n{kind}\n\n| | streams | accuracy | {reference} gains [95 %] | retention | multiply-adds [millions] |")
+        print("|---|---|---|---|---|---|")
+        for name in order:
+            over = "" if name == reference else gain(scores[reference], scores[name])
+            accuracy, kept = (np.mean([each[key].mean() for each in played[name]]) for key in ("returned", "retention"))
+            price = np.mean([each["price"].sum(1).mean() for each in played[name]]) / 1e6
+            count = sum(len(own) for own in scores[name])
+            print(f"| {name} | {count} | {accuracy:.4f} | {over} | {kept:.3f} | {price:,.0f} |")
         if len(changes) > 1:
             print(f"\n| | {' | '.join(changes)} |\n|---|{'---|' * len(changes)}")
-            for name in ranked:
+            for name in order:
                 print(f"| {name} | {' | '.join(f'{own.mean():.3f}' for own in scores[name])} |")
-            for name in (each for each in ranked if each != reference):
-                pairs = zip(scores[reference], scores[name], strict=True)
-                print(
-                    f"{reference} over {name}: {', '.join(cell(interval(mean_difference, [a], [b])) for a, b in pairs)}"
-                )
+            for name in (each for each in order if each != reference):
+                each = [gain([a], [b]) for a, b in zip(scores[reference], scores[name], strict=True)]
+                print(f"{reference} over {name}: {', '.join(each)}")
 
 
 def main() -> None:
