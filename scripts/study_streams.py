@@ -95,19 +95,21 @@ def tune(path: Path, options: argparse.Namespace) -> None:
 def measure(out: Path, options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     chosen: dict[str, dict[str, Any]] = json.loads(options.settings.read_text())
-    for kind in options.sets:
-        for name, change in itertools.product(options.methods, SETS[kind]):
-            file = out / f"{kind}.{name}.{change}.npz"
-            if file.exists():
-                continue
-            begun = time.monotonic()
-            settings = chosen[kind].get("adaptive" if name == TOLD else name, {})
-            updates = options.updates if options.quick else UPDATES
-            found = played(streams_of((change,), FIRST, options.streams or 70, updates), name, settings)
-            np.savez(file, returned=found.returned, retention=found.retention, price=found.price, alarms=found.alarms)
+    updates = options.updates if options.quick else UPDATES
+    for kind, name in itertools.product(options.sets, options.methods):
+        files = {change: out / f"{kind}.{name}.{change}.npz" for change in SETS[kind]}
+        missing = [change for change, file in files.items() if not file.exists()]
+        if not missing:
+            continue
+        begun = time.monotonic()
+        settings = chosen[kind].get("adaptive" if name == TOLD else name, {})
+        found = played(streams_of(missing, FIRST, options.streams or 70, updates), name, settings)
+        for change, rows in zip(missing, np.split(np.arange(len(found.returned)), len(missing)), strict=True):
+            figures = {each: getattr(found, each)[rows] for each in ("returned", "retention", "price")}
+            np.savez(files[change], alarms=found.alarms[:, rows], **figures)
             print(
-                f"{kind}, {name}, {change}: {found.returned.mean():.4f}, retention {found.retention.mean():.3f}, "
-                f"{time.monotonic() - begun:.0f} s",
+                f"{kind}, {name}, {change}: {figures['returned'].mean():.4f}, "
+                f"retention {figures['retention'].mean():.3f}, {time.monotonic() - begun:.0f} s",
                 flush=True,
             )
 
