@@ -132,7 +132,7 @@ _FALLING: Mapping[str, tuple[str, Settings]] = MappingProxyType(
         "reset": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
         "reset-blocks": (
             "with the updates since the last alarm",
-            {"lr": 0.0151, "head_rate": 2.071, "halving": 44.91, "least": 0.1525},
+            {"lr": 0.01288, "head_rate": 2.485, "halving": 44.36, "least": 0.1247},
         ),
         "continual-backprop": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
         "replay": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
