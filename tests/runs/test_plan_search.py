@@ -50,8 +50,8 @@ def test_the_rungs_of_a_search_spend_every_episode(candidates, episodes, last):
 
 
 def test_the_first_rung_of_a_search_has_about_half_of_the_episodes():
-    assert rungs(62, 512, 2**20) == [(62, 4), (16, 11), (4, 22)]
-    assert rungs(62, 512, 2**20, 4) == [(62, 5), (16, 12)]
+    assert rungs(62, 512, 2**20) == [(62, 5), (16, 8), (4, 18), (1, 2)]
+    assert rungs(62, 256, 2**20, 4) == [(62, 3), (16, 4)], "2.7 instances are rounded"
 
 
 def test_where_instances_come_to_an_end_the_search_ends_with_them():

@@ -172,8 +172,8 @@ def rungs(candidates: int, episodes: int, instances: int, last: int = 1) -> list
     Karnin, Koren and Somekh, "Almost Optimal Exploration in Multi-Armed Bandits", ICML 2013, section 3, the rungs keep halves
     and have the same number of episodes, which finds worse plans where there are few instances for each of many candidates.
 
-    As many candidates take part as all rungs suffice for. What is left of an integer division goes to the best candidate if
-    `last` is 1, so the products sum to `episodes` unless the instances come to an end before.
+    As many candidates take part as all rungs suffice for. Numbers of instances are rounded. What is left goes to the best
+    candidate if `last` is 1, so the products sum to `episodes` unless the instances come to an end before.
     """
     assert candidates > 0 < episodes, (candidates, episodes)
     sizes = next(
@@ -181,7 +181,11 @@ def rungs(candidates: int, episodes: int, instances: int, last: int = 1) -> list
     )
     steps, left = [], episodes
     for rung, count in enumerate(sizes):
-        more = min(left // _cost(sizes[rung:]), instances)
+        cost = _cost(sizes[rung:])
+        share = (2 * left + cost) // (
+            2 * cost
+        )  # rounded, because a first rung of 2 instances in place of 2.7 is a bad one
+        more = min(share, max(left - sum(sizes[rung + 1 :]), 0) // count, instances)
         steps.append((count, more))
         left, instances = left - count * more, instances - more
     if last == 1:
