@@ -1,69 +1,124 @@
-"""Seconds of an eager and of a compiled training pass, and of compiling it, of a population without seeds.
+"""Seconds of an eager and of a compiled pass of a population without seeds, and of compiling it.
 
-    python scripts/benchmark_compile.py [--tasks digits-narrow:64,repair:64,stdlib-text:4] [--turns 30]
+    python scripts/benchmark_compile.py [--tasks digits-narrow:64,repair:64,wide:8,stdlib-text:4] [--turns 30] [--probe]
 
-The two ways take turns, batch by batch, and the medians are of processor seconds. A pass is the forward and backward pass of
-one batch of all environments; the optimizer and the probe are not part of it. Inductor's cache is switched off, so that the
-time of compiling is that of a first run.
+The two ways take turns, and the medians are of processor seconds. A training pass is the forward and backward pass of one batch
+of all environments; the optimizer and the probe are not part of it. With --probe, the probe is compiled in the same way and
+measured instead, which `compile` itself does not do. `wide` is digits-narrow with a host of four blocks of width 128.
+The time of compiling is that of the processor, compilers among it, with inductor's caches switched off, once the process has
+compiled something before.
 """
 
 import argparse
 import os
 import time
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the seconds of workers would not be counted
 
 from esper.leyline.config import build_config
 from esper.tasks.catalog import get_task
+from esper.tasks.digits import digits_narrow
+from esper.tolaria.coalitions import coalitions
+from esper.tolaria.data import Examples
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.probe import probe
+from esper.tolaria.tracing import Inputs, compiled, traced
 from esper.tolaria.training import doses
+
+Way = Callable[[], torch.Tensor]
+"""Runs a pass and returns losses."""
 
 
 def main() -> None:
     """Measure each task and print a line for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", default="digits-narrow:64,repair:64,stdlib-text:4")
+    parser.add_argument("--tasks", default="digits-narrow:64,repair:64,wide:8,stdlib-text:4")
     parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--probe", action="store_true", help="measure the probe instead of the training pass")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    compiled(
+        torch.fx.symbolic_trace(lambda x: (x.sin(),)), [torch.zeros(8)]
+    )  # looks for the instructions of the processor
     for text in asked.tasks.split(","):
         name, envs = text.split(":")
-        measure(name, int(envs), asked.turns)
+        engine = engine_of(name, int(envs))
+        measure(text, asked.turns, *(probes if asked.probe else training_passes)(engine))
 
 
-def measure(name: str, envs: int, turns: int) -> None:
-    """Print the medians of one task, and the largest difference between the losses of the two ways."""
-    task = get_task(name)
-    engine = VectorizedEngine(
-        task, build_config(task.defaults, {"envs": envs, "twin": False, "telemetry": {"level": "off"}, "compile": "on"})
-    )
-    seeds, population = engine.reset().seeds, engine.population
+def engine_of(name: str, envs: int) -> VectorizedEngine:
+    """An engine at the start of an episode."""
+    task = digits_narrow(hidden=(128,) * 4, width=128) if name == "wide" else get_task(name)
+    config = {"envs": envs, "twin": False, "telemetry": {"level": "off"}, "compile": "on"}
+    engine = VectorizedEngine(task, build_config(task.defaults, config))
+    engine.reset()
+    return engine
+
+
+def training_passes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
+    """An eager and a compiled training pass over one batch, and the seconds that compiling took."""
+    seeds, population = engine.state.seeds, engine.population
     body, passes, feed = population.body, population.passes, population.feed
     route = body.route(doses(seeds), seeds, part=body.parts[0], train=True)
     body.train(True)
-    times: dict[str, list[float]] = {"eager": [], "on": []}
-    losses, seconds = {}, 0.0
+    feed.advance()
+    batch = feed.of(route.part)
+
+    def run(mode: str) -> torch.Tensor:
+        passes.mode = mode
+        return passes.backward(route, *batch, None, None, None)
+
+    begin = processor_seconds()
+    run("on")
+    return lambda: run("off"), lambda: run("on"), processor_seconds() - begin
+
+
+def probes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
+    """The same of the probe."""
+    seeds, population = engine.state.seeds, engine.population
+    body, examples = population.body, population.data.probe
+    asked = coalitions(seeds, None, terminal=False)
+
+    def run(*of: Any) -> list[torch.Tensor]:
+        return list(probe(body, seeds, Examples(*of), population.objective, asked, signs=True))
+
+    inputs = Inputs.of(body, [body.host], *examples)
+    begin = processor_seconds()
+    with torch.no_grad():
+        fast = compiled(traced(body, [body.host], inputs, run), inputs.tensors)
+    return lambda: run(*examples)[0], lambda: fast(*inputs.tensors)[0], processor_seconds() - begin
+
+
+def measure(name: str, turns: int, eager: Way, fast: Way, seconds: float) -> None:
+    """Print the medians of one task, and the largest difference between the losses of the two ways."""
+    times: dict[Way, list[float]] = {eager: [], fast: []}
+    losses = {}
     for turn in range(turns + 1):
-        feed.advance()
-        x, y = feed.of(route.part)
-        for mode, spent in times.items():
-            passes.mode = "off" if mode == "eager" else mode
+        for way, spent in times.items():
             begin = time.process_time()
-            losses[mode] = passes.backward(route, x, y, None, None, None)
+            losses[way] = way()
             if turn:
                 spent.append(time.process_time() - begin)
-            body.host.columns["gradient"].zero_()
-        seconds = seconds or passes.counts.seconds
-    eager, compiled = (median(spent) for spent in times.values())
-    apart = (losses["eager"] - losses["on"]).abs().max().item()
+    slow, quick = (median(spent) for spent in times.values())
+    ratio = median(a / b for a, b in zip(*times.values(), strict=True))
+    apart = (losses[eager] - losses[fast]).abs().max().item()
     print(
-        f"{name}, {envs} environments: eager {eager * 1e3:.2f} ms, compiled {compiled * 1e3:.2f} ms, eager / compiled "
-        f"{eager / compiled:.2f}, compiling {seconds:.0f} s, losses apart {apart:.1e}, load {os.getloadavg()[0]:.1f}",
+        f"{name}: eager {slow * 1e3:.2f} ms, compiled {quick * 1e3:.2f} ms, eager / compiled {ratio:.2f}, compiling {seconds:.1f} s, "
+        f"paid back after {seconds / max(slow - quick, 1e-9):,.0f} passes, losses apart {apart:.1e}, load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
+
+
+def processor_seconds() -> float:
+    """Seconds that this process and its children that ended have run."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 if __name__ == "__main__":

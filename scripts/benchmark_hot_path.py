@@ -90,7 +90,8 @@ def cases(quick: bool) -> list[Case]:
         *(Case("slots", slots=slots, live=live, plain=False) for slots in (1, 2, 4, 8) for live in (0, min(slots, 2))),
         *(Case("parameters", slots=4, width=width, plain=False) for width in (8, 16, 32, 64, 128)),
         *(Case("coalitions", task, live=live, cadences=(SELDOM, 4, 1)) for task in tasks for live in (2, 3)),
-        *(Case("compiled", task, ways=("auto", "compiled"), plain=False) for task in tasks),
+        *(Case("compiled", task, live=live, ways=("auto", "compiled"), plain=False) for task in tasks for live in (0, 2)),
+        Case("compiled", envs=8, slots=4, width=128, ways=("auto", "compiled"), plain=False),
         *scales(),
     ]  # fmt: skip
 
@@ -120,7 +121,8 @@ def engine_in(case: Case, task: AnyTask, mapping: str, cadence: int, device: str
     )
     engine = VectorizedEngine(task, config)
     engine.reset()
-    everyone = np.arange(case.envs)
+    passes, everyone = engine.population.passes, np.arange(case.envs)
+    wanted, passes.mode = passes.mode, "off"  # plans on the way to the state of the case are not compiled
     for slot in range(case.live):
         _order(engine, Op.GERMINATE, slot, everyone)
         _order(engine, Op.ADVANCE, slot, everyone)
@@ -130,6 +132,7 @@ def engine_in(case: Case, task: AnyTask, mapping: str, cadence: int, device: str
     stage = engine.state.seeds.stage
     assert among(stage, LIVE).sum() == case.live * case.envs
     assert (stage == Stage.TRAINING).sum() == len(chosen)
+    passes.mode = wanted
     return engine
 
 
@@ -309,7 +312,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small populations, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
-        "--table", help="the cases of this table alone: states, envs, slots, parameters, coalitions or scale"
+        "--table", help="the cases of this table alone: states, envs, slots, parameters, coalitions, compiled or scale"
     )
     parser.add_argument("--repeats", type=int, help="turns of each case; 21, or 2 with --quick")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")

@@ -108,11 +108,20 @@ def compiled(report: Result) -> list[str]:
         case, ways = result["case"], result["table"]
         own = [f"{case['envs'] / ways[way]['own_eps'] * 1e3:.1f}" for way in ways]
         ratios = [f"{ways[way]['of_floor']:.2f}" for way in list(ways)[1:]]
-        rows.append([case["task"], *own, *ratios])
-    head = ["task", "bare, eager [ms]", "bare, torch's loss [ms]", "engine [ms]", "engine compiled [ms]"]
+        width = f" of width {case['width']}" if case["slots"] else ""
+        rows.append([f"{case['task']}{width}", str(case["envs"]), str(case["live"]), *own, *ratios])
+    head = [
+        "task",
+        "E",
+        "live seeds",
+        "bare, eager [ms]",
+        "bare, torch's loss [ms]",
+        "engine [ms]",
+        "engine compiled [ms]",
+    ]
     head += ["bare, torch's loss, of bare", "engine of bare", "compiled engine of bare"]
     command = "`python scripts/benchmark_hot_path.py --table compiled --repeats 7 --json docs/benchmarks/engine-compiled.json`"
-    load = f"E = 64, no seeds; load {report['load_average_before']:.0f} to {report['load_average_after']:.0f}."
+    load = f"load {report['load_average_before']:.0f} to {report['load_average_after']:.0f}."
     return ["## With compiled passes", "", f"{command}:\n{load}", *table(head, rows)]
 
 

@@ -98,7 +98,7 @@ class Config(Section):
     )
     compile: Literal["off", "on", "auto"] = Field(
         "off",
-        description="on compiles the training passes by torch.compile, and auto does so for plans that gain from it by a "
+        description="on compiles the training passes by torch's compiler, and auto does so for plans that gain from it by a "
         "measurement (docs/compiling.md)",
     )
     activation_checkpointing: bool = Field(

@@ -1,4 +1,4 @@
-"""Training passes that torch.compile has compiled, one for each plan. n rows, B examples."""
+"""Training passes that torch's compiler has compiled, one for each plan. n rows, B examples."""
 
 import hashlib
 import json
@@ -28,6 +28,7 @@ from esper.tolaria.pieces import Piece, pieces
 from esper.tolaria.tracing import Inputs, Run, bound, compiled, gradients, traced
 
 TotalOf = Callable[..., Total]
+
 MEASURED = 5
 """Passes of each way whose median `auto` compares."""
 
