@@ -131,10 +131,8 @@ class _Running:
 
     def call(self, path: str, flow: _Flow) -> _Flow:
         """Run a segment of the hosts."""
-        host, segment = (
-            self.body.host,
-            self.step.segment_of.get(path, 0),
-        )  # merged segments draw nothing and have no branches
+        host = self.body.host
+        segment = self.step.segment_of.get(path, 0)  # merged segments draw nothing and have no branches
         base = self.run(host, flow.base, self.part, part=path, frozen=self.frozen, keys=_of(self.keys, segment))
         extra = flow.extra
         if extra is not None:
