@@ -158,6 +158,7 @@ class SharedBatchIterator:
         self.batches_per_epoch = self.sizes // batch_size  # (E,)
         self._epochs = np.maximum(AHEAD // self.batches_per_epoch, 1)  # (E,) whose orders are drawn at once: a period
         self._batches = self._epochs * self.batches_per_epoch  # (E,) of a period
+        self._alike = bool((self._batches == self._batches[0]).all())
         self.batch = 0
         self._set, self._sets = row, len(splits)
         self._offset = None
@@ -184,15 +185,16 @@ class SharedBatchIterator:
 
     def advance(self) -> None:
         """Go on to the next batch, which `of` then returns."""
-        period, position = np.divmod(self.batch, self._batches)
         if self.batch not in self._known:
+            period = self.batch // self._batches
             stale = np.flatnonzero(period != self._period)
             self._shuffle(stale, period[stale])
             self._known = range(self.batch, int(((period + 1) * self._batches).min()))
-        if (position == position[0]).all():
-            self._index = self._order[:, position[0]]
+        if self._alike:
+            self._index = self._order[:, self.batch % int(self._batches[0])]
         else:
-            place = torch.from_numpy(self._first + position).to(self._order.device, non_blocking=True)
+            place = torch.from_numpy(self._first + self.batch % self._batches)
+            place = place.to(self._order.device, non_blocking=True)
             self._index = self._order.flatten(0, 1).index_select(0, place)
         if self._source is not None:
             self._read(self._source)
