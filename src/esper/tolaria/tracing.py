@@ -38,7 +38,10 @@ class Inputs(NamedTuple):
         columns = [{name: stack.columns[name] for name in ("value", *stack.buffers)} for stack in stacks]
         state = columns, body.real_outputs
         leaves, tree = pytree.tree_flatten((state, arguments))
-        leaves = [torch.from_numpy(leaf).to(body.device) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        leaves = [
+            torch.from_numpy(leaf).to(body.device, non_blocking=True) if isinstance(leaf, np.ndarray) else leaf
+            for leaf in leaves
+        ]
         rest = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         own = sum(map(len, columns)) + (body.real_outputs is not None)
         return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], tree, rest, own)
