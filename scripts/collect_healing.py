@@ -67,8 +67,9 @@ FIRST: Mapping[str, int] = {
     "card": heal.RANGES["heldout"].start + 40960,
     "learners": heal.RANGES["heldout"].start + 46080,
     "further": heal.RANGES["heldout"].start + 57344,
+    "decisions": heal.RANGES["heldout"].start + 61440,
 }
-"""First key of each set of cases. Nothing was chosen by the figures of the last four; `card` is for shipped controllers."""
+"""First key of each set of cases. Nothing was chosen by the figures of the last five; `card` is for shipped controllers."""
 FIRST_BYTES = {"training": heal.RANGES["training"].start + 4096, "heldout": heal.RANGES["heldout"].start + 40_000}
 """Those of heal-bytes, whose settings were chosen on training keys below 64."""
 SPREAD = (DamageKind.MIXED, DamageKind.NONE)

@@ -11,8 +11,8 @@
     decisions   these policies beside rules, trees and the bandit, in episodes of their length
     bandit      a bandit that grows the training cases itself, without FIGURES; it is written to OUT/grown.bandit
 
-The comparisons are on fresh cases: plain hosts with one damaged site, those of the part `learners`. OUT keeps what is
-finished, and a call goes on with what is missing.
+The comparisons are on fresh cases: plain hosts with one damaged site, those of the part `learners` for plans and of the part
+`decisions` for policies over single decisions. OUT keeps what is finished, and a call goes on with what is missing.
 """
 
 import argparse
@@ -233,14 +233,14 @@ def plans(figures: Path, out: Path, count: int, fits: int) -> None:
 
 def decisions(out: Path, count: int) -> None:
     """Policies over single decisions beside rules and trees, in short episodes."""
-    facts = VECTOR.cases("learners", count)
+    facts = VECTOR.cases("decisions", count)
     keys, host = [each.key for each in facts], np.array([each.number for each in facts])
     taught = " + the teacher's"
     arms = {
         "imitation only": ("imitation-s*", f"{ENVS * IMITATION}{taught}"),
         "PPO only": ("ppo-s*", f"{ENVS * ALONE}"),
         "imitation, then PPO": ("both-s*", f"{ENVS * (IMITATION + ROUNDS)}{taught}"),
-        "bandit": (f"{BUDGETS[-1]}-s[0-2]{SUFFIX}", f"{BUDGETS[-1]:,}"),
+        "bandit": (f"{BUDGETS[-1]}-s*{SUFFIX}", f"{BUDGETS[-1]:,}"),
     }
     folders = {name: [str(path) for path in sorted(out.glob(pattern))] for name, (pattern, _) in arms.items()}
     names = ["uniform", "participation", "tree", *(path for paths in folders.values() for path in paths)]
