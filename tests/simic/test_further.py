@@ -140,6 +140,24 @@ def test_ppo_learns_from_further_decisions(own):
     assert np.isfinite([figures["policy_loss"], figures["value_loss"], figures["kl"]]).all()
 
 
+def test_the_gradient_of_packed_sequences_is_that_of_the_whole_rollout(own):
+    learner, rollout = own.learner, own.client.rollout()
+    (data,) = learner._prepare([rollout], [MENU])
+    assert len(data.weight) == (~rollout.idle).sum(0).max() < len(rollout.value)
+    network, inputs = learner.policy.network, learner.policy.normalised(rollout.observations())
+
+    def gradient(batch, rollout, idle):
+        encoded, value, _ = network(batch, network.initial(ENVS), rollout.starts, idle)
+        weight = (~rollout.idle).float()
+        judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
+        loss = ((judged.log_prob + value) * weight).sum()
+        return torch.autograd.grad(loss, list(network.parameters()))
+
+    whole = gradient(learner.policy.batch(inputs, MENU), rollout, rollout.idle)
+    for mine, theirs in zip(gradient(data.batch, data.rollout, None), whole, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_idle_entries_are_not_learnt_from(own):
     rollout = own.client.rollout()
     learners = copy.deepcopy(own.learner), copy.deepcopy(own.learner)

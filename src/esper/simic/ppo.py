@@ -14,7 +14,7 @@ from esper.leyline.config import PPOConfig
 from esper.leyline.errors import LearningError
 from esper.leyline.keys import Purpose, key, permutations
 from esper.simic.advantages import Advantages, advantages, subtract_group_mean
-from esper.simic.rollout import Rollout
+from esper.simic.rollout import Rollout, take
 from esper.tamiyo.controller import Policy
 from esper.tamiyo.network import Batch
 from esper.tamiyo.observation import Observation
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 
 
 class TrainingBatch(NamedTuple):
-    """A rollout of one cohort, or rows of it, with the inputs and the targets of the network."""
+    """A rollout of one cohort, or rows of it, with the inputs and the targets of the network. Idle entries are at the end."""
 
     rollout: Rollout
     gains: Advantages
@@ -126,7 +126,7 @@ class PPO:
                 for part in self._minibatches(data, epoch):
                     network, rollout = self.policy.network, part.rollout
                     initial = network.initial(rollout.value.shape[1])
-                    encoded, value, _ = network(part.batch, initial, rollout.starts, rollout.idle)
+                    encoded, value, _ = network(part.batch, initial, rollout.starts)
                     judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
                     alike = (judged.log_prob * part.weight).sum() / part.weight.sum().clamp(min=1)
                     fit = self._fit(part, value)
@@ -179,16 +179,19 @@ class PPO:
         centre = chosen.mean() if self.group is None else torch.zeros(())
         # A spread under a thousandth of that of returns is rounding error, which normalisation must not amplify.
         spread = chosen.std(correction=0).clamp(min=1e-3 * float(self.policy.network.value_scale))
-        return [
-            TrainingBatch(
-                rollout,
-                gain,
-                (advantage - centre) / spread,
-                weight,
-                self.policy.batch(self.policy.normalised(rollout.observations()), menu),
-            )
-            for rollout, gain, advantage, weight, menu in zip(rollouts, gains, raw, weights, menus, strict=True)
-        ]
+        scaled = [(advantage - centre) / spread for advantage in raw]
+        return [self._batch(*part) for part in zip(rollouts, gains, scaled, weights, menus, strict=True)]
+
+    def _batch(
+        self, rollout: Rollout, gains: Advantages, advantage: Tensor, weight: Tensor, menu: Sequence[str]
+    ) -> TrainingBatch:
+        """One cohort, with the idle entries of each row at its end, where they no longer interrupt the recurrence."""
+        if rollout.idle.any():
+            order = rollout.packing()
+            rollout, gains = rollout.taken(order), Advantages(*(take(x, order) for x in gains))
+            advantage, weight = take(advantage, order), take(weight, order)
+        inputs = self.policy.batch(self.policy.normalised(rollout.observations()), menu)
+        return TrainingBatch(rollout, gains, advantage, weight, inputs)
 
     def _advantages(self, rollout: Rollout) -> Advantages:
         config = self.config
@@ -245,7 +248,7 @@ class PPO:
 
     def _judge(self, rollout: Rollout, batch: Batch) -> tuple[Judged, Tensor]:
         network = self.policy.network
-        encoded, value, _ = network(batch, network.initial(rollout.value.shape[1]), rollout.starts, rollout.idle)
+        encoded, value, _ = network(batch, network.initial(rollout.value.shape[1]), rollout.starts)
         shares = {
             head: rollout.exploration[..., head, None] for head in Head
         }  # as they were when the actions were drawn
@@ -319,13 +322,19 @@ class PPO:
 
 
 def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
-    batch = full.batch
+    """The rows of `index`, up to the last entry at which one of them decides."""
+    rollout, batch = full.rollout.rows(index), full.batch
+    stop = int((~rollout.idle).sum(0).max())
+
+    def cut(values: Tensor) -> Tensor:
+        return values[:stop, index]
+
     return TrainingBatch(
-        full.rollout.rows(index),
-        Advantages(*(x[:, index] for x in full.gains)),
-        full.advantage[:, index],
-        full.weight[:, index],
-        Batch(batch.env[:, index], batch.slot[:, index], batch.blueprint[:, index], batch.cost[:, index], batch.menu),
+        rollout.steps(stop),
+        Advantages(*map(cut, full.gains)),
+        cut(full.advantage),
+        cut(full.weight),
+        Batch(*map(cut, (batch.env, batch.slot, batch.blueprint, batch.cost)), batch.menu),
     )
 
 

@@ -108,6 +108,14 @@ class Rollout(NamedTuple):
         ]
         return cls(*fields)  # type: ignore[arg-type]
 
+    def packing(self) -> Tensor:
+        """Entries (n, E) int64 in the order in which idle ones come last in each row; n is the most decisions of a row."""
+        return self.idle.byte().argsort(stable=True, dim=0)[: int((~self.idle).sum(0).max())]
+
+    def taken(self, order: Tensor) -> "Rollout":
+        """The entries (n, E) of each row, as copies."""
+        return self._map(lambda field: take(field, order))
+
     def padded(self, length: int) -> "Rollout":
         """The rollout with idle entries at the end, of `length` entries."""
         more = length - len(self.value)
@@ -196,6 +204,11 @@ class TamiyoRolloutBuffer:
         self.length = len(written.value)
         self._rollout = _enlarged(written, max(self.steps - self.length, 0))
         self._last = torch.where(written.idle, -1, torch.arange(self.length)[:, None]).amax(0)
+
+
+def take(values: Tensor, order: Tensor) -> Tensor:
+    """values (T, E, ...), order (n, E) int64 -> (n, E, ...): entry order[i, e] of row e."""
+    return values[order, torch.arange(order.shape[1])]
 
 
 def _enlarged(rollout: Rollout, more: int) -> Rollout:
