@@ -26,8 +26,10 @@ SETTINGS: Mapping[str, Any] = {
     "telemetry": {"level": "off"},
     "ppo": {"gae_lambda": 1.0, "validate_envs": VALIDATION, "lr": 0.003},
 }
-IMITATION, ROUNDS, ALONE = 5, 6, 11
+IMITATION, ROUNDS, ALONE = 3, 3, 11
 """Rounds of imitation, of PPO after it, and of PPO alone."""
+PASSES = 24
+"""Passes over all that the teacher has shown, in the last round of imitation; the other rounds have `ppo.update_epochs`."""
 
 
 def restricted() -> Mixture:
@@ -61,8 +63,10 @@ def schooled(out: Path, task: Mixture, imitation: int, rounds: int, seed: int) -
     if (out / f"{name}-s{seed}").is_dir():
         return
     school, begin, figures = school_of(task, imitation, rounds, seed), time.process_time(), {}
+    few = school.learner.config
     with Interrupt() as interrupt:
         for number in range(-imitation, rounds):
+            school.learner.config = few.model_copy(update={"update_epochs": PASSES}) if number == -1 else few
             figures = (school.imitate if number < 0 else school.learn)(number, interrupt)
             better = number in (-1, rounds - 1) and school.validate(number, figures)
             kept = ("log_likelihood", "return", "decisions", "kept", "kl", "validation_objective")
@@ -77,6 +81,6 @@ def schooled(out: Path, task: Mixture, imitation: int, rounds: int, seed: int) -
 
 def train_all(out: Path, seeds: Sequence[int]) -> None:
     task = restricted()
-    for seed in seeds:
-        schooled(out, task, IMITATION, ROUNDS, seed)
-        schooled(out, task, 0, ALONE, seed)
+    for imitation, rounds in ((IMITATION, ROUNDS), (0, ALONE)):
+        for seed in seeds:
+            schooled(out, task, imitation, rounds, seed)
