@@ -334,7 +334,7 @@ def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
         Advantages(*map(cut, full.gains)),
         cut(full.advantage),
         cut(full.weight),
-        Batch(*map(cut, (batch.env, batch.slot, batch.blueprint, batch.cost)), batch.menu),
+        Batch(cut(batch.env), cut(batch.slot), cut(batch.blueprint), cut(batch.cost), batch.menu),
     )
 
 
