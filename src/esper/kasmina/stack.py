@@ -82,7 +82,7 @@ class Stack(Columns):
         inside = list(self.module.modules())
         # Setting the mode of each module takes a fifth of the time of nn.Module.train; a module may have its own.
         self._plain = inside if all(type(each).train is nn.Module.train for each in inside) else []
-        self._bound = False  # whether `bind` has given it other columns
+        self._bound = False  # whether `bind` has given it columns without gradients
 
     def part(self, path: str) -> _Part:
         """Return a submodule by its dotted path, looked up once.
@@ -214,11 +214,12 @@ class Stack(Columns):
     def bind(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
         """Let calls read and write other columns of the same shapes; return what `unbind` takes to undo it.
 
-        Without a column `gradient`, the leaves have no .grad. Until then, autograd differentiates every operation, so that
-        a graph can be traced.
+        Without a column `gradient`, the leaves have no .grad, and autograd differentiates every operation, so that a graph
+        can be traced.
         """
         own = self.columns, self._leaves, self._replicas
-        self.columns, self._leaves, self._replicas, self._bound = columns, {}, {}, True
+        self.columns, self._leaves, self._replicas = columns, {}, {}
+        self._bound = "gradient" not in columns
         return own
 
     def unbind(self, own: tuple[Any, ...]) -> None:
