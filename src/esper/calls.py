@@ -181,8 +181,7 @@ def evaluate(
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
     asked = asked_for(workers, devices, cluster, get_task)
     say = None if asked.is_rank else evaluation_progress(progress)
-    layers = [parse_setting(setting) for setting in _as_settings(settings)]
-    layers += [{"device": device} for device in asked.devices[:1]]
+    layers = [*map(parse_setting, _as_settings(settings)), *({"device": device} for device in asked.devices[:1])]
 
     def compare(grown: Path | None) -> dict[str, Any]:
         return run_evaluation(

@@ -83,14 +83,12 @@ def run_evaluation(
     static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
     budget = search_budget(ours, search_episodes)
-    asked = _besides(designs, rules, ours, budget, opponents, settings, static)
-    references = _reference_makers(asked)
+    references = _reference_makers(asked := _besides(designs, rules, ours, budget, opponents, settings, static))
     _check_size(workers, designs, asked, [*rules, *ours])
     if workers.is_rank:
         return serve_rank(evaluation_work(workers, tasks, references), workers.devices or (None,))
     with hired(workers, tasks, references, [*rules, *ours], watch) as actors:
-        if folder is not None:
-            _create(folder)
+        _create(folder)
         pace = _plan(len(rules) + len(ours) + 1 + len(static), asked, instances * seeds, watch)
         evaluations, searches = [], []
         for design, own in zip(designs, asked, strict=True):
@@ -335,8 +333,9 @@ def _check_apart(controllers: Sequence[Contender], opponents: Sequence[Contender
             raise InputError(f"a controller has the name of the opponent {controller.name!r}; give it another name")
 
 
-def _create(folder: Path) -> None:
+def _create(folder: Path | None) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None

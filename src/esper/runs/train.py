@@ -74,17 +74,16 @@ def train(
     configs = with_shards(configs, asked, resumed=opening.resume)
     config = configs[0]
     if asked.is_rank:
-        return serve_rank(
-            training_work(asked, tasks, configs, reward, config.telemetry.level), asked.devices or (None,)
-        )
+        work = training_work(asked, tasks, configs, reward, config.telemetry.level)
+        return serve_rank(work, asked.devices or (None,))
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
     sealed = [task.sealed() for task in tasks]
     opened = partial(RunFolder, folder, kept, watch.note)
     with Interrupt() as interrupt, opened(interrupt, opening, sealed, outputs) as run, ExitStack() as stack:
         shards = [cohorts_of(task, each, 1 if asked.any else None) for task, each in zip(sealed, configs, strict=True)]
         spaces = [each[0].engine.space for each in shards]
-        language, decisions = Language.of(spaces), config.ppo.decisions_per_step
-        policy = Policy.fresh(language, config.seed, settings_of_policy(config), decisions)
+        settings = settings_of_policy(config)
+        policy = Policy.fresh(Language.of(spaces), config.seed, settings, config.ppo.decisions_per_step)
         actors = None
         if asked.any:
             for each in shards:

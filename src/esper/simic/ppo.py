@@ -296,15 +296,13 @@ class PPO:
         parts = []
         for cohort, full in enumerate(data):
             envs = full.weight.shape[1]
-            for index in self._permutation(envs, epoch, cohort).tensor_split(min(self.config.minibatches, envs)):
+            for index in _permutation(envs, self.seed, self.updates, epoch, cohort).tensor_split(
+                min(self.config.minibatches, envs)
+            ):
                 parts.append(_rows(full, index))
         if len(data) > 1:  # shuffled, so that the last cohort has no larger influence
-            parts = [parts[i] for i in self._permutation(len(parts), epoch, len(data)).tolist()]
+            parts = [parts[i] for i in _permutation(len(parts), self.seed, self.updates, epoch, len(data)).tolist()]
         return parts
-
-    def _permutation(self, count: int, epoch: int, purpose: int) -> Tensor:
-        keys = key(self.seed, Purpose.MINIBATCH, self.updates, epoch, purpose)
-        return permutations(keys, np.array([count]), torch.device("cpu"))[0]
 
     @torch.no_grad()
     def _update_moments(self, data: Sequence[TrainingBatch]) -> None:
@@ -319,6 +317,12 @@ class PPO:
         scale = torch.lerp(network.value_scale, returns.std(correction=0).clamp(min=1e-3), rate)
         network.rescale(mean, scale)
         self.updates += 1
+
+
+def _permutation(count: int, *parts: int) -> Tensor:
+    """A random order of `count` sequences, keyed by the seed, the update, the epoch and what is ordered."""
+    keys = key(parts[0], Purpose.MINIBATCH, *parts[1:])
+    return permutations(keys, np.array([count]), torch.device("cpu"))[0]
 
 
 def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
