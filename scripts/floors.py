@@ -131,7 +131,7 @@ class BareStack:
         feed = SharedBatchIterator(
             [p.train for p in problems], row, instance, 0, self.batch, task.inputs, device, scaling=scaling
         )
-        self.x, self.y, self.sizes = feed.x, feed.y, feed.sizes
+        self.x, self.y, self.sizes = feed.x, feed.y.to(torch.int64), feed.sizes
         batch = np.arange(self.batches)[:, None] % feed.batches_per_epoch
         place = batch[..., None] * self.batch + np.arange(self.batch)
         self.place = torch.from_numpy(place).to(device)  # (batches, R, B)

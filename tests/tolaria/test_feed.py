@@ -185,3 +185,19 @@ def test_a_split_smaller_than_a_batch_is_refused_in_a_sentence(examples):
     sentence = str(error.value)
     assert sentence.startswith(f"the train split has {counted(examples, 'example')}, fewer than data.batch_size (5);")
     assert "\n" not in sentence
+
+
+def test_whole_numbers_are_held_in_32_bits_where_they_fit_and_batches_have_64():
+    tokens = torch.arange(40).view(20, 2)
+    wide = torch.arange(20) + 2**40
+
+    def feed(x, y):
+        split = Split(x, y)
+        return SharedBatchIterator([split], np.zeros(2, int), np.arange(2), 0, 5, (2,), torch.device("cpu"))
+
+    narrow, other = feed(tokens, torch.arange(20)), feed(tokens, wide)
+    assert (narrow.x.dtype, narrow.y.dtype, other.y.dtype) == (torch.int32, torch.int32, torch.int64)
+    x, y = next(narrow)
+    assert (x.dtype, y.dtype) == (torch.int64, torch.int64)
+    assert torch.equal(x[..., 0], 2 * y)
+    assert torch.equal(next(other)[1], y + 2**40)

@@ -137,15 +137,12 @@ class SharedBatchIterator:
                 f"the train split has {counted(least, 'example')}, fewer than data.batch_size ({batch_size}); "
                 f"set data.batch_size to {least} or less, or bring more data"
             )
-        self._dtype, self._inputs, self._device, self._scaling = (
-            dtype or torch.get_default_dtype(),
-            inputs,
-            device,
-            scaling,
-        )
-        self._source = source
+        self._dtype = dtype or torch.get_default_dtype()
+        self._inputs, self._device, self._scaling, self._source = inputs, device, scaling, source
         longest = max(len(split.y) for split in splits)
         self._hold(splits, longest)
+        if source is None:
+            self._narrow()
         self._weights = None
         if weights is not None:
             assert source is None, "examples that are read by batch have no weights"
@@ -154,29 +151,31 @@ class SharedBatchIterator:
         self.pixels = pixels
         if pixels is not None:
             self._canvas = torch.tensor(pixels.mean).round().to(torch.uint8).to(device)  # (C,) the border
+        self._set, self._sets = row, len(splits)
+        self._offset = torch.from_numpy(row * longest).to(device)[:, None, None] if len(splits) > 1 else None
+        self._instance, self._seed = instance, seed
+        self._begin(batch_size)
+
+    def _begin(self, batch_size: int) -> None:
+        """Make room for the orders of all rows."""
         self.batch_size = batch_size
         self.batches_per_epoch = self.sizes // batch_size  # (E,)
         self._epochs = np.maximum(AHEAD // self.batches_per_epoch, 1)  # (E,) whose orders are drawn at once: a period
         self._batches = self._epochs * self.batches_per_epoch  # (E,) of a period
         self._alike = bool((self._batches == self._batches[0]).all())
-        self.batch = 0
-        self._set, self._sets = row, len(splits)
-        self._offset = None
-        if len(splits) > 1:
-            self._offset = torch.from_numpy(row * longest).to(device)[:, None, None]
-        self._instance, self._seed, self._episode = instance, seed, 0
         # The order of a source is on the CPU, where the examples of a batch are read.
-        place = device if source is None else torch.device("cpu")
+        place, rows = self._device if self._source is None else torch.device("cpu"), len(self.sizes)
         # The batches of a period, row by row: indices of examples among those of all rows.
-        self._order = torch.zeros(len(row), int(self._batches.max()), batch_size, dtype=torch.int64, device=place)
-        self._first = np.arange(len(row)) * self._order.shape[1]  # (E,) the index of the first batch of each row
-        self._period = np.full(len(row), -1)
-        self._known = range(0)  # the batches of which every row has its order
+        self._order = torch.zeros(rows, int(self._batches.max()), batch_size, dtype=torch.int64, device=place)
+        self._first = np.arange(rows) * self._order.shape[1]  # (E,) the index of the first batch of each row
+        self._period = np.full(rows, -1)
+        self.reset(0)
 
     def reset(self, episode: int) -> None:
         """Start the order of an episode."""
         self._episode, self.batch = episode, 0
-        self._period[:], self._known = -1, range(0)
+        self._period[:] = -1
+        self._known = range(0)  # the batches of which every row has its order
 
     def __next__(self) -> tuple[Batch, Tensor]:
         """Return the next batch of every row: leaves x (E, B, ...), y (E, B, ...)."""
@@ -208,6 +207,11 @@ class SharedBatchIterator:
         pooled = _pool(splits, self._inputs, self._device, length, self._scaling, self._dtype)
         self.x: Batch = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
         self.y = pooled.y.flatten(0, 1)
+        self._types, self._type = map_leaves(lambda leaf: leaf.dtype, self.x), self.y.dtype
+
+    def _narrow(self) -> None:
+        """Hold whole numbers of 64 bits, such as tokens, in 32 bits where they fit; batches have 64."""
+        self.x, self.y = map_leaves(_narrowed, self.x), _narrowed(self.y)
 
     def _read(self, source: Source) -> None:
         """Replace the examples in memory by those of the present batch; an example that several rows need is read once."""
@@ -219,11 +223,14 @@ class SharedBatchIterator:
         """Return the present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
         index = self._index[part]
         flat = index.reshape(-1)
-        y = self.y.index_select(0, flat).view(*index.shape, *self.y.shape[1:])
+        y = self.y.index_select(0, flat).view(*index.shape, *self.y.shape[1:]).to(self._type)
         if not isinstance(self.x, Tensor):
-            return map_leaves(lambda leaf: _taken(leaf, flat).unflatten(0, index.shape), self.x), y
+            taken = map_leaves(
+                lambda leaf, dtype: _taken(leaf, flat).unflatten(0, index.shape).to(dtype), self.x, self._types
+            )
+            return taken, y
         if self.x.dim() != 4:
-            return self.x.index_select(0, flat).view(*index.shape, *self.x.shape[1:]), y
+            return self.x.index_select(0, flat).view(*index.shape, *self.x.shape[1:]).to(self._types), y
         images = self.x.movedim(1, -1).index_select(0, flat)  # (n B, H, W, C), the order in memory
         if self.pixels is not None and self.pixels.varies:
             images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
@@ -350,6 +357,15 @@ def _laid_out(x: Tensor, shape: Shape, rows: int) -> Tensor:
 def _channels_first(x: Tensor) -> Tensor:
     """Return one leaf of all data sets with the axes of its shape, (I, N, ...); in memory the channels of images stay last."""
     return x.movedim(-1, 2) if x.dim() == 5 else x
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    """Return int64 values as int32 if all fit, and anything else as it is."""
+    if x.dtype != torch.int64 or not x.numel():
+        return x
+    least, most = x.aminmax()
+    limits = torch.iinfo(torch.int32)
+    return x.to(torch.int32) if limits.min <= int(least) and int(most) <= limits.max else x
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:
