@@ -9,7 +9,8 @@ from esper.kasmina.stack import Stack
 from esper.leyline.actions import Op
 from esper.leyline.stages import LIVE, Stage
 from esper.tolaria import compiling
-from esper.tolaria.tracing import gradients
+from esper.tolaria.compiling import Ready
+from esper.tolaria.tracing import Recorded, gradients
 from esper.tolaria.training import doses, shadows
 from populations import small_config, trajectory
 
@@ -142,3 +143,41 @@ def test_a_parameter_that_two_segments_share_gets_both_gradients():
     for run, gradient in zip(runs, found, strict=True):
         added[run.rows, run.columns] += gradient
     torch.testing.assert_close(added, stack.columns["gradient"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_recorded_anew_where_the_body_moved():
+    """CUDA alone has graphs; here the record calls the pass again, on the tensors with which it was recorded."""
+
+    def again(run, tensors, pool):
+        results = [each.clone() for each in run(*tensors)]
+
+        def play():
+            for kept, new in zip(results, run(*tensors), strict=True):
+                kept.copy_(new)
+
+        return play, results
+
+    engine, route, (x, y, weights, factors) = grown()
+    passes, body = engine.population.passes, engine.population.body
+    stacks = passes._stacks(route.plan)
+    first = passes.inputs(route, x, y, weights, factors)
+    graph, runs = passes.traced(route.plan, first)
+    recorded = Recorded(graph, first.state, again)
+
+    def passed(run, inputs):
+        body.host.columns["gradient"].zero_()
+        return Ready(run, runs)(stacks, inputs.tensors), body.host.columns["gradient"].clone()
+
+    kept, *_ = passed(recorded, first)
+    losses = kept.clone()
+    for records, others in ((1, (x.flip(1), y.flip(1), 2 * weights, factors)), (2, (x, y, weights, 3 * factors))):
+        if records == 2:
+            body.host.columns["value"] = 0.5 * body.host.columns["value"]
+            body.host._leaves.clear()
+        body.host.columns["value"][:] += 0.01
+        inputs = passes.inputs(route, *others)
+        for got, expected in zip(passed(recorded, inputs), passed(graph, inputs), strict=True):
+            assert torch.equal(got, expected)
+        assert recorded.records == records
+    assert torch.equal(kept, losses)
+    assert not torch.equal(passed(recorded, first)[0], losses)

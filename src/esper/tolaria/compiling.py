@@ -25,7 +25,7 @@ from esper.store.cache import cache_root
 from esper.store.disk import write_atomic
 from esper.tolaria.gradients import Total
 from esper.tolaria.pieces import Piece, pieces
-from esper.tolaria.tracing import Inputs, Run, bound, compiled, gradients, traced
+from esper.tolaria.tracing import Inputs, Recorded, Run, bound, compiled, gradients, traced
 
 TotalOf = Callable[..., Total]
 
@@ -105,6 +105,7 @@ class Passes:
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
         self._known: PlanCache[Any, Ready | None] = PlanCache(PLANS)
         self._made: set[int] = set()
+        self._pool: Any = None  # the memory that CUDA graphs share
 
     @property
     def recompiled(self) -> int:
@@ -221,7 +222,11 @@ class Passes:
         self.counts.plans += 1
         self._made.add(hash(key))
         graph, runs = self.traced(plan, inputs)
-        return Ready(compiled(graph, inputs.tensors), runs)
+        run = compiled(graph, inputs.tensors)
+        if self.body.device.type == "cuda":
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            run = Recorded(run, inputs.state, pool=self._pool)
+        return Ready(run, runs)
 
     @contextmanager
     def _aside(self, stacks: list[Stack], inputs: Inputs) -> Iterator[Any]:

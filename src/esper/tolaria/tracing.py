@@ -147,6 +147,58 @@ def _adjoins(one: Run, other: Run) -> bool:
     return (one.stack, one.rows, one.columns.stop) == (other.stack, other.rows, other.columns.start)
 
 
+Playback = tuple[Callable[[], None], Sequence[Tensor]]
+"""What repeats a recorded call, and the tensors into which it writes its results."""
+
+
+def recorded(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], pool: Any) -> Playback:
+    """Record a call in a CUDA graph, whose kernels are then launched together; `pool` is the memory that graphs share.
+
+    The call must have run before, because what is made in a first call cannot be recorded.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        results = run(*tensors)
+    return graph.replay, results
+
+
+class Recorded:
+    """A compiled pass that is recorded at its first call and played back at every other.
+
+    Tensors of the body are read and written where they are, and the pass is recorded anew if one of them has moved. Those of a
+    batch are copied to where the record reads them. Results are overwritten by the next call, but for the first, the losses.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Sequence[Tensor]],
+        state: int,
+        record: Callable[..., Playback] = recorded,
+        pool: Any = None,
+    ) -> None:
+        """state: how many of the tensors come from the body. pool: as for `torch.cuda.graph`."""
+        self.run, self.state, self.record, self.pool = run, state, record, pool
+        self.records = 0
+        self._places: list[int] = []
+        self._batch: list[Tensor] = []
+        self._playback: Playback
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the results of the pass for these tensors."""
+        own, batch = tensors[: self.state], tensors[self.state :]
+        places = [tensor.data_ptr() for tensor in own]
+        if not self.records or places != self._places:
+            self._batch = [tensor.clone() for tensor in batch]
+            self.run(*(tensor.clone() for tensor in own), *self._batch)
+            self._playback = self.record(self.run, [*own, *self._batch], self.pool)
+            self._places, self.records = places, self.records + 1
+        for kept, given in zip(self._batch, batch, strict=True):
+            kept.copy_(given, non_blocking=True)
+        play, (losses, *others) = self._playback
+        play()
+        return [losses.clone(), *others]
+
+
 def compiled(graph: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """Compile a graph as a whole, for the shapes of these tensors.
 
