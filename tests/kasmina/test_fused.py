@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.fused import Layers, layers_of
 from esper.kasmina.layers import Linear
 from esper.kasmina.stack import Stack
@@ -86,6 +87,19 @@ def test_a_parameter_that_does_not_train_gets_no_gradient_and_its_input_does():
     assert (stack.parameter("0.weight", "gradient") == 0).all()
     assert (stack.parameter("3.weight", "gradient") != 0).any()
     assert (x.grad != 0).any()
+
+
+@pytest.mark.parametrize("name", ["bypass-mlp", "bypass-linear", "bypass-rank-2"])
+def test_seeds_of_layers_compute_what_their_modules_compute(name):
+    seed = get_blueprint(name)
+    stack = filled(lambda: seed.build(6, 6))
+    assert isinstance(layers_of(seed.build(6, 6), []), Layers)
+    stack.columns["value"].normal_()
+    x = torch.randn(4, 8, 6, dtype=torch.float64)
+    for got, expected in zip(
+        gradients(stack, x, slice(0, 4), apart=False), gradients(stack, x, slice(0, 4), apart=True), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_layers_are_found_in_sequences_of_known_modules_without_hooks():

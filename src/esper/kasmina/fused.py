@@ -105,6 +105,9 @@ class Layers(NamedTuple):
 def layers_of(module: nn.Module, names: Sequence[tuple[str, ...]]) -> Layers | None:
     """Return the layers of a module that runs them one after another, or None if it does anything else.
 
+    Such a module is a layer itself, an nn.Sequential, or of a class whose `in_order` names its submodules, and `ReLU`, in the
+    order in which it calls them.
+
     names: of each tensor that calls are given, its names in the module.
     """
     index = {name: at for at, own in enumerate(names) for name in own}
@@ -124,6 +127,9 @@ def _steps(prefix: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     elif type(module) is nn.Sequential:
         for name, child in module.named_children():
             yield from _steps(f"{prefix}{name}.", child)
+    elif "in_order" in vars(type(module)):
+        for each in vars(type(module))["in_order"]:
+            yield from [("", each)] if each is ReLU else _steps(f"{prefix}{each}.", module.get_submodule(each))
     else:
         kind = ReLU if type(module) is nn.ReLU else vars(type(module)).get("fused")  # not that of a base class
         yield prefix, kind if kind in (Map, ReLU, Floor) else None

@@ -146,25 +146,14 @@ class Stack(Columns):
         # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
         # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
         # Fused layers are one node anyway.
-        layers = what.layers if isinstance(x, Tensor) and what.way == "direct" else None
-        if single or layers is None or self._bound:
+        fused = what.way == "direct" and what.layers is not None and isinstance(x, Tensor) and not self._bound
+        if single or not fused:
             x = map_leaves(_twice if single else _node, x)
         if single:
             tensors = [torch.cat([t, t]) for t in tensors]
             buffers = {name: torch.cat([b, b]) for name, b in kept.items()}
         if what.way == "direct":
-            # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the
-            # index of the row. Repeats of an example behind the last one align every row of any width.
-            examples = first(x).shape[1]
-            if examples % 4:
-                x = map_leaves(_with_repeats, x)
-            if layers is not None and isinstance(x, Tensor):
-                y = layers(x, [*tensors, *buffers.values()], not self._bound)
-            else:
-                self._bind(what, tensors, buffers)
-                y = run(what.module, x)
-            if examples % 4:
-                y = y[:, :examples]
+            y = self._direct(what, x, tensors, buffers)
         else:
             start = len(what.prefix) + len("buffer.")
             inner = {name: t for names, t in zip(what.names, tensors, strict=True) for name in names}
@@ -182,6 +171,20 @@ class Stack(Columns):
             for name, buffer in kept.items():
                 buffer.copy_(buffers[name][:1])
         return y
+
+    def _direct(self, what: _Part, x: Batch, tensors: list[Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        """Call a part once with stacked tensors."""
+        # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the
+        # index of the row. Repeats of an example behind the last one align every row of any width.
+        examples = first(x).shape[1]
+        if examples % 4:
+            x = map_leaves(_with_repeats, x)
+        if what.layers is not None and isinstance(x, Tensor):
+            y = what.layers(x, [*tensors, *buffers.values()], not self._bound)
+        else:
+            self._bind(what, tensors, buffers)
+            y = run(what.module, x)
+        return y[:, :examples] if examples % 4 else y
 
     def train(self, mode: bool) -> None:
         """Set the module to training or evaluation mode, as nn.Module.train; frozen calls always run in evaluation mode."""
@@ -290,7 +293,7 @@ class Stack(Columns):
         assert keys is not None or not self.random, "dropout in training mode needs keys"
         if keys is None or not self.draws:
             return stack_rows([run(module, v) for module, v in zip(parts, values, strict=True)])
-        outputs, generator = [], self._generator()
+        outputs, generator = [], _generator(self.device)
         state = generator.get_state()
         try:
             for module, v, key in zip(parts, values, (keys & ((1 << 63) - 1)).tolist(), strict=True):
@@ -299,13 +302,6 @@ class Stack(Columns):
         finally:
             generator.set_state(state)
         return stack_rows(outputs)
-
-    def _generator(self) -> torch.Generator:
-        """Return the generator that modules on the stack's device draw from."""
-        if self.device.type != "cuda":
-            return torch.default_generator
-        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
 
     def _replica_rows(self, frozen: bool) -> list[nn.Module]:
         """Return one module for each row, whose parameters and buffers are views of the row; made once."""
@@ -333,6 +329,13 @@ class Stack(Columns):
         """Return the owners of every place, in a copy of the module."""
         path = {module: name for name, module in self.module.named_modules()}
         return [[(replica.get_submodule(path[owner]), name) for owner, name in place.owners] for place in self.places]
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Return the generator that modules on a device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blending import sigmoid
+from esper.kasmina.fused import ReLU
 from esper.kasmina.layers import Linear
 
 
@@ -40,6 +41,7 @@ class LinearMap(nn.Module):
     """delta = W u + b, zero at initialisation; r w + w parameters."""
 
     stacks = True
+    in_order = ("out",)
 
     def __init__(self, reads: int, writes: int) -> None:
         super().__init__()
@@ -56,6 +58,7 @@ class LowRank(nn.Module):
 
     stacks = True
     pads = True
+    in_order = ("inner", "out")
 
     def __init__(self, reads: int, writes: int, rank: int) -> None:
         super().__init__()
@@ -77,6 +80,7 @@ class Factored(nn.Module):
 
     stacks = True
     pads = True
+    in_order = ("inner", "out")
 
     def __init__(self, reads: int, writes: int, rank: int) -> None:
         super().__init__()
@@ -100,6 +104,7 @@ class MLP(nn.Module):
 
     stacks = True
     pads = True
+    in_order = ("inner", ReLU, "out")
 
     def __init__(self, reads: int, writes: int, hidden: int) -> None:
         super().__init__()
