@@ -312,9 +312,9 @@ def test_drift_rises_where_a_transformer_is_damaged_and_names_the_input_and_the_
     index = view.space.sensors.index("drift")
     site = describe(keys[0]).damage.segments[0]
     drift = view.measurements.sensors[..., index]
-    assert (drift[0, :site] == 0).all()
+    assert (drift[0, :site] < 1e-6).all()  # a network alone rounds its norms otherwise than a stack of networks
     assert drift[0, site] > 0
-    assert (drift[2] == 0).all()
+    assert (drift[2] < 1e-6).all()
     picks = DriftRise().pick(view)
     assert [plan.name for plan in picks.plans][2] == "low rank"
     assert view.measurements.sensors[1, 0, index + 1] > 0.1  # the input of the embedding itself
