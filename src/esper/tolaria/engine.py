@@ -197,6 +197,8 @@ class Engine(Generic[P]):
         with self.timer.phase("apply"):
             rest = np.zeros(len(self._env) - config.envs, np.int64)  # the other rows get WAIT
             every = Actions(*(np.concatenate([head, rest]) for head in checked_actions(actions, config.envs)))
+            if (every.op == Op.WAIT).all():  # always legal, and nothing changes
+                return np.full(config.envs, Refusal.NONE, np.int8)
             refused = preflight(
                 self.population, state.seeds, every, state.masks, config.lifecycle.max_seeds, config.governor
             )

@@ -161,12 +161,14 @@ def output_spread(output: Tensor, examples: Examples) -> Tensor:
     constant.
     """
     output = output if output.dim() == 3 else output.flatten(2) if output.dim() > 3 else output[..., None]
-    absent, size = output == -torch.inf, examples.size[:, :, None]
+    size = examples.size[:, :, None]
     if examples.real is None:
-        z = output.masked_fill(absent, 0)
+        z = torch.nan_to_num(
+            output, nan=torch.nan, posinf=torch.inf, neginf=0
+        )  # a tenth of the time of filling by a mask
         gap = z - z.sum(1, keepdim=True) / size
     else:
-        z = output.masked_fill(absent.logical_or_(~examples.real[..., None]), 0)
+        z = output.masked_fill((output == -torch.inf).logical_or_(~examples.real[..., None]), 0)
         gap = torch.addcmul(z, z.sum(1, keepdim=True) / size, examples.real[..., None].to(z.dtype), value=-1)
     return (gap.square().sum(1) / size[:, 0]).mean(1).sqrt()
 
