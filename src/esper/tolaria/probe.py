@@ -163,9 +163,8 @@ def output_spread(output: Tensor, examples: Examples) -> Tensor:
     output = output if output.dim() == 3 else output.flatten(2) if output.dim() > 3 else output[..., None]
     size = examples.size[:, :, None]
     if examples.real is None:
-        z = torch.nan_to_num(
-            output, nan=torch.nan, posinf=torch.inf, neginf=0
-        )  # a tenth of the time of filling by a mask
+        # A tenth of the time of filling by a mask.
+        z = torch.nan_to_num(output, nan=torch.nan, posinf=torch.inf, neginf=0)
         gap = z - z.sum(1, keepdim=True) / size
     else:
         z = output.masked_fill((output == -torch.inf).logical_or_(~examples.real[..., None]), 0)
