@@ -1,5 +1,10 @@
 """Passes as graphs of tensors that return gradients. The graphs run here as they were traced."""
 
+import signal
+import subprocess
+import sys
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +15,7 @@ from esper.leyline.actions import Op
 from esper.leyline.stages import LIVE, Stage
 from esper.tolaria import compiling
 from esper.tolaria.compiling import Ready
-from esper.tolaria.tracing import Recorded, gradients
+from esper.tolaria.tracing import Recorded, gradients, shielded
 from esper.tolaria.training import doses, shadows
 from populations import small_config, trajectory
 
@@ -181,3 +186,25 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
         assert recorded.records == records
     assert torch.equal(kept, losses)
     assert not torch.equal(passed(recorded, first)[0], losses)
+
+
+def test_torch_takes_a_pass_with_live_and_incubating_seeds_as_one_graph():
+    engine, route, batch = grown()
+    inputs = engine.population.passes.inputs(route, *batch)
+    graph, _ = engine.population.passes.traced(route.plan, inputs)
+    whole = torch.compile(graph, fullgraph=True, backend="eager")  # raises where the graph would break
+    for got, expected in zip(whole(*inputs.tensors), graph(*inputs.tensors), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_ctrl_c_does_not_reach_a_process_that_is_started_under_a_shield_and_takes_effect_behind_it():
+    def interrupted():
+        with shielded():
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+            child.send_signal(signal.SIGINT)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            assert child.wait() == 0
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

@@ -1,5 +1,6 @@
 """Passes over a body as graphs of tensors. n rows of a stack, P parameters of one of its rows."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -206,5 +207,20 @@ def compiled(graph: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Callable
     """
     import torch._inductor as inductor  # takes seconds to load
 
-    found: Callable[..., Sequence[Tensor]] = inductor.compile(graph, list(tensors))
+    with shielded():
+        found: Callable[..., Sequence[Tensor]] = inductor.compile(graph, list(tensors))
     return found
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Keep Ctrl-C from processes that are started within the context; it takes effect here, behind the context.
+
+    A terminal sends SIGINT to all processes that it runs. A C++ compiler that is ended by it would make the run fail, where it
+    is to be interrupted. Processes and threads inherit the signals that are blocked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
