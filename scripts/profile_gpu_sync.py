@@ -4,6 +4,7 @@ Counted by intercepting the calls that would wait, on any device. On CUDA `torch
 step should have no wait that it names, because the one read waits for an event; copies to the device that wait are named too.
 
     python scripts/profile_gpu_sync.py [--quick] [--json FILE] [--device cpu]
+    python scripts/profile_gpu_sync.py --device cuda --mode error    # ends at the first wait, with its traceback
 """
 
 import argparse
@@ -37,8 +38,11 @@ ON_CUDA: tuple[tuple[str, int, Mapping[str, Any]], ...] = (("digits-narrow", 8, 
 
 
 @contextmanager
-def counted_waits(cuda: bool) -> Iterator[Counter[str]]:
-    """Count the waits that torch itself reports on CUDA, by the innermost line of Esper; the count is empty on other devices."""
+def counted_waits(cuda: bool, mode: str) -> Iterator[Counter[str]]:
+    """Count the waits that torch itself reports on CUDA, by the innermost line of Esper; the count is empty on other devices.
+
+    With the mode "error", the first wait raises RuntimeError.
+    """
     waits = Counter[str]()
 
     def note(message: Warning | str, *_: object) -> None:
@@ -50,7 +54,7 @@ def counted_waits(cuda: bool) -> Iterator[Counter[str]]:
         warnings.simplefilter("always")
         warnings.showwarning = note
         if cuda:
-            torch.cuda.set_sync_debug_mode("warn")
+            torch.cuda.set_sync_debug_mode(mode)
         try:
             yield waits
         finally:
@@ -58,7 +62,9 @@ def counted_waits(cuda: bool) -> Iterator[Counter[str]]:
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def measure(task: str, envs: int, settings: Mapping[str, Any], steps: int, device: str) -> dict[str, Any]:
+def measure(
+    task: str, envs: int, settings: Mapping[str, Any], steps: int, device: str, mode: str = "warn"
+) -> dict[str, Any]:
     """Reads of every step of one episode under random valid decisions, sensors measured at every second step.
 
     With compiled passes nothing is planted, so that one plan is compiled, and torch's own count is the only one: torch compiles
@@ -78,12 +84,11 @@ def measure(task: str, envs: int, settings: Mapping[str, Any], steps: int, devic
     for step in range(steps):
         actions = client.act(view)
         intercepted = nullcontext(list[Read]()) if compiled else counted_reads()
-        with intercepted as reads, counted_waits(device.startswith("cuda")) as found:
+        with intercepted as reads, counted_waits(device.startswith("cuda") and step > 0, mode) as found:
             view, _ = engine.step(actions)
         counts.append(len(reads))
         sites.update(f"{read.site} ({read.what})" for read in reads)
-        if step:  # the first one brings constants to the device
-            waits += found
+        waits += found  # none of the first step, which brings constants to the device
     return {
         "task": task,
         "envs": envs,
@@ -115,11 +120,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small population, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--mode", choices=["warn", "error"], default="warn", help="on CUDA: list every wait, or end at the first"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cuda = arguments.device.startswith("cuda")
     cases = [("digits-narrow", 4, {})] if arguments.quick else [*CASES, *(ON_CUDA if cuda else ())]
-    results = [measure(*case, 6 if arguments.quick else 24, arguments.device) for case in cases]
+    results = [measure(*case, 6 if arguments.quick else 24, arguments.device, arguments.mode) for case in cases]
     for result in results:
         show(result)
     if arguments.json:
