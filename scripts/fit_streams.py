@@ -3,14 +3,19 @@
     python scripts/fit_streams.py fit runs/fit_streams                            # writes runs/fit_streams/fitted.json
     python scripts/fit_streams.py fit runs/fit_slow --method ensemble-annealed --changes recurring-shared --streams 8
     python scripts/fit_streams.py choose runs/fit_streams src/esper/streams/shipped.json
+    python scripts/fit_streams.py choose runs/fit_slow settings.json --method ensemble-annealed --changes recurring-shared
 
 `fit` is the cross-entropy method (Rubinstein and Kroese, "The Cross-Entropy Method", 2004, chapter 4): the numbers of
 `esper.streams.fitted.NUMBERS`, or of BASELINES, or their logarithms, are drawn from independent normal distributions, which
 move toward the best candidates. All candidates of a generation play the same streams, which no other generation plays. The
 first candidate is the mean. The folder keeps every generation, and the same command goes on from there. With `--method`, the
-file has the settings of that method, and with `--changes`, the streams have these changes alone. `choose` plays the start of
-the search and what was fitted for `shipped` on validation streams, and writes what was fitted if the 95 % interval of its gain
-is above 0, else the start.
+file has the settings of that method, and with `--changes`, the streams have these changes alone. With `--settings`, a baseline
+begins with its settings of a file that study_streams.py writes: those for recurring contexts over a shared trunk if the streams
+have these alone, else those of the mixture.
+
+`choose` plays the start of the search and what was fitted on validation streams. For `shipped` it writes what was fitted if the
+95 % interval of its gain is above 0, else the start. For a baseline, FILE is such a file of settings: `choose` plays the settings
+that it has, and puts what was fitted in their place if its mean is higher.
 """
 
 import argparse
@@ -68,15 +73,13 @@ def numbers_of(points: Floats, numbers: Mapping[str, Number]) -> Floats:
     return np.clip(values, [number.low for number in table], [number.high for number in table])
 
 
-def returns(
-    candidates: Floats, keys: Sequence[int], changes: Sequence[Change], updates: int, method: str = SHIPPED
-) -> Floats:
+def returns(candidates: Floats, keys: Sequence[int], changes: Sequence[Change], options: argparse.Namespace) -> Floats:
     """(C, S) the return of every stream with each candidate (C, numbers)."""
     count, each = len(candidates), len(keys)
-    streams = draw_streams(list(keys) * count, list(changes) * count, updates=updates)
+    streams = draw_streams(list(keys) * count, list(changes) * count, updates=options.updates)
     rows = np.repeat(candidates, each, 0)
-    settings = {name: rows[:, index] for index, name in enumerate(table_of(method))}
-    player = Player(streams, find_method(method).build(streams, {**METHODS[method].settings, **settings}))
+    searched = {name: rows[:, index] for index, name in enumerate(table_of(options.method))}
+    player = Player(streams, find_method(options.method).build(streams, {**settings_of(options), **searched}))
     player.play()
     return np.asarray(player.accuracy.mean(0, dtype=np.float64)).reshape(count, each)
 
@@ -89,10 +92,25 @@ def streams_of(
     return [RANGES[part].start + first + k for k in range(len(changes))], changes
 
 
+def settings_of(options: argparse.Namespace) -> Mapping[str, Any]:
+    """All settings of the method: its defaults, and in their place those of the file of settings."""
+    known = METHODS[options.method].settings
+    if options.settings is None:
+        return known
+    return {**known, **json.loads(options.settings.read_text())[set_of(options)].get(options.method, {})}
+
+
+def set_of(options: argparse.Namespace) -> str:
+    """The name of the changes in a file of settings."""
+    return "recurring-shared" if options.changes == [Change.SHARED] else "mixture"
+
+
 def start_of(options: argparse.Namespace) -> Mapping[str, float]:
     """Where the search begins: the numbers of a file, or those of the table."""
     if options.start:
         return read_numbers(options.start)
+    if options.settings:
+        return {name: settings_of(options)[name] for name in table_of(options.method)}
     return {name: number.start for name, number in table_of(options.method).items()}
 
 
@@ -111,7 +129,7 @@ def fit(folder: Path, options: argparse.Namespace) -> None:
             points[0] = mean
             candidates = numbers_of(points, table)
             keys, changes = streams_of("training", options.first + generation * size, options.streams, options.changes)
-            found = returns(candidates, keys, changes, options.updates, options.method)
+            found = returns(candidates, keys, changes, options)
             best = np.argsort(-found.mean(1))[: max(2, round(BEST * options.candidates))]
             kept = scaled(candidates[best], table)
             np.savez(
@@ -134,22 +152,28 @@ def fit(folder: Path, options: argparse.Namespace) -> None:
 
 
 def choose(folder: Path, file: Path, options: argparse.Namespace) -> None:
-    """Write what was fitted if it is better than the start on validation streams, by more than the error, else the start."""
+    """Play the start and what was fitted on validation streams, and write the better one; see the top of this file."""
     fitted: Mapping[str, Any] = json.loads((folder / "fitted.json").read_text())
-    start = start_of(options)
-    candidates = [start, fitted["numbers"]]
-    keys, changes = streams_of("validation", options.first, options.streams)
-    table = np.array([[each[name] for name in NUMBERS] for each in candidates])
-    found = returns(table, keys, changes, options.updates)
+    if options.method != SHIPPED:
+        options.settings = file
+    candidates = [start_of(options), fitted["numbers"]]
+    keys, changes = streams_of("validation", options.first, options.streams, options.changes)
+    table = np.array([[each[name] for name in table_of(options.method)] for each in candidates])
+    found = returns(table, keys, changes, options)
     over = found[1] - found[0]
-    for change in Change:
+    for change in options.changes:
         own = np.array([each == change for each in changes])
         print(f"{change}: start {found[0, own].mean():.4f}, fitted {found[1, own].mean():.4f}")
     error = 1.96 * over.std(ddof=1) / len(over) ** 0.5
     print(f"{len(keys)} streams: start {found[0].mean():.4f}, fitted {over.mean():+.4f} +- {error:.4f}")
-    best = int(over.mean() > error)
-    facts = {**fitted["fitted"], "chosen": ("start", "fitted")[best], "validation_streams": len(keys)}
-    file.write_bytes(to_file(candidates[best], fitted=facts))
+    if options.method == SHIPPED:
+        best = int(over.mean() > error)
+        facts = {**fitted["fitted"], "chosen": ("start", "fitted")[best], "validation_streams": len(keys)}
+        file.write_bytes(to_file(candidates[best], fitted=facts))
+    elif over.mean() > 0:
+        chosen = json.loads(file.read_text())
+        chosen[set_of(options)].setdefault(options.method, {}).update(fitted["numbers"])
+        file.write_text(json.dumps(chosen, indent=2) + "\n")
 
 
 def main() -> None:
@@ -160,6 +184,7 @@ def main() -> None:
     parser.add_argument("--method", choices=(SHIPPED, *BASELINES), default=SHIPPED)
     parser.add_argument("--changes", nargs="+", type=Change, choices=list(Change), default=list(Change))
     parser.add_argument("--start", type=Path, help="file of numbers of `shipped` at which the search begins")
+    parser.add_argument("--settings", type=Path, help="file of settings with which a baseline begins its search")
     parser.add_argument("--spread", type=float, default=1.0, help="factor of the deviations at the start of the search")
     parser.add_argument("--generations", type=int, default=6)
     parser.add_argument("--candidates", type=int, default=16)
@@ -174,6 +199,8 @@ def main() -> None:
         options.generations, options.candidates, options.streams, options.updates = 2, 3, 1, 40
     if options.part == "choose" and options.file is None:
         parser.error("choose needs the file that it is to write")
+    if options.settings and options.method == SHIPPED:
+        parser.error("--settings is for a baseline; --start has the numbers of shipped")
     torch.set_num_threads(1)
     if options.part == "fit":
         fit(options.folder, options)

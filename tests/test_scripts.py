@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from esper.streams.methods import find_method
@@ -239,6 +240,20 @@ def test_a_controller_of_streams_is_fitted_and_its_file_is_a_method(tmp_path):
     assert not run("fit_streams.py", "fit", "search", cwd=tmp_path), "kept generations were made anew"
     assert "fitted" in run("fit_streams.py", "choose", "search", "own.json", cwd=tmp_path)
     assert find_method(str(tmp_path / "own.json")).settings["fits"] > 0
+
+
+@pytest.mark.slow
+def test_a_baseline_of_streams_begins_with_its_settings_and_gets_better_ones_alone(tmp_path):
+    (tmp_path / "settings.json").write_text('{"recurring-shared": {"replay-annealed": {"drawn": 3, "lr": 0.001}}}')
+    few = ["--method", "replay-annealed", "--changes", "recurring-shared", "--settings", "settings.json"]
+    run("fit_streams.py", "fit", "search", *few, cwd=tmp_path)
+    assert np.load(tmp_path / "search" / "0.npz")["candidates"][0, 0] == pytest.approx(0.001)
+    (tmp_path / "search" / "fitted.json").write_text(
+        '{"numbers": {"lr": 0.02, "head_rate": 1, "halving": 50, "least": 0.1}}'
+    )
+    run("fit_streams.py", "choose", "search", "settings.json", *few[:4], cwd=tmp_path)
+    chosen = json.loads((tmp_path / "settings.json").read_text())["recurring-shared"]["replay-annealed"]
+    assert chosen == {"drawn": 3, "lr": 0.02, "head_rate": 1, "halving": 50, "least": 0.1}
 
 
 @pytest.mark.slow
