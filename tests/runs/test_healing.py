@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -234,6 +235,21 @@ def test_one_command_heals_an_exported_network(folder, capsys):
     assert (folder / "out" / "network.pt2").is_file()
     assert code_of(*heal) == 2
     assert "out holds a healing; give --overwrite" in capsys.readouterr().err
+    (folder / "out" / "notes.txt").write_text("mine")
+    assert code_of(*heal, "--overwrite") == 2
+    assert "out holds 'notes.txt', which is no file of a healing; name another folder" in capsys.readouterr().err
+    (folder / "out" / "notes.txt").unlink()
+    assert not code_of(*heal, "--overwrite")
+    assert code_of(*heal[:-1], folder) == 2
+    assert "holds other files and no healing; name a new or an empty folder with --out" in capsys.readouterr().err
+
+
+def test_a_saved_healing_leaves_nothing_of_an_earlier_one(healed, tmp_path):
+    _, _, result = healed
+    result.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "network.pt2", "healing.json"}
+    assert replace(result, adapter={}).save(tmp_path).endswith(": network.pt2, healing.json")
+    assert {path.name for path in tmp_path.iterdir()} == {"network.pt2", "healing.json"}
 
 
 @pytest.mark.parametrize(

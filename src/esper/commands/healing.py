@@ -34,19 +34,17 @@ def heal(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder to write: the adapter, network.pt2 and healing.json.")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what DIR holds of an earlier healing.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the healing that DIR holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
 ) -> None:
     """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
     from esper.leyline.resuming import is_reference
-    from esper.runs.healed import SUMMARY
+    from esper.runs.healed import check_folder
     from esper.runs.healing import heal as heal_network
     from esper.tasks.reference import load_reference
 
-    if out is not None and (out / SUMMARY).exists() and not overwrite:
-        raise InputError(f"{out} holds a healing; give --overwrite, or name another folder with --out")
+    if out is not None:
+        check_folder(out, overwrite)
     examples: Any = load_reference(data, "healing data", "(x, y)") if is_reference(data) else data
     whole = None if intact is None else _module(intact)
     healed = heal_network(_module(model), examples, whole, budget, steps=steps, batch_size=batch_size, seed=seed)

@@ -2,6 +2,7 @@
 
 import html
 import inspect
+import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,10 +15,25 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from esper.leyline.config_input import show
 from esper.leyline.errors import InputError, typed_line
-from esper.store.disk import write_atomic, write_folder
+from esper.store.disk import remove, unfinished, write_atomic, write_folder
 
 ADAPTER, MODULE, SUMMARY = "adapter", "network.pt2", "healing.json"
+
+
+def check_folder(folder: Path, overwrite: bool = False) -> None:
+    """Raise InputError if a healing may not be written to a folder: it is a file, or holds another one or other files."""
+    mend = "name another folder with --out"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; {mend}")
+    names = sorted(path.name for path in folder.iterdir() if unfinished(path) is None) if folder.exists() else []
+    if names and SUMMARY not in names:
+        raise InputError(f"{folder} holds other files and no healing; name a new or an empty folder with --out")
+    if names and not overwrite:
+        raise InputError(f"{folder} holds a healing; give --overwrite, or {mend}")
+    if other := [name for name in names if name not in (ADAPTER, MODULE, SUMMARY)]:
+        raise InputError(f"{folder} holds {show(other[0])}, which is no file of a healing; {mend}")
 
 
 class HealingSeed(NamedTuple):
@@ -119,29 +135,32 @@ class Healed:
     def save(self, folder: Path | str) -> str:
         """Write the adapter, the network as network.pt2 for any number of examples, and the summary; say what was written.
 
-        A network that torch.export cannot express is left to the adapter, and the sentence says so. Raises InputError if the
-        folder cannot be made.
+        What an earlier result wrote is replaced, and other files stay. A network that torch.export cannot express is left to
+        the adapter, and the sentence says so. Raises InputError if the folder cannot be made.
         """
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder} cannot be made: {typed_line(error)}; name another folder") from error
-        written = []
+        program, left, written = b"", "", []
+        try:
+            program = self._exported()
+        except Exception as error:  # torch.export raises errors of many kinds
+            left = f"; {MODULE} was not written, as torch.export refuses the network: {typed_line(error)}"
         if self.adapter:
             write_folder(folder / ADAPTER, self.adapter)
             written.append(ADAPTER)
-        left = ""
-        try:
-            self._export(folder / MODULE)
+        if program:
+            write_atomic(folder / MODULE, program)
             written.append(MODULE)
-        except Exception as error:  # torch.export raises errors of many kinds
-            left = f"; {MODULE} was not written, as torch.export refuses the network: {typed_line(error)}"
+        for name in {ADAPTER, MODULE}.difference(written):  # an earlier one, of another network
+            remove(folder / name)
         write_atomic(folder / SUMMARY, json.dumps(self.summary(), indent=1))
         return f"{folder}: {', '.join([*written, SUMMARY])}{left}"
 
-    def _export(self, path: Path) -> None:
-        """Export with a batch axis of any length."""
+    def _exported(self) -> bytes:
+        """The file of torch.export, with a batch axis of any length."""
         given, named = self.example, isinstance(self.example, Mapping)
         arguments = () if named else tuple(given) if isinstance(given, tuple | list) else (given,)
         keywords = dict(given) if named else {}
@@ -151,7 +170,9 @@ class Healed:
         first = next(iter(inspect.signature(self.network.forward).parameters.values()), None)
         if not named and first is not None and first.kind == inspect.Parameter.VAR_POSITIONAL:
             shapes = (shapes,)  # as the forward of torch.export.unflatten
-        torch.export.save(torch.export.export(self.network, arguments, keywords, dynamic_shapes=shapes), path)
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(self.network, arguments, keywords, dynamic_shapes=shapes), file)
+        return file.getvalue()
 
     def __repr__(self) -> str:
         rows = list(self._rows())
