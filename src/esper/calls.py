@@ -29,6 +29,7 @@ from esper.runs.crews import ALONE, Asked, asked_for
 from esper.runs.evaluation import run_evaluation
 from esper.runs.evaluation_folder import FIGURE, ROOT, EvaluationFolder
 from esper.runs.grow import grow as grow_run
+from esper.runs.interrupt import ended_by_signals
 from esper.runs.ranks_crew import ACTOR
 from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config
 from esper.runs.train import train as train_run
@@ -202,7 +203,8 @@ def evaluate(
     if out is None or asked.is_rank:
         return compare(None)
     path = to_path(out, "out")
-    with EvaluationFolder(path, say or (lambda line: None), overwrite=overwrite, shared=path.parent == ROOT) as folder:
+    note, shared = say or (lambda line: None), path.parent == ROOT
+    with ended_by_signals(), EvaluationFolder(path, note, overwrite=overwrite, shared=shared) as folder:
         record = compare(folder.grown)
         _write_evaluation(record, path, report=all(layer.get("report", True) for layer in layers))
     return record

@@ -1,6 +1,8 @@
 """The folder of `esper eval`: one for each set of arguments, one process at a time, nothing replaced unasked."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +16,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.task import Split
 from esper.runs.contenders import named
 from esper.runs.evaluation_folder import EvaluationFolder, default_folder
+from esper.runs.interrupt import ended_by_signals
 from esper.store.lock import Lock
 from populations import blobs
 
@@ -77,6 +80,21 @@ def test_the_lock_is_released_whatever_ends_an_evaluation():
         leave()
     assert not Path("e/lock").exists()
     Lock(Path("e"), pytest.fail).take()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_an_evaluation_in_order_unless_the_program_handles_it(number):
+    def leave():
+        with ended_by_signals(), EvaluationFolder(Path("e"), pytest.fail):
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt):
+        leave()
+    assert not Path("e").exists()
+    assert signal.getsignal(number) == signal.SIG_DFL
+    previous = signal.signal(number, signal.SIG_IGN)
+    leave()
+    signal.signal(number, previous)
 
 
 def test_a_folder_under_a_file_is_named():

@@ -1,6 +1,8 @@
 """The crew of the ranks that torchrun starts: who is admitted, and what a lost rank leads to."""
 
 import json
+import os
+import signal
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -10,7 +12,7 @@ from torch.distributed import HashStore
 
 import esper
 from esper.leyline.errors import ActorError, InputError
-from esper.runs import ranks_crew
+from esper.runs import crews, ranks_crew
 from esper.runs.actors import Actors
 
 
@@ -59,6 +61,27 @@ def test_waiting_for_ranks_that_do_not_come_ends_when_it_is_asked_to(store):
     asked = iter([False, True])
     with pytest.raises(KeyboardInterrupt, match="while the actors were started"):
         Actors(Beside(None, (None,), ""), print, asked=lambda: next(asked))
+
+
+def test_an_evaluation_that_torchrun_ends_while_its_ranks_start_leaves_no_lock(store, monkeypatch, tmp_path, capsys):
+    locked = []
+
+    class Ending(ranks_crew.RanksCrew):
+        """Is sent, before any rank has come, what torchrun sends."""
+
+        def start(self, actor):
+            if actor == 0:
+                locked.append((tmp_path / "out" / "lock").exists())
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(crews, "RanksCrew", Ending)
+    few = {"instances": 2, "seeds": 1, "opponents": (), "baselines": (), "settings": {"steps": 1}, "search_episodes": 2}
+    with pytest.raises(KeyboardInterrupt, match="while the actors were started"):
+        esper.evaluate(tasks="iris", **few, out=tmp_path / "out", cluster="torchrun", progress=True)
+    assert locked == [True]
+    assert not (tmp_path / "out").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert "interrupted while the actors were started; " in capsys.readouterr().err
 
 
 def test_an_evaluation_has_no_more_ranks_than_populations(store, monkeypatch, tmp_path):

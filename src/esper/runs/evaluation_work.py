@@ -150,17 +150,22 @@ def hired(
     for contender in contenders:
         pickled(contender, f"the controller {contender.name!r}")
     every = [*tasks, *(task for task, _ in references)]
-    actors = hire(
-        asked,
-        evaluation_work(asked, tasks, references),
-        partial(tell, watch),
-        _facts(every),
-        check_facts,
-        mend=f"give fewer workers; {_AGAIN}",
-        again=_AGAIN,
-    )
     interrupt = Interrupt()  # torchrun ends all ranks if one is lost, and rank 0 is to say so first
     with interrupt if asked.cluster == "torchrun" else nullcontext():
+        try:
+            actors = hire(
+                asked,
+                evaluation_work(asked, tasks, references),
+                partial(tell, watch),
+                _facts(every),
+                check_facts,
+                mend=f"give fewer workers; {_AGAIN}",
+                again=_AGAIN,
+                stop=lambda: interrupt.asked,
+            )
+        except KeyboardInterrupt:
+            tell(watch, f"interrupted while the actors were started; {_AGAIN}")
+            raise
         try:
             yield EvaluationActors(actors, every, interrupt)
         except Stop:

@@ -2,6 +2,8 @@
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
@@ -63,6 +65,23 @@ class Interrupt:
                 continue
             usual = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
             signal.signal(each, usual if previous == signal.SIG_IGN else previous)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that what is open is closed, locks among it.
+
+    A signal that is ignored or has a handler stays as it is. In another thread than the main one this does nothing.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    usual = [each for each in ASKING if main and signal.getsignal(each) == signal.SIG_DFL]
+    try:
+        for number in usual:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def beside(config: Config) -> list[str]:
