@@ -26,7 +26,7 @@ from fit_trees import fitted, picked
 from numpy.typing import NDArray
 from study_heal import joint, picks, signed
 from torch import Tensor, nn
-from train_learners import ALONE, ENVS, IMITATION, ROUNDS, SHORT, train_all
+from train_learners import ALONE, ARMS, ENVS, IMITATION, ROUNDS, SHORT, train_all
 
 from esper.leyline.actions import Ints
 from esper.leyline.view import View
@@ -267,6 +267,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--first", type=int, default=0, help="seed of the first training")
     parser.add_argument("--seeds", type=int, default=10, help="trainings over single decisions")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="kinds of trainings")
     parser.add_argument("--fits", type=int, default=FITS, help="trainings over plans")
     parser.add_argument("--cases", type=int, default=96, help="fresh cases; training cases of a bandit")
     options = parser.parse_args()
@@ -277,7 +278,7 @@ def main() -> None:
         case "bandit":
             grow_bandit(options.out, options.cases)
         case "train":
-            train_all(options.out, range(options.first, options.first + options.seeds))
+            train_all(options.out, range(options.first, options.first + options.seeds), options.arms)
         case _:
             decisions(options.out, options.cases)
 

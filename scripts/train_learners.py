@@ -24,12 +24,17 @@ SETTINGS: Mapping[str, Any] = {
     "probe": {"sensors_every": 1000, "coalitions_every": 1000},
     "reward": {"name": "sparse", "group_size": 4},
     "telemetry": {"level": "off"},
-    "ppo": {"gae_lambda": 1.0, "validate_envs": VALIDATION, "lr": 0.003},
+    "ppo": {"gae_lambda": 1.0, "validate_envs": VALIDATION, "lr": 0.003, "imitation_passes": 24},
 }
 IMITATION, ROUNDS, ALONE = 3, 3, 11
 """Rounds of imitation, of PPO after it, and of PPO alone."""
-PASSES = 24
-"""Passes over all that the teacher has shown, in the last round of imitation; the other rounds have `ppo.update_epochs`."""
+ARMS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
+    "both": (IMITATION, ROUNDS, {}),
+    "ppo": (0, ALONE, {}),
+    "both-package": (IMITATION, ROUNDS, {"packages": ["bypass-rank-1"]}),
+    "ppo-package": (0, ALONE, {"packages": ["bypass-rank-1"]}),
+}
+"""Rounds of imitation, rounds of PPO, and further settings of `ppo`. An arm with imitation also keeps the policy after it."""
 
 
 def restricted() -> Mixture:
@@ -48,39 +53,38 @@ def restricted() -> Mixture:
     )
 
 
-def school_of(task: Mixture, imitation: int, rounds: int, seed: int) -> School:
-    lengths = {"ppo": {"imitation_rounds": imitation, "rounds": rounds}, "seed": seed}
+def school_of(task: Mixture, imitation: int, rounds: int, seed: int, more: Mapping[str, Any]) -> School:
+    lengths = {"ppo": {"imitation_rounds": imitation, "rounds": rounds, **more}, "seed": seed}
     (config,) = training_configs([task], "quick", SETTINGS, lengths)
     cohorts = cohorts_of(task.sealed(), config)
-    language = Language.of([cohorts[0].engine.space])
+    language = Language.of([cohorts[0].engine.space], config.ppo.packages)
     policy = Policy.fresh(language, seed, settings_of_policy(config), config.ppo.decisions_per_step)
     return School(cohorts, policy, config)
 
 
-def schooled(out: Path, task: Mixture, imitation: int, rounds: int, seed: int) -> None:
+def schooled(out: Path, task: Mixture, name: str, seed: int) -> None:
     """Train a policy, and keep it after imitation and at the end; of the two, the end keeps the better by validation."""
-    name = "both" if imitation else "ppo"
     if (out / f"{name}-s{seed}").is_dir():
         return
-    school, begin, figures = school_of(task, imitation, rounds, seed), time.process_time(), {}
-    few = school.learner.config
+    imitation, rounds, more = ARMS[name]
+    school, begin, figures = school_of(task, imitation, rounds, seed, more), time.process_time(), {}
+    taught = out / f"{name.replace('both', 'imitation')}-s{seed}"
     with Interrupt() as interrupt:
         for number in range(-imitation, rounds):
-            school.learner.config = few.model_copy(update={"update_epochs": PASSES}) if number == -1 else few
             figures = (school.imitate if number < 0 else school.learn)(number, interrupt)
             better = number in (-1, rounds - 1) and school.validate(number, figures)
             kept = ("log_likelihood", "return", "decisions", "kept", "kl", "validation_objective")
             said = {key: round(figures[key], 3) for key in kept if key in figures}
             print(name, seed, number, f"{time.process_time() - begin:.0f} s", said, flush=True)
             if number == -1:
-                save_policy(school.best_policy(), out / f"imitation-s{seed}")
-    if not better:
-        school.policy.load_state(load_policy(out / f"imitation-s{seed}").state())
+                save_policy(school.best_policy(), taught)
+    if not better and imitation:
+        school.policy.load_state(load_policy(taught).state())
     save_policy(school.best_policy(), out / f"{name}-s{seed}")
 
 
-def train_all(out: Path, seeds: Sequence[int]) -> None:
+def train_all(out: Path, seeds: Sequence[int], arms: Sequence[str]) -> None:
     task = restricted()
-    for imitation, rounds in ((IMITATION, ROUNDS), (0, ALONE)):
+    for name in arms:
         for seed in seeds:
-            schooled(out, task, imitation, rounds, seed)
+            schooled(out, task, name, seed)

@@ -576,6 +576,11 @@ class PPOConfig(Section):
     imitation_rounds: int = Field(
         0, ge=0, description="rounds before the first in which the policy learns to imitate the teacher [rounds]"
     )
+    imitation_passes: int | None = Field(
+        None,
+        ge=1,
+        description="passes over what the teacher has shown in the last round of imitation; null is ppo.update_epochs [epochs]",
+    )
     teacher: str = Field(
         "heuristic",
         description="controller that the policy imitates: a name, or the path of a schedule, of trees or of a trained controller",
@@ -584,6 +589,10 @@ class PPOConfig(Section):
         1,
         ge=1,
         description="largest number of decisions of the policy for an environment in one step, such as to plant several seeds",
+    )
+    packages: tuple[str, ...] = Field(
+        (),
+        description="blueprints that one decision of the policy can plant in every slot behind a segment that keeps the width",
     )
     max_grad_norm: float = Field(
         0.5, gt=0, description="largest gradient norm of the policy; a larger one is scaled down"

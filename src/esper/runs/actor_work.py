@@ -139,7 +139,7 @@ class TrainingPlayer:
             each for task, config in zip(tasks, configs, strict=True) for each in cohorts_of(task, config, made=0)
         ]
         first = [next(each for each in cohorts if each.task is task) for task in tasks]
-        language = Language.of([cohort.engine.space for cohort in first])
+        language = Language.of([cohort.engine.space for cohort in first], configs[0].ppo.packages)
         policy = Policy.fresh(language, configs[0].seed, decisions_per_step=configs[0].ppo.decisions_per_step)
         for cohort in first:
             cohort.engines.release()

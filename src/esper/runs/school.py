@@ -112,7 +112,8 @@ class School:
         begin = time.perf_counter()
         self.shown += [(rollout.copied(), menu) for rollout, menu in zip(grown.rollouts, grown.menus, strict=True)]
         rollouts, menus = zip(*self.shown, strict=True)
-        figures = self.learner.imitate(rollouts, menus, fresh=len(grown.rollouts))
+        passes = self.config.ppo.imitation_passes if number == -1 else None
+        figures = self.learner.imitate(rollouts, menus, len(grown.rollouts), passes)
         return self._close(figures, grown, time.perf_counter() - begin)
 
     def validate(self, number: int, figures: dict[str, float]) -> bool:

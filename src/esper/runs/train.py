@@ -83,7 +83,9 @@ def train(
         shards = [cohorts_of(task, each, 1 if asked.any else None) for task, each in zip(sealed, configs, strict=True)]
         spaces = [each[0].engine.space for each in shards]
         settings = settings_of_policy(config)
-        policy = Policy.fresh(Language.of(spaces), config.seed, settings, config.ppo.decisions_per_step)
+        policy = Policy.fresh(
+            Language.of(spaces, config.ppo.packages), config.seed, settings, config.ppo.decisions_per_step
+        )
         actors = None
         if asked.any:
             for each in shards:

@@ -1,6 +1,6 @@
 """The learning controller: it samples decisions, receives rewards, and records both in a rollout. E environments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,18 +35,25 @@ class SimicClient:
         exploration = self.learner.exploration
         self._output = output = self.actor.act(view, exploration, greedy=False)
         self.record(view, sampled_step(output, exploration))
-        self._done = output.decision.actions
-        return self._done
+        actions = self._carried(view, output)
+        assert actions is not None, "every environment is asked"
+        return actions
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """Further sampled decisions of the step, recorded likewise; None where they are over."""
         exploration = self.learner.exploration
         output = self.actor.further(view, self._done, refused, exploration, greedy=False)
-        if output is None:
-            return None
-        self.record(view, sampled_step(output, exploration), further=True)
-        self._done = output.decision.actions
-        return self._done
+        if output is not None:
+            self.record(view, sampled_step(output, exploration), further=True)
+        return self._carried(view, output)
+
+    def reasons(self) -> Sequence[str | None]:
+        """The packages that the last plantings belong to; None for other decisions."""
+        return self.actor.reasons
+
+    def explain(self) -> Sequence[str]:
+        """Nothing: a policy gives no reasons for what it leaves out."""
+        return []
 
     def judgement(self) -> Judgement:
         """What the policy thought of the last decisions."""
@@ -84,6 +91,12 @@ class SimicClient:
         """Begin the next rollout."""
         if self._buffer is not None:
             self._buffer.clear()
+
+    def _carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
+        """What is carried out (`RecurrentActor.carried`); None where nothing is left to do in the step."""
+        actions = self.actor.carried(view, output, taught)
+        self._done = self._done if actions is None else actions
+        return actions
 
     def _written(self) -> TamiyoRolloutBuffer:
         assert self._buffer is not None, "act is called first"

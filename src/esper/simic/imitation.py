@@ -16,6 +16,8 @@ from esper.leyline.view import Outcome, View
 from esper.simic.client import SimicClient, sampled_step
 from esper.simic.ppo import PPO
 from esper.tamiyo.actor import ActorOutput
+from esper.tamiyo.packages import as_package
+from esper.tamiyo.placement import Placement
 from esper.tamiyo.policy import GREEDY
 
 
@@ -27,7 +29,8 @@ class Apprentice(SimicClient):
     teacher must decide each environment from its row of the view alone. It is told of refusals of its own decisions alone.
 
     Several decisions of a teacher in one step (`protocols.Extends`) are imitated where the policy may make several
-    (`ppo.decisions_per_step`), and the policy learns to end them with WAIT.
+    (`ppo.decisions_per_step`), and the policy learns to end them with WAIT. Where a teacher that plants all its seeds at once is
+    about to plant every slot of a package (`ppo.packages`), its decision is that package.
     """
 
     def __init__(
@@ -48,7 +51,10 @@ class Apprentice(SimicClient):
         """The teacher's decisions in the environments that it leads, and sampled decisions of the policy in the others."""
         self._output = output = self.actor.act(view, greedy=False)
         self._follows = led_by_teacher(view.space.number, self.led)
-        return self._teach(view, output, self.teacher.act(view), further=False)
+        self._taught = self.teacher.act(view)
+        actions = self._teach(view, output, further=False)
+        assert actions is not None, "every environment is asked"
+        return actions
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """Further decisions of the step; None where they are over. A teacher that makes none decides WAIT."""
@@ -57,23 +63,21 @@ class Apprentice(SimicClient):
         if isinstance(self.teacher, Extends) and self.learner.policy.decisions_per_step > 1:
             own = np.logical_and.reduce([mine == done for mine, done in zip(self._taught, self._done, strict=True)])
             taught = self.teacher.further(view, np.where(own, refused, Refusal.NONE).astype(refused.dtype))
-        if output is None:
-            return None
-        taught = taught or Actions.wait(len(refused))
-        taught = Actions(*(np.where(output.idle, 0, choice) for choice in taught))  # WAIT is 0 in every head
-        return self._teach(view, output, taught, further=True)
+        self._taught = taught or Actions.wait(len(refused))
+        return self._carried(view, None) if output is None else self._teach(view, output, further=True)
 
-    def _teach(self, view: View, output: ActorOutput, taught: Actions, *, further: bool) -> Actions:
-        """Record the teacher's decisions, and return those that are carried out."""
-        step = sampled_step(output, GREEDY)
-        valid = offered(only_wait(view.masks, output.idle), taught)
+    def _teach(self, view: View, output: ActorOutput, *, further: bool) -> Actions | None:
+        """Record the teacher's decisions, and return what is carried out."""
+        step, taught, names = sampled_step(output, GREEDY), self._taught, self.learner.policy.language.packages
+        if names and isinstance(self.teacher, Placement):
+            taught = as_package(view, taught, names, self.teacher.package(view))
+        taught = Actions(*(np.where(output.idle, 0, choice) for choice in taught))  # WAIT is 0 in every head
+        valid = offered(only_wait(self.actor.masks(view), output.idle), taught)
         self.record(
             view, step._replace(actions=taught, valid=valid, log_prob=torch.zeros(len(output.idle))), further=further
         )
-        self._taught = taught
         pairs = zip(taught, output.decision.actions, strict=True)
-        self._done = Actions(*(np.where(self._follows, *pair) for pair in pairs))
-        return self._done
+        return self._carried(view, output, Actions(*(np.where(self._follows, *pair) for pair in pairs)))
 
     def store(self, outcome: Outcome) -> None:
         """Record the rewards of the last decisions, and let the teacher hear of them."""

@@ -112,17 +112,21 @@ class PPO:
         return figures | _figures(data)
 
     def imitate(
-        self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]], fresh: int | None = None
+        self,
+        rollouts: Sequence[Rollout],
+        menus: Sequence[Sequence[str]],
+        fresh: int | None = None,
+        passes: int | None = None,
     ) -> dict[str, float]:
         """Fit the policy to the actions of the rollouts, and the critic to their returns. Raises as `update`.
 
         fresh: number of rollouts, at the end, that are new; None is all. Only these enter the moments of observations and
-        returns.
+        returns. passes: over the rollouts; None is `update_epochs` of the config.
         """
         losses: list[Tensor] = []
         with self._restored_on_failure():
             data = self._prepare(rollouts, menus)
-            for epoch in range(self.config.update_epochs):
+            for epoch in range(passes or self.config.update_epochs):
                 for part in self._minibatches(data, epoch):
                     network, rollout = self.policy.network, part.rollout
                     initial = network.initial(rollout.value.shape[1])

@@ -1,6 +1,6 @@
 """A policy that runs through an episode: its observations, its memory, and one or more decisions a step. E environments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,11 @@ from esper.leyline.actions import Actions, Head, Op
 from esper.leyline.masks import only_wait
 from esper.leyline.protocols import Judgement
 from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Outcome, Space, View
+from esper.leyline.view import Masks, Outcome, Space, View
 from esper.tamiyo.baselines import draws
 from esper.tamiyo.network import Encoded, Hidden
 from esper.tamiyo.observation import History, Inputs, Observation, observe
+from esper.tamiyo.packages import Opened, package_costs, package_reasons, unpacked, with_packages
 from esper.tamiyo.policy import GREEDY, Decision, decide
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ class RecurrentActor:
         self._begins: NDArray[np.bool_] | None = None
         self._episode = -1
         self._open = np.zeros(0, bool)  # environments whose decisions of the step are not over
-        self._made = 0  # decisions of the step so far
+        self._made = np.zeros(0, np.int64)  # decisions of the step so far, of each environment
+        self._calls = 0  # decisions of the environment with the most, and plantings of its packages
+        self._opened: Opened | None = None  # packages that are not planted completely
+        self.reasons: Sequence[str | None] = []  # the packages that the last plantings belong to
         self._heard = False  # whether `further` has added the decisions of the step to the history
 
     def act(self, view: View, exploration: Mapping[Head, float] = GREEDY, *, greedy: bool) -> ActorOutput:
@@ -66,10 +70,13 @@ class RecurrentActor:
             self.policy.language.check(view.space)
             self.history, self.hidden = History.empty(envs), self.policy.network.initial(envs)
             self._begins, self._episode = np.ones(envs, bool), view.episode
+            self._opened = None
         assert self.hidden is not None
         assert self._begins is not None
         self.history = self.history.measured(view.measurements)
-        self._open, self._made, self._heard = np.ones(envs, bool), 0, False
+        self._open, self._made, self._heard = np.ones(envs, bool), np.zeros(envs, np.int64), False
+        self._calls = 0
+        self._opened = self._opened or Opened.none(envs, len(view.space.slots))
         output = self._decide(view, exploration, greedy)
         self._begins = np.zeros(envs, bool)
         return output
@@ -83,42 +90,75 @@ class RecurrentActor:
         *,
         greedy: bool,
     ) -> ActorOutput | None:
-        """Decide once more in the same step, where the last decision was not WAIT; None where the decisions of the step are over.
+        """Decide once more in the same step, where the last decision was not WAIT; None where no environment decides.
 
         done, refused: (E,) the last decisions that were carried out, and a `Refusal` for each. The decision of an environment
         whose decisions are over is WAIT, and its memory stays as it is.
         """
-        if self.policy.decisions_per_step == 1:
+        if self.policy.decisions_per_step == 1 and not self.policy.language.packages:
             return None
         assert self.history is not None
+        assert self._opened is not None
         op, accepted = np.where(self._open, done.op, self.history.op), np.asarray(refused == Refusal.NONE)
         self.history = self.history._replace(op=op, accepted=np.where(self._open, accepted, self.history.accepted))
-        self._open, self._heard = self._open & (done.op != Op.WAIT), True
-        if self._made >= self.policy.decisions_per_step or not self._open.any():
+        more = (self._made < self.policy.decisions_per_step) | self._opened.rows
+        self._open, self._heard = self._open & (done.op != Op.WAIT) & more, True
+        if not (self._open & ~self._opened.rows).any():
             return None
         return self._decide(view, exploration, greedy)
 
+    def carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
+        """What is carried out for the results of `act` or `further`; None where nothing is left to do in the step.
+
+        A package is one decision of the policy. Its first seed is planted with that decision, and the others afterwards, without
+        a decision. taught: (E,) decisions that take the place of those of `output`.
+        """
+        assert self._opened is not None
+        names, opened = self.policy.language.packages, self._opened
+        if output is None and not opened.rows.any():
+            return None
+        chosen = taught or (Actions.wait(len(view.masks.op)) if output is None else output.decision.actions)
+        if not names:
+            self.reasons = [None] * len(chosen.op)
+            return chosen
+        actions, self._opened = unpacked(view, chosen, names, opened)
+        self.reasons = package_reasons(view, chosen, actions, opened)
+        self._calls += output is None
+        return actions
+
+    def masks(self, view: View) -> Masks:
+        """The valid decisions, with the packages of the policy."""
+        return with_packages(view.masks, view.space, self.policy.language.packages)
+
+    def observe(self, view: View, history: History) -> Observation:
+        """The observation of the policy. Its costs (E, S, K + P) are those of the menu, then those of the packages."""
+        seen, names = observe(view, history), self.policy.language.packages
+        if not names:
+            return seen
+        return seen._replace(cost=np.concatenate([seen.cost, package_costs(view, names).astype(np.float32)], 2))
+
     def _decide(self, view: View, exploration: Mapping[Head, float], greedy: bool) -> ActorOutput:
-        """One decision of the environments that are open, and WAIT in the others."""
+        """One decision of the environments that are open and plant no package, and WAIT in the others."""
         assert self.history is not None
+        assert self._opened is not None
         assert self.hidden is not None
         assert self._begins is not None
-        observation, idle = observe(view, self.history), ~self._open
-        masks = only_wait(view.masks, idle) if idle.any() else view.masks
+        observation, idle = self.observe(view, self.history), ~self._open | self._opened.rows
+        masks = only_wait(self.masks(view), idle) if idle.any() else self.masks(view)
         with torch.no_grad():
             encoded, value, hidden = self._forward(observation, view.space, self.hidden)
-            drawn = None if greedy else draws(view, self._made)
+            drawn = None if greedy else draws(view, self._calls)
             decision = decide(self.policy.network, encoded, masks, drawn, exploration)
             hold = torch.from_numpy(idle)[:, None]
-            self.hidden = hidden if self._made == 0 else _kept(hold, self.hidden, hidden)
-        self._made += 1
+            self.hidden = _kept(hold, self.hidden, hidden) if idle.any() else hidden
+        self._made, self._calls = self._made + ~idle, self._calls + 1
         return ActorOutput(observation, decision, value[0], self._begins, idle)
 
     def value(self, view: View) -> Tensor:
         """V of the state (E,), without a decision. The memory is unchanged."""
         assert self.history is not None
         assert self.hidden is not None
-        observation = observe(view, self.history.measured(view.measurements))
+        observation = self.observe(view, self.history.measured(view.measurements))
         with torch.no_grad():
             return self._forward(observation, view.space, self.hidden)[1][0]
 
@@ -138,6 +178,8 @@ class RecurrentActor:
         keep = torch.from_numpy(~rows)[:, None]
         self.history, self.hidden = self.history.reset(rows), (self.hidden[0] * keep, self.hidden[1] * keep)
         self._begins = self._begins | rows
+        if self._opened is not None:
+            self._opened = self._opened._replace(slots=self._opened.slots & ~rows[:, None])
 
     def state(self) -> dict[str, Any]:
         """The memory as a tree of arrays."""
@@ -146,6 +188,7 @@ class RecurrentActor:
             "history": None if self.history is None else self.history._asdict(),
             "hidden": self.hidden,
             "begins": self._begins,
+            **({"opened": self._opened._asdict()} if self._opened is not None and self._opened.rows.any() else {}),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +197,8 @@ class RecurrentActor:
         self.history = None if history is None else History(**history)
         self.hidden = None if hidden is None else (hidden[0], hidden[1])
         self._begins, self._episode = state["begins"], state["episode"]
+        opened = state.get("opened")
+        self._opened = None if opened is None else Opened(opened["slots"], Actions(*opened["seed"]))
 
     def _forward(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
         seen = self.policy.normalised(observation)

@@ -30,6 +30,7 @@ from esper.tamiyo.baselines import Rule
 from esper.tamiyo.features import GLOBAL, slot_features
 from esper.tamiyo.network import Batch, FactoredRecurrentActorCritic, Shapes
 from esper.tamiyo.observation import Inputs, Moments, Normaliser, Observation, input_names, normalise
+from esper.tamiyo.plans import UNIFORM
 
 VERSION = 1
 """Version of the file format."""
@@ -45,19 +46,23 @@ class Language(NamedTuple):
         blueprints (names): the vocabulary, which contains the menu of every space
         tempos (ints): lengths of ramps [steps]
         targets (floats): targets of ramps
+        packages (names): blueprints that one decision can plant in every slot (`tamiyo.packages`)
     """
 
     sensors: tuple[str, ...]
     blueprints: tuple[str, ...]
     tempos: tuple[int, ...]
     targets: tuple[float, ...]
+    packages: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, spaces: Sequence[Space]) -> "Language":
-        """The language of several spaces, with the blueprints of all. InputError if sensors, tempos or targets differ."""
+    def of(cls, spaces: Sequence[Space], packages: Sequence[str] = ()) -> "Language":
+        """The language of several spaces, with the blueprints of all. InputError if sensors, tempos or targets differ, or if a
+        space lacks a package.
+        """
         names = dict.fromkeys(info.name for space in spaces for info in space.blueprints)
         first = spaces[0]
-        language = cls(first.sensors, tuple(names), first.tempos, first.targets)
+        language = cls(first.sensors, tuple(names), first.tempos, first.targets, tuple(dict.fromkeys(packages)))
         for space in spaces:
             language.check(space)
         return language
@@ -79,6 +84,12 @@ class Language(NamedTuple):
                 f"the controller does not know blueprint {unknown[0]!r}; it knows {', '.join(self.blueprints)}: choose "
                 "those of them that fit the task's slots with --set blueprints=[...] (the config key blueprints), "
                 "or train a controller on this menu"
+            )
+        menu = [info.name for info in space.blueprints]
+        if self.packages and (missing := [name for name in (*self.packages, *UNIFORM.here) if name not in menu]):
+            raise InputError(
+                f"the packages of the controller ({', '.join(self.packages)}; ppo.packages) need {missing[0]}, which the menu "
+                f"lacks: add it with --set blueprints=[...], or train a controller without packages"
             )
 
 
@@ -109,7 +120,14 @@ class Policy:
     ) -> "Policy":
         """An untrained policy with random weights."""
         env, slot = input_names(language.sensors)
-        shapes = Shapes(len(env), len(slot), len(language.blueprints), len(language.tempos), len(language.targets))
+        shapes = Shapes(
+            len(env),
+            len(slot),
+            len(language.blueprints),
+            len(language.tempos),
+            len(language.targets),
+            packages=len(language.packages),
+        )
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))  # weights are drawn on the CPU
             network = FactoredRecurrentActorCritic(shapes)
@@ -151,7 +169,7 @@ class Policy:
         self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
 
     def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
-        """Inputs (T, E, ...) as tensors. Indices into the menu become indices into the vocabulary."""
+        """Inputs (T, E, ...) as tensors. Indices into the menu become indices into the vocabulary, where packages come last."""
         vocabulary = [self.language.blueprints.index(name) for name in menu]
         empty = len(self.language.blueprints)
         index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, takes the last entry
@@ -160,7 +178,7 @@ class Policy:
             torch.from_numpy(inputs.slot),
             torch.from_numpy(index),
             torch.from_numpy(inputs.cost),
-            torch.tensor(vocabulary),
+            torch.tensor([*vocabulary, *(empty + 1 + package for package in range(len(self.language.packages)))]),
         )
 
 
@@ -178,15 +196,24 @@ class Learned(Rule):
     def act(self, view: View) -> Actions:
         """One decision per environment. InputError if the policy was trained with other sensors or choices."""
         self._output = self.actor.act(view, greedy=True)
-        self._done = self._output.decision.actions
+        self._done = self.actor.carried(view, self._output)
+        assert self._done is not None, "every environment is asked"
         return self._done
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """The next decisions of the step; None where they are over, as after one decision if the policy makes no more."""
         assert self._done is not None, "act is called first"
         output = self.actor.further(view, self._done, refused, greedy=True)
-        self._done = None if output is None else output.decision.actions
+        self._done = self.actor.carried(view, output)
         return self._done
+
+    def reasons(self) -> Sequence[str | None]:
+        """The packages that the last plantings belong to; None for other decisions."""
+        return self.actor.reasons
+
+    def explain(self) -> Sequence[str]:
+        """Nothing: a policy gives no reasons for what it leaves out."""
+        return []
 
     def judgement(self) -> Judgement:
         """What the policy thought of the last decisions."""
@@ -214,7 +241,7 @@ def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None
         "version": VERSION,
         "sha256": hashlib.sha256(weights).hexdigest(),
         "vocabulary": _vocabulary(),
-        "language": policy.language._asdict(),
+        "language": {name: known for name, known in policy.language._asdict().items() if known or name != "packages"},
         "normaliser": {
             part: {k: v.tolist() for k, v in getattr(policy.normaliser, part)._asdict().items()}
             for part in Normaliser._fields
@@ -237,7 +264,9 @@ def load_policy(folder: Path) -> Policy:
         raise InputError(f"{weights} is not the file that {FACTS} names, by its sha256; take both files from one run")
     try:
         known = facts["language"]
-        language = Language(*(tuple(known[name]) for name in Language._fields))
+        language = Language(
+            **{name: tuple(known.get(name, ()) if name == "packages" else known[name]) for name in Language._fields}
+        )
         state = load(data)
         _check_rows(state, language)
         policy = Policy.fresh(language, 0, facts["settings"], _decisions(facts))
@@ -307,7 +336,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 def _check_rows(state: Mapping[str, Tensor], language: Language) -> None:
     """Raise ValueError if the weights have other numbers of rows than the language has names, before a network is built."""
     for name, count in (
-        ("blueprint.weight", len(language.blueprints) + 1),
+        ("blueprint.weight", len(language.blueprints) + 1 + len(language.packages)),
         ("tempo_head.2.bias", len(language.tempos)),
         ("target_head.2.bias", len(language.targets)),
     ):

@@ -26,6 +26,7 @@ class Shapes(NamedTuple):
         hidden (int): units of the LSTM
         code (int): width of the encoding of a slot
         embedding (int): width of the embedding of a blueprint and of an op
+        packages (int): packages of the vocabulary
     """
 
     env: int
@@ -36,6 +37,7 @@ class Shapes(NamedTuple):
     hidden: int = 96
     code: int = 48
     embedding: int = 8
+    packages: int = 0
 
 
 class Batch(NamedTuple):
@@ -79,7 +81,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         super().__init__()
         self.shapes = shapes
         h, d, e = shapes.hidden, shapes.code, shapes.embedding
-        self.blueprint = nn.Embedding(shapes.blueprints + 1, e)
+        self.blueprint = nn.Embedding(shapes.blueprints + 1 + shapes.packages, e)
         self.op = nn.Embedding(len(Op), e)
         self.encoder = nn.Sequential(nn.Linear(shapes.slot + e, 64), nn.SiLU(), nn.Linear(64, d), nn.SiLU())
         self.pooled = nn.Sequential(nn.Linear(shapes.env + 2 * d, h), nn.SiLU())

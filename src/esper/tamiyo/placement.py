@@ -140,6 +140,26 @@ class Placement(Rule):
         """Restore a `state`."""
         self._wish, self._reasons, self._next = state.get("wish"), state.get("reasons", []), state.get("next")
 
+    def package(self, view: View) -> Ints:
+        """(E,): index of the blueprint that is still to be planted in every inner slot that the masks allow, and nowhere else.
+
+        -1 where something else, or nothing, is to be planted. Inner slots are those of `plans.inner_slots`.
+        """
+        choice, plants = self._tries(view)
+        index = np.where(plants, choice, -1).max(1)
+        allowed = np.take_along_axis(view.masks.blueprint, np.maximum(index, 0)[:, None, None], 2)[..., 0]
+        whole = (plants == (inner_slots(view.space) & allowed)) & (~plants | (choice == index[:, None]))
+        return np.where(whole.all(1), index, -1)
+
+    def _tries(self, view: View) -> tuple[Ints, Bools]:
+        """(E, S) the choice that is tried next at each slot, and whether the masks allow it."""
+        assert self._wish is not None, "act comes before it"
+        assert self._next is not None, "act comes before it"
+        at = np.minimum(self._next, self._wish.shape[2] - 1)[..., None]
+        choice = np.take_along_axis(self._wish, at, 2)[..., 0]
+        fits = np.take_along_axis(view.masks.blueprint, np.maximum(choice, 0)[..., None], 2)[..., 0]
+        return choice, (self._next < self._wish.shape[2]) & (choice >= 0) & fits
+
     def _hear(self, refused: NDArray[np.int8], own: Bools) -> None:
         """Go on to the next choice of a slot after a refused GERMINATE, and past the last one after an accepted one.
 
@@ -154,18 +174,13 @@ class Placement(Rule):
 
     def _decide(self, view: View) -> Actions:
         """One operation per environment: FOSSILIZE or ADVANCE a seed, or plant the next choice of a slot, the dearest first."""
-        assert self._wish is not None, "act comes before it"
-        assert self._next is not None, "act comes before it"
-        wished, envs = self._wish, np.arange(len(view.masks.op))
-        at = np.minimum(self._next, wished.shape[2] - 1)[..., None]
-        choice = np.take_along_axis(wished, at, 2)[..., 0]
-        open_ = (self._next < wished.shape[2]) & (choice >= 0)
-        fits = np.take_along_axis(view.masks.blueprint, np.maximum(choice, 0)[..., None], 2)[..., 0]
+        envs = np.arange(len(view.masks.op))
+        choice, plants = self._tries(view)
         cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
         price = np.take_along_axis(cost, np.maximum(choice, 0)[..., None], 2)[..., 0]
         op, slot = np.zeros(len(envs), np.int64), np.zeros(len(envs), np.int64)
         for kind, where in (
-            (Op.GERMINATE, open_ & fits),
+            (Op.GERMINATE, plants),
             (Op.ADVANCE, view.masks.slot[:, Op.ADVANCE]),
             (Op.FOSSILIZE, view.masks.slot[:, Op.FOSSILIZE]),
         ):
