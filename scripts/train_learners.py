@@ -28,11 +28,14 @@ SETTINGS: Mapping[str, Any] = {
 }
 IMITATION, ROUNDS, ALONE = 3, 3, 11
 """Rounds of imitation, of PPO after it, and of PPO alone."""
+BIAS = -4.0
 ARMS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "both": (IMITATION, ROUNDS, {}),
     "ppo": (0, ALONE, {}),
     "both-package": (IMITATION, ROUNDS, {"packages": ["bypass-rank-1"]}),
     "ppo-package": (0, ALONE, {"packages": ["bypass-rank-1"]}),
+    "ppo-bias": (0, ALONE, {"undo_bias": BIAS}),
+    "ppo-package-bias": (0, ALONE, {"packages": ["bypass-rank-1"], "undo_bias": BIAS}),
 }
 """Rounds of imitation, rounds of PPO, and further settings of `ppo`. An arm with imitation also keeps the policy after it."""
 
@@ -58,7 +61,9 @@ def school_of(task: Mixture, imitation: int, rounds: int, seed: int, more: Mappi
     (config,) = training_configs([task], "quick", SETTINGS, lengths)
     cohorts = cohorts_of(task.sealed(), config)
     language = Language.of([cohorts[0].engine.space], config.ppo.packages)
-    policy = Policy.fresh(language, seed, settings_of_policy(config), config.ppo.decisions_per_step)
+    policy = Policy.fresh(
+        language, seed, settings_of_policy(config), config.ppo.decisions_per_step, config.ppo.undo_bias
+    )
     return School(cohorts, policy, config)
 
 

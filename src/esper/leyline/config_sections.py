@@ -573,6 +573,10 @@ class PPOConfig(Section):
     op_exploration: float = Field(
         0.01, ge=0, lt=1, description="weight of the uniform distribution when the operation is sampled, annealed to 0"
     )
+    undo_bias: float = Field(
+        0.0,
+        description="bias of the logits of PRUNE and SET_ALPHA in an untrained policy; below 0, it rarely undoes what it planted",
+    )
     imitation_rounds: int = Field(
         0, ge=0, description="rounds before the first in which the policy learns to imitate the teacher [rounds]"
     )

@@ -84,7 +84,11 @@ def train(
         spaces = [each[0].engine.space for each in shards]
         settings = settings_of_policy(config)
         policy = Policy.fresh(
-            Language.of(spaces, config.ppo.packages), config.seed, settings, config.ppo.decisions_per_step
+            Language.of(spaces, config.ppo.packages),
+            config.seed,
+            settings,
+            config.ppo.decisions_per_step,
+            config.ppo.undo_bias,
         )
         actors = None
         if asked.any:

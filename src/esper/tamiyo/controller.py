@@ -116,9 +116,14 @@ class Policy:
 
     @classmethod
     def fresh(
-        cls, language: Language, seed: int, settings: Mapping[str, Any] | None = None, decisions_per_step: int = 1
+        cls,
+        language: Language,
+        seed: int,
+        settings: Mapping[str, Any] | None = None,
+        decisions_per_step: int = 1,
+        undo_bias: float = 0.0,
     ) -> "Policy":
-        """An untrained policy with random weights."""
+        """An untrained policy with random weights. undo_bias: added to the logits of PRUNE and SET_ALPHA."""
         env, slot = input_names(language.sensors)
         shapes = Shapes(
             len(env),
@@ -131,6 +136,7 @@ class Policy:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))  # weights are drawn on the CPU
             network = FactoredRecurrentActorCritic(shapes)
+        network.bias_ops({Op.PRUNE: undo_bias, Op.SET_ALPHA: undo_bias})
         normaliser = Normaliser.prior(language.sensors)
         return cls(network, normaliser, language, dict(settings or {}), decisions_per_step=decisions_per_step)
 

@@ -3,6 +3,7 @@
 T steps, E environments, S slots, K blueprints. Any number of slots runs with the same weights.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -140,6 +141,14 @@ class FactoredRecurrentActorCritic(nn.Module):
             case Head.TEMPO:
                 return self.tempo_head(torch.cat([here, chosen_op], -1))  # type: ignore[no-any-return]
         return self.target_head(torch.cat([here, chosen_op], -1))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def bias_ops(self, biases: Mapping[Op, float]) -> None:
+        """Add to the logits of operations in every state."""
+        last = self.op_head[-1]
+        assert isinstance(last, nn.Linear)
+        for op, bias in biases.items():
+            last.bias[op] += bias
 
     @torch.no_grad()
     def rescale(self, mean: Tensor, scale: Tensor) -> None:
