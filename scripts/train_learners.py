@@ -90,6 +90,6 @@ def schooled(out: Path, task: Mixture, name: str, seed: int) -> None:
 
 def train_all(out: Path, seeds: Sequence[int], arms: Sequence[str]) -> None:
     task = restricted()
-    for name in arms:
-        for seed in seeds:
+    for seed in seeds:
+        for name in arms:
             schooled(out, task, name, seed)
