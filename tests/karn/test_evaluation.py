@@ -126,7 +126,7 @@ def test_a_rule_that_was_named_is_compared_with_every_other_rule():
     [
         (
             {"problems": 2, "runs_of_each": 1},
-            "the intervals are too narrow, because they are drawn from 2 problems alone",
+            "the intervals are too narrow, because they are drawn from 2 instances alone",
         ),
         ({"problems": 1, "runs_of_each": 9, "sampled": False}, "because they are drawn from 9 runs alone"),
     ],
@@ -159,7 +159,7 @@ def test_a_difference_that_rounds_to_zero_has_no_minus():
 
 def test_what_was_grown_and_what_the_search_cost_are_printed():
     text = printed(record(RULES))
-    assert "repair: 200 heldout problems by 3 seeds" in text
+    assert "repair: 200 held-out instances, each with 3 seeds" in text
     assert "best of 61 plans in 1,216 episodes on training instances (12.3 seconds)" in text
     assert "its J there, on the probe split: 0.700" in text
 
@@ -189,12 +189,12 @@ def test_the_schedule_that_was_found_is_printed_as_a_schedule_file_has_it():
     head, *entries, cost = search_lines(search)
     assert head == "best fixed plan, with permissive gates: bypass-mlp at [b] in step 2"
     assert yaml.safe_load("\n".join(entries)) == search["entries"]
-    assert cost.startswith("best of 61 plans in 1,216 episodes on training instances")
+    assert cost.startswith("it is the best of 61 plans in 1,216 episodes on training instances")
 
 
 def test_that_nothing_is_best_planted_is_said():
     search = record(RULES)["tasks"][0]["search"] | {"entries": [], "plan": "none", "permissive_gates": False}
-    assert search_lines(search)[0] == "best fixed plan: none"
+    assert search_lines(search | {"plants": "nothing"})[0] == "best fixed plan: none, which plants nothing"
 
 
 def test_what_is_absent_is_a_dash_and_without_bounds_there_is_a_value_alone():

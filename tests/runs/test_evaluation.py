@@ -242,10 +242,10 @@ def record(mixture, told):
 
 def test_an_evaluation_says_first_how_much_it_grows_and_after_a_population_how_long_that_takes(record, told):
     searched = record["tasks"][0]["search"]["episodes"]
-    counts = (
-        f"32 networks to grow, and {searched} in the search on training instances (9 for each opponent: as asked for)"
+    assert told[0] == (
+        f"32 networks to grow on 1 task, with static networks and opponents, and {searched} in searches on training instances "
+        "(9 for each opponent that is searched for: as asked for)"
     )
-    assert told[0] == f"1 task, static networks and opponents included: {counts}"
     (line,) = [line for line in told if " networks took " in line]
     assert f" of {32 + searched} networks took " in line
     assert line.endswith(" for the others")

@@ -161,6 +161,14 @@ def test_the_most_promising_plans_are_made_of_the_best_single_seeds():
     assert "gated at block0 and affine at block1 in step 0" in names[7:12]
 
 
+def test_a_plan_says_what_it_plants_where():
+    says = {each.name: each.plants for each in candidate_plans(repair_full())}
+    assert says["none"] == "nothing"
+    assert says["uniform"] == "bypass-rank-1 at every slot that keeps the width of the stream"
+    assert says["gated everywhere"] == "gated at every slot that it fits"
+    assert says["bypass and uniform at block1"].endswith("bypass-rank-1 at block1, and bypass-rank-1 at the other slots")
+
+
 def test_without_enough_episodes_there_is_one_stage_with_every_blueprint_at_every_slot():
     every = candidate_plans(repair_full())
     singles = {(blueprint, slot) for blueprint in range(13) for slot in range(4)}

@@ -43,12 +43,12 @@ def print_evaluation(record: Record, console: Console) -> None:
     print_line(console, "interquartile mean: the mean over the middle half of the runs")
     print_line(
         console,
-        "P(better): of one run of each on the same problem, how probably the controller's has the higher J",
+        "P(better): how probably a run of the controller has a higher J than a run of the other on the same instance",
     )
 
 
 FEW_UNITS = 10
-"""With fewer problems or runs, a line says that the intervals of a task are too narrow."""
+"""With fewer instances or runs, a line says that the intervals of a task are too narrow."""
 
 
 FEW_TRAININGS = 5
@@ -61,7 +61,7 @@ def interval_lines(record: Record) -> list[str]:
     lines, few = [], []
     for task in tasks:
         several = task["problems"] > 1
-        units, noun = (task["problems"], "problems") if several else (task["runs_of_each"], "runs")
+        units, noun = (task["problems"], "instances") if several else (task["runs_of_each"], "runs")
         if units > 1:
             lines = [
                 f"[low, high]: {record['confidence']:.0%} interval, by a stratified bootstrap of {record['draws']:,} draws"
@@ -149,18 +149,18 @@ def opponent_lines(task: Record) -> list[str]:
     lines = []
     if any(row.get("share_of_headroom") for row in rows.values()):
         lines.append(
-            "headroom: the share of the oracle's gain over the best fixed plan; the oracle knows the best plan of each problem "
-            "from the test split of its other runs"
+            "headroom: the gain of a controller over the best fixed plan, as a share of the oracle's gain; for each run, the "
+            "oracle plants what came to the highest J on the test split in the other runs of the instance"
         )
     if task.get("opponents"):
         lines.append(
-            "searched: episodes that a controller was trained or searched with, of several trainings the most of one; 0 for a "
-            "rule, - if unknown"
+            "searched: networks that were grown to train a controller or to search for it, of several trainings the most of one; "
+            "0 for a rule, - if unknown"
         )
     for name, members in task.get("groups", {}).items():
         few = f"; fewer than {FEW_TRAININGS} say little about a further one" if len(members) < FEW_TRAININGS else ""
         lines.append(
-            f"{name}: {counted(len(members), 'training')}; its intervals are over trainings and problems together{few}"
+            f"{name}: {counted(len(members), 'training')}; its intervals are over trainings and instances together{few}"
         )
     return lines
 
@@ -168,6 +168,7 @@ def opponent_lines(task: Record) -> list[str]:
 def search_lines(search: Record) -> list[str]:
     """The plan that the search found, a schedule as lines of a schedule file, and the cost of the search."""
     gates = ", with permissive gates" if search["permissive_gates"] else ""
+    plants = f", which plants {search['plants']}" if search.get("plants") else ""
     of = f" of {search['candidates']:,}" if search.get("tried", search["candidates"]) < search["candidates"] else ""
     tried = counted(search.get("tried", search["candidates"]), "plan")
     cost = f"{tried}{of} in {counted(search['episodes'], 'episode')}"
@@ -177,9 +178,9 @@ def search_lines(search: Record) -> list[str]:
         f"  - {{{', '.join(f'{key}: {_yaml(value)}' for key, value in entry.items())}}}" for entry in search["entries"]
     ]
     return [
-        f"best fixed plan{gates}: {search['plan']}",
+        f"best fixed plan{gates}: {search['plan']}{plants}",
         *entries,
-        f"best of {cost} on training instances ({took}); its J there, on the probe split: "
+        f"it is the best of {cost} on training instances ({took}); its J there, on the probe split: "
         f"{_number(search['probe_objective'], '.3f')}",
     ]
 
@@ -256,7 +257,8 @@ def _points(
 def sample_words(record: Record, task: Record) -> str:
     """The number of runs of each controller."""
     if task["sampled"]:
-        return f"{counted(task['problems'], record['part'] + ' problem')} by {counted(len(record['seeds']), 'seed')}"
+        part = {"heldout": "held-out"}.get(record["part"], record["part"])
+        return f"{counted(task['problems'], f'{part} instance')}, each with {counted(len(record['seeds']), 'seed')}"
     return f"{counted(task['runs_of_each'], 'run')}, each from starting weights of its own"
 
 

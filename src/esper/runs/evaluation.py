@@ -291,8 +291,9 @@ def _plan(contenders: int, asked: Sequence[Beside], runs: int, watch: Say | None
         search += own.budget.episodes * (1 + own.entered.fitted + len(searched))
     budget = asked[0].budget
     watch(
-        f"{counted(len(asked), 'task')}, static networks and opponents included: {counted(grown, 'network')} to grow, and "
-        f"{search:,} in the search on training instances ({budget.episodes:,} for each opponent: {budget.reason})"
+        f"{counted(grown, 'network')} to grow on {counted(len(asked), 'task')}, with static networks and opponents, and "
+        f"{search:,} in searches on training instances ({budget.episodes:,} for each opponent that is searched for: "
+        f"{budget.reason})"
     )
     for own in asked:
         for name, reason in own.entered.absent.items():

@@ -148,6 +148,7 @@ def _search(found: Found) -> Record:
     choice = found.best.choice
     return {
         "plan": found.best.name,
+        "plants": found.best.plants,
         "entries": [] if isinstance(choice, Placed) else [entry_line(entry) for entry in choice],
         "permissive_gates": "gates" in found.best.settings,
         "probe_objective": _number(found.objective),

@@ -42,12 +42,14 @@ class Candidate(NamedTuple):
         settings (mapping): config of its runs
         parts (pairs): the single seeds that it is made of, each as the index of its blueprint in the menu and of its slot;
             empty for nothing and for the plans of rules
+        plants (str): what a plan with a name of its own plants where, in words
     """
 
     name: str
     choice: Placed | tuple[Entry, ...]
     settings: Mapping[str, Any]
     parts: tuple[Part, ...] = ()
+    plants: str = ""
 
     @property
     def first(self) -> bool:
@@ -103,7 +105,7 @@ def _planted(placed: Placed, space: Space) -> Candidate:
     if len(kinds) == 1 and not indices(space, plan.others):
         slots = range(len(space.slots)) if plan.everywhere else (placed.slot,)
         parts = tuple((kinds[0], slot) for slot in slots if slot >= 0 and space.fits[slot, kinds[0]].all())
-    return Candidate(placed.words(space), placed, UNMEASURED, parts)
+    return Candidate(placed.words(space), placed, UNMEASURED, parts, placed.plants(space))
 
 
 def _scheduled(parts: tuple[Part, ...], at: int, settings: Mapping[str, Any], space: Space) -> Candidate:

@@ -110,6 +110,15 @@ class Placed(NamedTuple):
         """The name of the plan, with the name of its slot."""
         return self.plan.name if self.slot < 0 else f"{self.plan.name} at {space.slots[self.slot]}"
 
+    def plants(self, space: Space) -> str:
+        """What it plants where, in words. Of several blueprints, the first that the budget of parameters allows."""
+        here, others = " or ".join(self.plan.here), " or ".join(self.plan.others)
+        if not here:
+            return "nothing"
+        if self.slot < 0:
+            return f"{here} at every slot that {'it fits' if self.plan.everywhere else 'keeps the width of the stream'}"
+        return f"{here} at {space.slots[self.slot]}{f', and {others} at the other slots' if others else ''}"
+
 
 def choices_of(space: Space) -> list[Placed]:
     """The plans that rules and trees choose from, at most 2 S + 3, without those that plant the same as one before."""

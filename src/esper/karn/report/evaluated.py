@@ -64,7 +64,7 @@ def content_of(record: Record, name: str) -> Content:
 
 def _asked(record: Record) -> list[str]:
     names = ", ".join(map(printable, record.get("named") or [])) or "none, only the rules"
-    part = "problems held out from every training" if record["part"] == "heldout" else f"{record['part']} problems"
+    part = "held out from every training" if record["part"] == "heldout" else f"of the part {record['part']}"
     return [
         f"Controllers that were named: {names}. Rules to compare with: {', '.join(map(printable, record['rules']))}.",
         f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
@@ -98,8 +98,8 @@ def _task(record: Record, task: Record, key: str) -> Section:
     lines = [f"{sample_words(record, task)}.", *(line for line in verdicts if line)]
     notes = [
         *interval_lines(record),
-        "Interquartile mean: the mean over the middle half of the runs. P(better): of one run of each on the same problem, how "
-        "probably the controller's has the higher J.",
+        "Interquartile mean: the mean over the middle half of the runs. P(better): how probably a run of the controller has a "
+        "higher J than a run of the other on the same instance.",
         *static_lines(record, task),
         *opponent_lines(task),
         *search_lines(task["search"]),
