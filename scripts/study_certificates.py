@@ -5,10 +5,13 @@ keep is its contribution on 4,096 examples that no run reads. Two controllers: t
 may, keeps whatever its gate lets through, and removes what does not contribute, which makes as many false keeps as it can.
 
 python scripts/study_certificates.py [--quick] [--runs N] [--page FILE]
+python scripts/study_certificates.py --runs 0 --real 120 --first 1000 --sizes 256 --looks 32 16
 """
 
 import argparse
 import itertools
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,11 +93,13 @@ class Kept(NamedTuple):
     trials: np.ndarray[Any, Any]  # trials that were looked at
 
 
-def play(task: Mixture, name: str, runs: int, gates: Mapping[str, Any], *, steps: int, random_labels: bool) -> Kept:
-    """Grow `runs` networks, in lots, and measure each kept seed on held examples as it is kept."""
+def play(
+    task: Mixture, name: str, runs: int, gates: Mapping[str, Any], *, steps: int, random_labels: bool, start: int = 0
+) -> Kept:
+    """Grow `runs` networks from instance `start` on, in lots, and measure each kept seed on held examples as it is kept."""
     lots = []
-    for first in range(0, runs, LOT):
-        envs = min(LOT, runs - first)
+    for first in range(start, start + runs, LOT):
+        envs = min(LOT, start + runs - first)
         settings = {
             "envs": envs,
             "first_instance": first,
@@ -170,20 +175,21 @@ def random_labels(runs: int, steps: int) -> Iterator[str]:
         yield f"| {name} | {worded(gate)} | {runs} | {interval(hits, runs)} | {looked} |"
 
 
-def real_labels(runs: int, steps: int, sizes: Sequence[int]) -> Iterator[str]:
-    """The table of runs on real labels: true and false keeps with and without certificates."""
+def real_labels(runs: int, steps: int, sizes: Sequence[int], looks: Sequence[int], start: int) -> Iterator[str]:
+    """The table of runs on real labels: true and false keeps with and without certificates, which use `looks` examples each."""
     yield from ("", "## Real labels: what is kept", "")
-    yield "| controller | probe split | gate | true keeps | false keeps | true keeps / those of today's gate |"
-    yield "|---|---|---|---|---|---|"
+    yield "| controller | probe split | gate | examples of a look | true keeps | false keeps | true keeps / those of G5 |"
+    yield "|---|---|---|---|---|---|---|"
     draws = np.random.default_rng(0).integers(runs, size=(4000, runs))
     for name, size in itertools.product(("eager", "heuristic"), sizes):
         task, today = mixture(random_labels=False, probe_size=size), None
-        for gate in ({}, {"certify": ALPHA, "certify_examples": max(32, size // 32)}):
-            kept = play(task, name, runs, gate, steps=steps, random_labels=False)
+        for look in (0, *(looks or [max(32, size // 32)])):
+            gate = {"certify": ALPHA, "certify_examples": look} if look else {}
+            kept = play(task, name, runs, gate, steps=steps, random_labels=False, start=start)
             today = kept if today is None else today
             low, high = np.quantile(kept.true[draws].sum(1) / np.maximum(today.true[draws].sum(1), 1), [0.025, 0.975])
             share = f"{kept.true.sum() / max(today.true.sum(), 1):.0%} [{low:.0%}, {high:.0%}]" if gate else ""
-            yield f"| {name} | {size} | {worded(gate)} | {kept.true.sum()} | {kept.false.sum()} | {share} |"
+            yield f"| {name} | {size} | {worded(gate)} | {look or ''} | {kept.true.sum()} | {kept.false.sum()} | {share} |"
 
 
 def worded(gate: Mapping[str, Any]) -> str:
@@ -199,23 +205,29 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few runs, to see that it works")
     parser.add_argument("--runs", type=int, default=1000, help="runs on random labels")
     parser.add_argument("--real", type=int, default=60, help="runs on real labels")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="examples of the probe split"
+    )
+    parser.add_argument("--looks", type=int, nargs="+", help="examples of a look; 1/32 of the probe split, at least 32")
+    parser.add_argument("--first", type=int, default=0, help="first instance on real labels")
     parser.add_argument("--page", type=Path, help="write the tables to this Markdown file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    runs, real, steps, sizes = arguments.runs, arguments.real, 32, (256, 1024, 4096, 16384)
+    runs, real, steps, sizes = arguments.runs, arguments.real, 32, arguments.sizes
     if arguments.quick:
         runs, real, steps, sizes = 8, 4, 8, (256,)
     lines = [
         "# Certified keeps",
         "",
-        f"`python scripts/study_certificates.py --runs {runs} --real {real}`, torch {torch.__version__}, one thread of two "
-        "shared cores of an AMD EPYC virtual machine. Intervals of shares are exact 95 % intervals; those of ratios are 95 % "
+        f"`{shlex.join(['python', 'scripts/study_certificates.py', *sys.argv[1:]])}`, torch {torch.__version__}, one thread of "
+        "two shared cores of an AMD EPYC virtual machine. Intervals of shares are exact 95 % intervals; those of ratios are 95 % "
         "bootstraps over runs, which are paired by instance.",
         "",
         (__doc__ or "").split("\n\n")[1].replace("\n", " "),
         "",
     ]
-    for line in itertools.chain(random_labels(runs, steps), real_labels(real, steps, sizes)):
+    tables = real_labels(real, steps, sizes, arguments.looks or [], arguments.first)
+    for line in itertools.chain(random_labels(runs, steps) if runs else (), tables):
         lines.append(line)
         print(line, flush=True)
     lines += [

@@ -166,7 +166,9 @@ def test_a_plan_says_what_it_plants_where():
     assert says["none"] == "nothing"
     assert says["uniform"] == "bypass-rank-1 at every slot that keeps the width of the stream"
     assert says["gated everywhere"] == "gated at every slot that it fits"
-    assert says["bypass and uniform at block1"].endswith("bypass-rank-1 at block1, and bypass-rank-1 at the other slots")
+    assert says["bypass and uniform at block1"].endswith(
+        "bypass-rank-1 at block1, and bypass-rank-1 at the other slots"
+    )
 
 
 def test_without_enough_episodes_there_is_one_stage_with_every_blueprint_at_every_slot():
