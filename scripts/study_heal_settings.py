@@ -3,9 +3,9 @@
     python scripts/collect_healing.py FOLDER/one-site/training --part training --cases 960
     python scripts/collect_healing.py FOLDER/one-site/fresh --part fresh --cases 160 --seeds 2
     python scripts/collect_healing.py FOLDER/cap-3-%/fresh --part fresh --cases 320 --seeds 2 --setting "cap 3 %" --last
-    ... likewise 160 at "cap 10 %", and 160 of "two sites" with one start
+    ... likewise 320 at "cap 10 %" (without --last), and 160 of "two sites" with one start
     ... and training cases: 320 at 3 % (--last), 320 of two sites, 160 at 10 %
-    ... and "160 updates": 480 training cases, and 160 of the part `further` (--seeds 2)
+    ... and "160 updates": 480 training cases, and 320 of the part `further` (--seeds 2)
     python scripts/study_heal_settings.py FOLDER
 
 The best fixed plan of a setting is the best on its training cases. With one start there is no oracle: "best of all" takes the
@@ -61,7 +61,7 @@ from esper.tasks.heal import CorrectedHost, Facts, split_of
 from esper.tasks.healing_data import Part
 
 CUT = (DamageKind.PRUNED.value, DamageKind.LOW_RANK.value)
-CUT_TITLE, ADDED_TITLE = ", pruned units and low rank", ", those added"
+CUT_TITLE, ADDED_TITLE, WEIGHTS_TITLE = ", pruned units and low rank", ", those added", ", damage of weights"
 RESIDUAL = 64  # cases of the control
 OF_DATA = tuple(kind.value for kind in (DamageKind.INPUT, DamageKind.LABELS, DamageKind.NONE))
 WITHOUT_INTACT = ("participation", "collapse")
@@ -91,7 +91,9 @@ TABLES: Mapping[str, Table] = {
     "cap 10 %": Table("cap 10 %", 160, cap=0.1, fits=True),
     "two sites": Table("two sites", 320, seeds=1),
     "cap 3 %, 320 cases": Table("cap 3 %", 320, 320, cap=0.03, fits=True, earlier=160),
+    "cap 10 %, 320 cases": Table("cap 10 %", 160, 320, cap=0.1, fits=True, earlier=160),
     "further, 160 updates": Table("160 updates", 480, fits=True, part="further"),
+    "further, 160 updates, 320 cases": Table("160 updates", 480, 320, fits=True, part="further", earlier=160),
 }
 
 
@@ -232,13 +234,14 @@ def main() -> None:
         held, found, best = scores_of(options.folder, of)
         hosts = len(np.unique(held.host))
         print(f"\n{title}: keys {held.keys[0]} to {held.keys[-1]}, {hosts} hosts; best fixed plan: {best}")
-        rows = {"": np.ones(len(held.facts), bool), ", damage of weights": ~np.isin(held.kind, OF_DATA)}
-        rows |= {CUT_TITLE: np.isin(held.kind, CUT)} if of.fits else {}
-        rows |= {ADDED_TITLE: np.arange(len(held.facts)) >= of.earlier} if of.earlier else {}
+        rows = {"": np.ones(len(held.facts), bool), WEIGHTS_TITLE: ~np.isin(held.kind, OF_DATA)}
+        cut, added = np.isin(held.kind, CUT), np.arange(len(held.facts)) >= of.earlier
+        rows |= {CUT_TITLE: cut} if of.fits else {}
+        rows |= {ADDED_TITLE: added, ADDED_TITLE + CUT_TITLE: added & cut} if of.earlier else {}
         for suffix, own_rows in rows.items():
             parts[title + suffix] = averaged(found, own_rows)
             show(title + suffix, parts[title + suffix])
-            if of.fits and suffix in ("", CUT_TITLE, ADDED_TITLE):
+            if of.fits and suffix != WEIGHTS_TITLE:
                 claims(title + suffix, parts[title + suffix])
         print_damage(found, held.kind)
         if of.part == "further":
