@@ -32,12 +32,9 @@ from esper.simic.rewards import objective
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.placement import Fixed
 from esper.tamiyo.plans import (
-    BYPASS,
     FULL_HEAD,
-    HERE,
     HIDDEN,
     LINEAR,
-    MIXED,
     NONE,
     RANKS,
     SKIP,
@@ -48,11 +45,12 @@ from esper.tamiyo.plans import (
     UNIFORM_8,
     UNIFORM_MLP,
     Placed,
+    placed_plans,
 )
 from esper.tasks import heal, heal_bytes, repair, tables
 from esper.tasks.byte_hosts import LAYERS
 from esper.tasks.damage import DamageKind
-from esper.tasks.healing_hosts import BLOCKS, VECTORS, HostSet
+from esper.tasks.healing_hosts import BLOCKS, FULL, VECTORS, HostSet
 from esper.tasks.healing_images import IMAGES
 from esper.tasks.hosts import VECTOR_MENU
 from esper.tolaria.engine import VectorizedEngine
@@ -76,15 +74,10 @@ SPREAD = (DamageKind.MIXED, DamageKind.NONE)
 Floats = NDArray[np.float64]
 
 
-def placed_plans(slots: int) -> tuple[Placed, ...]:
-    """What trees choose from on hosts of so many slots; the slot behind the embedding comes first."""
-    at = tuple(Placed(plan, slot) for plan in (BYPASS, MIXED) for slot in range(slots))
-    return (Placed(NONE), Placed(UNIFORM), *at, Placed(HERE, slots - 1))
-
-
 SLOTS = BLOCKS + 1
-PLANS = placed_plans(SLOTS)
-BYTES = placed_plans(LAYERS + 2)
+PLANS = tuple(placed_plans(SLOTS))
+ENDS = tuple(placed_plans(SLOTS, heads=1))
+BYTES = tuple(placed_plans(LAYERS + 2))
 BYTES_ALL = (
     *BYTES,
     *(Placed(plan) for plan in (UNIFORM_8, UNIFORM_MLP)),
@@ -99,7 +92,7 @@ UNTRAINED = (
     *(Placed(SKIP, slot) for slot in (LAST_BLOCK - 1, LAST_BLOCK)),
 )
 MENU = (*VECTOR_MENU, "low-rank", *RANKS, "skip-mlp")
-FULL: Mapping[str, Any] = {"blueprints": MENU}
+EVERY: Mapping[str, Any] = {"blueprints": MENU}
 
 
 def every(facts: Any) -> bool:
@@ -186,6 +179,7 @@ def healed(hosts: HostSet, plans: Sequence[Placed], rows: int = 160) -> Source:
 VECTOR = healed(VECTORS, PLANS)
 SOURCES: Mapping[str, Source] = {
     "heal": VECTOR,
+    "heal-full": healed(FULL, ENDS),
     "heal-images": healed(IMAGES, (*PLANS, Placed(UNIFORM_2)), rows=40),
     "heal-bytes": Source(
         heal_bytes.heal_bytes,
@@ -197,9 +191,9 @@ SOURCES: Mapping[str, Source] = {
         wanted=concentrated,
         first=FIRST_BYTES,
     ),
-    "repair": Source(repair.repair, repair.describe, UNTRAINED, wanted=every, settings=FULL, rules=("heuristic",)),
+    "repair": Source(repair.repair, repair.describe, UNTRAINED, wanted=every, settings=EVERY, rules=("heuristic",)),
     "repair-tables": Source(
-        tables.repair_tables, tables.describe, UNTRAINED, wanted=every, settings=FULL, rules=("heuristic",)
+        tables.repair_tables, tables.describe, UNTRAINED, wanted=every, settings=EVERY, rules=("heuristic",)
     ),
 }
 

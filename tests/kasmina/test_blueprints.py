@@ -107,7 +107,9 @@ def test_the_built_in_blueprints_are_those_of_a_vector_stream():
     here = {"affine", "low-rank", "mlp-small", "mlp-large", "gated"}
     assert taps == dict.fromkeys(here, Tap.HERE) | {
         "bypass-linear": Tap.BEFORE, "bypass-mlp": Tap.BEFORE, "bypass-mlp-small": Tap.BEFORE,
+        "bypass-mlp-2": Tap.BEFORE, "bypass-mlp-8": Tap.BEFORE,
         "bypass-rank-1": Tap.BEFORE, "bypass-rank-2": Tap.BEFORE, "bypass-rank-4": Tap.BEFORE, "bypass-rank-8": Tap.BEFORE,
+        "full-head": Tap.BEFORE, "sparse-rows": Tap.BEFORE, "sparse-head": Tap.BEFORE,
         "skip-mlp": Tap.INPUT,
     }  # fmt: skip
 

@@ -30,6 +30,9 @@ FOLDS = {
         "bypass-rank-2",
         "bypass-rank-4",
         "bypass-rank-8",
+        "full-head",
+        "sparse-rows",
+        "sparse-head",
     )
 } | {
     (Kind.SEQUENCE, name)

@@ -7,8 +7,8 @@ from torch import nn
 
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, check, count, drawn_with, get_blueprint
-from esper.kasmina.blueprints.sequence import Attention, CausalConv, FullHead, Norm, SparseHead, SparseRows
-from esper.kasmina.blueprints.vector import zero_linear
+from esper.kasmina.blueprints.sequence import Attention, CausalConv, FullHead, Norm, SparseHead
+from esper.kasmina.blueprints.vector import SparseRows, zero_linear
 from esper.kasmina.find_sites import find_sites
 from esper.kasmina.host import SegmentedHost, check_host
 from esper.kasmina.invariance import blends_that_vary

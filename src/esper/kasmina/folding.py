@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.sequence import SparseRows
-from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank
+from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows
 from esper.kasmina.grafted import planted_at
 from esper.kasmina.grown import sites_of
 from esper.kasmina.sharding import fill, gather, gather_module
 from esper.leyline.actions import Blend
 from esper.leyline.slots import Tap
 
-LINEAR = (Affine, Factored, LinearMap, LowRank, SparseRows)
+LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)
 """Modules whose change is W u + b at every position."""
 
 

@@ -227,6 +227,12 @@ def _check_places(host: SegmentedHost) -> None:
         )
     if not host.slots:
         raise InputError("the host has no slots; give it at least one, or there is nothing to grow")
+    heads = [slot.head for slot in host.slots]
+    if heads != sorted(heads):
+        raise InputError(
+            f"slot {names[heads.index(True)]!r} of the host says that it lies behind the last layer (head=True), and slot "
+            f"{names[-1]!r} behind it does not; set head for the last slots only"
+        )
 
 
 class _CheckedCall:

@@ -35,6 +35,8 @@ class SlotSpec:
         inner (int or None): number of modules at the start of that `nn.Sequential` that make its inner features; None lets the
             host find it
         causal (bool): whether no position of a sequence may depend on later ones, so that only causal blueprints fit
+        head (bool): whether the slot lies behind the last layer, so that a seed changes the outputs. Rules and trees, which
+            place seeds on the stream of the blocks, leave such slots out
     """
 
     name: str
@@ -43,6 +45,7 @@ class SlotSpec:
     kind: Kind = Kind.VECTOR
     inner: int | None = None
     causal: bool = False
+    head: bool = False
 
     if TYPE_CHECKING:  # a type checker takes the kind by its name, too
 
@@ -54,6 +57,7 @@ class SlotSpec:
             kind: Kind | Literal["vector", "map", "sequence"] = Kind.VECTOR,
             inner: int | None = None,
             causal: bool = False,
+            head: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:

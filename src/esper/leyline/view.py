@@ -197,6 +197,7 @@ class Space(NamedTuple):
         rent (float): price of parameters in J (`reward.rent`)
         rent_size (int): a smaller host pays rent as if it had this many parameters (`reward.rent_size`)
         blends ((Bl,) bool): whether each `Blend` may be chosen
+        heads (int): number of slots behind the last layer (`SlotSpec.head`); they are the last ones
     """
 
     slots: tuple[str, ...]
@@ -217,6 +218,7 @@ class Space(NamedTuple):
     rent: float
     rent_size: int
     blends: Bools = np.ones(len(Blend), bool)
+    heads: int = 0
 
 
 @brief

@@ -10,6 +10,7 @@ import numpy as np
 
 from esper.leyline.view import Floats, View
 from esper.tamiyo.heuristic import relative_metric
+from esper.tamiyo.plans import stream_slots
 
 SHARES = ("participation", "participation_before", "participation_inner", "dead", "unsaturated")
 SIZES = ("stream_rms", "gradient_rms", "map_gradient_here", "map_gradient_before")
@@ -36,8 +37,11 @@ UNKNOWN = -10.0
 
 
 def slot_features(view: View, taught: bool) -> dict[str, Floats]:
-    """Name and values (E, S) of every feature. With `taught`, the drifts from the intact network are among them."""
-    names, sensors = view.space.sensors, view.measurements.sensors
+    """Name and values (E, S) of every feature. With `taught`, the drifts from the intact network are among them.
+
+    S are the slots in front of the last layer.
+    """
+    names, sensors = view.space.sensors, view.measurements.sensors[:, : stream_slots(view.space)]
     shape = sensors.shape[:2]
 
     def read(name: str) -> Floats:

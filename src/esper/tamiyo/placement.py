@@ -18,7 +18,7 @@ from esper.leyline.text import nothing_planted
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Bools, Floats, Outcome, View
 from esper.tamiyo.baselines import Rule
-from esper.tamiyo.plans import BYPASS, HERE, MIXED, UNIFORM, Placed, Plan, inner_slots, wished
+from esper.tamiyo.plans import BYPASS, HERE, MIXED, UNIFORM, Placed, Plan, inner_slots, stream_slots, wished
 
 DROP = 0.5
 """A participation that falls below this share of the participation in front of the segment is a drop."""
@@ -308,11 +308,12 @@ class DriftRise(Placement):
 
     def pick(self, view: View) -> Picks:
         """From the sensors `drift` and `drift_before`."""
-        before, names = sensor(view, "drift_before"), view.space.slots
-        rise = sensor(view, "drift") - before
+        slots, names = stream_slots(view.space), view.space.slots
+        before = sensor(view, "drift_before")[:, :slots]
+        rise = sensor(view, "drift")[:, :slots] - before
         measured: Bools = np.asarray(np.isfinite(rise).any(1))
         rise, given = np.where(np.isnan(rise), -np.inf, rise), np.nan_to_num(before[:, 0])
-        at, most, last = rise.argmax(1), rise.max(1), len(names) - 1
+        at, most, last = rise.argmax(1), rise.max(1), slots - 1
         choices: list[tuple[Plan, int, str]] = []
         for env in range(len(rise)):
             if not measured[env]:

@@ -50,13 +50,42 @@ SPARSE_ROWS = Plan("sparse rows", ("sparse-rows",))
 SPARSE_HEAD = Plan("sparse head", ("sparse-head",))
 """Rows of the head, for the slot behind it."""
 FULL_HEAD = Plan("full head", ("full-head",))
+LOW_RANK_HEAD = Plan("low rank head", RANKS)
+"""The largest bypass around the last layer, for the slot behind it."""
+LOGITS = Plan("map of the logits", ("low-rank",))
+"""A linear map of rank 2 of the outputs, for the slot behind the head."""
+HIDDEN_SIZES = ("bypass-mlp-8", "bypass-mlp-small", "bypass-mlp-2")
+"""Bypasses with a hidden layer of 8, 4 and 2 units."""
+NARROW = Plan("narrow hidden bypass", HIDDEN_SIZES)
+"""The largest of HIDDEN_SIZES at one slot."""
+NARROW_MIXED = Plan("narrow hidden bypass and uniform", HIDDEN_SIZES, UNIFORM.others)
+UNIFORM_MLP_2 = Plan("uniform of two hidden units", HIDDEN_SIZES[2:], HIDDEN_SIZES[2:])
+SPARSE_ROWS_MIXED = Plan("sparse rows and uniform", SPARSE_ROWS.here, UNIFORM.others)
+LOW_RANK_HEAD_MIXED = Plan("low rank head and uniform", RANKS[1:], UNIFORM.others)
+SPARSE_HEAD_MIXED = Plan("sparse head and uniform", SPARSE_HEAD.here, UNIFORM.others)
+FULL_HEAD_MIXED = Plan("full head and uniform", FULL_HEAD.here, UNIFORM.others)
 LINEAR = Plan("linear bypass", ("bypass-linear",))
 HIDDEN = Plan("hidden bypass", ("bypass-mlp",))
 SKIP = Plan("skip from the input", ("skip-mlp",))
 """For the last slot: it goes around all blocks at once."""
 
 PLACED = (NONE, BYPASS, MIXED, HERE)
-"""The plans that trees choose from beside UNIFORM: NONE has no slot, and HERE takes the last."""
+"""The plans that trees choose from beside UNIFORM: NONE has no slot, and HERE takes the last in front of the last layer."""
+PACKAGES = (UNIFORM_2, UNIFORM_MLP, UNIFORM_MLP_2)
+"""Further plans without a slot."""
+AT_EMBEDDING = (SPARSE_ROWS, SPARSE_ROWS_MIXED)
+AT_BLOCKS = (NARROW, NARROW_MIXED)
+AT_HEAD = (
+    LOW_RANK_HEAD,
+    LOW_RANK_HEAD_MIXED,
+    LOGITS,
+    FULL_HEAD,
+    FULL_HEAD_MIXED,
+    SPARSE_HEAD,
+    SPARSE_HEAD_MIXED,
+)
+"""Further plans for the slots of a host that has one behind the last layer: `heal-full`."""
+FURTHER = (*PACKAGES, *AT_EMBEDDING, *AT_BLOCKS, *AT_HEAD)
 LARGER = (LINEAR, HIDDEN)
 """Plans with seeds of more parameters, for hosts that train."""
 
@@ -120,11 +149,34 @@ class Placed(NamedTuple):
         return f"{here} at {space.slots[self.slot]}{f', and {others} at the other slots' if others else ''}"
 
 
+def stream_slots(space: Space) -> int:
+    """How many slots lie in front of the last layer; they come first."""
+    return len(space.slots) - space.heads
+
+
+def places(plan: Plan, slots: int, heads: int) -> Sequence[int]:
+    """The slots that a plan may be for, on a host with so many slots in front of the last layer and behind it.
+
+    -1 stands for no slot. A plan of AT_HEAD has no place on a host without a slot behind the last layer.
+    """
+    if plan in (NONE, UNIFORM, *PACKAGES):
+        return [-1]
+    if plan in AT_HEAD:
+        return range(slots, slots + heads)
+    if plan in AT_EMBEDDING:
+        return range(1)
+    return range(slots - 1 if plan == HERE else 0, slots)
+
+
+def placed_plans(slots: int, heads: int = 0) -> list[Placed]:
+    """UNIFORM and PLACED at each of their places, and FURTHER as well where a slot lies behind the last layer."""
+    plans = (NONE, UNIFORM, *PLACED[1:], *(FURTHER if heads else ()))
+    return [Placed(plan, slot) for plan in plans for slot in places(plan, slots, heads)]
+
+
 def choices_of(space: Space) -> list[Placed]:
-    """The plans that rules and trees choose from, at most 2 S + 3, without those that plant the same as one before."""
-    slots = range(len(space.slots))
-    placed = [Placed(plan, slot) for plan in (BYPASS, MIXED) for slot in slots]
-    return _different(space, [Placed(NONE), Placed(UNIFORM), *placed, Placed(HERE, slots[-1])])
+    """The plans that rules and trees choose from (`placed_plans`), without those that plant the same as one before."""
+    return _different(space, placed_plans(stream_slots(space), space.heads))
 
 
 def plans_of(space: Space) -> list[Placed]:

@@ -16,7 +16,7 @@ from esper.leyline.view import Bools, Floats, View
 from esper.tamiyo.forest import load_forests
 from esper.tamiyo.healing_features import FEATURES, slot_features, table
 from esper.tamiyo.placement import Collapse, Picks, Placement
-from esper.tamiyo.plans import HERE, LARGER, NONE, PLACED, SKIP, UNIFORM, Plan, indices
+from esper.tamiyo.plans import HERE, LARGER, NONE, PLACED, SKIP, UNIFORM, Plan, indices, stream_slots
 
 NAME = "shipped"
 FOLDER = Path(__file__).parent / "cards"
@@ -92,7 +92,7 @@ class Shipped(Placement):
         small, large = (self.gains(view, group) for group in GROUPS)
         rule = Collapse().pick(view)
         picks: list[tuple[Plan, int, str]] = []
-        last = len(view.space.slots) - 1
+        last = stream_slots(view.space) - 1
         skip = plantable(view, Option(SKIP, last))
         for env in range(len(view.masks.op)):
             if skip[env]:

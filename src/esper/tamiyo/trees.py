@@ -9,7 +9,7 @@ from esper.leyline.view import Floats, View
 from esper.tamiyo.forest import Forests, load_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.placement import Choice, Picks, Placement, Ranking, first
-from esper.tamiyo.plans import HERE, NONE, PLACED, UNIFORM, Plan
+from esper.tamiyo.plans import FURTHER, PLACED, UNIFORM, Plan, places
 
 SHIPPED = Path(__file__).parent / "trees.safetensors"
 """The trees of the controller `tree`, fitted on training instances of `heal` by scripts/fit_trees.py."""
@@ -46,31 +46,31 @@ class Trees(Placement):
     def gains(self, view: View) -> tuple[list[tuple[Plan, int]], Floats]:
         """The plans with their slots, and the expected gain in J of each over UNIFORM, (E, plans)."""
         taught = any(name not in FEATURES for name in self.forests.features)
-        return options_of(self.forests, table(slot_features(view, taught), self.forests.features))
+        return options_of(self.forests, table(slot_features(view, taught), self.forests.features), view.space.heads)
 
 
-def options_of(forests: Forests, x: Floats) -> tuple[list[tuple[Plan, int]], Floats]:
+def options_of(forests: Forests, x: Floats, heads: int = 0) -> tuple[list[tuple[Plan, int]], Floats]:
     """The plans that trees choose from with their slots, UNIFORM first, and the expected gain in J of each over it, (E, plans).
 
-    x: (E, S, F) features of the slots, as `forests.features` names them.
+    x: (E, S, F) features of the slots in front of the last layer, as `forests.features` names them. heads: slots behind it. A
+    plan without a slot, or for one behind the last layer, has the features of the last of the S.
     """
     slots = x.shape[1]
     options, columns = [(UNIFORM, -1)], [np.zeros(len(x))]
-    for plan in PLACED:
+    for plan in (*PLACED, *FURTHER):
         if plan.name not in forests.models:
             continue
         expected = forests.models[plan.name].predict(x)
-        at = range(slots) if plan not in (NONE, HERE) else [slots - 1]
-        for slot in at:
-            options.append((plan, -1 if plan == NONE else slot))
-            columns.append(expected[:, slot])
+        for slot in places(plan, slots, heads):
+            options.append((plan, slot))
+            columns.append(expected[:, slot if slot < slots else -1])
     return options, np.stack(columns, 1)
 
 
 def load_trees(path: Path) -> Forests:
     """The trees of a file. InputError if they are not trees of known plans, or read unknown features."""
     forests = load_forests(path, TAUGHT_FEATURES)
-    known = [plan.name for plan in PLACED]
+    known = [plan.name for plan in (*PLACED, *FURTHER)]
     unknown = [name for name in forests.models if name not in known]
     if unknown:
         raise InputError(f"the trees of {path} are for the plan {unknown[0]!r}; the plans are {', '.join(known)}")

@@ -9,7 +9,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
 from esper.tasks import digits, heal, heal_bytes, images, repair, small, spirals, tables, text, tinystories, trained
-from esper.tasks.healing_hosts import VECTORS
+from esper.tasks.healing_hosts import FULL, VECTORS
 from esper.tasks.healing_images import IMAGES
 from esper.tasks.reference import load_task, unnamed_function
 
@@ -19,7 +19,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair-tables": (tables.repair_tables, tables.SUMMARY),
     **{
         f"{hosts.name}{suffix}": (partial(build, hosts), summary.format(hosts))
-        for hosts in (VECTORS, IMAGES)
+        for hosts in (VECTORS, FULL, IMAGES)
         for suffix, build, summary in (
             ("", heal.heal, heal.FROZEN),
             ("-taught", heal.heal_taught, heal.TAUGHT),

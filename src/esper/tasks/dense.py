@@ -214,9 +214,10 @@ class BridgedMLP:
 
     Without a skip the initial weights are those of an `MLP`. The last layer of a block with a skip starts at SCALE times that.
     No parameter requires a gradient where `frozen` is true. Where `entry` is true, a slot "embed" lies behind the embedding.
+    Where `exit` is true, a slot "head" lies behind the last segment, and one more segment returns the outputs as they are.
 
-    Raises InputError if a size is not a positive integer, `skips` does not have one bool per block, or `frozen` or `entry` is
-    not a bool.
+    Raises InputError if a size is not a positive integer, `skips` does not have one bool per block, or `frozen`, `entry` or
+    `exit` is not a bool.
     """
 
     name: ClassVar[str] = "bridged-mlp"
@@ -228,12 +229,13 @@ class BridgedMLP:
     skips: tuple[bool, ...]  # blocks with a skip connection
     frozen: bool = False
     entry: bool = False  # whether there is a slot behind the embedding
+    exit: bool = False  # whether there is a slot behind the last layer
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", self._plain().hidden)
         called = "a bridged MLP host"
         object.__setattr__(self, "skips", checked_skips(called, self.skips, len(self.hidden)))
-        for name in ("frozen", "entry"):
+        for name in ("frozen", "entry", "exit"):
             check_bool(called, name, getattr(self, name))
 
     def __call__(self) -> SegmentedHost:
@@ -248,8 +250,11 @@ class BridgedMLP:
                 with torch.no_grad():
                     last.weight.mul_(SCALE)
             host.segments[k + 1] = Bridged(*block, skip=skip)
-        if self.entry:
-            host = SegmentedHost(host.segments, [SlotSpec("embed", after=0, width=self.width), *host.slots])
+        embed = [SlotSpec("embed", after=0, width=self.width)] * self.entry
+        head = [SlotSpec("head", after=len(self.hidden) + 1, width=self.outputs, head=True)] * self.exit
+        if embed or head:
+            identity = [nn.Identity()] * self.exit
+            host = SegmentedHost([*host.segments, *identity], [*embed, *host.slots, *head])
             host.stacks = True
         host.requires_grad_(not self.frozen)
         return host

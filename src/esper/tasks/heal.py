@@ -175,7 +175,8 @@ def heal(hosts: HostSet = VECTORS) -> Mixture:
     A host has five blocks on a stream of 16, 20 or 24 features, and a slot behind each block. It was trained on 900 examples of
     scikit-learn's digits or of one of five synthetic families, and was sound before the damage. Two thirds of the hosts are
     plain, and one third is residual: a control, because damage to a residual network can be repaired anywhere. `describe`
-    returns what a key stands for. The hosts of another set, such as `healing_images.IMAGES`, are described there.
+    returns what a key stands for. The hosts of another set, such as `healing_images.IMAGES`, are described there. Those of
+    `healing_hosts.FULL` are the same networks with a slot behind the head and a larger menu: `heal-full`.
 
     The hosts and problems of training, validation and held-out keys are different. The healing examples are some of those that
     the host was trained on. The probe, validation and test splits share no example with them; those of digits come from
@@ -264,8 +265,13 @@ def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, 
         test=lambda key: split_of(describe(key, hosts), Part.TEST),
         ranges=RANGES,
         objective=Classification(CLASSES),
-        menu=MENU,
-        defaults={**DEFAULTS, "optimizer": {"lr": lr}, "mapping": hosts.mapping},
+        menu=(*MENU, *hosts.menu),
+        defaults={
+            **DEFAULTS,
+            "optimizer": {"lr": lr},
+            "lifecycle": {"max_seeds": hosts.slots, "max_training_seeds": hosts.slots},
+            "mapping": hosts.mapping,
+        },
         opponents=Opponents(rules=(), oracle=False),
     )
 

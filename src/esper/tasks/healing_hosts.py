@@ -6,7 +6,7 @@ for. A group is a file in the cache folder, and is trained again where the file 
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -68,6 +68,9 @@ class HostSet:
         largest (callable): returns the factory of a host in whose leading corner every host fits
         updates (int): by which a host is trained
         mapping (str): how a stack of them runs, as the config key `mapping`
+        slots (int): slots of a host
+        menu (names): blueprints beside those of every set
+        trained (HostSet or None): the set whose trained weights these hosts have; None for weights of their own
         rates (three floats): learning rates of seeds, of all weights of a trained host, and from scratch
     """
 
@@ -83,6 +86,9 @@ class HostSet:
     updates: int
     mapping: Mapping = "auto"
     rates: tuple[float, float, float] = (0.02, 0.003, 0.01)
+    slots: int = BLOCKS + 1
+    menu: tuple[str, ...] = ()
+    trained: "HostSet | None" = None
 
 
 def architecture(number: int) -> BridgedMLP:
@@ -102,6 +108,16 @@ def largest() -> BridgedMLP:
     return BridgedMLP(INPUTS, max(WIDTHS), (max(HIDDEN),) * BLOCKS, CLASSES, (False,) * BLOCKS, entry=True)
 
 
+def open_architecture(number: int) -> BridgedMLP:
+    """The host of a number with a slot behind the last layer as well."""
+    return replace(architecture(number), exit=True)
+
+
+def open_largest() -> BridgedMLP:
+    """A host with that slot in whose leading corner every host fits."""
+    return replace(largest(), exit=True)
+
+
 VECTORS = HostSet(
     name="heal",
     summary="trained networks of five blocks",
@@ -114,6 +130,25 @@ VECTORS = HostSet(
     largest=largest,
     updates=UPDATES,
 )
+FULL = replace(
+    VECTORS,
+    name="heal-full",
+    summary="trained networks of five blocks with slots at both ends and a full menu",
+    architecture=open_architecture,
+    largest=open_largest,
+    slots=BLOCKS + 2,
+    menu=(
+        "bypass-mlp-2",
+        "bypass-mlp-8",
+        "bypass-mlp",
+        "bypass-linear",
+        "full-head",
+        "sparse-rows",
+        "sparse-head",
+    ),
+    trained=VECTORS,
+)
+"""The hosts of VECTORS, from the same files, with a slot behind the last layer."""
 
 
 def trained_weights(number: int, of: HostSet = VECTORS) -> Weights:
@@ -121,6 +156,7 @@ def trained_weights(number: int, of: HostSet = VECTORS) -> Weights:
 
     InputError if the file of the cache is damaged.
     """
+    of = of.trained or of
     group, place = divmod(number, GROUP)
     start = f"{place}."
     found = _group(group, str(cache_folder(of)), of)
@@ -129,6 +165,7 @@ def trained_weights(number: int, of: HostSet = VECTORS) -> Weights:
 
 def cache_folder(of: HostSet = VECTORS) -> Path:
     """The folder of the trained hosts: <name>-<recipe> in the cache folder of Esper."""
+    of = of.trained or of
     return cache_root() / f"{of.name}-{of.recipe}"
 
 

@@ -31,7 +31,7 @@ SUMMARY = (
     "sampled problems: digits, spirals, parities, checkerboards and random teachers, "
     "on MLPs that are sound, narrow, linear, frozen or slim"
 )
-FULL = "the problems of repair with every blueprint for vectors in the menu, skip-mlp among them"
+FULL = "the problems of repair with every kind of blueprint for blocks of vectors in the menu, skip-mlp among them"
 FULL_MENU = (
     *VECTOR_MENU,
     "affine",

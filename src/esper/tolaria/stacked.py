@@ -339,6 +339,7 @@ def _space(
         objective=config.reward.objective,
         rent=config.reward.rent,
         rent_size=config.reward.rent_size,
+        heads=sum(slot.head for slot in body.slots),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
-from esper.kasmina.blueprints.vector import MLP, Affine, Factored, Gated, LinearMap, LowRank
+from esper.kasmina.blueprints.vector import MLP, Affine, Factored, Gated, LinearMap, LowRank, SparseHead, SparseRows
 from esper.leyline.errors import InputError
 from esper.leyline.slots import Tap
 from esper.leyline.streams import STREAMS, Kind
@@ -317,6 +317,24 @@ for _k in (1, 2, 4, 8):
         _about = f"linear map of rank {_k}{_at} around the segment: width"
         _built_in(f"bypass-rank-{_k}", Tap.BEFORE, **_rank(_k, _kind), summary=_about)
 _built_in("skip-mlp", Tap.INPUT, **_mlp(8), summary="hidden layer of 8 units from the host's input")
+for _k in (2, 8):
+    _built_in(
+        f"bypass-mlp-{_k}", Tap.BEFORE, **_mlp(_k), summary=f"hidden layer of {_k} units around the segment: width"
+    )
+
+
+def _ends(kind: Kind, full: Build, what: str, sparse: Callable[[int, int, int], nn.Module], rows: int = 8) -> None:
+    """Register the seeds for both ends of a network."""
+    most = f"{rows} rows of %s, those with the largest gradient"
+    for name, build, parameters, summary in (
+        ("full-head", full, lambda r, w: r * w + w, what),
+        ("sparse-rows", lambda r, w: SparseRows(r, w, rows), lambda r, w: min(rows, r) * w, most % "an embedding"),
+        ("sparse-head", lambda r, w: sparse(r, w, rows), lambda r, w: min(rows, w) * (r + 1), most % "a last layer"),
+    ):
+        _built_in(name, Tap.BEFORE, build, parameters, summary, kind)
+
+
+_ends(Kind.VECTOR, LinearMap, "linear map around a last layer", SparseHead)
 
 
 def _two_convs(hidden: int, size: int) -> dict[str, Any]:
@@ -418,27 +436,4 @@ _built_in(
 for _name, _units in (("bypass-mlp", 16), ("bypass-mlp-small", 4)):
     _about = f"hidden layer of {_units} units at each position around the segment: width"
     _built_in(_name, Tap.BEFORE, **_mlp(_units, _SEQUENCE), summary=_about)
-_built_in(
-    "full-head",
-    Tap.BEFORE,
-    sequences.FullHead,
-    lambda r, w: r * w + w,
-    "linear map of the normalised features around a last layer",
-    _SEQUENCE,
-)
-_built_in(
-    "sparse-rows",
-    Tap.BEFORE,
-    lambda r, w: sequences.SparseRows(r, w, 8),
-    lambda r, w: min(8, r) * w,
-    "8 rows of an embedding, those with the largest gradient",
-    _SEQUENCE,
-)
-_built_in(
-    "sparse-head",
-    Tap.BEFORE,
-    lambda r, w: sequences.SparseHead(r, w, 8),
-    lambda r, w: min(8, w) * (r + 1),
-    "8 rows of a last layer, those with the largest gradient",
-    _SEQUENCE,
-)
+_ends(_SEQUENCE, sequences.FullHead, "linear map of the normalised features around a last layer", sequences.SparseHead)

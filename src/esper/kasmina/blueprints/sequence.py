@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.vector import zero_linear
+from esper.kasmina.blueprints.vector import ChosenOutputs, zero_linear
 from esper.kasmina.layers import Linear, causal_attention
 
 
@@ -100,70 +100,12 @@ class FullHead(nn.Module):
         return delta
 
 
-class SparseRows(nn.Module):
-    """delta = sum_(i in chosen) u_i a_i: k rows of a map from the features of u, as an embedding has rows; k w parameters.
-
-    Where u is a token as a vector of one 1, the rows are additions to the vectors of k tokens. `choose` fixes which; before it,
-    they are the first. The rows are zero at initialisation.
-    """
-
-    stacks = True
-    chosen: Tensor  # (k,) int64; stacked (E, k)
-
-    def __init__(self, reads: int, writes: int, rows: int) -> None:
-        super().__init__()
-        self.out = Linear(min(rows, reads), writes, bias=False)
-        nn.init.zeros_(self.out.weight)
-        self.register_buffer("chosen", torch.arange(min(rows, reads)))
-
-    def choose(self, u: Tensor, gradient: Tensor) -> None:
-        """Choose the rows with the largest gradient: u (N, reads), gradient of the loss for the stream (N, writes).
-
-        The gradient of row i of a map that is 0 is sum_n u_ni g_n; the k rows where its norm is largest are chosen. Equal norms
-        are decided by the order of the rows.
-        """
-        self.chosen.copy_(_largest((u.mT @ gradient).norm(dim=1), len(self.chosen)))
-
-    def forward(self, u: Tensor) -> Tensor:
-        """(B, L, reads) -> (B, L, writes), or (E, B, L, reads) -> (E, B, L, writes)."""
-        delta: Tensor = self.out(u.gather(-1, _spread(self.chosen, u)))
-        return delta
-
-
-class SparseHead(nn.Module):
+class SparseHead(ChosenOutputs):
     """delta_o = a_o n(u) + b_o for k chosen outputs o, and 0 for the others; k (r + 1) parameters, zero at initialisation.
 
-    These are rows of `FullHead`, as a last layer has a row for each token. `choose` fixes which; before it, they are the first.
+    These are rows of `FullHead`, as a last layer has a row for each token.
     """
 
-    stacks = True
-    chosen: Tensor  # (k,) int64; stacked (E, k)
-
-    def __init__(self, reads: int, writes: int, rows: int) -> None:
-        super().__init__()
-        self.writes = writes
-        self.out = zero_linear(reads, min(rows, writes))
-        self.register_buffer("chosen", torch.arange(min(rows, writes)))
-
-    def choose(self, u: Tensor, gradient: Tensor) -> None:
-        """Choose the outputs with the largest gradient of their weights and bias: u (N, reads), gradient (N, writes)."""
-        read = F.layer_norm(u, u.shape[-1:], eps=Norm.eps)
-        norms = torch.cat([read, read.new_ones(len(read), 1)], 1).mT @ gradient
-        self.chosen.copy_(_largest(norms.norm(dim=0), len(self.chosen)))
-
-    def forward(self, u: Tensor) -> Tensor:
-        """(B, L, reads) -> (B, L, writes), or (E, B, L, reads) -> (E, B, L, writes)."""
-        y = self.out(F.layer_norm(u, u.shape[-1:], eps=Norm.eps))
-        delta: Tensor = y.new_zeros(*u.shape[:-1], self.writes).scatter(-1, _spread(self.chosen, y), y)
-        return delta
-
-
-def _largest(norms: Tensor, count: int) -> Tensor:
-    """The indices of the largest norms (n,), in order: (count,) int64."""
-    return norms.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def _spread(chosen: Tensor, like: Tensor) -> Tensor:
-    """Indices (k,), or stacked (E, k), for every position of a stream (..., B, L, C): (..., B, L, k)."""
-    places = chosen if chosen.dim() == 1 else chosen[:, None, None]
-    return places.expand(*like.shape[:-1], -1)
+    def read(self, u: Tensor) -> Tensor:
+        """u, normalised over the features of a position."""
+        return F.layer_norm(u, u.shape[-1:], eps=Norm.eps)

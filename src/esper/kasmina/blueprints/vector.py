@@ -4,6 +4,7 @@ The modules act on trailing axes, so they run alone or stacked. In the counts, r
 """
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -135,3 +136,90 @@ class Gated(nn.Module):
         """(B, reads) -> (B, writes)."""
         delta: Tensor = self.out(u) * sigmoid(self.gate(u))
         return delta
+
+
+class SparseRows(nn.Module):
+    """delta = sum_(i in chosen) u_i a_i: k rows of a map from the features of u, as an embedding has rows; k w parameters.
+
+    Where u is a token as a vector of one 1, the rows are additions to the vectors of k tokens. `choose` fixes which; before it,
+    they are the first. The rows are zero at initialisation.
+    """
+
+    stacks = True
+    chosen: Tensor  # (k,) int64 in increasing order; stacked (E, k)
+
+    def __init__(self, reads: int, writes: int, rows: int) -> None:
+        super().__init__()
+        self.out = Linear(min(rows, reads), writes, bias=False)
+        nn.init.zeros_(self.out.weight)
+        self.register_buffer("chosen", torch.arange(min(rows, reads)))
+
+    def choose(self, u: Tensor, gradient: Tensor) -> None:
+        """Choose the rows with the largest gradient: u (N, reads), gradient of the loss for the stream (N, writes).
+
+        The gradient of row i of a map that is 0 is sum_n u_ni g_n; the k rows where its norm is largest are chosen. Equal norms
+        are decided by the order of the rows.
+        """
+        self.chosen.copy_(largest((u.mT @ gradient).norm(dim=1), len(self.chosen)))
+
+    def forward(self, u: Tensor) -> Tensor:
+        """(B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
+        delta: Tensor = self.out(u.gather(-1, _places(self.chosen, u)))
+        return delta
+
+
+class ChosenOutputs(nn.Module, ABC):
+    """Base of seeds that change k chosen outputs: delta_o = a_o n(u) + b_o, and 0 for the others; k (r + 1) parameters.
+
+    `choose` fixes which; before it, they are the first. a and b are zero at initialisation. `read` is n.
+    """
+
+    stacks = True
+    chosen: Tensor  # (k,) int64 in increasing order; stacked (E, k)
+
+    def __init__(self, reads: int, writes: int, rows: int) -> None:
+        super().__init__()
+        self.writes = writes
+        self.out = zero_linear(reads, min(rows, writes))
+        self.register_buffer("chosen", torch.arange(min(rows, writes)))
+
+    @abstractmethod
+    def read(self, u: Tensor) -> Tensor:
+        """What the outputs are maps of, (..., reads) -> (..., reads)."""
+
+    def choose(self, u: Tensor, gradient: Tensor) -> None:
+        """Choose the outputs with the largest gradient of their weights and bias: u (N, reads), gradient (N, writes)."""
+        read = self.read(u)
+        norms = torch.cat([read, read.new_ones(len(read), 1)], 1).mT @ gradient
+        self.chosen.copy_(largest(norms.norm(dim=0), len(self.chosen)))
+
+    def forward(self, u: Tensor) -> Tensor:
+        """(B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
+        y = self.out(self.read(u))
+        delta: Tensor = y.new_zeros(*u.shape[:-1], self.writes).scatter(-1, _places(self.chosen, y), y)
+        return delta
+
+
+class SparseHead(ChosenOutputs):
+    """delta_o = a_o u + b_o for k chosen outputs o, and 0 for the others: k rows of `LinearMap`, as a last layer has rows."""
+
+    def read(self, u: Tensor) -> Tensor:
+        """u itself."""
+        return u
+
+
+def largest(norms: Tensor, count: int) -> Tensor:
+    """The indices of the largest norms (n,), in order: (count,) int64."""
+    return norms.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def _places(chosen: Tensor, like: Tensor) -> Tensor:
+    """Indices (k,), or stacked (E, k), for every position of a stream (..., B, C) or (..., B, L, C): the same with k for C.
+
+    A stack pads the indices of a module of fewer than k rows with 0. Such a module has all of its rows, 0 to n - 1, so place i of
+    the padding stands for feature i, which is padding too: it is 0, and so are the gradients there. Otherwise place i has an
+    index of at least i, because the indices increase.
+    """
+    index = chosen.maximum(torch.arange(chosen.shape[-1], device=chosen.device))
+    axes = like.dim() - index.dim()
+    return index.view(*index.shape[:-1], *(1,) * axes, -1).expand(*like.shape[:-1], -1)
