@@ -64,10 +64,11 @@ FIRST: Mapping[str, int] = {
     "fresh": heal.RANGES["heldout"].start + 32768,
     "card": heal.RANGES["heldout"].start + 40960,
     "learners": heal.RANGES["heldout"].start + 46080,
+    "ends": heal.RANGES["heldout"].start + 21888,
     "further": heal.RANGES["heldout"].start + 57344,
     "decisions": heal.RANGES["heldout"].start + 61440,
 }
-"""First key of each set of cases. Nothing was chosen by the figures of the last five; `card` is for shipped controllers."""
+"""First key of each set. Nothing was chosen by the figures of those after `heldout`; `card` is for shipped controllers."""
 FIRST_BYTES = {"training": heal.RANGES["training"].start + 4096, "heldout": heal.RANGES["heldout"].start + 40_000}
 """Those of heal-bytes, whose settings were chosen on training keys below 64."""
 SPREAD = (DamageKind.MIXED, DamageKind.NONE)
@@ -146,6 +147,7 @@ class Source(NamedTuple):
         settings (mapping): what differs from the defaults of the mixture
         rules (names): controllers that plant none of the plans, grown with the defaults of the mixture
         first (mapping): first key of each part
+        heads (int): slots behind the last layer
     """
 
     task: Callable[[], Mixture]
@@ -158,6 +160,7 @@ class Source(NamedTuple):
     settings: Mapping[str, Any] = EMPTY
     rules: tuple[str, ...] = ()
     first: Mapping[str, int] = FIRST
+    heads: int = 0
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -176,10 +179,16 @@ def healed(hosts: HostSet, plans: Sequence[Placed], rows: int = 160) -> Source:
     return Source(partial(heal.heal, hosts), describe, plans, partial(heal.heal_taught, hosts), static, rows)
 
 
+def _full() -> Source:
+    """The hosts of `heal` with the full menu, and the correction in closed form, which pays no rent here."""
+    own = healed(FULL, ENDS)
+    return own._replace(static={**own.static, "closed form (taught)": partial(heal.heal_eora, FULL)}, heads=1)
+
+
 VECTOR = healed(VECTORS, PLANS)
 SOURCES: Mapping[str, Source] = {
     "heal": VECTOR,
-    "heal-full": healed(FULL, ENDS),
+    "heal-full": _full(),
     "heal-images": healed(IMAGES, (*PLANS, Placed(UNIFORM_2)), rows=40),
     "heal-bytes": Source(
         heal_bytes.heal_bytes,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from esper.tamiyo.forest import Forests, save_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES
-from esper.tamiyo.plans import PLACED, UNIFORM, Placed
+from esper.tamiyo.plans import FURTHER, PLACED, UNIFORM, Placed
 from esper.tamiyo.tree_fitting import fit_trees
 from esper.tamiyo.trees import options_of
 
@@ -28,14 +28,16 @@ def fitted(
 ) -> Forests:
     """Trees of every plan that read the named features, fitted on the cases of a mask or of indices; x as of `features`."""
     columns = [of.source.features.index(name) for name in names]
-    objective = {placed: value[rows] for placed, value in of.objective.items() if placed.plan in (UNIFORM, *PLACED)}
+    known = (UNIFORM, *PLACED, *(FURTHER if of.source.heads else ()))
+    objective = {placed: value[rows] for placed, value in of.objective.items() if placed.plan in known}
     own = x[rows][..., columns]
     return Forests(tuple(names), fit_trees(own, objective, seed), len(own) * len(objective) * of.seeds)
 
 
 def picked(forests: Forests, of: Collected, x: Floats) -> list[Placed]:
     """The plan of the largest expected gain for each case, as the controller picks it from views."""
-    options, gains = options_of(forests, x[..., [of.source.features.index(name) for name in forests.features]])
+    own = x[..., [of.source.features.index(name) for name in forests.features]]
+    options, gains = options_of(forests, own, of.source.heads)
     return [Placed(*options[index]) for index in gains.argmax(1)]
 
 

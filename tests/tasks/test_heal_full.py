@@ -138,7 +138,7 @@ def test_trees_are_fitted_on_the_plans_of_both_ends_and_choose_among_them() -> N
     assert {options[index] for index in gains.argmax(1)} == {(wanted.plan, 6)}
     picks = Trees(forests).pick(view)
     assert (set(picks.plans), set(picks.slot.tolist())) == ({wanted.plan}, {6})
-    assert {option for option, _ in options_of(forests, x)[0]} == {UNIFORM, *PLACED, *FURTHER[:-7]}
+    assert {option for option, _ in options_of(forests, x)[0]} == {UNIFORM, *PLACED, *FURTHER[:-9]}
 
 
 # Growing.
@@ -169,8 +169,8 @@ def test_seeds_at_both_ends_choose_true_rows_and_leave_the_host_and_all_padding_
             assert len(delta.chosen) == min(8, most)
             assert delta.chosen.max() < most
             assert any(parameter.count_nonzero() for parameter in delta.parameters())
-            stack = body.stacks[slot, 0]
-            place = int(np.flatnonzero(body.envs[slot, 0] == row)[0])
+            at = slot, int(body.layout.form_of[slot, engine.state.seeds.blueprint[row, slot]])
+            stack, place = body.stacks[at], int(np.flatnonzero(body.envs[at] == row)[0])
             for name, parameter in delta.named_parameters():
                 rest = stack.parameter(f"delta.{name}")[place].detach().clone()
                 rest[tuple(slice(0, size) for size in parameter.shape)] = 0

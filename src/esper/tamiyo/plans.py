@@ -54,14 +54,13 @@ LOW_RANK_HEAD = Plan("low rank head", RANKS)
 """The largest bypass around the last layer, for the slot behind it."""
 LOGITS = Plan("map of the logits", ("low-rank",))
 """A linear map of rank 2 of the outputs, for the slot behind the head."""
-HIDDEN_SIZES = ("bypass-mlp-8", "bypass-mlp-small", "bypass-mlp-2")
-"""Bypasses with a hidden layer of 8, 4 and 2 units."""
-NARROW = Plan("narrow hidden bypass", HIDDEN_SIZES)
-"""The largest of HIDDEN_SIZES at one slot."""
-NARROW_MIXED = Plan("narrow hidden bypass and uniform", HIDDEN_SIZES, UNIFORM.others)
-UNIFORM_MLP_2 = Plan("uniform of two hidden units", HIDDEN_SIZES[2:], HIDDEN_SIZES[2:])
+UNIFORM_HEAD = Plan("uniform and head", UNIFORM.here, UNIFORM.others)
+"""A bypass of rank 1 around every block, and around the last layer."""
+UNIFORM_ENDS = Plan("uniform at every slot", UNIFORM.here, everywhere=True)
+HERE_MIXED = Plan("low rank and uniform", HERE.here, UNIFORM.others)
 SPARSE_ROWS_MIXED = Plan("sparse rows and uniform", SPARSE_ROWS.here, UNIFORM.others)
 LOW_RANK_HEAD_MIXED = Plan("low rank head and uniform", RANKS[1:], UNIFORM.others)
+LOGITS_MIXED = Plan("map of the logits and uniform", LOGITS.here, UNIFORM.others)
 SPARSE_HEAD_MIXED = Plan("sparse head and uniform", SPARSE_HEAD.here, UNIFORM.others)
 FULL_HEAD_MIXED = Plan("full head and uniform", FULL_HEAD.here, UNIFORM.others)
 LINEAR = Plan("linear bypass", ("bypass-linear",))
@@ -71,21 +70,22 @@ SKIP = Plan("skip from the input", ("skip-mlp",))
 
 PLACED = (NONE, BYPASS, MIXED, HERE)
 """The plans that trees choose from beside UNIFORM: NONE has no slot, and HERE takes the last in front of the last layer."""
-PACKAGES = (UNIFORM_2, UNIFORM_MLP, UNIFORM_MLP_2)
+PACKAGES = (UNIFORM_2, UNIFORM_ENDS)
 """Further plans without a slot."""
 AT_EMBEDDING = (SPARSE_ROWS, SPARSE_ROWS_MIXED)
-AT_BLOCKS = (NARROW, NARROW_MIXED)
 AT_HEAD = (
     LOW_RANK_HEAD,
     LOW_RANK_HEAD_MIXED,
     LOGITS,
+    LOGITS_MIXED,
+    UNIFORM_HEAD,
     FULL_HEAD,
     FULL_HEAD_MIXED,
     SPARSE_HEAD,
     SPARSE_HEAD_MIXED,
 )
-"""Further plans for the slots of a host that has one behind the last layer: `heal-full`."""
-FURTHER = (*PACKAGES, *AT_EMBEDDING, *AT_BLOCKS, *AT_HEAD)
+FURTHER = (*PACKAGES, HERE_MIXED, *AT_EMBEDDING, *AT_HEAD)
+"""Further plans for hosts with a slot behind the last layer: `heal-full`."""
 LARGER = (LINEAR, HIDDEN)
 """Plans with seeds of more parameters, for hosts that train."""
 
@@ -165,7 +165,7 @@ def places(plan: Plan, slots: int, heads: int) -> Sequence[int]:
         return range(slots, slots + heads)
     if plan in AT_EMBEDDING:
         return range(1)
-    return range(slots - 1 if plan == HERE else 0, slots)
+    return range(slots - 1 if plan in (HERE, HERE_MIXED) else 0, slots)
 
 
 def placed_plans(slots: int, heads: int = 0) -> list[Placed]:
