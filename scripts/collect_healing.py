@@ -27,7 +27,7 @@ from esper.leyline.task import Mixture
 from esper.leyline.view import View
 from esper.runs.contenders import Contender, contender_config, grow_contender, named
 from esper.runs.design import tested
-from esper.runs.plan_menu import UNMEASURED, Candidate
+from esper.runs.plan_menu import UNMEASURED, Candidate, abreast
 from esper.simic.rewards import objective
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.placement import Fixed
@@ -148,6 +148,7 @@ class Source(NamedTuple):
         rules (names): controllers that plant none of the plans, grown with the defaults of the mixture
         first (mapping): first key of each part
         heads (int): slots behind the last layer
+        together (int): plans that are grown in one population, which takes half of the time; their draws differ then
     """
 
     task: Callable[[], Mixture]
@@ -161,6 +162,7 @@ class Source(NamedTuple):
     rules: tuple[str, ...] = ()
     first: Mapping[str, int] = FIRST
     heads: int = 0
+    together: int = 1
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -181,8 +183,10 @@ def healed(hosts: HostSet, plans: Sequence[Placed], rows: int = 160) -> Source:
 
 def _full() -> Source:
     """The hosts of `heal` with the full menu, and the correction in closed form, which pays no rent here."""
-    own = healed(FULL, ENDS)
-    return own._replace(static={**own.static, "closed form (taught)": partial(heal.heal_eora, FULL)}, heads=1)
+    own = healed(FULL, ENDS, rows=40)
+    return own._replace(
+        together=8, static={**own.static, "closed form (taught)": partial(heal.heal_eora, FULL)}, heads=1
+    )
 
 
 VECTOR = healed(VECTORS, PLANS)
@@ -259,6 +263,36 @@ def grow(task: Mixture, keys: Sequence[int], contender: Contender, seed: int, se
     return Figures(own.objective, own.metric, own.added_params / outcome.host_params, watch.total / watch.steps)
 
 
+def file_of(folder: Path, name: str, chunk: Sequence[int], seed: int) -> Path:
+    """Where the figures of some keys under a contender are kept."""
+    return folder / f"{name.replace(' ', '-')}-{chunk[0]}-{chunk[-1]}-{len(chunk)}-s{seed}.npz"
+
+
+def keep(path: Path, figures: Figures) -> None:
+    """Write figures; an interrupted write leaves no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp.npz")
+    np.savez(temporary, **figures._asdict())
+    temporary.rename(path)
+    print(path.name, f"{figures.objective.mean():.4f}", flush=True)
+
+
+def keep_together(
+    folder: Path, source: Source, keys: Sequence[int], seeds: int, settings: Mapping[str, Any] = EMPTY
+) -> None:
+    """Grow what is missing of the plans of a source, `together` plans in one population."""
+    for seed, start in itertools.product(range(seeds), range(0, len(keys), source.rows)):
+        chunk = keys[start : start + source.rows]
+        missing = [placed for placed in source.plans if not file_of(folder, placed.name, chunk, seed).exists()]
+        for first in range(0, len(missing), source.together):
+            group = [Candidate(each.name, each, UNMEASURED) for each in missing[first : first + source.together]]
+            several = Contender("plans", {**UNMEASURED, "controller": "plans"}, partial(abreast, group, "plans"))
+            whole = grow(source.task(), [*chunk] * len(group), several, seed, settings)
+            for index, each in enumerate(group):
+                rows = slice(index * len(chunk), (index + 1) * len(chunk))
+                keep(file_of(folder, each.name, chunk, seed), Figures(*(field[rows] for field in whole)))
+
+
 def kept(
     folder: Path,
     contenders: Mapping[str, Contender],
@@ -273,14 +307,9 @@ def kept(
     for seed, start in itertools.product(range(seeds), range(0, len(keys), rows)):
         chunk = keys[start : start + rows]
         for name, contender in contenders.items():
-            path = folder / f"{name.replace(' ', '-')}-{chunk[0]}-{chunk[-1]}-{len(chunk)}-s{seed}.npz"
+            path = file_of(folder, name, chunk, seed)
             if not path.exists():
-                figures = grow(task, chunk, contender, seed, settings)
-                folder.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_suffix(".tmp.npz")
-                np.savez(temporary, **figures._asdict())
-                temporary.rename(path)
-                print(path.name, f"{figures.objective.mean():.4f}", flush=True)
+                keep(path, grow(task, chunk, contender, seed, settings))
             with np.load(path) as arrays:
                 found[name].append(Figures(**arrays))
     return {
@@ -347,6 +376,8 @@ def collected(
     """The figures of every plan on the cases of a part, from the folder or grown now."""
     facts, settings = source.cases(part, count, setting), {**source.settings, **SETTINGS[setting].settings}
     keys = [each.key for each in facts]
+    if source.together > 1:
+        keep_together(folder, source, keys, seeds, settings)
     plans = kept(folder, fixed(source.plans, last), source.task(), keys, seeds, settings, source.rows)
     return Collected(source, facts, plans)
 
