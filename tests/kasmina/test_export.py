@@ -456,10 +456,15 @@ def test_a_dtype_that_is_none_is_refused(folder, dtype):
     assert f"{folder / TOPOLOGY} is damaged" in refusal(folder)
 
 
-@pytest.mark.parametrize("field", ["reads", "writes"])
-def test_a_seed_that_is_larger_than_the_file_of_weights_is_refused_before_it_is_built(folder, field):
-    edit(folder, lambda topology: topology["seeds"][-1].update({field: 10**12}))
+def test_a_seed_that_is_larger_than_the_file_of_weights_is_refused_before_it_is_built(folder):
+    edit(folder, lambda topology: topology["seeds"][-1].update(reads=10**12))
     assert f"{folder / MODEL} does not fit the network of {TOPOLOGY}: it holds" in refusal(folder)
+
+
+@pytest.mark.parametrize("writes", [10**12, 1])
+def test_a_seed_that_writes_another_width_than_the_slot_has_is_refused_before_it_is_built(folder, writes):
+    edit(folder, lambda topology: topology["seeds"][-1].update(writes=writes))
+    assert f"where the host has no slot of width {writes}; give the factory of the host" in refusal(folder)
 
 
 def test_a_host_that_is_larger_than_the_file_of_weights_is_refused_before_it_is_built(folder):

@@ -320,22 +320,24 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         raise InputError(
             f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost, or a grown network"
         )
-    modules, grafts, kinds = [], [], {slot.after: slot.kind for slot in base.slots}
+    modules, grafts, slots = [], [], {slot.after: slot for slot in base.slots}
     scaled = [shape for name in ("standardize", "restore") if (shape := topology.get(name)) is not None]
     parameters = count(base) + sum(2 * math.prod(shape) for shape in scaled)
     check_size(folder, parameters)
     for seed in topology["seeds"]:
-        if seed["after"] not in kinds:
+        slot = slots.get(seed["after"])
+        if slot is None or seed["writes"] != slot.width:
+            lacks = "no slot" if slot is None else f"no slot of width {seed['writes']}"
             raise InputError(
-                f"{folder / TOPOLOGY} has a seed behind segment {seed['after']}, where the host has no slot; "
+                f"{folder / TOPOLOGY} has a seed behind segment {seed['after']}, where the host has {lacks}; "
                 "give the factory of the host that was grown"
             )
-        entry, blend = get_blueprint(seed["blueprint"], kinds[seed["after"]]), Blend[seed["blend"].upper()]
+        entry, blend = get_blueprint(seed["blueprint"], slot.kind), Blend[seed["blend"].upper()]
         gate = seed["reads"] if blend == Blend.GATE else 1  # a gate that _trim removes need not be wide
         parameters += entry.parameters(seed["reads"], seed["writes"]) + gate
         check_size(folder, parameters)
         modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
-        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"], kinds[seed["after"]], entry.name))
+        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"], slot.kind, entry.name))
     network = GrownNetwork(base, modules, grafts, _interface(folder, topology), original)
     network = network.to(getattr(torch, topology["dtype"]))
     try:
