@@ -180,11 +180,11 @@ REFUSED = {
     "lengths": (lambda: (build(), (X, Y[:50])), {}, "x and y hold 50 and 240 examples"),
     "a file that is not there": (lambda: (build(), "absent.npz"), {}, "there is no file absent.npz"),
     "a small budget": (lambda: (build(), (X, Y)), {"budget": 0.001}, "the smallest seed has"),
-    "few steps": (lambda: (build(), (X, Y)), {"steps": 3}, "steps is 3; give 24 or more"),
+    "few steps": (lambda: (build(), (X, Y)), {"steps": 3}, "steps is 3; give a whole number of 24 or more"),
     "no module": (lambda: (3, (X, Y)), {}, "model is a int; give an nn.Module"),
     "a label that is no class": (lambda: (build(), (X, Y + 2)), {"steps": 24}, "y holds the label "),
     "text": (lambda: (build(), (X.numpy(), np.array(["a"] * len(X)))), {}, "data has an array of <U1; give numbers"),
-    "targets of another kind": (lambda: (build(), (X, X)), {"steps": 24}, "give loss"),
+    "targets of another kind": (lambda: (build(), (X, X)), {"steps": 24}, "or from Python loss(output, target)"),
 }
 
 
@@ -260,7 +260,7 @@ def test_a_saved_healing_leaves_nothing_of_an_earlier_one(healed, tmp_path):
         ("network.pt2", "absent.npz", "there is no file absent.npz"),
         ("damaged.pt2", "data.npz", "damaged.pt2 cannot be read as torch.export's: "),
         ("mine_data.py:absent", "data.npz", "mine_data.py has no function 'absent'"),
-        ("mine_data.py:pair", "data.npz", "model is a tuple; give an nn.Module"),
+        ("mine_data.py:pair", "data.npz", "mine_data.py:pair returned a tuple; return an nn.Module"),
     ],
 )
 def test_the_command_refuses_bad_input_with_code_2(folder, capsys, model, data, sentence):

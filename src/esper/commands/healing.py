@@ -39,7 +39,7 @@ def heal(
 ) -> None:
     """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
     from esper.leyline.resuming import is_reference
-    from esper.runs.healed import check_folder
+    from esper.runs.healed import check_folder, make_folder
     from esper.runs.healing import heal as heal_network
     from esper.tasks.reference import load_reference
 
@@ -47,7 +47,13 @@ def heal(
         check_folder(out, overwrite)
     examples: Any = load_reference(data, "healing data", "(x, y)") if is_reference(data) else data
     whole = None if intact is None else _module(intact)
-    healed = heal_network(_module(model), examples, whole, budget, steps=steps, batch_size=batch_size, seed=seed)
+    network = _module(model)
+    if out is not None:
+        make_folder(out)  # before the trainings, whose result would be lost
+    with warnings.catch_warnings():
+        # torch warns of its own copies of graphs
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)
+        healed = heal_network(network, examples, whole, budget, steps=steps, batch_size=batch_size, seed=seed)
     written = None if out is None else healed.save(out)
     if as_json:
         typer.echo(json.dumps(healed.summary(), indent=2))
@@ -64,10 +70,14 @@ def _module(place: str) -> Any:
     from esper.tasks.reference import load_reference
 
     if is_reference(place):
-        return load_reference(place, "model", "an nn.Module")
+        made = load_reference(place, "model", "an nn.Module")
+        if not isinstance(made, torch.nn.Module):
+            raise InputError(f"{place} returned a {type(made).__name__}; return an nn.Module")
+        return made
     path = Path(place)
-    if path.suffix != ".pt2":
-        raise InputError(f"{place!r} is no model; give a .pt2 file of torch.export, or {PLACE} that returns the module")
+    if path.suffix != ".pt2" or path.is_dir():
+        what = "a folder" if path.is_dir() else "no model"
+        raise InputError(f"{place!r} is {what}; give a .pt2 file of torch.export, or {PLACE} that returns the module")
     if not path.is_file():
         raise InputError(f"there is no file {path}; give a .pt2 file that torch.export.save wrote")
     log = logging.getLogger("torch.export")
@@ -78,7 +88,7 @@ def _module(place: str) -> Any:
             module = torch.export.unflatten(torch.export.load(path))
     except Exception as error:  # torch raises errors of many kinds for a damaged file
         raise InputError(
-            f"{path} cannot be read as torch.export's: {typed_line(error)}; export the model again"
+            f"{path} cannot be read as torch.export's: {typed_line(error).rstrip(' .')}; write the model with torch.export.save"
         ) from error
     finally:
         log.disabled = False

@@ -174,6 +174,8 @@ def _check_module(module: nn.Module) -> None:
             raise InputError(
                 f"{name} of {type(module).__name__} is quantised ({kind}); give the module with floating-point weights"
             )
+    if next(module.parameters(), None) is None:
+        raise InputError(f"{type(module).__name__} has no parameters; give a network that can be trained")
 
 
 def _nothing(module: nn.Module, left_out: dict[str, str]) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.arena import Bank, Seat
-from esper.kasmina.find_sites import FoundSites, find_sites, is_quantised
+from esper.kasmina.find_sites import FoundSites, NoSiteError, find_sites, is_quantised
 from esper.kasmina.grown import (
     CHILD,
     POINT,
@@ -175,9 +175,7 @@ def _found(
         )
     found = find_sites(module, example, loss)
     if names == "auto":
-        refused = {name: reason for name, site in found.items() if (reason := _not_now(module, site.after))}
-        kept = [site for name, site in found.items() if name not in refused]
-        return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused)
+        return free_sites(module, found)
     for name in names:
         if name not in found:
             near = difflib.get_close_matches(str(name), found, 3, 0.0)
@@ -248,6 +246,16 @@ def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -
         raise InputError(f"{of} is a {type(module).__name__}, which is never called; name one of its parts")
     if fused := _fused(root, path):
         raise InputError(f"{of} is {fused}")
+
+
+def free_sites(module: nn.Module, found: FoundSites) -> FoundSites:
+    """The sites that `find_sites` found in a module, without those that `graft` refuses. Raises NoSiteError if none is left."""
+    refused = {name: reason for name, site in found.items() if (reason := _not_now(module, site.after))}
+    kept = [site for name, site in found.items() if name not in refused]
+    if not kept:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in refused.items())
+        raise NoSiteError(f"no free site found in {type(module).__name__}: {reasons}")
+    return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused)
 
 
 def _not_now(root: nn.Module, path: str) -> str:

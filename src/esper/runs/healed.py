@@ -78,6 +78,14 @@ class Contender(NamedTuple):
     seconds: float
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder to write. Raises InputError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made: {typed_line(error)}; name another folder") from error
+
+
 @dataclass(frozen=True, repr=False)
 class Healed:
     """The result of `esper.heal`. Prints as a table.
@@ -106,11 +114,14 @@ class Healed:
     def verdict(self) -> str:
         """One sentence: what growth brought, and which remedy was better than it."""
         own = self.row("grown")
-        lowers = "lowers" if own.gain > own.half_width else "does not lower"
-        said = f"growth {lowers} the loss ({own.gain:+.4g} ± {own.half_width:.2g})"
+        figures = f"({own.gain:+.4g} ± {own.half_width:.2g})"
+        if abs(own.gain) <= own.half_width:
+            said = f"growth: within chance of the network as it was {figures}"
+        else:
+            said = f"growth {'lowers' if own.gain > 0 else 'raises'} the loss {figures}"
         if not self.planted:
             said = "no seed was kept, so growth left the network as it was"
-        for name in ("uniform adapters", "all weights"):
+        for name in [row.network for row in self.table if row.network not in ("nothing", "grown")]:
             difference = self.losses["grown"] - self.losses[name]
             mean, half = float(difference.mean()), 1.96 * float(difference.std(ddof=1)) / len(difference) ** 0.5
             how = "better than" if mean > half else "worse than" if mean < -half else "within chance of"
@@ -139,10 +150,7 @@ class Healed:
         the adapter, and the sentence says so. Raises InputError if the folder cannot be made.
         """
         folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{folder} cannot be made: {typed_line(error)}; name another folder") from error
+        make_folder(folder)
         program, left, written = b"", "", []
         try:
             program = self._exported()

@@ -13,13 +13,13 @@ from torch.nn.utils import prune
 
 from esper.kasmina.adapter import attach
 from esper.kasmina.find_sites import FoundSites, NoSiteError, find_sites
-from esper.kasmina.grafted import graft
+from esper.kasmina.grafted import free_sites, graft
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.streams import Kind
 from esper.leyline.view import Space
 from esper.runs.growth import Growth
 from esper.runs.healed import Healed, HealingSeed
-from esper.runs.healing_data import examples_of, split, usual_loss
+from esper.runs.healing_data import Parts, examples_of, split, usual_loss
 from esper.runs.healing_places import Place, ranked
 from esper.runs.healing_training import Case, Trained, all_weights, losses_of, table, train, uniform_adapters
 from esper.tamiyo.in_order import InOrder, Planting
@@ -85,20 +85,30 @@ def heal(
         adapter = {file.name: file.read_bytes() for file in sorted(best.folder.iterdir())} if best.planted else {}
     size = best.trained.learned or int(budget * _size(host))
     places_of_all = list(sites.values())
-    rivals = {
-        "uniform adapters": [uniform_adapters(case, rate, places_of_all, size) for rate in RATES["adapters"]],
-        "all weights": [all_weights(case, rate) for rate in RATES["all weights"]],
-    }
+    adapted = [uniform_adapters(case, rate, places_of_all, size) for rate in RATES["adapters"]]
+    rivals = {"uniform adapters": [each for each in adapted if each is not None]}
+    rivals["all weights"] = [all_weights(case, rate) for rate in RATES["all weights"]]
     networks = {"nothing": Trained(host, 0.0, 0, 0.0, 0.0), "grown": best.trained}
-    networks |= {name: min(tried, key=lambda each: each.probe) for name, tried in rivals.items()}
+    networks |= {name: min(tried, key=lambda each: each.probe) for name, tried in rivals.items() if tried}
     rows, losses = table(case.parts.held, case.loss, networks)
-    few, reasons = parts.held.at(slice(2)).x, tuple(best.explanations)
+    few, reasons = parts.held.at(slice(2)).x, (*best.explanations, *_remarks(parts, networks))
     return Healed(best.trained.network, rows, best.planted, reasons, adapter, losses, _size(host), few)
+
+
+def _remarks(parts: Parts, networks: Mapping[str, Trained]) -> list[str]:
+    """What a reader of the table has to know."""
+    remarks, y = [], parts.held.y
+    if "uniform adapters" not in networks:
+        remarks.append("uniform adapters: absent: no layer at or in a site has a weight that LoRA can be added to")
+    if isinstance(y, Tensor) and not y.is_floating_point() and len(y.unique()) == 1:
+        label = int(y.flatten()[0])
+        remarks.append(f"every target that was held back is {label}: the table says nothing about other labels")
+    return remarks
 
 
 def _sites(host: nn.Module, x: Any) -> FoundSites:
     try:
-        return find_sites(host, x)
+        return free_sites(host, find_sites(host, x))
     except NoSiteError as error:
         streams = "(B, C), (B, C, H, W) or (B, L, C)"
         raise InputError(f"{error.found}; give a network with submodules that return {streams} to others") from error
@@ -107,11 +117,10 @@ def _sites(host: nn.Module, x: Any) -> FoundSites:
 def _check_numbers(model: Any, steps: Any, batch_size: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; give an nn.Module")
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}; give a whole number from 1 on")
-    if steps < DECISIONS:
-        raise InputError(f"steps is {steps}; give {DECISIONS} or more, so that a growth has {DECISIONS} decisions")
+    for name, value, least in (("steps", steps, DECISIONS), ("batch_size", batch_size, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            why = f", so that a growth has {DECISIONS} decisions" if name == "steps" else ""
+            raise InputError(f"{name} is {value!r}; give a whole number of {least} or more{why}")
 
 
 class _Growth(NamedTuple):
@@ -205,7 +214,10 @@ def plan(space: Space, menu: Mapping[str, tuple[str, ...]], places: list[Place],
 
 
 def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A copy whose pruning is part of its weights, and the masks. InputError if the module cannot be copied."""
+    """A copy whose pruning is part of its weights, and the masks. InputError if the module cannot be copied.
+
+    An exported graph multiplies by the mask itself: there the masked weight takes the place of the other, and the mask is 1.
+    """
     memo: dict[int, Any] = {}
     for part in model.modules():  # what the pruning hooks computed has a history, which copy refuses
         for value in list(vars(part).values()):
@@ -224,8 +236,16 @@ def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
             for each in part._buffers
             if each.endswith("_mask") and hasattr(part, each.removesuffix("_mask") + "_orig")
         ]:
-            masks[f"{path}.{name}" if path else name] = part.get_buffer(f"{name}_mask").clone()
-            prune.remove(part, name)
+            mask = part.get_buffer(f"{name}_mask")
+            hooked = any(getattr(hook, "_tensor_name", None) == name for hook in part._forward_pre_hooks.values())
+            held = name if hooked else f"{name}_orig"
+            masks[f"{path}.{held}" if path else held] = mask.clone()
+            if hooked:
+                prune.remove(part, name)
+            else:
+                with torch.no_grad():
+                    part.get_parameter(held).mul_(mask)
+                    mask.fill_(1)
     return host, masks
 
 

@@ -81,6 +81,7 @@ def examples_of(data: Any) -> Examples:
         raise InputError(
             f"data has {len(examples)} examples; healing needs {LEAST} or more, of which it holds some back"
         )
+    _check_finite(examples)
     return examples
 
 
@@ -102,15 +103,35 @@ def usual_loss(output: Any, target: Any) -> Tensor:
         return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten().long())
     if target.is_floating_point() and output.numel() == target.numel():
         return nn.functional.mse_loss(output, target.view_as(output))
+    kind, shape = str(target.dtype).removeprefix("torch."), tuple(output.shape)
     raise InputError(
-        f"the output {tuple(output.shape)} does not go with the {target.dtype} target {tuple(target.shape)}; give "
-        "loss(output, target)"
+        f"the output of a batch is {shape}, and its y is {kind} {tuple(target.shape)}; give labels as whole numbers "
+        f"{shape[:-1]}, targets as floating-point numbers {shape}, or from Python loss(output, target)"
     )
+
+
+def _check_finite(examples: Examples) -> None:
+    """Raise InputError if an input is NaN, or a target NaN or infinite. Inputs may be infinite, as masks of attention are."""
+    for name, tree, is_wrong in (("x", examples.x, torch.isnan), ("y", examples.y, lambda y: ~torch.isfinite(y))):
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim():
+                found = is_wrong(leaf).flatten(1).any(1) if leaf.dim() > 1 else is_wrong(leaf)
+                if found.any():
+                    wrong = found.nonzero().flatten().tolist()
+                    raise InputError(
+                        f"{name} is not finite in {len(wrong)} of {len(leaf)} examples, the first of which is {wrong[0]}; leave "
+                        "them out"
+                    )
 
 
 def _check_labels(target: Tensor, classes: int) -> None:
     """Raise InputError if a label is no class; IGNORED marks positions without one."""
     wrong = target[(target != IGNORED) & ((target < 0) | (target >= classes))]
+    if len(wrong) and classes == 1:
+        raise InputError(
+            f"y holds the label {int(wrong[0])}, and the model has one output; give floating-point targets, or from Python "
+            "loss(output, target)"
+        )
     if len(wrong):
         raise InputError(
             f"y holds the label {int(wrong[0])}, and the model has {classes} outputs; give labels from 0 to {classes - 1}"
@@ -119,7 +140,8 @@ def _check_labels(target: Tensor, classes: int) -> None:
 
 def _read(path: Path) -> Any:
     if not path.is_file():
-        raise InputError(f"there is no file {path}; give healing data, such as a .npz file with arrays x and y")
+        found = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise InputError(f"{found}; give healing data, such as a .npz file with arrays x and y")
     try:
         match path.suffix:
             case ".npz":

@@ -20,6 +20,9 @@ from esper.runs.healed import Contender
 from esper.runs.healing_data import Examples, Parts
 from esper.tolaria.live_probe import Loss, Probe
 
+WEIGHTS = ("weight", "weight_orig", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Names of the weights that LoRA adapts: of layers, of pruned layers in an exported graph, and of nn.MultiheadAttention."""
+
 
 class Case(NamedTuple):
     """What all networks of a healing have in common.
@@ -90,15 +93,20 @@ def all_weights(case: Case, rate: float) -> Trained:
     return _trained(network, case, rate, behind, still=False)
 
 
-def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> Trained:
-    """A frozen copy with LoRA of one rank at every layer at or in a site, of about `size` parameters in all."""
+def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> Trained | None:
+    """A frozen copy with LoRA of one rank, at least 1, at every layer at or in a site, of about `size` parameters in all.
+
+    None if no layer there has a weight that can be adapted.
+    """
     network = copy.deepcopy(case.host).requires_grad_(False)
     inside = {id(part): part for site in sites for part in network.get_submodule(site.after).modules()}
-    weights = [(part, weight) for part in inside.values() if (weight := _matrix(part)) is not None]
-    each = sum(len(weight) + weight[0].numel() for _, weight in weights)
+    weights = [(part, name, weight) for part in inside.values() for name, weight in _matrices(part)]
+    if not weights:
+        return None
+    each = sum(len(weight) + weight[0].numel() for _, _, weight in weights)
     with drawn_with(scalar(Purpose.BIRTH, case.seed)):
-        for part, weight in weights:
-            parametrize.register_parametrization(part, "weight", _LowRank(weight, max(round(size / each), 1)))
+        for part, name, weight in weights:
+            parametrize.register_parametrization(part, name, _LowRank(weight, max(round(size / each), 1)))
     return _trained(network, case, rate, lambda x, y: None, still=True)
 
 
@@ -144,10 +152,10 @@ class _LowRank(nn.Module):
         return weight + (self.b @ self.a).view_as(weight)
 
 
-def _matrix(part: nn.Module) -> Tensor | None:
-    """The weight that a layer multiplies by; None for other modules."""
-    weight = part._parameters.get("weight")
-    return None if weight is None or weight.dim() < 2 or isinstance(part, nn.Embedding) else weight
+def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """The weights that a layer multiplies by, with their names; none for other modules."""
+    named = [(name, weight) for name in WEIGHTS if (weight := part._parameters.get(name)) is not None]
+    return [] if isinstance(part, nn.Embedding) else [(name, weight) for name, weight in named if weight.dim() > 1]
 
 
 def _trained(network: nn.Module, case: Case, rate: float, behind: Callable[[Any, Any], Any], *, still: bool) -> Trained:

@@ -38,9 +38,15 @@ class InOrder(Rule):
         stuck = (seeds.stage == Stage.TRAINING) | ((seeds.stage == Stage.HOLDING) & ~seeds.doomed)
         old = stuck[0] & (seeds.age[0] > self.patience)
         choices = defaults(view.space)
-        for op, where in ((Op.FOSSILIZE, True), (Op.ADVANCE, True), (Op.PRUNE, old)):
+        late = f"it did not pass its gate in {self.patience} decisions"
+        for op, where, why in (
+            (Op.FOSSILIZE, True, "it passed its gates"),
+            (Op.ADVANCE, True, None),
+            (Op.PRUNE, old, late),
+        ):
             able = valid[op] & where
             if able.any():
+                self._why = why
                 return complete(view.masks, np.array([op]), np.array([able.argmax()]), choices)
         if self.planted < len(self.plantings):
             slot, blueprint, why = self.plantings[self.planted]
@@ -54,7 +60,7 @@ class InOrder(Rule):
         return Actions.wait(1)
 
     def reasons(self) -> list[str | None]:
-        """Why the last decision planted; None if it did not."""
+        """Why the last decision planted, kept or removed a seed; None if it did none of these."""
         return [self._why]
 
     def explain(self) -> list[str]:
