@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from scipy import stats
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 import esper
 from esper.cli import main
+from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import InputError
-from esper.runs.healing_data import examples_of, split
+from esper.runs.healing import _permanent
+from esper.runs.healing_data import examples_of, split, usual_loss
 from esper.runs.healing_places import directions, drift, ranked
 from esper.runs.healing_training import Case, all_weights, uniform_adapters
 
@@ -85,6 +88,90 @@ def test_the_table_has_every_remedy_and_the_verdict_says_which_is_better(healed)
         assert f"{name}: " in result.verdict
     assert "lower by [95 %]" in repr(result)
     assert result._repr_html_().count("<tr>") == 5
+
+
+def test_the_intervals_are_over_the_examples_that_were_held_back(healed):
+    result = healed[2]
+    less = result.losses["nothing"] - result.losses["grown"]
+    low, high = stats.t.interval(0.95, 89, less.mean(), stats.sem(less))
+    assert less.shape == (90,)
+    assert result.row("grown").half_width == pytest.approx((high - low) / 2)
+
+
+def test_a_loss_that_knows_no_examples_is_measured_on_twenty_batches():
+    def spread(output, y):
+        return (output - output.mean(0) - nn.functional.one_hot(y, 3)).square().mean()
+
+    result = esper.heal(build(), examples(200), budget=0.1, steps=24, loss=spread)
+    assert {len(losses) for losses in result.losses.values()} == {20}
+
+
+def test_the_usual_loss_is_one_number_for_each_example_and_leaves_out_ignored_positions():
+    generator = torch.Generator().manual_seed(2)
+    output, y = torch.randn(4, 5, 3, generator=generator), torch.randint(3, (4, 5), generator=generator)
+    y[1, 2:] = y[2] = -100
+    expected = [nn.functional.cross_entropy(*pair) for pair in zip(output, y, strict=True)]
+    expected[2] = torch.tensor(0.0)
+    torch.testing.assert_close(usual_loss(output, y), torch.stack(expected))
+    target = torch.randn(4, 15, generator=generator)
+    torch.testing.assert_close(usual_loss(output, target), (output.flatten(1) - target).square().mean(1))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean(1))
+
+
+def test_a_transformer_encoder_is_healed_at_its_layers_and_lora_adapts_its_attention():
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(60, 4, 8, generator=generator), torch.randint(3, (60,), generator=generator)
+    with drawn_with(1):
+        model = Encoder().eval()
+    result = esper.heal(model, data, budget=0.3, steps=24)
+    assert {seed.site for seed in result.planted} <= {"body.layers.0", "body.layers.1"}
+    sites = list(esper.find_sites(model, data[0][:2]).values())
+    case = Case(model, {}, split(examples_of(data), 0), usual_loss, 2, 16, 0)
+    adapted = uniform_adapters(case, 1e-2, sites, 100).network.body.layers[0]
+    assert parametrize.is_parametrized(adapted.self_attn, "in_proj_weight")
+    assert parametrize.is_parametrized(adapted.linear1, "weight")
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0][:, -1])
+
+
+def test_a_network_without_a_weight_for_lora_has_no_row_of_adapters():
+    x, y = examples(60)
+    result = esper.heal(Reader(), (x[:, None].repeat(1, 3, 1), torch.zeros_like(y)), budget=0.3, steps=24)
+    assert [row.network for row in result.table] == ["nothing", "grown", "all weights"]
+    assert "uniform adapters: absent" in repr(result)
+    assert "every target that was held back is 0" in repr(result)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of torch about its own graphs
+def test_pruning_within_an_exported_graph_is_kept(healed):
+    x, y = examples(40)
+    model = damaged(healed[0])
+    batch = {0: torch.export.Dim("batch", min=1)}
+    program = torch.export.export(model.eval(), (x[:4],), dynamic_shapes=(batch,))
+    host, masks = _permanent(torch.export.unflatten(program))
+    name = "2.up.weight_orig"
+    assert torch.equal(masks[name], model[2].up.weight_mask)
+    torch.testing.assert_close(host(x), model(x))
+    case = Case(host, masks, split(examples_of((x, y)), 0), usual_loss, 3, 16, 0)
+    weight = all_weights(case, 1e-2).network.get_parameter(name)
+    assert not weight[masks[name] == 0].any()
+    assert not torch.equal(weight, host.get_parameter(name))
 
 
 def test_the_folder_gives_the_same_network_back_with_and_without_esper(healed, tmp_path):
@@ -183,6 +270,15 @@ REFUSED = {
     "few steps": (lambda: (build(), (X, Y)), {"steps": 3}, "steps is 3; give a whole number of 24 or more"),
     "no module": (lambda: (3, (X, Y)), {}, "model is a int; give an nn.Module"),
     "a label that is no class": (lambda: (build(), (X, Y + 2)), {"steps": 24}, "y holds the label "),
+    "nan in x": (lambda: (build(), (X.where(X < 2, torch.nan), Y)), {}, "x is not finite in "),
+    "nan in y": (lambda: (build(), (X, X.log())), {}, "y is not finite in "),
+    "one output": (
+        lambda: (nn.Sequential(build(), nn.ReLU(), nn.Linear(3, 1)), (X, Y)),
+        {"steps": 24},
+        "the model has one output; give floating",
+    ),
+    "no parameters": (lambda: (nn.Identity(), (X, Y)), {}, "Identity has no parameters"),
+    "a folder of data": (lambda: (build(), "."), {}, ". is a folder; give healing data"),
     "text": (lambda: (build(), (X.numpy(), np.array(["a"] * len(X)))), {}, "data has an array of <U1; give numbers"),
     "targets of another kind": (lambda: (build(), (X, X)), {"steps": 24}, "or from Python loss(output, target)"),
 }
@@ -213,7 +309,7 @@ def folder(tmp_path, monkeypatch):
     torch.export.save(torch.export.export(build(), (X[:4],), dynamic_shapes=(batch,)), "network.pt2")
     np.savez("data.npz", x=X.numpy(), y=Y.numpy())
     (tmp_path / "mine_data.py").write_text(
-        "import numpy as np\ndef pair():\n    a = np.load('data.npz')\n    return a['x'], a['y']\n"
+        "import numpy as np\ndef pair():\n    a = np.load('data.npz')\n    return a['x'], a['y']\ndef nothing():\n    pass\n"
     )
     return tmp_path
 
@@ -259,6 +355,8 @@ def test_a_saved_healing_leaves_nothing_of_an_earlier_one(healed, tmp_path):
         ("data.npz", "data.npz", "'data.npz' is no model; give a .pt2 file"),
         ("network.pt2", "absent.npz", "there is no file absent.npz"),
         ("damaged.pt2", "data.npz", "damaged.pt2 cannot be read as torch.export's: "),
+        ("mine_data.py:nothing", "data.npz", "mine_data.py:nothing returned a NoneType; return an nn.Module"),
+        (".", "data.npz", "'.' is a folder; give a .pt2 file"),
         ("mine_data.py:absent", "data.npz", "mine_data.py has no function 'absent'"),
         ("mine_data.py:pair", "data.npz", "mine_data.py:pair returned a tuple; return an nn.Module"),
     ],

@@ -92,8 +92,4 @@ def _module(place: str) -> Any:
         ) from error
     finally:
         log.disabled = False
-    for part in module.modules():  # what tracing noted holds tensors without numbers, which copy.deepcopy refuses
-        graph = vars(part).get("graph")
-        for node in graph.nodes if isinstance(graph, torch.fx.Graph) else ():
-            node.meta.clear()
     return module

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -34,6 +35,11 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
         raise InputError(f"{folder} holds a healing; give --overwrite, or {mend}")
     if other := [name for name in names if name not in (ADAPTER, MODULE, SUMMARY)]:
         raise InputError(f"{folder} holds {show(other[0])}, which is no file of a healing; {mend}")
+
+
+def half_width(values: NDArray[np.float64]) -> float:
+    """Half the width of the 95 % t interval of the mean of (N,) values, N >= 2."""
+    return float(stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / len(values) ** 0.5)
 
 
 class HealingSeed(NamedTuple):
@@ -96,7 +102,8 @@ class Healed:
         planted (HealingSeeds): what was planted where and why
         explanations (sentences): why seeds were removed or not planted
         adapter (bytes by name): the files of the adapter, as `esper.attach` reads them; empty if no seed was kept
-        losses ((N,) arrays by network): losses of the examples that were held back
+        losses ((N,) arrays by network): losses of the examples that were held back, or of 20 batches of them if a loss of one's
+            own does not know examples
         host_params (int): parameters of the model
         example (tensor or tuple): two inputs, with which `save` exports the network
     """
@@ -115,7 +122,9 @@ class Healed:
         """One sentence: what growth brought, and which remedy was better than it."""
         own = self.row("grown")
         figures = f"({own.gain:+.4g} ± {own.half_width:.2g})"
-        if abs(own.gain) <= own.half_width:
+        if not np.isfinite(own.gain):
+            said = "growth diverged"
+        elif abs(own.gain) <= own.half_width:
             said = f"growth: within chance of the network as it was {figures}"
         else:
             said = f"growth {'lowers' if own.gain > 0 else 'raises'} the loss {figures}"
@@ -123,9 +132,11 @@ class Healed:
             said = "no seed was kept, so growth left the network as it was"
         for name in [row.network for row in self.table if row.network not in ("nothing", "grown")]:
             difference = self.losses["grown"] - self.losses[name]
-            mean, half = float(difference.mean()), 1.96 * float(difference.std(ddof=1)) / len(difference) ** 0.5
+            mean, half = float(difference.mean()), half_width(difference)
             how = "better than" if mean > half else "worse than" if mean < -half else "within chance of"
-            said += f"; {name}: {how} growth ({mean:+.4g} ± {half:.2g})"
+            said += (
+                f"; {name}: {how} growth ({mean:+.4g} ± {half:.2g})" if np.isfinite(mean) else f"; {name}: not finite"
+            )
         return said
 
     def row(self, name: str) -> Contender:

@@ -3,7 +3,8 @@
 import copy
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,17 @@ from esper.runs.growth import Growth
 from esper.runs.healed import Healed, HealingSeed
 from esper.runs.healing_data import Parts, examples_of, split, usual_loss
 from esper.runs.healing_places import Place, ranked
-from esper.runs.healing_training import Case, Trained, all_weights, losses_of, table, train, uniform_adapters
+from esper.runs.healing_training import (
+    Case,
+    Trained,
+    all_weights,
+    losses_of,
+    rank,
+    settled,
+    table,
+    train,
+    uniform_adapters,
+)
 from esper.tamiyo.in_order import InOrder, Planting
 from esper.tolaria.live_probe import Loss
 
@@ -76,12 +87,12 @@ def heal(
     _check_numbers(model, steps, batch_size)
     parts = split(examples_of(data), seed)
     host, masks = _permanent(model)
-    case = Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed)
     sites = _sites(host, parts.train.at(slice(2)).x)
+    case = settled(Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed))
     places = ranked(host, sites, parts.probe.at(slice(512)).x, intact)
     with tempfile.TemporaryDirectory() as folder:
         grown = [_grown(case, sites, places, budget, rate, Path(folder) / str(rate)) for rate in RATES["adapters"]]
-        best = min(grown, key=lambda each: each.trained.probe)
+        best = min(grown, key=lambda each: rank(each.trained))
         adapter = {file.name: file.read_bytes() for file in sorted(best.folder.iterdir())} if best.planted else {}
     size = best.trained.learned or int(budget * _size(host))
     places_of_all = list(sites.values())
@@ -89,8 +100,8 @@ def heal(
     rivals = {"uniform adapters": [each for each in adapted if each is not None]}
     rivals["all weights"] = [all_weights(case, rate) for rate in RATES["all weights"]]
     networks = {"nothing": Trained(host, 0.0, 0, 0.0, 0.0), "grown": best.trained}
-    networks |= {name: min(tried, key=lambda each: each.probe) for name, tried in rivals.items() if tried}
-    rows, losses = table(case.parts.held, case.loss, networks)
+    networks |= {name: min(tried, key=rank) for name, tried in rivals.items() if tried}
+    rows, losses = table(case, networks)
     few, reasons = parts.held.at(slice(2)).x, (*best.explanations, *_remarks(parts, networks))
     return Healed(best.trained.network, rows, best.planted, reasons, adapter, losses, _size(host), few)
 
@@ -142,7 +153,7 @@ def _grown(case: Case, sites: FoundSites, places: list[Place], budget: float, ra
         optimizer,
         controller=controller,
         budget=budget,
-        probe=case.parts.probe.batches(),
+        probe=case.batches(case.parts.probe),
         loss=case.loss,
         freeze="host",
         every=max(case.steps // DECISIONS, 1),
@@ -167,7 +178,7 @@ def _grown(case: Case, sites: FoundSites, places: list[Place], budget: float, ra
     growth.finish()
     removed = [f"{each['blueprint']} at {each['site']} was removed: {each['reason']}" for each in summary["prunes"]]
     seconds = time.perf_counter() - begin
-    score = float(losses_of(healed, case.parts.probe, case.loss).mean())
+    score = float(losses_of(healed, case.parts.probe, case).mean())
     trained = Trained(healed, score, sum(each.parameters for each in planted), rate, seconds)
     return _Growth(trained, planted, [*removed, *growth.summary()["explanations"]], folder)
 
@@ -224,7 +235,8 @@ def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach().clone()
     try:
-        host = copy.deepcopy(model, memo)
+        with _without_notes(model):
+            host = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a person's module raises
         raise InputError(
             f"the model cannot be copied: {typed_line(error)}; give a module that copy.deepcopy takes"
@@ -247,6 +259,20 @@ def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
                     part.get_parameter(held).mul_(mask)
                     mask.fill_(1)
     return host, masks
+
+
+@contextmanager
+def _without_notes(model: nn.Module) -> Iterator[None]:
+    """Take away what tracing noted in graphs of torch.fx: it holds tensors without numbers, which copy.deepcopy refuses."""
+    graphs = [graph for part in model.modules() if isinstance(graph := vars(part).get("graph"), torch.fx.Graph)]
+    notes = [(node, node.meta) for graph in graphs for node in graph.nodes]
+    try:
+        for node, _ in notes:
+            node.meta = {}
+        yield
+    finally:
+        for node, meta in notes:
+            node.meta = meta
 
 
 def _size(network: nn.Module) -> int:

@@ -38,9 +38,9 @@ class Examples(NamedTuple):
         """The examples of an index."""
         return Examples(*pytree.tree_map_only(Tensor, lambda leaf: leaf[index], (self.x, self.y)))
 
-    def batches(self, size: int = BATCH) -> list[tuple[Any, Any]]:
-        """All examples as (input, target) pairs of about equal length, at least two pairs where there are two examples."""
-        count = max(math.ceil(len(self) / size), min(2, len(self)))
+    def batches(self, least: int = 2) -> list[tuple[Any, Any]]:
+        """All examples as at least `least` (input, target) pairs of about equal length, each of at most `BATCH` examples."""
+        count = max(math.ceil(len(self) / BATCH), min(least, len(self)))
         cuts = np.linspace(0, len(self), count + 1).round().astype(int).tolist()
         return [(part.x, part.y) for part in (self.at(slice(*cut)) for cut in itertools.pairwise(cuts))]
 
@@ -93,16 +93,21 @@ def split(examples: Examples, seed: int) -> Parts:
 
 
 def usual_loss(output: Any, target: Any) -> Tensor:
-    """Cross-entropy of output (B, ..., C) for whole numbers (B, ...), the squared error for other targets. A mean [nats]."""
+    """(B,) the cross-entropy of output (B, ..., C) for whole numbers (B, ...) [nats], the squared error for other targets.
+
+    Each is the mean over the positions of an example that count.
+    """
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         raise InputError(
             f"the model returns a {type(output).__name__}, and the target is a {type(target).__name__}; give loss(output, target)"
         )
     if not target.is_floating_point() and output.shape[:-1] == target.shape:
         _check_labels(target, output.shape[-1])
-        return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten().long())
+        flat = output.flatten(0, -2), target.flatten().long()
+        losses = nn.functional.cross_entropy(*flat, ignore_index=IGNORED, reduction="none").reshape(len(target), -1)
+        return losses.sum(1) / (target != IGNORED).reshape(len(target), -1).sum(1).clamp_min(1)
     if target.is_floating_point() and output.numel() == target.numel():
-        return nn.functional.mse_loss(output, target.view_as(output))
+        return (output - target.view_as(output)).square().reshape(len(output), -1).mean(1)
     kind, shape = str(target.dtype).removeprefix("torch."), tuple(output.shape)
     raise InputError(
         f"the output of a batch is {shape}, and its y is {kind} {tuple(target.shape)}; give labels as whole numbers "

@@ -1,6 +1,7 @@
 """The networks that a healing compares: the same batches for each, and their losses on the examples that were held back."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -16,12 +17,16 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.survey import call, undisturbed
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.sites import Site
-from esper.runs.healed import Contender
+from esper.runs.healed import Contender, half_width
 from esper.runs.healing_data import Examples, Parts
-from esper.tolaria.live_probe import Loss, Probe
+from esper.tolaria.live_probe import Loss, Probe, Way
 
 WEIGHTS = ("weight", "weight_orig", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 """Names of the weights that LoRA adapts: of layers, of pruned layers in an exported graph, and of nn.MultiheadAttention."""
+
+
+PIECES = 20
+"""Batches that are measured if a loss does not know examples; fewer where there are fewer examples."""
 
 
 class Case(NamedTuple):
@@ -35,6 +40,7 @@ class Case(NamedTuple):
         steps (int): steps of the optimizer
         batch (int): examples in a step
         seed (int): seed of batches and weights
+        way (str): how the loss of an example is had, as in `tolaria/live_probe.py::Probe`
     """
 
     host: nn.Module
@@ -44,6 +50,11 @@ class Case(NamedTuple):
     steps: int
     batch: int
     seed: int
+    way: Way = "given"
+
+    def batches(self, examples: Examples) -> list[tuple[Any, Any]]:
+        """Batches to measure on: `PIECES` where only batches have a loss, so that an interval has enough of them."""
+        return examples.batches(PIECES if self.way == "whole" else 2)
 
 
 class Trained(NamedTuple):
@@ -110,31 +121,39 @@ def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int
     return _trained(network, case, rate, lambda x, y: None, still=True)
 
 
-def losses_of(network: nn.Module, examples: Examples, loss: Loss) -> NDArray[np.float64]:
+def settled(case: Case) -> Case:
+    """The case with the way in which the loss of an example is had. InputError if the damaged network has no finite loss."""
+    probe = _probe(case.host, case.parts.probe.batches(), case.loss)
+    with undisturbed(case.host):
+        probe.settle(case.host)
+    assert probe.way is not None
+    return case._replace(way=probe.way)
+
+
+def losses_of(network: nn.Module, examples: Examples, case: Case) -> NDArray[np.float64]:
     """(N,) the loss of each example, or of each batch if the loss does not know examples."""
-    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
-    probe = Probe(examples.batches(), loss, device)
+    probe = _probe(network, case.batches(examples), case.loss)
+    probe.way = case.way
     with undisturbed(network):
-        probe.settle(network)
         losses: NDArray[np.float64] = probe.see(network).losses.cpu().numpy()
     return losses
 
 
-def table(
-    held: Examples, loss: Loss, networks: Mapping[str, Trained]
-) -> tuple[tuple[Contender, ...], dict[str, NDArray[np.float64]]]:
+def rank(trained: Trained) -> float:
+    """The loss on the probe, which chooses among rates; one that is not finite comes last."""
+    return trained.probe if math.isfinite(trained.probe) else math.inf
+
+
+def table(case: Case, networks: Mapping[str, Trained]) -> tuple[tuple[Contender, ...], dict[str, NDArray[np.float64]]]:
     """Every network on the examples that were held back, and its losses there. The first network is the damaged one."""
-    losses = {name: losses_of(each.network, held, loss) for name, each in networks.items()}
+    held = case.parts.held
+    losses = {name: losses_of(each.network, held, case) for name, each in networks.items()}
     first = next(iter(losses.values()))
     rows = []
     for name, each in networks.items():
         less = first - losses[name]
-        half = 1.96 * float(np.std(less, ddof=1)) / len(less) ** 0.5
-        accuracy, mean = _accuracy(each.network, held), float(losses[name].mean())
-        row = Contender(
-            name, mean, float(less.mean()), half, accuracy, each.learned, each.rate or None, round(each.seconds, 2)
-        )
-        rows.append(row)
+        measured = float(losses[name].mean()), float(less.mean()), half_width(less), _accuracy(each.network, held)
+        rows.append(Contender(name, *measured, each.learned, each.rate or None, round(each.seconds, 2)))
     return tuple(rows), losses
 
 
@@ -158,12 +177,16 @@ def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
     return [] if isinstance(part, nn.Embedding) else [(name, weight) for name, weight in named if weight.dim() > 1]
 
 
+def _probe(network: nn.Module, batches: list[tuple[Any, Any]], loss: Loss) -> Probe:
+    return Probe(batches, loss, next((parameter.device for parameter in network.parameters()), torch.device("cpu")))
+
+
 def _trained(network: nn.Module, case: Case, rate: float, behind: Callable[[Any, Any], Any], *, still: bool) -> Trained:
     begin = time.perf_counter()
     learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
     train(network, optimizer, case, behind, still=still)
-    score = float(losses_of(network, case.parts.probe, case.loss).mean())
+    score = float(losses_of(network, case.parts.probe, case).mean())
     return Trained(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
 
 
