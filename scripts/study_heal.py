@@ -170,7 +170,11 @@ def picks(rule: Placement, seen: Sequence[View]) -> list[Placed]:
     found = []
     for view in seen:
         own = rule.pick(view)
-        found += [Placed(plan, slot) for plan, slot in zip(own.plans, own.slot.tolist(), strict=True)]
+        slots = own.slot.reshape(len(own.plans), -1).tolist()
+        found += [
+            Placed(plan, slot, tuple(more for more in further if more >= 0))
+            for plan, (slot, *further) in zip(own.plans, slots, strict=True)
+        ]
     return found
 
 

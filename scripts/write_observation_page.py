@@ -27,7 +27,7 @@ the same, less its mean over the slots of the environment where it was measured.
 
 FAMILIES_LINE = """`probe.sensors` names the families that are measured. A sensor of another family is not measured.
 [What each costs](benchmarks/heal.md#what-the-sensors-cost) differs tenfold. A rule whose class has `sensor_families`, as
-`participation`, `collapse`, `inner-use` and `drift` have, gets these alone unless the config says otherwise; every other
+`participation`, `collapse`, `sites`, `inner-use` and `drift` have, gets these alone unless the config says otherwise; every other
 controller gets all. `explained` misranks the places of seeds and no rule reads it; the fitted trees do.
 """
 NEEDS = {

@@ -153,7 +153,14 @@ def test_trees_are_fitted_where_a_budget_is_given_and_large_enough():
 
 def test_heal_has_rules_references_and_an_oracle_of_the_plans_that_rules_choose_from():
     entered = enter(get_task("heal"), None, [], 2, search_budget([], None))
-    assert [rule.name for rule in entered.rules] == ["uniform", "participation", "collapse", "inner-use", "tree"]
+    assert [rule.name for rule in entered.rules] == [
+        "uniform",
+        "participation",
+        "collapse",
+        "sites",
+        "inner-use",
+        "tree",
+    ]
     assert list(entered.references) == ["drift-taught", "fine-tuning", "from-scratch", "closed-form"]
     assert len(entered.plans) == 15
     for hosts in ("heal", "heal-images", "heal-bytes"):

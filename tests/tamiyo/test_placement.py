@@ -16,7 +16,7 @@ from esper.leyline.verdicts import Refusal
 from esper.leyline.view import View
 from esper.tamiyo.catalog import PLACEMENTS, get_controller, settings_of, with_sensors
 from esper.tamiyo.placement import Collapse, DriftRise, Picks, Placement, Uniform
-from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM
+from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, SEVERAL, UNIFORM
 from esper.tasks.damage import DamageKind
 from esper.tasks.heal import describe, heal, heal_taught
 from esper.tasks.small import iris
@@ -287,3 +287,66 @@ def test_a_rule_has_only_the_families_measured_that_it_reads_and_plants_what_it_
         assert np.isnan(np.delete(mine, own, 2)).all()
         assert not np.isnan(np.delete(whole, own, 2)).all()
         assert client.pick(some.view()).reasons == other.pick(every.view()).reasons
+
+
+# Several damaged blocks.
+
+
+def sensed(engine: VectorizedEngine, **sensors: list[float]) -> View:
+    """The view of a host without damage but for the given sensors."""
+    slots = len(engine.space.slots)
+    sound = {"dead": 0.0, "participation": 1.0, "participation_before": 1.0, "map_gradient_before": 1.0}
+    return view_with(
+        engine, **{name: [[value] * slots] for name, value in sound.items()} | {n: [v] for n, v in sensors.items()}
+    )
+
+
+def test_the_rule_for_sites_plants_at_every_block_that_stands_out_and_else_as_the_rule_for_one() -> None:
+    engine, client = engine_for("sites", keys_of(DamageKind.PRUNED))
+    drop, dead = [1.0, 1.0, 0.1, 1.0, 1.0, 1.0], [0.0, 0.0, 0.9, 0.0, 0.9, 0.0]
+    cases = {
+        "two blocks of dead units": ({"dead": dead}, SEVERAL, [2, 4]),
+        "one block of dead units, whatever the gradient is": (
+            {"dead": [0.0, 0.0, 0.9, 0.0, 0.0, 0.0], "map_gradient_before": [1.0, 9.0, 1.0, 1.0, 1.0, 9.0]},
+            MIXED,
+            [2],
+        ),
+        "a drop and a gradient": (
+            {"participation": drop, "map_gradient_before": [1.0, 1.0, 9.0, 1.0, 1.0, 4.0]},
+            SEVERAL,
+            [2, 5],
+        ),
+        "a drop and an even gradient": ({"participation": drop}, MIXED, [2]),
+        "a gradient alone": ({"map_gradient_before": [1.0, 1.0, 1.0, 9.0, 1.0, 1.0]}, UNIFORM, [-1]),
+    }
+    for name, (sensors, plan, slots) in cases.items():
+        picks = client.pick(sensed(engine, **sensors))
+        assert (list(picks.plans), picks.slot[0].tolist()) == ([plan], slots), name
+    reason = client.pick(
+        sensed(engine, participation=drop, map_gradient_before=[1.0, 1.0, 9.0, 1.0, 1.0, 4.0])
+    ).reasons[0]
+    assert reason.endswith("10% of that in front of block1, and block4 has 4.0 times the median gradient of a bypass")
+
+
+def test_the_rule_for_sites_begins_with_the_drift_where_there_is_an_intact_network() -> None:
+    kinds = (DamageKind.PRUNED, DamageKind.LABELS)
+    engine, client = engine_for("sites", [keys_of(kind)[0] for kind in kinds], taught=True)
+    other, drift = engine_for("drift", [keys_of(kind)[0] for kind in kinds], taught=True)
+    own, theirs = client.pick(engine.view()), drift.pick(other.view())
+    assert (list(own.plans), own.slot[:, 0].tolist()) == (list(theirs.plans), theirs.slot.tolist())
+
+
+def test_two_pruned_blocks_of_a_real_host_get_a_bypass_of_rank_2_each() -> None:
+    facts = (describe(key) for key in range(40_000))
+    keys = [
+        each.key
+        for each in facts
+        if each.number < 8 and each.plain and each.damage.kind == DamageKind.PRUNED and len(each.damage.segments) == 2
+    ][:3]
+    engine, client = engine_for("sites", keys)
+    play(engine, client)
+    view = engine.view()
+    rank_2 = [blueprint.name for blueprint in view.space.blueprints].index("bypass-rank-2")
+    for env, key in enumerate(keys):
+        assert np.flatnonzero(view.seeds.blueprint[env] == rank_2).tolist() == list(describe(key).damage.segments)
+    assert (engine.exported_params() - view.host_params <= 0.06 * view.host_params).all()

@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
         """All that defines it, as JSON."""
         choice = self.choice
         if isinstance(choice, Placed):
-            return json.dumps([*choice.plan, choice.slot])
+            return json.dumps([*choice.plan, *choice.slots])
         return json.dumps([entry_line(entry) for entry in choice])
 
     def contender(self, name: str) -> Contender:
@@ -103,7 +103,7 @@ def _planted(placed: Placed, space: Space) -> Candidate:
     plan, parts = placed.plan, tuple[Part, ...]()
     kinds = indices(space, plan.here)
     if len(kinds) == 1 and not indices(space, plan.others):
-        slots = range(len(space.slots)) if plan.everywhere else (placed.slot,)
+        slots = range(len(space.slots)) if plan.everywhere else placed.slots
         parts = tuple((kinds[0], slot) for slot in slots if slot >= 0 and space.fits[slot, kinds[0]].all())
     return Candidate(placed.words(space), placed, UNMEASURED, parts, placed.plants(space))
 

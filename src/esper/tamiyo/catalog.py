@@ -15,6 +15,7 @@ from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, 
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform
 from esper.tamiyo.schedule import load_schedule
+from esper.tamiyo.several import Sites
 from esper.tamiyo.shipped import Shipped, is_shipped, resolved
 from esper.tamiyo.trees import SHIPPED, Trees, load_trees
 from esper.tamiyo.trials import PREFIX, Trials
@@ -29,6 +30,7 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
         "uniform": "plants a bypass of rank 1 at every slot in the first step, and keeps all of them",
         "participation": "plants a bypass where the participation of the stream drops by more than half, else as uniform does",
         "collapse": "plants a bypass around a block of dead units, else as participation does",
+        "sites": "plants a bypass around every block that stands out where several do, else as collapse or drift does",
         "inner-use": "plants a bypass around a narrow or dead block, else as uniform does",
         "drift": "plants a bypass where the activations leave those of the intact network, where the task has one (heal-taught)",
         "tree": "plants what trees fitted on damaged networks expect most of, from sensors before the first step",
@@ -44,6 +46,7 @@ PLACEMENTS: Mapping[str, type[Placement]] = MappingProxyType(
         "uniform": Uniform,
         "participation": ParticipationDrop,
         "collapse": Collapse,
+        "sites": Sites,
         "inner-use": InnerUse,
         "drift": DriftRise,
     }

@@ -6,6 +6,7 @@ E environments, S slots, P choices.
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class Picks(NamedTuple):
 
     Attributes:
         plans (E Plans): the plan of each environment
-        slot ((E,) int64): the slot that the plan is for; -1 for one that has no slot
+        slot ((E,) or (E, n) int64): the slot that the plan is for, or the slots; -1 for one that has no slot, and behind the last
         reasons (E texts): why, in one clause
     """
 
@@ -91,9 +92,10 @@ class Placement(Rule):
         """What to plant where, from the view before the first step."""
 
     def ranking(self, view: View) -> Ranking:
-        """What may be planted, what `pick` plants first; that alone in rules that compare no places."""
+        """What may be planted, what `pick` plants first; that alone, with its first slot, in rules that compare no places."""
         picks = self.pick(view)
-        return [[Choice(*choice)] for choice in zip(picks.plans, picks.slot.tolist(), picks.reasons, strict=True)]
+        slots = picks.slot.reshape(len(picks.plans), -1)[:, 0].tolist()
+        return [[Choice(*choice)] for choice in zip(picks.plans, slots, picks.reasons, strict=True)]
 
     def act(self, view: View) -> Actions:
         """The first decision of a step."""
@@ -219,7 +221,7 @@ class Fixed(Placement):
         each, rest = divmod(len(view.masks.op), len(self.plans))
         assert not rest, "the environments cannot be shared equally"
         of_env = [placed for placed in self.plans for _ in range(each)]
-        slots = np.array([placed.slot for placed in of_env])
+        slots = padded([placed.slots for placed in of_env])
         return Picks([placed.plan for placed in of_env], slots, ["the plan is fixed"] * len(of_env))
 
 
@@ -357,6 +359,11 @@ def first(ranking: Ranking) -> Picks:
     """The first choice of each environment."""
     plans, slots, reasons = zip(*(choices[0] for choices in ranking), strict=True)
     return Picks(plans, np.array(slots), reasons)
+
+
+def padded(slots: Sequence[tuple[int, ...]]) -> Ints:
+    """(E, n) the slots of each environment, -1 behind the last."""
+    return np.array(list(zip_longest(*slots, fillvalue=-1)), np.int64).T
 
 
 def _wished(view: View, picks: Picks) -> Ints:

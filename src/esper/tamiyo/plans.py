@@ -1,6 +1,6 @@
 """Named ways to place seeds in a trained host, of which a controller chooses one. E environments, S slots, P choices.
 
-A plan is free of the size of the host: it names what it plants relative to one slot, or at all slots.
+A plan is free of the size of the host: it names what it plants relative to one slot or several, or at all slots.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class Plan(NamedTuple):
 
     Attributes:
         name (str): name of the plan
-        here (names): choices for the slot that the plan is for, in the order in which they are tried
-        others (names): choices for the other slots whose segments keep the width of the stream, after those of the slot
+        here (names): choices for the slots that the plan is for, in the order in which they are tried
+        others (names): choices for the other slots whose segments keep the width of the stream, after those of these slots
         everywhere (bool): whether `here` is for every slot that it fits, instead of those that keep the width, if the plan
             has no slot
     """
@@ -37,6 +37,8 @@ UNIFORM = Plan("uniform", ("bypass-rank-1",), ("bypass-rank-1",))
 BYPASS = Plan("bypass", RANKS)
 """The largest bypass at one slot: around the embedding it is an input adapter."""
 MIXED = Plan("bypass and uniform", RANKS[1:], ("bypass-rank-1",))
+SEVERAL = Plan("rank 2 and uniform", RANKS[2:], ("bypass-rank-1",))
+"""Bypasses of rank 2 at several slots; a larger one at the first would leave too little for the others."""
 HERE = Plan("low rank", ("low-rank",))
 """A linear map of rank 2 of the stream: before the last layer it corrects the head."""
 
@@ -107,13 +109,14 @@ def inner_slots(space: Space) -> Bools:
 
 
 def wished(space: Space, plan: Plan, slot: Ints) -> Ints:
-    """(E, S, P) indices into the menu, -1 at the end: what the plan plants for the slots (E,); no slot where slot is -1."""
+    """(E, S, P) indices into the menu, -1 at the end: what the plan plants for the slots (E,) or (E, n); -1 is no slot."""
     here, others = indices(space, plan.here), indices(space, plan.others)
     size = max(len(here), len(others), 1)
     inner = inner_slots(space)
     blueprint = np.full((*inner.shape, size), -1)
     unplaced = np.ones_like(inner) if plan.everywhere else inner
-    own = np.where(slot[:, None] < 0, unplaced, np.arange(inner.shape[1]) == slot[:, None])
+    slots = slot.reshape(len(slot), -1, 1)
+    own = np.where((slots < 0).all(1), unplaced, (np.arange(inner.shape[1]) == slots).any(1))
     for where, choices in ((inner, others), (own, here)):
         blueprint[where] = [*choices, *[-1] * (size - len(choices))]
     return blueprint
@@ -125,19 +128,27 @@ class Placed(NamedTuple):
     Attributes:
         plan (Plan): the plan
         slot (int): index of the slot; -1 for a plan that has no slot
+        further (ints): indices of further slots that the plan is for
     """
 
     plan: Plan
     slot: int = -1
+    further: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Indices of all slots that the plan is for; -1 alone for a plan that has none."""
+        return (self.slot, *self.further)
 
     @property
     def name(self) -> str:
-        """The name of the plan, with the index of its slot."""
-        return self.plan.name if self.slot < 0 else f"{self.plan.name} at {self.slot}"
+        """The name of the plan, with the indices of its slots."""
+        return self.plan.name if self.slot < 0 else f"{self.plan.name} at {' and '.join(map(str, self.slots))}"
 
     def words(self, space: Space) -> str:
-        """The name of the plan, with the name of its slot."""
-        return self.plan.name if self.slot < 0 else f"{self.plan.name} at {space.slots[self.slot]}"
+        """The name of the plan, with the names of its slots."""
+        names = (space.slots[slot] for slot in self.slots)
+        return self.plan.name if self.slot < 0 else f"{self.plan.name} at {' and '.join(names)}"
 
     def plants(self, space: Space) -> str:
         """What it plants where, in words. Of several blueprints, the first that the budget of parameters allows."""
@@ -195,7 +206,7 @@ def _different(space: Space, plans: Sequence[Placed]) -> list[Placed]:
     found: dict[bytes, Placed] = {}
     size = len(space.blueprints)
     for placed in plans:
-        wish = wished(space, placed.plan, np.full(len(space.width), placed.slot))  # (E, S, P)
+        wish = wished(space, placed.plan, np.tile(placed.slots, (len(space.width), 1)))  # (E, S, P)
         fits = np.broadcast_to(space.fits, (*wish.shape[:2], size))
         able = np.take_along_axis(fits, np.maximum(wish, 0), 2) & (wish >= 0)
         last = np.where(able, 0, 1).argsort(2, kind="stable")  # what fits comes first, in its order

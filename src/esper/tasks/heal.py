@@ -227,7 +227,7 @@ def heal_eora(hosts: HostSet = VECTORS, cap: float = DEFAULTS["governor"]["param
     return _mixture(hosts, "-eora", EORA, hosts.rates[0], lambda facts: CorrectedHost(facts, cap), frozen=True)
 
 
-RULES = ("uniform", "participation", "collapse", "inner-use", "tree")
+RULES = ("uniform", "participation", "collapse", "sites", "inner-use", "tree")
 """The rules that an evaluation on `heal` adds."""
 
 

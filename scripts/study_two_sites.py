@@ -1,0 +1,137 @@
+"""Rules on hosts with one damaged site and with two, and what plans at two slots bring (docs/benchmarks/heal.md).
+
+    python scripts/study_two_sites.py FOLDER --part training --cases 160 --starts 1
+    python scripts/study_two_sites.py FOLDER
+    python scripts/study_two_sites.py FOLDER --settings spread --starts 1
+
+Cases are plain hosts at a cap of 6 %, with the defaults of `heal`. All plans that controllers pick for a case are grown for it,
+and plans at its damaged sites. The oracle takes the best of them by the J of one start and has the figures of the other. J is
+measured on the test split. Grown figures are kept in FOLDER.
+"""
+
+import argparse
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from collect_healing import FIRST, ONE_SITE, SETTINGS, VECTOR, Figures, kept, views
+from study_heal import ORACLE, difference, picks, print_damage, taken
+
+from esper.leyline.config import Config
+from esper.leyline.view import View
+from esper.runs.contenders import Contender
+from esper.runs.plan_menu import UNMEASURED
+from esper.runs.statistics import best_by_others
+from esper.tamiyo.placement import Collapse, DriftRise, Fixed, ParticipationDrop, Placement
+from esper.tamiyo.plans import MIXED, NONE, SEVERAL, UNIFORM, Placed
+from esper.tamiyo.several import Sites
+from esper.tamiyo.shipped import Shipped
+from esper.tamiyo.trees import Trees
+from esper.tasks.heal import Facts
+
+TWO_SITES = "two sites"
+LAST = 5  # the last slot, which is also the one for damage of the layer behind it
+RULES: Mapping[str, Callable[[], Placement]] = {
+    "participation": ParticipationDrop,
+    "collapse": Collapse,
+    "sites": Sites,
+    "tree": Trees,
+    "shipped-1": partial(Shipped, "shipped-1"),
+}
+TAUGHT: Mapping[str, Callable[[], Placement]] = {"drift (taught)": DriftRise, "sites (taught)": Sites}
+
+
+def without_drift(view: View) -> View:
+    """The view of a task that has no intact network."""
+    names, values = view.space.sensors, view.measurements.sensors.copy()
+    values[..., [names.index(name) for name in ("drift", "drift_before")]] = np.nan
+    return view._replace(measurements=view.measurements._replace(sensors=values))
+
+
+def packed(wanted: Sequence[Sequence[Placed]]) -> dict[str, Contender]:
+    """Contenders that together plant all wanted plans of each case: the first of each case, then the second, and so on."""
+    found = {}
+    for layer in itertools.zip_longest(*wanted, fillvalue=Placed(NONE)):
+        name = "plans-" + hashlib.sha256("|".join(placed.name for placed in layer).encode()).hexdigest()[:12]
+        found[name] = Contender(name, {"controller": name, **UNMEASURED}, partial(planting, layer))
+    return found
+
+
+def planting(layer: Sequence[Placed], config: Config) -> Fixed:
+    """The controller of a layer: a plan for each case. It does not depend on the config."""
+    return Fixed(layer)
+
+
+def at_sites(facts: Facts) -> list[Placed]:
+    """Plans at the slots behind the damaged segments: one at a slot, and one at both."""
+    slots = sorted({min(segment, LAST) for segment in facts.damage.segments})
+    both = [Placed(SEVERAL, slots[0], tuple(slots[1:]))] if len(slots) > 1 else []
+    return [*(Placed(MIXED, slot) for slot in slots), *both]
+
+
+def scores_of(
+    folder: Path, facts: Sequence[Facts], picked: Mapping[str, Sequence[Placed]], starts: int
+) -> dict[str, Figures]:
+    """The figures (n, starts) of every controller and, with several starts, of the oracle."""
+    cases = zip(facts, zip(*picked.values(), strict=True), strict=True)
+    wanted = [list(dict.fromkeys((*own, *at_sites(each)))) for each, own in cases]
+    keys = [each.key for each in facts]
+    layers = kept(folder, packed(wanted), VECTOR.task(), keys, starts, rows=len(keys))
+    found = {}
+    for name, placed in picked.items():
+        at = np.array([own.index(each) for own, each in zip(wanted, placed, strict=True)])
+        found[name] = taken(layers, list(layers), at[:, None])
+    if starts > 1:
+        grown = np.arange(len(layers))[:, None] < np.array([len(own) for own in wanted])
+        scores = np.stack([own.objective for own in layers.values()])
+        found[ORACLE] = taken(layers, list(layers), best_by_others(np.where(grown[..., None], scores, np.nan)))
+    return found
+
+
+def show(found: Mapping[str, Figures], kinds: np.ndarray) -> None:
+    base, top = found["uniform"].objective, found.get(ORACLE)
+    print("\n| | J | over `uniform`, points [95 %] | over `collapse` | share of the headroom |\n|---|---|---|---|---|")
+    for name, own in found.items():
+        gain = (own.objective - base).mean()
+        share = "" if top is None or gain <= 0 else f"{gain / (top.objective - base).mean():.0%}"
+        rivals = (base, found["collapse"].objective)
+        cells = ["" if own.objective is rival else difference(own.objective, rival) for rival in rivals]
+        print(f"| {name} | {own.objective.mean():.3f} | {' | '.join(cells)} | {share} |")
+    taught = found["sites (taught)"].objective
+    print(f"\nsites (taught) over drift (taught): {difference(taught, found['drift (taught)'].objective)}")
+    print_damage(found, kinds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--part", choices=list(FIRST), default="sites")
+    parser.add_argument("--cases", type=int, default=160)
+    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=[TWO_SITES, ONE_SITE])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for setting in options.settings:
+        facts = VECTOR.cases(options.part, options.cases, setting)
+        keys, hosts = [each.key for each in facts], {each.number for each in facts}
+        print(
+            f"\n{setting}: {len(keys)} cases, keys {keys[0]} to {keys[-1]}, {len(hosts)} hosts, {options.starts} starts"
+        )
+        taught = views(VECTOR, keys)
+        seen = [without_drift(view) for view in taught]
+        picked = {"never": [Placed(NONE)] * len(keys), "uniform": [Placed(UNIFORM)] * len(keys)}
+        picked |= {name: picks(rule(), seen) for name, rule in RULES.items()}
+        picked |= {name: picks(rule(), taught) for name, rule in TAUGHT.items()}
+        for name in ("sites", "sites (taught)"):
+            print(name, "plants at several blocks in", sum(placed.plan == SEVERAL for placed in picked[name]))
+        folder = options.folder / setting.replace(" ", "-") / options.part
+        found = scores_of(folder, facts, picked, options.starts)
+        show(found, np.array([each.damage.kind.value for each in facts]))
+
+
+if __name__ == "__main__":
+    main()
