@@ -221,7 +221,7 @@ which a search of all 20 did not improve:
 `esper stream shipped` ([streams](streams.md), [figures](benchmarks/streams.md)). On new streams it is above the strongest
 opponent, an ensemble that recognises contexts by their inputs too, by +.0060 [.0038, .0085] where contexts over a shared
 trunk return. Over a mixture of seven changes it is above resetting the blocks by +.0169 [.0159, .0180], and below it in a
-drift (-.0049 [-.0083, -.0021]). Where no context returns, resetting with a falling rate is better by .0013 [.0005, .0022].
+drift (-.0049 [-.0083, -.0021]). Where no context returns, resetting with a falling rate is better by .0018 [.0009, .0030].
 It shares no arrays with this one. `--streams` of the command below fits it too.
 
 ## Versions

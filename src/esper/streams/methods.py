@@ -129,13 +129,22 @@ _FALLING: Mapping[str, tuple[str, Settings]] = MappingProxyType(
             "with the updates that a member has trained for",
             {**_GATED, "memory": 0.06133},
         ),
-        "reset": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
+        "reset": (
+            "with the updates since the last alarm",
+            {"lr": 0.01252, "head_rate": 1.758, "halving": 16.79, "least": 0.1355},
+        ),
         "reset-blocks": (
             "with the updates since the last alarm",
-            {"lr": 0.01288, "head_rate": 2.485, "halving": 44.36, "least": 0.1247},
+            {"lr": 0.01297, "head_rate": 2.715, "halving": 46.52, "least": 0.1174},
         ),
-        "continual-backprop": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
-        "replay": ("with the updates since the last alarm", {"halving": 45.0, "least": 0.15}),
+        "continual-backprop": (
+            "with the updates since the last alarm",
+            {"norm": False, "lr": 0.00638, "head_rate": 1.505, "halving": 29.92, "least": 0.1019},
+        ),
+        "replay": (
+            "with the updates since the last alarm",
+            {"drawn": 48, "lr": 0.008292, "head_rate": 0.6788, "halving": 46.76, "least": 0.1486},
+        ),
     }
 )
 """Baselines that are played with a falling learning rate too: with what it falls, and their settings."""
