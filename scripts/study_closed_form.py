@@ -2,7 +2,7 @@
 
     python scripts/study_closed_form.py
 
-J of plain hosts with one damaged site, the first 120 from the first fresh key on, at a cap of 6 % and rent .1. Differences have
+J of plain hosts with one damaged site, the first 150 from the first fresh key on, at a cap of 6 % and rent .1. Differences have
 95 % bootstrap intervals over hosts, each with all of its cases.
 """
 
@@ -18,7 +18,7 @@ from esper.tasks.heal import DEFAULTS, DamagedHost, Facts, describe, split_of
 from esper.tasks.healing_data import Part
 from esper.tasks.healing_images import IMAGES
 
-CASES = 120
+CASES = 150
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from collect_healing import (
 )
 from fit_trees import fitted
 from numpy.typing import NDArray
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from esper.leyline.view import View
 from esper.runs.contenders import named
@@ -75,7 +76,8 @@ class Study(NamedTuple):
         by_host (bool): whether intervals draw hosts, each with all of its cases; otherwise cases
         unit (float): J in the unit of differences: 100 for points
         heuristic (bool): whether the rule `heuristic` is grown
-        earlier (int): the first so many cases were printed before; the others are printed alone as well
+        earlier (ints): so many of the first cases were printed before; those after each of them are printed alone as well
+        few_hosts (bool): whether differences are printed for each host as well, and with bounds that draw hosts
         within (plans): plans of an oracle of their own; empty for none
         expected (mapping): for a row, what was expected of it over the best fixed plan [points], before its figures were read
         share (float): what was expected of the best rule without the intact network, as a share of the headroom
@@ -95,7 +97,8 @@ class Study(NamedTuple):
     by_host: bool = False
     unit: float = 100
     heuristic: bool = False
-    earlier: int = 0
+    earlier: Sequence[int] = ()
+    few_hosts: bool = False
     within: Sequence[Placed] = ()
     expected: Mapping[str, float] = EMPTY
     share: float = 0.0
@@ -115,7 +118,7 @@ STUDIES: Mapping[str, Study] = {
     ),
     "heal-images": Study(
         "fresh",
-        120,
+        150,
         40,
         (BEST, UNIFORM_2.name, UNIFORM.name),
         residual=20,
@@ -128,7 +131,7 @@ STUDIES: Mapping[str, Study] = {
         },
         timed=BEST,
         by_host=True,
-        earlier=40,
+        earlier=(40, 120),
     ),
     "heal-bytes": Study(
         "heldout",
@@ -139,6 +142,7 @@ STUDIES: Mapping[str, Study] = {
         rules=("participation", "collapse", "drift (taught)"),
         timed=UNIFORM.name,
         unit=1,
+        few_hosts=True,
         within=BYTES,
     ),
     # What is expected here was written before a figure of the cases existed, from those of heal at a cap of 6 %.
@@ -238,6 +242,17 @@ def joint(gain: Floats, host: NDArray[np.int64], draws: int = DRAWS) -> tuple[fl
     return float(low), float(high)
 
 
+def nested(gain: Floats, host: NDArray[np.int64], draws: int = 2 * DRAWS) -> tuple[float, float]:
+    """Bounds of the mean of differences (n,), by a bootstrap that draws hosts, and cases of each host that was drawn."""
+    random, own = np.random.default_rng(0), [gain[host == each] for each in np.unique(host)]
+    means = []
+    for _ in range(draws):
+        drawn = [own[which] for which in random.integers(len(own), size=len(own))]
+        means.append(np.concatenate([random.choice(cases, len(cases)) for cases in drawn]).mean())
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
 def signed(value: float, low: float, high: float, unit: float = 100) -> str:
     """A difference in J with its bounds, in points or in another unit."""
     digits = 1 if unit == 100 else 3
@@ -287,6 +302,22 @@ def print_damage(scores: Scores, kinds: NDArray[np.str_]) -> None:
         rows = kinds == kind
         cells = " | ".join(f"{own.objective[rows].mean():.3f}" for own in scores.values())
         print(f"| {kind} | {rows.sum()} | {cells} |")
+
+
+def print_hosts(of: Study, scores: Scores, held: Collected) -> None:
+    """Print differences for each host, and with bounds that draw hosts or take the mean of a host as one observation."""
+    hosts, base = np.unique(held.host), scores[BEST].objective
+    heads = [f"host {each}, {(held.host == each).sum()} cases" for each in hosts]
+    print(f"\n| over the {BEST} | cases drawn | hosts and cases drawn | Student's t over hosts | {' | '.join(heads)} |")
+    print(f"|---|---|---|---|{'---|' * len(heads)}")
+    for name in (name for name in scores if name != BEST):
+        gain = (scores[name].objective - base).mean(1)
+        means = np.array([gain[held.host == each].mean() for each in hosts])
+        half = stdtrit(len(means) - 1, 0.975) * means.std(ddof=1) / len(means) ** 0.5
+        cells = [difference(scores[name].objective, base, None, of.unit)]
+        cells += [signed(gain.mean(), *nested(gain, held.host), of.unit)]
+        cells += [signed(means.mean(), means.mean() - half, means.mean() + half, of.unit)]
+        print(f"| {name} | {' | '.join([*cells, *(f'{of.unit * mean:+.3f}' for mean in means)])} |")
 
 
 def static(folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE) -> dict[str, Figures]:
@@ -388,9 +419,11 @@ def main() -> None:
     beside = place(options.folder, options.setting if longer else ONE_SITE) / "static"
     scores |= static(beside, source, held.keys, options.setting)
     print_table(of, scores, held)
-    if of.earlier:
-        print(f"\nThe cases after the first {of.earlier} alone:")
-        print_table(of, *after(of.earlier, scores, held))
+    for earlier in (count for count in of.earlier if count < of.cases):
+        print(f"\nThe cases after the first {earlier} alone:")
+        print_table(of, *after(earlier, scores, held))
+    if of.few_hosts:
+        print_hosts(of, scores, held)
     if of.expected:
         print_expected(of, scores)
     print_damage(scores, held.kind)
