@@ -15,7 +15,9 @@ from esper.cli import main
 from esper.leyline.errors import InputError
 from esper.leyline.task import Split
 from esper.runs.contenders import named
+from esper.runs.crews import ALONE
 from esper.runs.evaluation_folder import EvaluationFolder, default_folder
+from esper.runs.evaluation_work import hired
 from esper.runs.interrupt import ended_by_signals
 from esper.store.lock import Lock
 from populations import blobs
@@ -95,6 +97,15 @@ def test_a_signal_ends_an_evaluation_in_order_unless_the_program_handles_it(numb
     previous = signal.signal(number, signal.SIG_IGN)
     leave()
     signal.signal(number, previous)
+
+
+def test_an_evaluation_that_is_interrupted_says_how_it_goes_on():
+    said = []
+    with pytest.raises(KeyboardInterrupt), hired(ALONE, [], {}, [], said.append):
+        raise KeyboardInterrupt
+    assert said == [
+        "interrupted; what was grown is stored where there is a folder, and the same command goes on from it"
+    ]
 
 
 def test_a_folder_under_a_file_is_named():

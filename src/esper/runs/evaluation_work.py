@@ -145,7 +145,11 @@ def hired(
     Raises InputError if an actor cannot start, or if a task or a contender cannot be sent to one.
     """
     if not asked.any:
-        yield None
+        try:
+            yield None
+        except KeyboardInterrupt:
+            tell(watch, f"interrupted; {_AGAIN}")
+            raise
         return
     for contender in contenders:
         pickled(contender, f"the controller {contender.name!r}")
