@@ -1,6 +1,6 @@
 """Rules on hosts with one damaged site and with two, and what plans at two slots bring (docs/benchmarks/heal.md).
 
-    python scripts/study_two_sites.py FOLDER --part training --cases 160 --starts 1
+    python scripts/study_two_sites.py FOLDER --part training --starts 1 --plans --settings "two sites"
     python scripts/study_two_sites.py FOLDER
     python scripts/study_two_sites.py FOLDER --settings spread --starts 1
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from collect_healing import FIRST, ONE_SITE, SETTINGS, VECTOR, Figures, kept, views
+from collect_healing import FIRST, ONE_SITE, SETTINGS, SLOTS, VECTOR, Figures, kept, views
 from study_heal import ORACLE, difference, picks, print_damage, taken
 
 from esper.leyline.config import Config
@@ -27,7 +27,7 @@ from esper.runs.contenders import Contender
 from esper.runs.plan_menu import UNMEASURED
 from esper.runs.statistics import best_by_others
 from esper.tamiyo.placement import Collapse, DriftRise, Fixed, ParticipationDrop, Placement
-from esper.tamiyo.plans import MIXED, NONE, SEVERAL, UNIFORM, Placed
+from esper.tamiyo.plans import MIXED, NONE, RANKS, SEVERAL, UNIFORM, Placed, Plan
 from esper.tamiyo.several import Sites
 from esper.tamiyo.shipped import Shipped
 from esper.tamiyo.trees import Trees
@@ -52,6 +52,17 @@ def without_drift(view: View) -> View:
     return view._replace(measurements=view.measurements._replace(sensors=values))
 
 
+VARIANTS = (
+    SEVERAL,
+    Plan("rank 2 alone", RANKS[2:]),
+    Plan("rank 4 alone", RANKS[1:]),
+    MIXED,
+    Plan("bypass of rank 8 and uniform", RANKS, UNIFORM.here),
+)
+"""Plans that are compared at all damaged sites of a case."""
+THERE = " at the sites"
+
+
 def packed(wanted: Sequence[Sequence[Placed]]) -> dict[str, Contender]:
     """Contenders that together plant all wanted plans of each case: the first of each case, then the second, and so on."""
     found = {}
@@ -73,6 +84,14 @@ def at_sites(facts: Facts) -> list[Placed]:
     return [*(Placed(MIXED, slot) for slot in slots), *both]
 
 
+def every_plan(facts: Sequence[Facts]) -> dict[str, list[Placed]]:
+    """VARIANTS at the damaged sites, all plans for one slot, and SEVERAL at each pair of slots."""
+    slots = [sorted({min(segment, LAST) for segment in each.damage.segments}) or [-1] for each in facts]
+    found = {f"{plan.name}{THERE}": [Placed(plan, own[0], tuple(own[1:])) for own in slots] for plan in VARIANTS}
+    pairs = [Placed(SEVERAL, one, (other,)) for one, other in itertools.combinations(range(SLOTS), 2)]
+    return found | {placed.name: [placed] * len(facts) for placed in (*VECTOR.plans, *pairs)}
+
+
 def scores_of(
     folder: Path, facts: Sequence[Facts], picked: Mapping[str, Sequence[Placed]], starts: int
 ) -> dict[str, Figures]:
@@ -90,6 +109,12 @@ def scores_of(
         scores = np.stack([own.objective for own in layers.values()])
         found[ORACLE] = taken(layers, list(layers), best_by_others(np.where(grown[..., None], scores, np.nan)))
     return found
+
+
+def best_of(found: Mapping[str, Figures], names: Sequence[str]) -> Figures:
+    """The best of some plans for each case, by the figures that are shown: more than any controller can reach."""
+    which = np.stack([found[name].objective.mean(1) for name in names]).argmax(0)
+    return taken(found, names, which[:, None])
 
 
 def show(found: Mapping[str, Figures], kinds: np.ndarray) -> None:
@@ -113,6 +138,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=160)
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=[TWO_SITES, ONE_SITE])
+    parser.add_argument("--plans", action="store_true", help="grow all plans for one slot and for two as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for setting in options.settings:
@@ -128,8 +154,13 @@ def main() -> None:
         picked |= {name: picks(rule(), taught) for name, rule in TAUGHT.items()}
         for name in ("sites", "sites (taught)"):
             print(name, "plants at several blocks in", sum(placed.plan == SEVERAL for placed in picked[name]))
+        plans = every_plan(facts) if options.plans else {}
         folder = options.folder / setting.replace(" ", "-") / options.part
-        found = scores_of(folder, facts, picked, options.starts)
+        found = scores_of(folder, facts, picked | plans, options.starts)
+        if plans:
+            pairs = [name for name in plans if not name.endswith(THERE)]
+            found["best of all for one slot"] = best_of(found, [placed.name for placed in VECTOR.plans])
+            found["best of all"] = best_of(found, pairs)
         show(found, np.array([each.damage.kind.value for each in facts]))
 
 
