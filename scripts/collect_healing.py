@@ -68,6 +68,7 @@ FIRST: Mapping[str, int] = {
     "ends": heal.RANGES["heldout"].start + 21888,
     "further": heal.RANGES["heldout"].start + 57344,
     "decisions": heal.RANGES["heldout"].start + 61440,
+    "packages": heal.RANGES["heldout"].start + 63488,
 }
 """First key of each set. Nothing was chosen by the figures of those after `heldout`; `card` is for shipped controllers."""
 FIRST_BYTES = {"training": heal.RANGES["training"].start + 4096, "heldout": heal.RANGES["heldout"].start + 40_000}

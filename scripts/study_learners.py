@@ -9,10 +9,11 @@
     plans       trees, the bandit, and policies over 15 plans, which learn from the figures of growing the plan that they chose
     train       policies over single decisions, which grow the training cases (scripts/train_learners.py)
     decisions   these policies beside rules, trees and the bandit, in episodes of their length
+    packages    the same on cases of their own, with policies that can plant a package or rarely undo what they planted
     bandit      a bandit that grows the training cases itself, without FIGURES; it is written to OUT/grown.bandit
 
-The comparisons are on fresh cases: plain hosts with one damaged site, those of the part `learners` for plans and of the part
-`decisions` for policies over single decisions. OUT keeps what is finished, and a call goes on with what is missing.
+The comparisons are on fresh cases: plain hosts with one damaged site, those of the part `learners` for plans and of the parts
+`decisions` and `packages` for policies over single decisions. OUT keeps what is finished; a call goes on with what is missing.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from esper.leyline.actions import Ints
 from esper.leyline.view import View
 from esper.runs.contenders import Contender, named
 from esper.tamiyo.bandit import SUFFIX, Bandit, contexts, load_bandit, save_bandit
+from esper.tamiyo.controller import WEIGHTS
 from esper.tamiyo.healing_features import FEATURES
 from esper.tamiyo.placement import ParticipationDrop
 from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, Placed
@@ -231,9 +233,22 @@ def plans(figures: Path, out: Path, count: int, fits: int) -> None:
             line(name, f"{episodes:,}{also}", scores, base, tree, fresh.host)
 
 
-def decisions(out: Path, count: int) -> None:
-    """Policies over single decisions beside rules and trees, in short episodes."""
-    facts = VECTOR.cases("decisions", count)
+PAIRS = (
+    ("PPO only, with the package", "PPO only"),
+    ("PPO only, with the bias", "PPO only"),
+    ("PPO only, with both", "PPO only"),
+    ("PPO only, with both", "PPO only, with the bias"),
+    ("PPO only, with both", "PPO only, with the package"),
+    ("PPO only, with both", "imitation only"),
+    ("imitation only, with the package", "imitation only"),
+    ("imitation, then PPO, with the package", "imitation, then PPO"),
+)
+"""Kinds of trainings that are compared seed by seed."""
+
+
+def decisions(out: Path, part: str, count: int) -> None:
+    """Policies over single decisions beside rules and trees, in short episodes, on cases of a part."""
+    facts = VECTOR.cases(part, count)
     keys, host = [each.key for each in facts], np.array([each.number for each in facts])
     taught = " + the teacher's"
     arms = {
@@ -241,11 +256,22 @@ def decisions(out: Path, count: int) -> None:
         "PPO only": ("ppo-s*", f"{ENVS * ALONE}"),
         "imitation, then PPO": ("both-s*", f"{ENVS * (IMITATION + ROUNDS)}{taught}"),
         "bandit": (f"{BUDGETS[-1]}-s*{SUFFIX}", f"{BUDGETS[-1]:,}"),
+        "imitation only, with the package": ("imitation-package-s*", f"{ENVS * IMITATION}{taught}"),
+        "imitation, then PPO, with the package": ("both-package-s*", f"{ENVS * (IMITATION + ROUNDS)}{taught}"),
+        "PPO only, with the package": ("ppo-package-s*", f"{ENVS * ALONE}"),
+        "PPO only, with the bias": ("ppo-bias-s*", f"{ENVS * ALONE}"),
+        "PPO only, with both": ("ppo-package-bias-s*", f"{ENVS * ALONE}"),
     }
     folders = {name: [str(path) for path in sorted(out.glob(pattern))] for name, (pattern, _) in arms.items()}
     names = ["uniform", "participation", "tree", *(path for paths in folders.values() for path in paths)]
     scores: dict[str, Floats] = {}
+    first: dict[bytes, str] = {}
     for name in names:
+        weights = Path(name, WEIGHTS)
+        same = first.setdefault(weights.read_bytes(), name) if weights.is_file() else name
+        if same != name:  # PPO that kept the policy of imitation
+            scores[name] = scores[same]
+            continue
         scores[name] = grown(out, named(name)._replace(name=Path(name).name), keys).objective[:, 0]
     base, tree = scores["uniform"], scores["tree"]
     print(f"{len(keys)} cases, keys {keys[0]} to {keys[-1]}, in episodes of {SHORT['steps']} steps\n{HEADER}")
@@ -254,6 +280,13 @@ def decisions(out: Path, count: int) -> None:
     for name, paths in folders.items():
         if paths:
             line(name, arms[name][1], np.stack([scores[path] for path in paths]), base, tree, host)
+    of = {
+        name: {Path(path).name.rpartition("-s")[2]: scores[path] for path in paths} for name, paths in folders.items()
+    }
+    for one, other in PAIRS:
+        if seeds := sorted(of[one].keys() & of[other].keys()):
+            gain = np.stack([of[one][seed] - of[other][seed] for seed in seeds])
+            print(f"{one} - {other}, {len(seeds)} trainings: {signed(gain.mean(), *joint(gain, host))}", flush=True)
 
 
 def grown(out: Path, contender: Contender, keys: Sequence[int]) -> Figures:
@@ -262,7 +295,7 @@ def grown(out: Path, contender: Contender, keys: Sequence[int]) -> Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["plans", "train", "decisions", "bandit"])
+    parser.add_argument("part", choices=["plans", "train", "decisions", "packages", "bandit"])
     parser.add_argument("figures", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--first", type=int, default=0, help="seed of the first training")
@@ -280,7 +313,7 @@ def main() -> None:
         case "train":
             train_all(options.out, range(options.first, options.first + options.seeds), options.arms)
         case _:
-            decisions(options.out, options.cases)
+            decisions(options.out, options.part, options.cases)
 
 
 if __name__ == "__main__":
