@@ -69,7 +69,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer": {"lr": 0.02},
         "lifecycle": {"max_seeds": BLOCKS + 1, "max_training_seeds": BLOCKS + 1},
         **BUDGET,
-        "ppo": {"teacher": "tree", "decisions_per_step": 8},
+        "ppo": {"teacher": "tree", "decisions_per_step": 8, "imitation_passes": 24},
     }
 )
 
