@@ -151,6 +151,15 @@ def test_the_teacher_leads_less_from_round_to_round(imitated):
     assert led == [*LED, LED[-1], LED[-1]]
 
 
+def test_the_last_round_of_imitation_makes_as_many_passes_as_it_is_told_to():
+    school, counts = a_school(imitation_rounds=2, imitation_passes=3, update_epochs=1, minibatches=2), []
+    for number in (-2, -1):
+        school.imitate(number, Interrupt())
+        counts.append(int(next(iter(school.learner.state()["moments"].values()))["step"]))
+    rounds = counts[0], counts[1] - counts[0]
+    assert rounds == (2, 12)  # minibatches of one rollout in one pass, and of two in three
+
+
 def test_what_the_teacher_has_shown_is_kept_until_learning_begins(imitated):
     school, _, _ = imitated
     before = [rollout.actions[Head.OP].clone() for rollout, _ in school.shown]
