@@ -277,6 +277,8 @@ REFUSED = {
         {"steps": 24},
         "the model has one output; give floating",
     ),
+    "lists": (lambda: (build(), (X.tolist(), Y.tolist())), {}, "data holds no arrays; give x and y as tensors"),
+    "a script": (lambda: (torch.jit.script(build()), (X, Y)), {}, "is a torch.jit module, whose code is fixed"),
     "no parameters": (lambda: (nn.Identity(), (X, Y)), {}, "Identity has no parameters"),
     "a folder of data": (lambda: (build(), "."), {}, ". is a folder; give healing data"),
     "text": (lambda: (build(), (X.numpy(), np.array(["a"] * len(X)))), {}, "data has an array of <U1; give numbers"),
@@ -292,6 +294,13 @@ def test_what_cannot_be_healed_is_refused_in_one_sentence(name):
         esper.heal(model, data, **given)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_network_of_another_precision_is_healed_in_it(dtype):
+    healed = esper.heal(build().to(dtype), examples(60), budget=0.3, steps=24)
+    assert {parameter.dtype for parameter in healed.network.parameters()} == {dtype}
+    assert healed.planted or healed.explanations
 
 
 def test_a_network_of_integers_is_refused_by_name():

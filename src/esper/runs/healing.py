@@ -72,7 +72,8 @@ def heal(
     Args:
         model: the damaged module. It is not changed. Pruning by torch.nn.utils.prune is made permanent in the copies.
         data: (x, y), batches of them (a DataLoader), or the path of a .npz, .pt or .safetensors file with x and y. An x that is a
-            tuple or a mapping is the arguments of the model. 20 examples or more.
+            tuple or a mapping is the arguments of the model; floating-point inputs get the dtype of its parameters. 20 examples
+            or more.
         intact: the network before the damage, which has the same submodules at the places that are ranked.
         budget: most parameters of all seeds / parameters of the model.
         loss: loss(output, target) of a batch; by default the cross-entropy for whole numbers, and else the squared error.
@@ -85,7 +86,7 @@ def heal(
             too few, or the budget is under the smallest seed
     """
     _check_numbers(model, steps, batch_size)
-    parts = split(examples_of(data), seed)
+    parts = split(examples_of(data).like(model), seed)
     host, masks = _permanent(model)
     sites = _sites(host, parts.train.at(slice(2)).x)
     case = settled(Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed))
@@ -245,7 +246,7 @@ def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     for path, part in host.named_modules():
         for name in [
             each.removesuffix("_mask")
-            for each in part._buffers
+            for each, _ in part.named_buffers(recurse=False)
             if each.endswith("_mask") and hasattr(part, each.removesuffix("_mask") + "_orig")
         ]:
             mask = part.get_buffer(f"{name}_mask")

@@ -38,6 +38,12 @@ class Examples(NamedTuple):
         """The examples of an index."""
         return Examples(*pytree.tree_map_only(Tensor, lambda leaf: leaf[index], (self.x, self.y)))
 
+    def like(self, network: nn.Module) -> "Examples":
+        """The examples with floating-point inputs of the dtype of the network's parameters."""
+        dtype = next((own.dtype for own in network.parameters() if own.is_floating_point()), torch.get_default_dtype())
+        x = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self.x)
+        return Examples(x, self.y)
+
     def batches(self, least: int = 2) -> list[tuple[Any, Any]]:
         """All examples as at least `least` (input, target) pairs of about equal length, each of at most `BATCH` examples."""
         count = max(math.ceil(len(self) / BATCH), min(least, len(self)))
@@ -72,6 +78,8 @@ def examples_of(data: Any) -> Examples:
         raise InputError(
             f"data is a {type(data).__name__}; give (x, y), batches of them, or a .npz, .pt or .safetensors file"
         )
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(tuple(examples))):
+        raise InputError("data holds no arrays; give x and y as tensors or NumPy arrays")
     lengths = {len(leaf) for leaf in pytree.tree_leaves(tuple(examples)) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) > 1:
         raise InputError(
