@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, dormant, edits, legal, ramp, tick, transitions
 from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Op
 from esper.leyline.config import GatesConfig, LifecycleConfig
+from esper.leyline.gates import judge
 from esper.leyline.masks import allowed
 from esper.leyline.stages import EDGES, IN_BUDGET, Stage
 from esper.leyline.view import Estimate, Measurements, Seeds, Space

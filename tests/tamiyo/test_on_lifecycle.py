@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, dormant, legal, tick
 from esper.leyline.actions import Op
 from esper.leyline.config import Config
+from esper.leyline.gates import judge
 from esper.leyline.stages import Stage
 from esper.leyline.view import Estimate
 from esper.tamiyo.baselines import RandomValid

@@ -9,10 +9,10 @@ import torch
 
 import esper
 from esper.kasmina.certificates import BETS, Certificates, bets, log_growth, share_of
-from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
+from esper.leyline.gates import judge
 from esper.leyline.stages import Stage
 from esper.leyline.task import Split
 from esper.runs.cohort import cohort_of

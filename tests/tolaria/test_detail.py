@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import esper
-from esper.kasmina.gates import judge
 from esper.leyline.actions import RELEVANT, Actions, Head, Op
+from esper.leyline.gates import judge
 from esper.leyline.stages import ADDED, among
 from esper.leyline.view import Estimate
 from esper.nissa.events import rounded

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.gates import Gates
 from esper.leyline.actions import RELEVANT, Actions, Head, Ints, Op
 from esper.leyline.config import LifecycleConfig
+from esper.leyline.gates import Gates
 from esper.leyline.masks import allowed
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.view import Bools, Masks, Seeds, Space, Transitions

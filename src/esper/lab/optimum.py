@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, dormant, legal, tick
 from esper.lab.formula import FormulaPopulation
 from esper.lab.sandbox import Sandbox
 from esper.leyline.actions import Actions, Head, Ints
 from esper.leyline.config import Config
+from esper.leyline.gates import judge
 from esper.leyline.keys import key
 from esper.leyline.masks import allowed_of, every_decision
 from esper.leyline.stages import Stage

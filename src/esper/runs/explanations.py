@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.gates import judge
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import GatesConfig
+from esper.leyline.gates import judge
 from esper.leyline.protocols import Explains, PolicyClient
 from esper.leyline.stages import Stage, among
 from esper.leyline.text import counted, nothing_planted

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from esper.kasmina.body import Body
 from esper.kasmina.certificates import Certificates, log_growth
-from esper.kasmina.gates import judge
 from esper.kasmina.plan import Branches
 from esper.leyline.batches import map_leaves, picked
 from esper.leyline.config import Config, GatesConfig
 from esper.leyline.errors import InputError
+from esper.leyline.gates import judge
 from esper.leyline.keys import Purpose, key, permutations
 from esper.leyline.stages import Stage
 from esper.leyline.task import Objective, Split

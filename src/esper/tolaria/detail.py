@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.gates import Gates, judge
 from esper.leyline.actions import RELEVANT, Blend, Head, Op
 from esper.leyline.config import GatesConfig
+from esper.leyline.gates import Gates, judge
 from esper.leyline.masks import offered
 from esper.leyline.stages import Stage, among
 from esper.leyline.verdicts import Refusal

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from esper.kasmina.gates import judge
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
 from esper.leyline.actions import Actions, Op, checked_actions
 from esper.leyline.config import Config
+from esper.leyline.gates import judge
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.length import with_steps
 from esper.leyline.masks import barred

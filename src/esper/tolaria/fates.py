@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.gates import judge
 from esper.leyline.actions import Op
 from esper.leyline.config import GatesConfig
+from esper.leyline.gates import judge
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted
 from esper.leyline.verdicts import Vital

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from esper.kasmina.gates import Check, Gate, judge
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.config import GatesConfig
+from esper.leyline.gates import Check, Gate, judge
 from esper.leyline.stages import Stage
 from esper.leyline.view import Estimate, Measurements
 
