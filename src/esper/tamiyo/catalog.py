@@ -76,7 +76,7 @@ def get_controller(name_or_path: str, config: Config | None = None) -> PolicyCli
         case "tree":
             return Trees()
         case _ if is_shipped(resolved(name_or_path)):
-            return Shipped(name_or_path)
+            return Shipped(name_or_path, config)
         case _ if name_or_path in PLACEMENTS:
             return PLACEMENTS[name_or_path]()
         case _ if name_or_path.startswith(PREFIX):

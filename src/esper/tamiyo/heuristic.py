@@ -101,9 +101,8 @@ class Heuristic(Rule):
         """One decision per environment, from its row of the view alone."""
         may = view.masks.slot
         usual = defaults(view.space)
-        trial = view.space.tempos[usual[Head.TEMPO]] + self.gates.min_holding_steps + 1
-        trials, plans = self._judge(view), self._plan(view, trial)
-        advance = may[:, Op.ADVANCE] & (view.steps - view.step >= trial)
+        trials, plans = self._judge(view), self._plan(view)
+        advance = may[:, Op.ADVANCE] & (view.steps - view.step >= self._trial(view))
         prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused)
 
         envs = len(view.seeds.stage)
@@ -190,7 +189,17 @@ class Heuristic(Rule):
         )
         return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained)
 
-    def _plan(self, view: View, trial: int) -> _Plans:
+    def timely(self, view: View, step: int) -> bool:
+        """Whether a seed that is planted at a step can be fossilized before the run ends, with `spare_steps` to spare."""
+        # A seed trains from the step after its planting on, and FOSSILIZE takes one more decision.
+        needed = 1 + self.gates.min_training_steps + self._trial(view) + self.config.spare_steps
+        return view.steps - step >= needed
+
+    def _trial(self, view: View) -> int:
+        """Steps from ADVANCE to FOSSILIZE."""
+        return view.space.tempos[defaults(view.space)[Head.TEMPO]] + self.gates.min_holding_steps + 1
+
+    def _plan(self, view: View) -> _Plans:
         """Where to plant: at narrow segments, or where there are none, at the weakest."""
         config, measured, space = self.config, view.measurements, view.space
         may: Bools = np.asarray(view.masks.blueprint.any(2))
@@ -201,8 +210,7 @@ class Heuristic(Rule):
             self._blind = bool(blind.all())
         narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
         none = ~narrow.any(1, keepdims=True)
-        # A seed that is planted now trains from the next step on, and FOSSILIZE takes one more decision.
-        timely = view.steps - view.step >= 1 + self.gates.min_training_steps + trial + config.spare_steps
+        timely = self.timely(view, view.step)
 
         rank = measured.participation
         lowest = np.where(may & ~np.isnan(rank), rank, np.inf).min(1, keepdims=True)

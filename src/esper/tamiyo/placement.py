@@ -40,7 +40,7 @@ class Picks(NamedTuple):
     Attributes:
         plans (E Plans): the plan of each environment
         slot ((E,) or (E, n) int64): the slot that the plan is for, or the slots; -1 for one that has no slot, and behind the last
-        reasons (E texts): why, in one clause
+        reasons (E texts): why, in one clause; empty where something else decides
     """
 
     plans: Sequence[Plan]
@@ -100,10 +100,7 @@ class Placement(Rule):
     def act(self, view: View) -> Actions:
         """The first decision of a step."""
         if view.step == 0 or self._wish is None:
-            picks = self.pick(view)
-            self._wish = _wished(view, picks)
-            self._reasons = _reasons(view, picks, self._wish)
-            self._next = np.zeros(self._wish.shape[:2], np.int64)
+            self._begin(view, self.pick(view))
         return self._decide(view)
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
@@ -131,7 +128,7 @@ class Placement(Rule):
         if self._wish is None:
             return []
         nothing = np.flatnonzero((self._wish < 0).all((1, 2))).tolist()
-        whys = Counter(self._reasons[env] for env in nothing)
+        whys = Counter(self._reasons[env] for env in nothing if self._reasons[env])
         return [f"{nothing_planted(count, len(self._wish))}: {why}" for why, count in whys.items()]
 
     def state(self) -> dict[str, Any]:
@@ -161,6 +158,12 @@ class Placement(Rule):
         choice = np.take_along_axis(self._wish, at, 2)[..., 0]
         fits = np.take_along_axis(view.masks.blueprint, np.maximum(choice, 0)[..., None], 2)[..., 0]
         return choice, (self._next < self._wish.shape[2]) & (choice >= 0) & fits
+
+    def _begin(self, view: View, picks: Picks) -> None:
+        """Note what is to be planted."""
+        self._wish = _wished(view, picks)
+        self._reasons = _reasons(view, picks, self._wish)
+        self._next = np.zeros(self._wish.shape[:2], np.int64)
 
     def _hear(self, refused: NDArray[np.int8], own: Bools) -> None:
         """Go on to the next choice of a slot after a refused GERMINATE, and past the last one after an accepted one.

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from esper.leyline.config import Config
 from esper.leyline.errors import InputError
 from esper.leyline.view import Bools, Floats, View
 from esper.tamiyo.forest import load_forests
+from esper.tamiyo.handover import HANDED, Handover, SkipWhereWeak
 from esper.tamiyo.healing_features import FEATURES, slot_features, table
-from esper.tamiyo.placement import Collapse, Picks, Placement
+from esper.tamiyo.placement import Collapse, Picks
 from esper.tamiyo.plans import HERE, LARGER, NONE, PLACED, SKIP, UNIFORM, Plan, indices, stream_slots
 
 NAME = "shipped"
@@ -70,17 +72,21 @@ def is_shipped(name: str) -> bool:
     return name == NAME or name in versions()
 
 
-class Shipped(Placement):
+class Shipped(Handover):
     """Plants what the rule `collapse` does, unless trees expect clearly more of another plan.
 
-    Where the menu and the budget allow a `skip-mlp` at the last slot, that is planted. Else, where they allow a plan of LARGER,
-    the trees choose alone, between these plans and nothing. Elsewhere the trees may replace what the rule plants by another
-    plan, if they expect MARGIN more of it in J; they do not replace a bypass at one slot by bypasses around every block.
+    That is so where the budget is small: the trees may replace what the rule plants by another plan, if they expect MARGIN more
+    of it in J; they do not replace a bypass at one slot by bypasses around every block. Where the menu and the budget allow a
+    `skip-mlp` at the last slot, or a plan of LARGER, the version decides. By its facts it leaves such hosts, and those that none
+    of its plans fits, to `SkipWhereWeak` (`skip_after`). Version 1 does not: it plants the skip, or else what the trees expect
+    most of.
     """
 
-    def __init__(self, name: str = NAME) -> None:
-        super().__init__()
+    def __init__(self, name: str = NAME, config: Config | None = None) -> None:
+        """config: settings of the rule `heuristic`; None takes the defaults."""
         self.version = resolved(name)
+        config, wait = config or Config(), facts_of(self.version).get("skip_after")
+        super().__init__(None if wait is None else SkipWhereWeak(config.heuristic, config.gates, wait))
         path = FOLDER / f"{self.version}.safetensors"
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
         if self.digest != facts_of(self.version)["digest"]:
@@ -89,24 +95,36 @@ class Shipped(Placement):
 
     def pick(self, view: View) -> Picks:
         """From all growth sensors that do not need the intact network."""
-        small, large = (self.gains(view, group) for group in GROUPS)
+        known, small = self.gains(view, SMALL)
         rule = Collapse().pick(view)
-        picks: list[tuple[Plan, int, str]] = []
-        last = stream_slots(view.space) - 1
-        skip = plantable(view, Option(SKIP, last))
-        for env in range(len(view.masks.op)):
-            if skip[env]:
-                picks.append((SKIP, last, f"{self.version} plants a skip from the input at the last slot where it may"))
-            elif np.isfinite(large[1][env, 1:]).any():
-                picks.append(self._best(*large, env))
-            elif np.isfinite(small[1][env, [0, *range(2, len(small[0]))]]).any():
-                own = Option(rule.plans[env], int(rule.slot[env]))
-                picks.append(self._guarded(*small, env, own, rule.reasons[env]))
-            else:
-                picks.append((NONE, -1, f"no plan of {self.version} has a blueprint that may be planted in this host"))
-        return Picks(
-            [plan for plan, _, _ in picks], np.array([slot for _, slot, _ in picks]), [why for *_, why in picks]
+        slots = stream_slots(view.space)
+        skip = plantable(view, Option(SKIP, slots - 1))
+        large = np.logical_or.reduce(
+            [plantable(view, option) for option in options(LARGE, slots) if option.plan != NONE]
         )
+        others = [at for at, option in enumerate(known) if option.plan != NONE]
+        fits = np.isfinite(small[:, others]).any(1) & ~skip & ~large
+        if self.rule is None:
+            more = self.gains(view, LARGE)
+        choices: list[tuple[Plan, int, str]] = []
+        for env in range(len(view.masks.op)):
+            if fits[env]:
+                own = Option(rule.plans[env], int(rule.slot[env]))
+                choices.append(self._guarded(known, small, env, own, rule.reasons[env]))
+            elif self.rule is not None:
+                choices.append((HANDED, -1, ""))
+            elif skip[env]:
+                choices.append(
+                    (SKIP, slots - 1, f"{self.version} plants a skip from the input at the last slot where it may")
+                )
+            elif large[env]:
+                choices.append(self._best(*more, env))
+            else:
+                choices.append(
+                    (NONE, -1, f"no plan of {self.version} has a blueprint that may be planted in this host")
+                )
+        plans, at, reasons = zip(*choices, strict=True)
+        return Picks(plans, np.array(at), reasons)
 
     def gains(self, view: View, group: str) -> tuple[list[Option], Floats]:
         """The options of a group, and what the trees expect of them in J over the first, (E, O).
