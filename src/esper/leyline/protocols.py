@@ -57,6 +57,15 @@ class SelectsSensors(Protocol):
 
 
 @runtime_checkable
+class EndsSensing(Protocol):
+    """A controller that may have read all growth sensors that it needs in an episode, so that they are not measured again."""
+
+    def sensing(self) -> bool:
+        """Whether it reads sensors at a later decision of the episode. Called after `act`."""
+        ...
+
+
+@runtime_checkable
 class Cites(Protocol):
     """A controller that says which growth sensors its decisions depend on, so that the events hold their values."""
 

@@ -117,6 +117,10 @@ class Handover(Placement):
         merged: Actions = choose(self._handed, ruled, actions)
         return merged
 
+    def sensing(self) -> bool:
+        """Whether the rule has an environment; the placement itself reads sensors at the first decision alone."""
+        return self._handed is None or bool(self._handed.any())
+
     def store(self, outcome: Outcome) -> None:
         """Tell both what became of the decisions."""
         super().store(outcome)

@@ -87,6 +87,7 @@ class Shipped(Handover):
         self.version = resolved(name)
         config, wait = config or Config(), facts_of(self.version).get("skip_after")
         super().__init__(None if wait is None else SkipWhereWeak(config.heuristic, config.gates, wait))
+        self._asked = config.probe.sensors_every is not None  # by the config, and not only as often as this needs them
         path = FOLDER / f"{self.version}.safetensors"
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
         if self.digest != facts_of(self.version)["digest"]:
@@ -125,6 +126,10 @@ class Shipped(Handover):
                 )
         plans, at, reasons = zip(*choices, strict=True)
         return Picks(plans, np.array(at), reasons)
+
+    def sensing(self) -> bool:
+        """As in `Handover`, and True if the config says how often sensors are measured."""
+        return self._asked or super().sensing()
 
     def gains(self, view: View, group: str) -> tuple[list[Option], Floats]:
         """The options of a group, and what the trees expect of them in J over the first, (E, O).

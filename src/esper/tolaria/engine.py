@@ -71,6 +71,8 @@ class Engine(Generic[P]):
         None  # tries candidates in copies of the rows, where rows can be copied
     )
 
+    sensing = True  # whether growth sensors are measured where they are due; a controller may need none any more
+
     def __init__(self, population: P, config: Config) -> None:
         self.population, self.config = population, config
         self.rows = config.envs * (2 if config.twin else 1)
@@ -118,6 +120,7 @@ class Engine(Generic[P]):
             state.instance = np.asarray(instance[self._env], np.int64)
         state.episode = state.episode + 1 if episode is None else episode
         state.step, state.coalitions, state.opened = 0, None, None
+        self.sensing = True
         state.compute, state.trial = Compute.none(len(self._env)), None
         self.fates = Fates()
         state.seeds = dormant(*state.seeds.stage.shape)
@@ -374,7 +377,7 @@ class Engine(Generic[P]):
             sampling=sampling,
             terminal=terminal,
             trained=trained,
-            sensors=every > 0 and state.step % every == 0,
+            sensors=self.sensing and every > 0 and state.step % every == 0,
             validation=self.stopping is not None,
             certifier=self.certifier,
         )

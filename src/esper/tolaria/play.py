@@ -9,7 +9,17 @@ from numpy.typing import NDArray
 
 from esper.leyline.actions import Actions, Op, checked_actions
 from esper.leyline.errors import InputError
-from esper.leyline.protocols import Cites, Explains, Extends, Judgement, Judges, PolicyClient, Proposed, Tries
+from esper.leyline.protocols import (
+    Cites,
+    EndsSensing,
+    Explains,
+    Extends,
+    Judgement,
+    Judges,
+    PolicyClient,
+    Proposed,
+    Tries,
+)
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Outcome, View
 
@@ -132,6 +142,8 @@ def play(
                 for observer in observers:
                     observer.failed(view)
                 raise
+        if isinstance(client, EndsSensing):
+            engine.sensing = client.sensing()
         decided = time.perf_counter()
         more: list[tuple[Actions, NDArray[np.int8]]] = []
         if isinstance(client, Extends):
