@@ -177,7 +177,7 @@ class Actors:
         self._idle.add(actor)
 
     def _replace(self, actor: int, part: int | None, tried: int) -> None:
-        """Start another actor for one that was lost. Raises ActorError where that was tried often enough."""
+        """Start another actor for one that was lost. Raises ActorError after too many attempts."""
         self.lost += 1
         self._idle.discard(actor)
         self._failures[actor] += 1

@@ -32,9 +32,9 @@ SEARCH_SEED = 2**40
 """Run seed of a search. It differs from the seeds of evaluations, so the starts on a data set differ too."""
 
 QUARTER = 4
-"""A rung of a search keeps one of so many plans, rounded up."""
+"""A rung of a search keeps a quarter of its plans, rounded up."""
 GROWTH = 2
-"""A rung has so many times the further instances of the rung before it."""
+"""Further instances of a rung / those of the rung before it."""
 FINALISTS = 4
 """Most plans of the first stage that take part in the second."""
 FEWEST = 3

@@ -89,7 +89,7 @@ def interval(
     controllers. All three numbers are nan where a score is nan. The bounds are nan where a task has a single unit, or where
     the statistic of a sample is nan.
 
-    trainings: the runs of a problem are those of so many trainings of the same controller, one training after the other. A
+    trainings: number of trainings of the same controller; the runs of a problem are those of one training after the other. A
     bootstrap sample then has trainings and problems that are both drawn with replacement, the same trainings for all
     problems and tasks (Owen, "The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007). Scores of a controller
     without trainings are repeated for every training.

@@ -51,7 +51,7 @@ class Normed(nn.Module):
 class TrunkAndHead(nn.Module):
     """An embedding, residual blocks of one hidden layer, and a linear head: (B, inputs) -> (B, classes).
 
-    With `norm`, each block and the head read normalised features. With a `rank`, each block is followed by a seed of so many
+    With `norm`, each block and the head read normalised features. With a `rank`, each block is followed by a seed of `rank`
     hidden units, h + up(relu(down(h))), which reads normalised features too.
     """
 
@@ -94,7 +94,7 @@ class Rows:
     ) -> None:
         """Draw one network for each key, or `members` of them, which are then rows of their own.
 
-        The `bank` has so many places for the parts `holds`, a sum of HEAD_PART and `slot_part`: the head, all seeds, or both.
+        The bank has `bank` places for the parts `holds`, a sum of HEAD_PART and `slot_part`: the head, all seeds, or both.
         """
         self.keys = np.repeat(row_keys, members)
         self.member = np.tile(np.arange(members), len(row_keys))

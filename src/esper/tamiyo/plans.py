@@ -166,7 +166,7 @@ def stream_slots(space: Space) -> int:
 
 
 def places(plan: Plan, slots: int, heads: int) -> Sequence[int]:
-    """The slots that a plan may be for, on a host with so many slots in front of the last layer and behind it.
+    """The slots that a plan may be for, on a host with `slots` in front of the last layer and `heads` behind it.
 
     -1 stands for no slot. A plan of AT_HEAD has no place on a host without a slot behind the last layer.
     """

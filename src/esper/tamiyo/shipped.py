@@ -175,7 +175,7 @@ class Shipped(Handover):
 
 
 def options(group: str, slots: int) -> list[Option]:
-    """What a group may plant in a host of so many slots."""
+    """What a group may plant in a host with `slots` in front of the last layer."""
     found = []
     for plan in GROUPS[group]:
         found += (

@@ -96,7 +96,7 @@ class Trials(Placement):
         self._picks = first(chosen)
 
     def pick(self, view: View) -> Picks:
-        """What the trials chose. Raises InputError where no trial could be made."""
+        """What the trials chose. Raises InputError if no trial could be made."""
         if self._picks is None:
             raise InputError(
                 f"the controller {PREFIX}{self.name} tries candidates in copies of the network, which only a run of a "

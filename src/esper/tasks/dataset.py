@@ -176,7 +176,7 @@ def _identity(chunk: Any) -> Any:
 
 
 def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> Example:
-    """Features and target of one example. UserCodeError if the Dataset raises, InputError where the item is not a pair."""
+    """Features and target of one example. UserCodeError if the Dataset raises, InputError if the item is not a pair."""
     try:
         item = dataset[index]
     except Exception as error:

@@ -42,7 +42,7 @@ class DatasetSource:
         return len(self.indices)
 
     def read(self, places: Indices) -> Split:
-        """The examples at these places (n,), checked. InputError if one cannot be used, UserCodeError where it raises."""
+        """The examples at these places (n,), checked. InputError if one cannot be used, UserCodeError if reading it raises."""
         index = self.indices.numpy()[places]
         if isinstance(self.dataset, Windows):
             windows = Split(*self.dataset.stacked(index))
