@@ -43,7 +43,8 @@ TRAINING, FITS, BOLD = 480, 10, 1.0
 BUDGETS = (1920, 7200)
 """Episodes: networks that are grown for training."""
 AT = {placed: index for index, placed in enumerate(PLANS)}
-OF = np.array([slot if slot >= 0 else 5 for _, slot in PLANS])  # the slot whose context a plan is judged by
+OF = np.array([placed.slot if placed.slot >= 0 else 5 for placed in PLANS])
+"""The slot whose context a plan is judged by."""
 
 
 class Scorer(nn.Module):
@@ -62,8 +63,8 @@ class Scorer(nn.Module):
         whole = self.whole(pooled)
         names = [BYPASS, MIXED, HERE, NONE]
         columns = [
-            whole[:, 0] if plan == UNIFORM else each[:, at, names.index(plan)]
-            for (plan, _), at in zip(PLANS, OF.tolist(), strict=True)
+            whole[:, 0] if placed.plan == UNIFORM else each[:, at, names.index(placed.plan)]
+            for placed, at in zip(PLANS, OF.tolist(), strict=True)
         ]
         return torch.stack(columns, 1), whole[:, 1]
 
