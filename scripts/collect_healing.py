@@ -32,17 +32,24 @@ from esper.simic.rewards import objective
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.placement import Fixed
 from esper.tamiyo.plans import (
+    BYPASS,
     FULL_HEAD,
+    FULL_HEAD_MIXED,
+    HERE_MIXED,
     HIDDEN,
     LINEAR,
+    LOW_RANK_HEAD,
+    LOW_RANK_HEAD_MIXED,
     NONE,
     RANKS,
     SKIP,
     SPARSE_HEAD,
+    SPARSE_HEAD_MIXED,
     SPARSE_ROWS,
     UNIFORM,
     UNIFORM_2,
     UNIFORM_8,
+    UNIFORM_ENDS,
     UNIFORM_MLP,
     Placed,
     placed_plans,
@@ -79,7 +86,15 @@ Floats = NDArray[np.float64]
 
 SLOTS = BLOCKS + 1
 PLANS = tuple(placed_plans(SLOTS))
-ENDS = tuple(placed_plans(SLOTS, heads=1))
+LITTLE = (
+    *(f"{BYPASS.name} at {slot}" for slot in range(1, SLOTS)),
+    *(f"{plan.name} at {SLOTS}" for plan in (LOW_RANK_HEAD, LOW_RANK_HEAD_MIXED, FULL_HEAD_MIXED)),
+    *(f"{plan.name} at {SLOTS}" for plan in (SPARSE_HEAD, SPARSE_HEAD_MIXED)),
+    *(UNIFORM_ENDS.name, f"{SPARSE_ROWS.name} at 0", f"{HERE_MIXED.name} at {SLOTS - 1}"),
+)
+"""Plans without which the best plan of each of 280 training cases loses .3 points together, of the 7.6 that it is above the best
+fixed plan. They are not grown on other cases."""
+ENDS = tuple(placed for placed in placed_plans(SLOTS, heads=1) if placed.name not in LITTLE)
 BYTES = tuple(placed_plans(LAYERS + 2))
 BYTES_ALL = (
     *BYTES,
@@ -187,7 +202,7 @@ def _full() -> Source:
     """The hosts of `heal` with the full menu, and the correction in closed form, which pays no rent here."""
     own = healed(FULL, ENDS, rows=40)
     return own._replace(
-        together=8, static={**own.static, "closed form (taught)": partial(heal.heal_eora, FULL)}, heads=1
+        together=16, static={**own.static, "closed form (taught)": partial(heal.heal_eora, FULL)}, heads=1
     )
 
 

@@ -81,6 +81,7 @@ class Study(NamedTuple):
         within (plans): plans of an oracle of their own; empty for none
         expected (mapping): for a row, what was expected of it over the best fixed plan [points], before its figures were read
         share (float): what was expected of the best rule without the intact network, as a share of the headroom
+        starts (int): starts of static networks
     """
 
     part: str
@@ -102,6 +103,7 @@ class Study(NamedTuple):
     within: Sequence[Placed] = ()
     expected: Mapping[str, float] = EMPTY
     share: float = 0.0
+    starts: int = SEEDS
 
 
 STUDIES: Mapping[str, Study] = {
@@ -161,6 +163,7 @@ STUDIES: Mapping[str, Study] = {
         within=PLANS,
         expected={ORACLE: 6.0, FULL_TREE: 7.9},
         share=0.7,
+        starts=1,
     ),
 }
 
@@ -180,6 +183,16 @@ def picks(rule: Placement, seen: Sequence[View]) -> list[Placed]:
             Placed(plan, slot, tuple(more for more in further if more >= 0))
             for plan, (slot, *further) in zip(own.plans, slots, strict=True)
         ]
+    return found
+
+
+def best_grown(trees: Trees, seen: Sequence[View], plans: Scores) -> list[Placed]:
+    """The plan of each case of which the trees expect the most among those that were grown."""
+    found = []
+    for view in seen:
+        for choices in trees.ranking(view):
+            placed = (Placed(choice.plan, choice.slot) for choice in choices)
+            found.append(next(each for each in placed if each.name in plans))
     return found
 
 
@@ -205,7 +218,8 @@ def left_out(training: Collected, x: Floats, held: Collected, seen: Sequence[Vie
     """The picks of trees that were fitted without the kind of damage of each case."""
     found: dict[str, list[Placed]] = {}
     for kind in np.unique(held.kind):
-        found[kind] = picks(Trees(fitted(training, x, FEATURES, training.kind != kind)), seen)
+        trees = Trees(fitted(training, x, FEATURES, training.kind != kind))
+        found[kind] = best_grown(trees, seen, held.plans)
     return [found[kind][case] for case, kind in enumerate(held.kind)]
 
 
@@ -213,17 +227,18 @@ def fit(
     row: str, names: Sequence[str], training: Collected, x: Floats, held: Collected, seen: Sequence[View]
 ) -> Figures:
     """The figures of the plans that trees pick which were fitted on the training cases."""
-    own = left_out(training, x, held, seen) if row == LEFT_OUT else picks(Trees(fitted(training, x, names)), seen)
-    return chosen(own, held.plans)
+    if row == LEFT_OUT:
+        return chosen(left_out(training, x, held, seen), held.plans)
+    return chosen(best_grown(Trees(fitted(training, x, names)), seen, held.plans), held.plans)
 
 
-def refitted(training: Collected, x: Floats, seen: Sequence[View]) -> list[list[Placed]]:
+def refitted(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> list[list[Placed]]:
     """The picks of trees that were fitted on FITS bootstrap samples of the training hosts."""
     hosts, found = np.unique(training.host), []
     for seed in range(FITS):
         drawn = np.random.default_rng(seed).choice(hosts, len(hosts))
         rows = np.concatenate([np.flatnonzero(training.host == host) for host in drawn])
-        found.append(picks(Trees(fitted(training, x, FEATURES, rows, seed)), seen))
+        found.append(best_grown(Trees(fitted(training, x, FEATURES, rows, seed)), seen, held.plans))
     return found
 
 
@@ -321,13 +336,16 @@ def print_hosts(of: Study, scores: Scores, held: Collected) -> None:
         print(f"| {name} | {' | '.join([*cells, *(f'{of.unit * mean:+.3f}' for mean in means)])} |")
 
 
-def static(folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE) -> dict[str, Figures]:
+def static(
+    folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE, starts: int = SEEDS
+) -> dict[str, Figures]:
     """Full fine-tuning and training from scratch, without rent, at the learning rates of their tasks and for as many steps as
-    the seeds of a setting have.
+    the seeds of a setting have. The figures of one start stand for those of SEEDS.
     """
     found, steps = {}, {name: value for name, value in SETTINGS[setting].settings.items() if name == "steps"}
     for name, build in source.static.items():
-        own = kept(folder, {name: named("never")}, build(), keys, SEEDS, steps, source.rows)[name]
+        own = kept(folder, {name: named("never")}, build(), keys, starts, steps, source.rows * source.together)[name]
+        own = Figures(*(np.repeat(field, SEEDS // starts, 1) for field in own))
         found[name] = own._replace(over_time=np.full_like(own.over_time, np.nan))
     return found
 
@@ -349,7 +367,7 @@ def print_residual(
 
 def print_trainings(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> None:
     """Print what trees of several trainings gain."""
-    fits = np.stack([chosen(own, held.plans).objective.mean(1) for own in refitted(training, x, seen)])
+    fits = np.stack([chosen(own, held.plans).objective.mean(1) for own in refitted(training, x, held, seen)])
     gain = fits - held.plans[training.best()].objective.mean(1)
     print(
         f"trees of {FITS} bootstrap samples of the training hosts over the best fixed plan: "
@@ -366,7 +384,14 @@ def contenders(
     names = {placed.plan.name: placed.name for placed in source.plans}
     scores |= {name: plans[names[name]] for name in of.shown}
     scores |= {name: chosen(picks(RULES[name](), seen), plans) for name in of.rules}
-    scores[of.shipped] = chosen(picks(Trees(), seen), plans)
+    own, beside = picks(Trees(), seen), place(root, setting) / "tree"
+    if all(each.name in plans for each in own):
+        scores[of.shipped] = chosen(own, plans)
+    else:
+        tree, settings = {"tree": named("tree")}, {**SENSED, **SETTINGS[setting].settings}
+        scores[of.shipped] = kept(
+            beside, tree, source.task(), held.keys, SEEDS, settings, source.rows * source.together
+        )["tree"]
     if of.fits:
         x = features(training, place(root, ONE_SITE) / f"features-training-{len(training.facts)}.npy")
         print_trainings(training, x, held, seen)
@@ -418,7 +443,7 @@ def main() -> None:
     scores = contenders(of, options.folder, options.setting, training, held, views(source, held.keys))
     longer = "steps" in SETTINGS[options.setting].settings
     beside = place(options.folder, options.setting if longer else ONE_SITE) / "static"
-    scores |= static(beside, source, held.keys, options.setting)
+    scores |= static(beside, source, held.keys, options.setting, of.starts)
     print_table(of, scores, held)
     for earlier in (count for count in of.earlier if count < of.cases):
         print(f"\nThe cases after the first {earlier} alone:")
