@@ -398,7 +398,9 @@ def contenders(
         scores |= {row: fit(row, names, training, x, held, seen) for row, names in of.fits.items()}
     scores[ORACLE] = oracle(plans)
     if of.within:
-        scores["oracle of the plans of heal"] = oracle(plans, [placed.name for placed in of.within])
+        scores["oracle of the plans of heal"] = oracle(
+            plans, [placed.name for placed in of.within if placed.name in plans]
+        )
     if of.heuristic:
         rule, settings = {"heuristic": named("heuristic")}, SETTINGS[setting].settings
         scores |= kept(place(root, setting) / "heuristic", rule, source.task(), held.keys, SEEDS, settings, source.rows)
