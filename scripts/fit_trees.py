@@ -8,7 +8,7 @@ each slot. Prints the gain over that plan on hosts that were left out, in five f
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,12 @@ import torch
 from collect_healing import SOURCES, Collected, Floats, collected, features
 from numpy.typing import NDArray
 
+from esper.leyline.view import View
 from esper.tamiyo.forest import Forests, save_forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES
 from esper.tamiyo.plans import FURTHER, PLACED, UNIFORM, Placed
 from esper.tamiyo.tree_fitting import fit_trees
-from esper.tamiyo.trees import options_of
+from esper.tamiyo.trees import Trees, options_of
 
 
 def fitted(
@@ -48,6 +49,35 @@ def crossed(of: Collected, x: Floats, names: Sequence[str], group: NDArray[np.in
         picks = picked(fitted(of, x, names, group != each), of, x)
         for case in np.flatnonzero(group == each):
             found[case] = objective[picks[case]][case]
+    return found
+
+
+def best_grown(trees: Trees, seen: Sequence[View], plans: Container[str]) -> list[Placed]:
+    """The plan of each case of which the trees expect the most among those that were grown."""
+    found = []
+    for view in seen:
+        for choices in trees.ranking(view):
+            placed = (Placed(choice.plan, choice.slot) for choice in choices)
+            found.append(next(each for each in placed if each.name in plans))
+    return found
+
+
+def left_out(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> list[Placed]:
+    """The picks of trees that were fitted without the kind of damage of each case."""
+    found: dict[str, list[Placed]] = {}
+    for kind in np.unique(held.kind):
+        trees = Trees(fitted(training, x, FEATURES, training.kind != kind))
+        found[kind] = best_grown(trees, seen, held.plans)
+    return [found[kind][case] for case, kind in enumerate(held.kind)]
+
+
+def refitted(training: Collected, x: Floats, held: Collected, seen: Sequence[View], fits: int) -> list[list[Placed]]:
+    """The picks of trees that were fitted on `fits` bootstrap samples of the training hosts."""
+    hosts, found = np.unique(training.host), []
+    for seed in range(fits):
+        drawn = np.random.default_rng(seed).choice(hosts, len(hosts))
+        rows = np.concatenate([np.flatnonzero(training.host == host) for host in drawn])
+        found.append(best_grown(Trees(fitted(training, x, FEATURES, rows, seed)), seen, held.plans))
     return found
 
 

@@ -34,7 +34,7 @@ from collect_healing import (
     kept,
     views,
 )
-from fit_trees import fitted
+from fit_trees import best_grown, fitted, left_out, refitted
 from numpy.typing import NDArray
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
@@ -186,16 +186,6 @@ def picks(rule: Placement, seen: Sequence[View]) -> list[Placed]:
     return found
 
 
-def best_grown(trees: Trees, seen: Sequence[View], plans: Scores) -> list[Placed]:
-    """The plan of each case of which the trees expect the most among those that were grown."""
-    found = []
-    for view in seen:
-        for choices in trees.ranking(view):
-            placed = (Placed(choice.plan, choice.slot) for choice in choices)
-            found.append(next(each for each in placed if each.name in plans))
-    return found
-
-
 def taken(plans: Scores, names: Sequence[str], which: NDArray[np.int64]) -> Figures:
     """The figures of the plan that is the index (n, seeds) or (n, 1) in `names`."""
     columns = (np.stack([getattr(plans[name], field) for name in names]) for field in Figures._fields)
@@ -214,15 +204,6 @@ def oracle(plans: Scores, names: Sequence[str] | None = None) -> Figures:
     return taken(plans, names, best_by_others(np.stack([plans[name].objective for name in names])))
 
 
-def left_out(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> list[Placed]:
-    """The picks of trees that were fitted without the kind of damage of each case."""
-    found: dict[str, list[Placed]] = {}
-    for kind in np.unique(held.kind):
-        trees = Trees(fitted(training, x, FEATURES, training.kind != kind))
-        found[kind] = best_grown(trees, seen, held.plans)
-    return [found[kind][case] for case, kind in enumerate(held.kind)]
-
-
 def fit(
     row: str, names: Sequence[str], training: Collected, x: Floats, held: Collected, seen: Sequence[View]
 ) -> Figures:
@@ -230,16 +211,6 @@ def fit(
     if row == LEFT_OUT:
         return chosen(left_out(training, x, held, seen), held.plans)
     return chosen(best_grown(Trees(fitted(training, x, names)), seen, held.plans), held.plans)
-
-
-def refitted(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> list[list[Placed]]:
-    """The picks of trees that were fitted on FITS bootstrap samples of the training hosts."""
-    hosts, found = np.unique(training.host), []
-    for seed in range(FITS):
-        drawn = np.random.default_rng(seed).choice(hosts, len(hosts))
-        rows = np.concatenate([np.flatnonzero(training.host == host) for host in drawn])
-        found.append(best_grown(Trees(fitted(training, x, FEATURES, rows, seed)), seen, held.plans))
-    return found
 
 
 def joint(gain: Floats, host: NDArray[np.int64], draws: int = DRAWS) -> tuple[float, float]:
@@ -367,7 +338,7 @@ def print_residual(
 
 def print_trainings(training: Collected, x: Floats, held: Collected, seen: Sequence[View]) -> None:
     """Print what trees of several trainings gain."""
-    fits = np.stack([chosen(own, held.plans).objective.mean(1) for own in refitted(training, x, held, seen)])
+    fits = np.stack([chosen(own, held.plans).objective.mean(1) for own in refitted(training, x, held, seen, FITS)])
     gain = fits - held.plans[training.best()].objective.mean(1)
     print(
         f"trees of {FITS} bootstrap samples of the training hosts over the best fixed plan: "
