@@ -70,6 +70,7 @@ FIRST: Mapping[str, int] = {
     "heldout": heal.RANGES["heldout"].start + 16384,
     "fresh": heal.RANGES["heldout"].start + 32768,
     "sites": heal.RANGES["heldout"].start + 8192,
+    "several": heal.RANGES["heldout"].start + 12_288,
     "card": heal.RANGES["heldout"].start + 40960,
     "learners": heal.RANGES["heldout"].start + 46080,
     "ends": heal.RANGES["heldout"].start + 21888,

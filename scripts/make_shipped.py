@@ -344,6 +344,7 @@ def main() -> None:
         "version": VERSION,
         "margin": MARGIN,
         "skip_after": SKIP_AFTER,
+        "several": True,
         "expected": EXPECTED,
         "found": FOUND,
         "tried": tried(host, 0.01),

@@ -336,13 +336,18 @@ def test_the_rule_for_sites_begins_with_the_drift_where_there_is_an_intact_netwo
     assert (list(own.plans), own.slot[:, 0].tolist()) == (list(theirs.plans), theirs.slot.tolist())
 
 
-def test_two_pruned_blocks_of_a_real_host_get_a_bypass_of_rank_2_each() -> None:
+def two_pruned() -> list[int]:
+    """Keys of three plain hosts of which two blocks are pruned."""
     facts = (describe(key) for key in range(40_000))
-    keys = [
+    return [
         each.key
         for each in facts
         if each.number < 8 and each.plain and each.damage.kind == DamageKind.PRUNED and len(each.damage.segments) == 2
     ][:3]
+
+
+def test_two_pruned_blocks_of_a_real_host_get_a_bypass_of_rank_2_each() -> None:
+    keys = two_pruned()
     engine, client = engine_for("sites", keys)
     play(engine, client)
     view = engine.view()
@@ -350,3 +355,21 @@ def test_two_pruned_blocks_of_a_real_host_get_a_bypass_of_rank_2_each() -> None:
     for env, key in enumerate(keys):
         assert np.flatnonzero(view.seeds.blueprint[env] == rank_2).tolist() == list(describe(key).damage.segments)
     assert (engine.exported_params() - view.host_params <= 0.06 * view.host_params).all()
+
+
+def test_shipped_leaves_hosts_with_several_damaged_blocks_to_the_rule_for_sites_from_version_2_on() -> None:
+    keys = [*two_pruned(), *keys_of(DamageKind.LABELS)]
+    picks, plans = {}, {}
+    for name in ("sites", "shipped-1", "shipped-2"):
+        engine, client = engine_for(name, keys)
+        picks[name] = [
+            (plan, tuple(slot for slot in np.atleast_1d(slots) if slot >= 0), reason)
+            for plan, slots, reason in zip(*client.pick(engine.view()), strict=True)
+        ]
+        plans[name] = [plan for plan, *_ in picks[name]]
+    several = [plan == SEVERAL for plan in plans["sites"]]
+    assert several == [True, True, True, False]
+    for at, own in enumerate(several):
+        mine, before = picks["shipped-2"][at], picks["shipped-1"][at]
+        assert mine == picks["sites"][at] if own else mine[:2] == before[:2]
+    assert SEVERAL not in plans["shipped-1"]

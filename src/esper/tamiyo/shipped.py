@@ -17,8 +17,9 @@ from esper.leyline.view import Bools, Floats, View
 from esper.tamiyo.forest import load_forests
 from esper.tamiyo.handover import HANDED, Handover, SkipWhereWeak
 from esper.tamiyo.healing_features import FEATURES, slot_features, table
-from esper.tamiyo.placement import Collapse, Picks
-from esper.tamiyo.plans import HERE, LARGER, NONE, PLACED, SKIP, UNIFORM, Plan, indices, stream_slots
+from esper.tamiyo.placement import Collapse, Picks, padded
+from esper.tamiyo.plans import HERE, LARGER, NONE, PLACED, SEVERAL, SKIP, UNIFORM, Plan, indices, stream_slots
+from esper.tamiyo.several import Sites
 
 NAME = "shipped"
 FOLDER = Path(__file__).parent / "cards"
@@ -78,14 +79,16 @@ class Shipped(Handover):
     That is so where the budget is small: the trees may replace what the rule plants by another plan, if they expect MARGIN more
     of it in J; they do not replace a bypass at one slot by bypasses around every block. Where the menu and the budget allow a
     `skip-mlp` at the last slot, or a plan of LARGER, the version decides. By its facts it leaves such hosts, and those that none
-    of its plans fits, to `SkipWhereWeak` (`skip_after`). Version 1 does not: it plants the skip, or else what the trees expect
-    most of.
+    of its plans fits, to `SkipWhereWeak` (`skip_after`), and where the budget is small, it does what `Sites` does in hosts of
+    which that names several damaged blocks (`several`). Version 1 does neither: where a skip may be planted it plants that,
+    elsewhere what the trees expect most of.
     """
 
     def __init__(self, name: str = NAME, config: Config | None = None) -> None:
         """config: settings of the rule `heuristic`; None takes the defaults."""
         self.version = resolved(name)
-        config, wait = config or Config(), facts_of(self.version).get("skip_after")
+        facts, config = facts_of(self.version), config or Config()
+        wait, self.several = facts.get("skip_after"), bool(facts.get("several"))
         super().__init__(None if wait is None else SkipWhereWeak(config.heuristic, config.gates, wait))
         self._asked = config.probe.sensors_every is not None  # by the config, and not only as often as this needs them
         path = FOLDER / f"{self.version}.safetensors"
@@ -95,9 +98,9 @@ class Shipped(Handover):
         self.forests = load_forests(path, FEATURES)
 
     def pick(self, view: View) -> Picks:
-        """From all growth sensors that do not need the intact network."""
+        """From all growth sensors; `drift` is read by the rule for several blocks alone, where it is measured."""
         known, small = self.gains(view, SMALL)
-        rule = Collapse().pick(view)
+        rule, several = Collapse().pick(view), self._several(view)
         slots = stream_slots(view.space)
         skip = plantable(view, Option(SKIP, slots - 1))
         large = np.logical_or.reduce(
@@ -107,25 +110,27 @@ class Shipped(Handover):
         fits = np.isfinite(small[:, others]).any(1) & ~skip & ~large
         if self.rule is None:
             more = self.gains(view, LARGE)
-        choices: list[tuple[Plan, int, str]] = []
+        choices: list[tuple[Plan, tuple[int, ...], str]] = []
         for env in range(len(view.masks.op)):
-            if fits[env]:
+            if fits[env] and env in several:
+                choices.append(several[env])
+            elif fits[env]:
                 own = Option(rule.plans[env], int(rule.slot[env]))
                 choices.append(self._guarded(known, small, env, own, rule.reasons[env]))
             elif self.rule is not None:
-                choices.append((HANDED, -1, ""))
+                choices.append((HANDED, (-1,), ""))
             elif skip[env]:
                 choices.append(
-                    (SKIP, slots - 1, f"{self.version} plants a skip from the input at the last slot where it may")
+                    (SKIP, (slots - 1,), f"{self.version} plants a skip from the input at the last slot where it may")
                 )
             elif large[env]:
                 choices.append(self._best(*more, env))
             else:
                 choices.append(
-                    (NONE, -1, f"no plan of {self.version} has a blueprint that may be planted in this host")
+                    (NONE, (-1,), f"no plan of {self.version} has a blueprint that may be planted in this host")
                 )
         plans, at, reasons = zip(*choices, strict=True)
-        return Picks(plans, np.array(at), reasons)
+        return Picks(plans, padded(at), reasons)
 
     def sensing(self) -> bool:
         """As in `Handover`, and True if the config says how often sensors are measured."""
@@ -157,21 +162,32 @@ class Shipped(Handover):
             )
         super().load_state(state)
 
-    def _best(self, found: Sequence[Option], gains: Floats, env: int) -> tuple[Plan, int, str]:
+    def _several(self, view: View) -> dict[int, tuple[Plan, tuple[int, ...], str]]:
+        """What `Sites` plants in the environments where it names several damaged blocks, in versions that ask it."""
+        if not self.several:
+            return {}
+        plans, slots, reasons = Sites().pick(view)
+        return {
+            env: (plan, tuple(int(slot) for slot in slots[env] if slot >= 0), reasons[env])
+            for env, plan in enumerate(plans)
+            if plan == SEVERAL
+        }
+
+    def _best(self, found: Sequence[Option], gains: Floats, env: int) -> tuple[Plan, tuple[int, ...], str]:
         best = int(gains[env].argmax())
         possible = int(np.isfinite(gains[env]).sum())
         why = f"the trees of {self.version} expect the most in J of {found[best].plan.name!r} among {possible} options"
-        return found[best].plan, found[best].slot, why
+        return found[best].plan, (found[best].slot,), why
 
     def _guarded(
         self, found: Sequence[Option], gains: Floats, env: int, own: Option, reason: str
-    ) -> tuple[Plan, int, str]:
+    ) -> tuple[Plan, tuple[int, ...], str]:
         at, best = choose(found, gains[env : env + 1], [own])
         if best[0] == at[0]:
-            return own.plan, own.slot, reason
+            return own.plan, (own.slot,), reason
         chosen, more = found[best[0]], gains[env, best[0]] - gains[env, at[0]]
         why = f"the trees of {self.version} expect {more:+.3f} in J over the plan of the rule, {own.plan.name!r}"
-        return chosen.plan, chosen.slot, why
+        return chosen.plan, (chosen.slot,), why
 
 
 def options(group: str, slots: int) -> list[Option]:
