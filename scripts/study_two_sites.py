@@ -132,8 +132,8 @@ def show(found: Mapping[str, Figures], kinds: np.ndarray) -> None:
         rivals = (base, found["collapse"].objective)
         cells = ["" if own.objective is rival else difference(own.objective, rival) for rival in rivals]
         print(f"| {name} | {own.objective.mean():.3f} | {' | '.join(cells)} | {share} |")
-    taught = found["sites (taught)"].objective
-    print(f"\nsites (taught) over drift (taught): {difference(taught, found['drift (taught)'].objective)}")
+    for name, other in (("sites (taught)", "drift (taught)"), ("shipped-2", "shipped-1")):
+        print(f"\n{name} over {other}: {difference(found[name].objective, found[other].objective)}")
     print_damage(found, kinds)
 
 
