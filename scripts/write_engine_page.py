@@ -199,7 +199,7 @@ def scale(report: Result) -> list[str]:
     copies = ", ".join(f"{speed:.0f} at {size}" for size, speed in report["copy_gib_per_second"].items())
     note = f"""All figures are seconds of the process. A GFLOP is 10^9 of 6 operations for each parameter and training
 example. The caches of a core are {", ".join(report["caches"])}, the last one shared; a copy whose
-source and target have together so many MiB runs at, in GiB/s: {copies}."""
+source and target together have this many MiB runs at, in GiB/s: {copies}."""
     return ["## Where it stops being flat", "", note, "", *lines, FLAT, ""]
 
 

@@ -121,7 +121,7 @@ def train(
     InputError on bad input, before anything is written, and `esper.LearningError` if an update of the policy fails.
     `progress`, `on_interrupt` and `outputs` are as in `grow`.
 
-    With `workers`, so many processes play the environments, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
+    With `workers`, that many processes play the environments, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
     `cluster` is "ray", a "ray://" address, or "torchrun" (docs/actors.md). Results do not depend on the number of workers.
     """
     check_outputs(outputs)

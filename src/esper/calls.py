@@ -174,7 +174,7 @@ def evaluate(
     grew to, or the heuristic without controllers; () for none. `opponents` are names of opponents of the tasks
     (docs/opponents.md); None for all, () for none. With `out`, the record, the figure, the report and the grown networks are
     written to that folder, and a later call uses the networks again; `overwrite` allows to replace a record there. With
-    `workers`, so many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster`
+    `workers`, that many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster`
     is "ray", a "ray://" address, or "torchrun" (docs/actors.md). Results do not depend on the number of workers. Returns the
     record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
     """

@@ -120,7 +120,7 @@ def check_host(
 ) -> Tensor:
     """Run a host on a few examples x (B, ...) of its task and compare it with what it declares; return its outputs.
 
-    `wanted` says in words why the host must have so many outputs. Raises InputError if the host is not a SegmentedHost,
+    `wanted` says in words why the host must have that many outputs. Raises InputError if the host is not a SegmentedHost,
     if the place or width of a slot is not as declared, or if the outputs are neither (B, outputs) nor of another shape
     that the objective takes with y.
     """

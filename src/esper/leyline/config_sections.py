@@ -531,7 +531,7 @@ class TrialsConfig(Section):
 
     candidates: int = Field(4, ge=2, description="largest number of candidates that an environment tries [candidates]")
     trial_steps: int = Field(
-        8, ge=1, description="length of a trial; each candidate takes so many steps of a copy [steps]"
+        8, ge=1, description="length of a trial: each candidate grows in a copy of the network for this long [steps]"
     )
 
 

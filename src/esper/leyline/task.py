@@ -283,7 +283,7 @@ class Task:
         classes (labels or None): what the labels of y are called, in order; None numbers them from 0
         weights ((N,) tensor or None): weights of the train split's examples in the training loss; None counts all alike
         columns (names or None): names of the features, where they came in a frame
-        plain (callable or None): from a number of parameters to a function that returns a plain host of at least so many
+        plain (callable or None): from a number of parameters to a function that returns a plain host of at least that many
         target_scaling (Scaling or None): of targets that hosts return standardized; the splits hold them as they came
         source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
         opponents (Opponents): what an evaluation adds

@@ -39,7 +39,7 @@ Stop = Callable[[], bool]
 
 EXAMPLES = 64
 """Number of training examples on which a derived host is checked."""
-OWN = "pass esper.task(..., plain=f), where f(parameters) returns a host factory of at least so many parameters, to bring one"
+OWN = "pass esper.task(..., plain=f), where f(parameters) returns a host factory of at least that many parameters, to bring one"
 INTERRUPTED = Absent(
     "the run was interrupted before it was trained; esper resume trains it where there is a run folder"
 )

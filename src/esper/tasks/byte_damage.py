@@ -17,7 +17,7 @@ from esper.tasks.damage import Damage, DamageDraw, DamageKind, weight_change
 from esper.tasks.sequential import TokenMap, TransformerBlock
 
 COMMON = 48
-"""Symbols are exchanged among so many, the most frequent ones."""
+"""Symbols are exchanged among this many, the most frequent ones."""
 
 
 class Half(StrEnum):

@@ -33,7 +33,7 @@ SCRATCH = "the transformers of heal-bytes drawn afresh: training them from scrat
 EORA = "the transformers of heal-bytes with low-rank corrections from the intact weights, of 6 % of the parameters"
 
 HOSTS = 4
-"""Trained hosts of each part. A host returns with other damage and other text after so many keys."""
+"""Trained hosts of each part. A host returns with other damage and other text after this many keys."""
 SIZES: Mapping[Part, int] = MappingProxyType({Part.HOST: 128, Part.PROBE: 32, Part.VALIDATION: 64, Part.TEST: 128})
 """Windows of an instance: healing text is of the files that the host was trained on."""
 

@@ -33,7 +33,7 @@ MEASURED = 5
 """Passes of each way whose median `auto` compares."""
 
 WORTH = 60.0
-"""With `auto`, a plan is compiled if its passes may take at least so many seconds until the end of the episode."""
+"""With `auto`, a plan is compiled if its passes may take at least this many seconds until the end of the episode."""
 
 
 def check_compiler(mode: str, device: torch.device) -> None:
