@@ -96,6 +96,8 @@ LITTLE = (
 """Plans without which the best plan of each of 280 training cases loses .3 points together, of the 7.6 that it is above the best
 fixed plan. They are not grown on other cases."""
 ENDS = tuple(placed for placed in placed_plans(SLOTS, heads=1) if placed.name not in LITTLE)
+FOUND = Placed(LOW_RANK_HEAD_MIXED, SLOTS)
+"""What `esper eval --tasks heal-full --search-episodes 7200` finds on training instances of all kinds."""
 BYTES = tuple(placed_plans(LAYERS + 2))
 BYTES_ALL = (
     *BYTES,

@@ -20,6 +20,7 @@ import torch
 from collect_healing import (
     BYTES,
     EMPTY,
+    FOUND,
     ONE_SITE,
     PLANS,
     SENSED,
@@ -31,6 +32,7 @@ from collect_healing import (
     Source,
     collected,
     features,
+    fixed,
     kept,
     views,
 )
@@ -54,6 +56,7 @@ RULES: Mapping[str, Callable[[], Placement]] = {
     "drift (taught)": DriftRise,
 }
 BEST, ORACLE, LEFT_OUT = "best fixed plan", "oracle", "tree, damage left out"
+SEARCHED = "fixed plan of the search in two stages"
 FULL_TREE = "tree, fitted on the full menu"
 WITHOUT_INTACT = ("participation", "collapse")
 """Rules that read no intact network."""
@@ -76,9 +79,10 @@ class Study(NamedTuple):
         by_host (bool): whether intervals draw hosts, each with all of its cases; otherwise cases
         unit (float): J in the unit of differences: 100 for points
         heuristic (bool): whether the rule `heuristic` is grown
-        earlier (ints): so many of the first cases were printed before; those after each of them are printed alone as well
+        earlier (ints): numbers of first cases that were printed before; those after each of them are printed alone as well
         few_hosts (bool): whether differences are printed for each host as well, and with bounds that draw hosts
         within (plans): plans of an oracle of their own; empty for none
+        searched (plan or None): the plan that `esper eval` found with its search in two stages, with a row of its own
         expected (mapping): for a row, what was expected of it over the best fixed plan [points], before its figures were read
         share (float): what was expected of the best rule without the intact network, as a share of the headroom
         starts (int): starts of static networks
@@ -101,6 +105,7 @@ class Study(NamedTuple):
     earlier: Sequence[int] = ()
     few_hosts: bool = False
     within: Sequence[Placed] = ()
+    searched: Placed | None = None
     expected: Mapping[str, float] = EMPTY
     share: float = 0.0
     starts: int = SEEDS
@@ -161,6 +166,7 @@ STUDIES: Mapping[str, Study] = {
         timed=BEST,
         headroom=True,
         within=PLANS,
+        searched=FOUND,
         expected={ORACLE: 6.0, FULL_TREE: 7.9},
         share=0.7,
         starts=1,
@@ -354,6 +360,9 @@ def contenders(
     scores = {"never": plans[NONE.name], BEST: plans[training.best()]}
     names = {placed.plan.name: placed.name for placed in source.plans}
     scores |= {name: plans[names[name]] for name in of.shown}
+    if of.searched:
+        there, found, settings = place(root, setting) / of.part, fixed([of.searched]), SETTINGS[setting].settings
+        [scores[SEARCHED]] = kept(there, found, source.task(), held.keys, SEEDS, settings, source.rows).values()
     scores |= {name: chosen(picks(RULES[name](), seen), plans) for name in of.rules}
     own, beside = picks(Trees(), seen), place(root, setting) / "tree"
     if all(each.name in plans for each in own):
@@ -369,9 +378,8 @@ def contenders(
         scores |= {row: fit(row, names, training, x, held, seen) for row, names in of.fits.items()}
     scores[ORACLE] = oracle(plans)
     if of.within:
-        scores["oracle of the plans of heal"] = oracle(
-            plans, [placed.name for placed in of.within if placed.name in plans]
-        )
+        within = [placed.name for placed in of.within if placed.name in plans]
+        scores["oracle of the plans of heal"] = oracle(plans, within)
     if of.heuristic:
         rule, settings = {"heuristic": named("heuristic")}, SETTINGS[setting].settings
         scores |= kept(place(root, setting) / "heuristic", rule, source.task(), held.keys, SEEDS, settings, source.rows)
@@ -427,11 +435,8 @@ def main() -> None:
         print_expected(of, scores)
     print_damage(scores, held.kind)
     host = held.host if of.by_host else None
-    taught = [name for name in of.fits if "taught" in name]
-    for name, rival in [
-        *((of.shipped, rival) for rival in source.static),
-        *((name, "drift (taught)") for name in taught),
-    ]:
+    taught = [(name, "drift (taught)") for name in of.fits if "taught" in name]
+    for name, rival in [*((of.shipped, rival) for rival in source.static), *taught]:
         gain = difference(scores[name].objective, scores[rival].objective, host, of.unit)
         print(f"{name} over {rival}: {gain}")
     best = np.stack([own.objective for own in held.plans.values()]).argmax(0).ravel()
