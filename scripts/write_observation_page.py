@@ -44,6 +44,8 @@ REST = """## Blueprints
 |---|---|---|
 | `blueprint` | index | of each slot: its seed's place in the controller's vocabulary; empty has a place of its own |
 | `cost` | ln parameters | of each slot and blueprint of the menu: ln(1 + parameters it would add / host parameters) |
+
+The costs of the [packages](training.md#imitation) follow: of each, for all seeds that it would plant now.
 """
 
 

@@ -71,7 +71,7 @@ def beside(monkeypatch, losses=()):
     """Let actors be in this process, where they begin without waiting."""
     crews = []
 
-    def hire(asked, work, note, facts, check, *, mend, again):
+    def hire(asked, work, note, facts, check, *, mend, again, stop):
         assert again in mend
         crews.append(Beside(asked.size, work, losses))
         return Actors(crews[-1], note, lambda ready: check(facts, ready), mend)

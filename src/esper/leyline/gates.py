@@ -10,18 +10,30 @@ from esper.leyline.view import Bools, Floats, Measurements, Seeds
 
 
 class Check(NamedTuple):
-    """One condition of a gate."""
+    """One condition of a gate.
+
+    Attributes:
+        name (str): name of the condition
+        margin ((E, S) float64): positive if the condition holds; nan, which fails, if nothing was measured
+        value ((E, S) float64): the measured quantity
+        failure (str): sentence for a value that fails: the value as {value}, the bound, and its config key
+    """
 
     name: str
-    margin: Floats  # (E, S) positive where the check passes; nan, which fails, where nothing was measured
-    value: Floats  # (E, S) the measured quantity
-    failure: str  # sentence for a value that fails: the value as {value}, the bound, and its config key
+    margin: Floats
+    value: Floats
+    failure: str
 
 
 class Gate(NamedTuple):
-    """Named checks that must all pass, for every slot of every environment at once."""
+    """Named checks that must all pass, for every slot of every environment at once.
 
-    stage: Stage  # the gate applies to seeds in this stage
+    Attributes:
+        stage (Stage): the gate applies to seeds in this stage
+        checks (tuple of Checks): the conditions
+    """
+
+    stage: Stage
     checks: tuple[Check, ...]
 
     def passed(self) -> Bools:
@@ -42,10 +54,15 @@ class Gate(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`."""
+    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`.
 
-    advance: Gate  # G2: TRAINING -> BLENDING
-    fossilize: Gate  # G5: HOLDING -> FOSSILIZED
+    Attributes:
+        advance (Gate): G2, from TRAINING to BLENDING
+        fossilize (Gate): G5, from HOLDING to FOSSILIZED
+    """
+
+    advance: Gate
+    fossilize: Gate
 
 
 def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gates:
