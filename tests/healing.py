@@ -12,6 +12,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.store.cache import VARIABLE
 from esper.tasks import healing_hosts
 from esper.tasks.damage import Damage, DamageKind, damage_host
+from esper.tasks.heal import Facts, describe
 
 
 @contextmanager
@@ -24,6 +25,12 @@ def quick_hosts(cache: Path) -> Iterator[None]:
         healing_hosts._group.cache_clear()
         yield
     healing_hosts._group.cache_clear()
+
+
+def facts_of_first_hosts() -> Iterator[Facts]:
+    """What the training keys of the first hosts of `heal` stand for, which are trained together."""
+    first = range(healing_hosts.GROUP)
+    return (describe(start + number) for start in range(0, 40_000, healing_hosts.VECTORS.count) for number in first)
 
 
 def damaged(

@@ -1,6 +1,7 @@
 """Controllers that plant all their seeds in the first step, on the hosts of `heal`."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from esper.tasks.small import iris
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Step, planted, play
 from esper.tolaria.sensors import SENSORS
-from healing import quick_hosts
+from healing import facts_of_first_hosts, quick_hosts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,16 +33,16 @@ def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def keys_of(kind: DamageKind, count: int = 1) -> list[int]:
-    """Plain hosts among the first eight numbers, which are trained together, with one damage of a kind at one block."""
-    found = []
-    for key in range(40_000):
-        facts = describe(key)
-        if facts.number < 8 and facts.plain and facts.damage.kind == kind and len(facts.damage.segments) <= 1:
-            found.append(key)
-        if len(found) == count:
-            return found
-    raise AssertionError(kind)
+def keys_of(kind: DamageKind, count: int = 1, sites: Collection[int] = (0, 1)) -> list[int]:
+    """Plain hosts that are trained together, with one damage of a kind at as many blocks as `sites` allows."""
+    fit = (
+        facts.key
+        for facts in facts_of_first_hosts()
+        if facts.plain and facts.damage.kind == kind and len(facts.damage.segments) in sites
+    )
+    found = list(itertools.islice(fit, count))
+    assert len(found) == count, kind
+    return found
 
 
 def engine_for(
@@ -336,18 +337,8 @@ def test_the_rule_for_sites_begins_with_the_drift_where_there_is_an_intact_netwo
     assert (list(own.plans), own.slot[:, 0].tolist()) == (list(theirs.plans), theirs.slot.tolist())
 
 
-def two_pruned() -> list[int]:
-    """Keys of three plain hosts of which two blocks are pruned."""
-    facts = (describe(key) for key in range(40_000))
-    return [
-        each.key
-        for each in facts
-        if each.number < 8 and each.plain and each.damage.kind == DamageKind.PRUNED and len(each.damage.segments) == 2
-    ][:3]
-
-
 def test_two_pruned_blocks_of_a_real_host_get_a_bypass_of_rank_2_each() -> None:
-    keys = two_pruned()
+    keys = keys_of(DamageKind.PRUNED, 3, sites=[2])
     engine, client = engine_for("sites", keys)
     play(engine, client)
     view = engine.view()
@@ -358,7 +349,7 @@ def test_two_pruned_blocks_of_a_real_host_get_a_bypass_of_rank_2_each() -> None:
 
 
 def test_shipped_leaves_hosts_with_several_damaged_blocks_to_the_rule_for_sites_from_version_2_on() -> None:
-    keys = [*two_pruned(), *keys_of(DamageKind.LABELS)]
+    keys = [*keys_of(DamageKind.PRUNED, 3, sites=[2]), *keys_of(DamageKind.LABELS)]
     picks, plans = {}, {}
     for name in ("sites", "shipped-1", "shipped-2"):
         engine, client = engine_for(name, keys)

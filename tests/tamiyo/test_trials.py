@@ -1,6 +1,7 @@
 """Trials of candidates in copies of the rows, and the price of their compute."""
 
 import copy
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -22,11 +23,11 @@ from esper.tamiyo.placement import Placement
 from esper.tamiyo.plans import NONE
 from esper.tamiyo.trials import Trials
 from esper.tasks.damage import DamageKind
-from esper.tasks.heal import describe, heal
+from esper.tasks.heal import heal
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.forks import become, config_of_copies
 from esper.tolaria.play import Observer, Step, Until, play
-from healing import quick_hosts
+from healing import facts_of_first_hosts, quick_hosts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,10 +38,9 @@ def _quick_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @lru_cache
 def keys_of(count: int) -> np.ndarray:
-    """Plain hosts among the first eight numbers, which are trained together, with pruned units in one block."""
-    facts = (describe(key) for key in range(40_000))
-    fit = (f.key for f in facts if f.number < 8 and f.plain and f.damage.kind == DamageKind.PRUNED)
-    return np.array([key for key, _ in zip(fit, range(count), strict=False)])
+    """Plain hosts that are trained together, with pruned units in one block or two."""
+    fit = (f.key for f in facts_of_first_hosts() if f.plain and f.damage.kind == DamageKind.PRUNED)
+    return np.array(list(itertools.islice(fit, count)))
 
 
 def engine_for(name: str, envs: int = 2, steps: int = 5, **settings: object) -> tuple[VectorizedEngine, Placement]:
