@@ -151,6 +151,13 @@ def test_trees_are_fitted_where_a_budget_is_given_and_large_enough():
     assert "fitting needs 32" in entered[1].absent[FITTED]
 
 
+@pytest.mark.parametrize("names", [None, [FITTED]])
+def test_trees_are_absent_with_a_reason_where_the_plan_that_they_are_compared_with_plants_nothing(names):
+    entered = enter(get_task("heal"), names, [{"blueprints": ["low-rank"]}], 1, search_budget([], 10_000))
+    assert not entered.fitted
+    assert entered.absent[FITTED] == "it plants bypass-rank-1, which the config key blueprints does not have"
+
+
 def test_heal_has_rules_references_and_an_oracle_of_the_plans_that_rules_choose_from():
     entered = enter(get_task("heal"), None, [], 2, search_budget([], None))
     assert [rule.name for rule in entered.rules] == [

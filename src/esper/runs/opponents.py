@@ -23,7 +23,7 @@ from esper.runs.plan_search import EPISODES, grow_abreast
 from esper.tamiyo.catalog import KEEPS, PLACEMENTS
 from esper.tamiyo.forest import Forest, Forests
 from esper.tamiyo.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
-from esper.tamiyo.plans import UNIFORM, choices_of, plans_of
+from esper.tamiyo.plans import UNIFORM, Placed, choices_of, plans_of
 from esper.tamiyo.tree_fitting import fit_trees
 from esper.tamiyo.trees import Trees
 from esper.tolaria.engine import VectorizedEngine
@@ -116,7 +116,7 @@ def enter(
 ) -> Entered:
     """Return the named opponents of a task, or all of them if `names` is None.
 
-    Absent are those that can plant nothing of the menu, the oracle with a single seed, and FITTED where the budget is the
+    Absent are those that can plant nothing of the menu, the oracle with a single seed, and FITTED also where the budget is the
     default or too small.
     """
     declared, space = task.opponents, space_of(task, settings)
@@ -128,15 +128,8 @@ def enter(
             absent[name] = lacking
         else:
             rules.append(named(name))
-    fitted = FITTED in wanted and "tree" not in absent
-    count = budget.episodes // len(choices_of(space))
-    if fitted and not budget.given:
-        absent[FITTED] = "it is fitted where a search budget is given (--search-episodes, or a trained controller)"
-    elif fitted and count < LEAST:
-        absent[FITTED] = (
-            f"{counted(budget.episodes, 'episode')} are {counted(count, 'instance')} under each of "
-            f"{len(choices_of(space))} plans, and fitting needs {LEAST}"
-        )
+    if FITTED in wanted and (reason := _unfitted(task, settings, space, budget)):
+        absent[FITTED] = reason
     if ORACLE in wanted and seeds < 2:
         absent[ORACLE] = "it chooses for one seed by the figures of others, and there is one"
     plans = oracle_plans(space) if ORACLE in wanted and ORACLE not in absent else []
@@ -147,7 +140,7 @@ def enter(
             absent[name] = lacking
         else:
             references[name] = reference
-    return Entered(rules, references, plans, fitted and FITTED not in absent, absent)
+    return Entered(rules, references, plans, FITTED in wanted and FITTED not in absent, absent)
 
 
 def _lacking(controller: str, task: AnyTask, settings: Sequence[Mapping[str, Any]]) -> str:
@@ -158,6 +151,22 @@ def _lacking(controller: str, task: AnyTask, settings: Sequence[Mapping[str, Any
         return ""
     whose = f"the menu of {task.name}" if chosen is None else "the config key blueprints"
     return f"it plants {', '.join(UNIFORM.here)}, which {whose} does not have"
+
+
+def _unfitted(task: AnyTask, settings: Sequence[Mapping[str, Any]], space: Space, budget: Budget) -> str:
+    """Return why no trees are fitted; empty if they are."""
+    plans = choices_of(space)
+    count = budget.episodes // len(plans)
+    if Placed(UNIFORM) not in plans:  # trees predict gains over it
+        return _lacking("tree", task, settings) or f"{', '.join(UNIFORM.here)} fits no segment that keeps the width"
+    if not budget.given:
+        return "it is fitted where a search budget is given (--search-episodes, or a trained controller)"
+    if count < LEAST:
+        return (
+            f"{counted(budget.episodes, 'episode')} are {counted(count, 'instance')} under each of {len(plans)} plans, and "
+            f"fitting needs {LEAST}"
+        )
+    return ""
 
 
 def oracle_plans(space: Space) -> list[Candidate]:
