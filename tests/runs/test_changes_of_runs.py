@@ -174,6 +174,8 @@ VALUES = {
     "lifecycle.tempos": "[0, 3]",
     "lifecycle.targets": "[1.0]",
     "reward.group_size": 2,
+    "ppo.packages": "[bypass-rank-1]",
+    "ppo.undo_bias": -4,
 }
 
 

@@ -70,7 +70,7 @@ def is_training(config: Config) -> bool:
 FIXED = (
     *("task", "tasks", "cohorts", "controller", "envs", "shards", "seed", "twin", "slots", "blueprints"),
     *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group_size"),
-    *("governor.enabled", "governor.loss_window", "early_stopping.enabled"),
+    *("governor.enabled", "governor.loss_window", "early_stopping.enabled", "ppo.packages", "ppo.undo_bias"),
 )
 """Keys that cannot change when a run is resumed."""
 
