@@ -1,11 +1,14 @@
 """The apprentice: who acts, what is remembered, and what is learnt from it."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
 from esper.leyline.actions import Head, Op
 from esper.leyline.config import build_config
+from esper.runs.actors import Stop
 from esper.runs.cohort import cohort_of, settings_of_policy
 from esper.runs.configuration import TRAINING
 from esper.runs.interrupt import Interrupt
@@ -158,6 +161,30 @@ def test_the_last_round_of_imitation_makes_as_many_passes_as_it_is_told_to():
         counts.append(int(next(iter(school.learner.state()["moments"].values()))["step"]))
     rounds = counts[0], counts[1] - counts[0]
     assert rounds == (2, 12)  # minibatches of one rollout in one pass, and of two in three
+
+
+class After:
+    """An interrupt after so many steps of a school."""
+
+    def __init__(self, school, steps):
+        self.school, self.steps = school, steps
+
+    @property
+    def asked(self):
+        return self.school.steps >= self.steps
+
+
+def test_a_round_in_which_the_policy_acts_too_goes_on_after_an_interrupt_as_if_there_was_none():
+    whole, first, second = (a_school(imitation_rounds=2) for _ in range(3))
+    for school in (whole, first):
+        school.imitate(-2, Interrupt())
+    whole.imitate(-1, Interrupt())
+    with pytest.raises(Stop):
+        first.imitate(-1, After(first, STEPS + STEPS // 2))
+    second.load_state(copy.deepcopy(first.state()))
+    second.imitate(-1, Interrupt())
+    for mine, theirs in zip(second.shown[-1][0].observation, whole.shown[-1][0].observation, strict=True):
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
 
 
 def test_what_the_teacher_has_shown_is_kept_until_learning_begins(imitated):

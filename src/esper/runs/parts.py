@@ -120,8 +120,6 @@ class Player:
     def open(self, part: Part) -> Episode:
         """Begin a part of training or imitation."""
         begin, cohort = time.perf_counter(), self.cohorts[part.cohort]
-        if part.kind == "imitation":
-            self.apprentices[part.cohort].led = part.led
         engine, group = cohort.engine, 1 if part.kind == "imitation" else cohort.config.reward.group_size
         engine.governor.record = Record.empty(len(engine.governor.record.rollbacks))
         engine.reset(sample_instances(cohort, part.number, group), part.episode)
@@ -133,6 +131,8 @@ class Player:
         cohort = self.cohorts[part.cohort]
         engine = cohort.engine
         client = self.client(part)
+        if isinstance(client, Apprentice):
+            client.led = part.led  # here and not in `open`, which a part that is resumed has behind it
         journal = Journal(engine, self.hub, _source(cohort, "training", part.number), lambda: client.paid)
         play(engine, client, *observers, journal, episode)
         record, envs = engine.governor.record, cohort.config.envs
