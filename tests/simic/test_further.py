@@ -228,6 +228,10 @@ def test_a_saved_policy_makes_as_many_decisions_as_it_was_trained_to(tmp_path):
             {"ppo": {"teacher": "participation", "imitation_rounds": 1}, "probe": {"sensors_every": 0}},
             "probe.sensors_every is 0; set it to 1 or more",
         ),
+        (
+            {"ppo": {"teacher": "trials:collapse", "imitation_rounds": 1}},
+            "ppo.teacher is trials:collapse, which tries candidates in copies of the networks, .* give collapse",
+        ),
         ({"ppo": {"rounds": 0, "imitation_rounds": 0}}, "so nothing would be learnt"),
     ],
 )

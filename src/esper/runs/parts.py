@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError
-from esper.leyline.protocols import Reward, Senses
+from esper.leyline.protocols import Reward, Senses, Tries
 from esper.leyline.stages import Stage
 from esper.nissa.hub import Hub
 from esper.nissa.rows import EvaluationRow
@@ -24,6 +24,7 @@ from esper.simic.ppo import PPO
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.controller import Learned, Policy
+from esper.tamiyo.trials import PREFIX
 from esper.tolaria.governor import Record
 from esper.tolaria.journal import Journal, Source
 from esper.tolaria.play import Observer, Step, planted, play
@@ -132,7 +133,7 @@ class Player:
         engine = cohort.engine
         client = self.client(part)
         if isinstance(client, Apprentice):
-            client.led = part.led  # here and not in `open`, which a part that is resumed has behind it
+            client.led = part.led  # not in `open`, which is not called again for a part that is resumed
         journal = Journal(engine, self.hub, _source(cohort, "training", part.number), lambda: client.paid)
         play(engine, client, *observers, journal, episode)
         record, envs = engine.governor.record, cohort.config.envs
@@ -194,6 +195,11 @@ def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
         teacher = get_controller(config.ppo.teacher, config)
     except InputError as error:
         raise InputError(f"ppo.teacher: {error}") from None
+    if config.ppo.imitation_rounds and isinstance(teacher, Tries):
+        raise InputError(
+            f"ppo.teacher is {config.ppo.teacher}, which tries candidates in copies of the networks, and a training makes no "
+            f"copies; give {config.ppo.teacher.removeprefix(PREFIX)}"
+        )
     if config.ppo.imitation_rounds and isinstance(teacher, Senses) and config.probe.sensors_every == 0:
         raise InputError(
             f"ppo.teacher is {config.ppo.teacher}, which reads growth sensors, but probe.sensors_every is 0; set it to 1 or more"
