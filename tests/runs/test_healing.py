@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize, prune
 import esper
 from esper.cli import main
 from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.find_sites import find_sites
 from esper.leyline.errors import InputError
 from esper.runs.healing import _permanent
 from esper.runs.healing_data import examples_of, split, usual_loss
@@ -34,6 +35,13 @@ class Block(nn.Module):
 def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 12), *[Block(12) for _ in range(3)], nn.Linear(12, 3))
+
+
+def broken(value):
+    network = build()
+    with torch.no_grad():
+        network[1].up.weight[0, 0] = value
+    return network
 
 
 def examples(count=240):
@@ -281,6 +289,23 @@ REFUSED = {
     "a script": (lambda: (torch.jit.script(build()), (X, Y)), {}, "is a torch.jit module, whose code is fixed"),
     "no parameters": (lambda: (nn.Identity(), (X, Y)), {}, "Identity has no parameters"),
     "a folder of data": (lambda: (build(), "."), {}, ". is a folder; give healing data"),
+    "nan in the weights": (lambda: (broken(torch.nan), (X, Y)), {}, "1.up.weight of the model holds NaN; give"),
+    "nan in the intact weights": (
+        lambda: (build(), (X, Y)),
+        {"intact": broken(torch.nan)},
+        "1.up.weight of intact holds NaN; give",
+    ),
+    "an infinite input that trains": (
+        lambda: (build(), (torch.cat([X, X.new_full((1, 6), torch.inf)]), torch.cat([Y, Y[:1]]))),
+        {"seed": 0},
+        "the loss of the model is not finite on 1 of 241 examples; leave out",
+    ),
+    "batches of two shapes": (
+        lambda: (build(), [(X, Y), (X[:, :4], Y)]),
+        {},
+        "batch 1 of data has examples of another shape than batch 0",
+    ),
+    "a large seed": (lambda: (build(), (X, Y)), {"seed": 2**63}, "seed is 9223372036854775808; give a whole number"),
     "text": (lambda: (build(), (X.numpy(), np.array(["a"] * len(X)))), {}, "data has an array of <U1; give numbers"),
     "targets of another kind": (lambda: (build(), (X, X)), {"steps": 24}, "or from Python loss(output, target)"),
 }
@@ -376,6 +401,28 @@ def test_the_command_refuses_bad_input_with_code_2(folder, capsys, model, data, 
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+def test_an_interrupt_ends_the_command_with_a_sentence_and_code_130(folder, capsys, monkeypatch):
+    def interrupted(*arguments, **settings):
+        settings["watch"]("training the grown network")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("esper.runs.healing.heal", interrupted)
+    assert code_of("heal", "network.pt2", "--data", "data.npz", "--out", "out") == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["training the grown network", "interrupted; nothing was written, and the same command begins anew"]
+    assert torch.get_num_threads() == 1
+    assert list((folder / "out").iterdir()) == []
+
+
+def test_the_rank_of_adapters_is_at_most_that_of_their_matrices():
+    parts = split(examples_of(examples(60)), 0)
+    case = Case(build(), {}, parts, usual_loss, 1, 8, 0)
+    sites = list(find_sites(case.host, parts.train.x[:2]).values())
+    adapted = uniform_adapters(case, 1e-3, sites, 10**30)
+    assert adapted is not None
+    assert adapted.learned < 10**5
 
 
 def test_the_command_prints_its_summary_as_json(folder, capsys):

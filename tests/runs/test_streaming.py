@@ -107,6 +107,8 @@ def test_a_damaged_state_is_one_sentence(tmp_path, monkeypatch):
     ("given", "said"),
     [
         ({"updates": 0}, "updates is 0, so a stream has no segments; give a whole number of at least 1"),
+        ({"updates": 10**11}, "updates is 100,000,000,000; give at most 1,000,000"),
+        ({"out": "/dev/null/x"}, r"cannot write to /dev/null/x: Not a directory; name another folder \(--out"),
         ({"streams": True}, "streams is True; give a whole number"),
         ({"first": 10**9}, "but heldout has 65,536 streams"),
         ({"change": "sudden"}, "change is 'sudden'; give one of 'novel', 'recurring'"),

@@ -68,6 +68,9 @@ def without(name, **arrays):
         (without("", features=np.full((300, 2), np.nan)), "features hold nan or infinite numbers"),
         (without("", features=np.ones((300, 2))), "all features are equal"),
         (without("", labels=np.array([{}] * 300)), "labels are Python objects"),
+        (without("", labels=np.full(300, np.nan)), "labels hold nan; give each example one of the labels"),
+        (without("", contexts=np.full(300, np.nan)), "contexts hold nan; give each example one of the contexts"),
+        (without("", features=1e300 * np.arange(600.0).reshape(300, 2)), "features hold numbers beyond the range"),
         ("missing.npz", "missing.npz cannot be read: No such file or directory"),
     ],
 )
@@ -80,6 +83,9 @@ def test_other_bad_input_is_one_sentence(tmp_path):
     (tmp_path / "own.npz").write_text("no")
     with pytest.raises(InputError, match=r"own.npz cannot be read: it is no .npz file of plain arrays"):
         esper.stream("adamw", data=tmp_path / "own.npz")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(InputError, match=r"one.npy is a single array; give a .npz file"):
+        esper.stream("adamw", data=tmp_path / "one.npy")
     with pytest.raises(InputError, match="updates is 7, but the data have 6 batches of 32"):
         esper.stream("adamw", data=ARRAYS, updates=7)
     with pytest.raises(InputError, match="change is 'novel', but data are given, too; give one of them"):

@@ -3,12 +3,13 @@
 import json
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from esper.commands.options import say
+from esper.commands.options import say, use_one_thread
 from esper.leyline.errors import InputError, typed_line
 
 PLACE = "path.py:function or module:function"
@@ -38,6 +39,7 @@ def heal(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
 ) -> None:
     """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
+    use_one_thread()
     from esper.leyline.resuming import is_reference
     from esper.runs.healed import check_folder, make_folder
     from esper.runs.healing import heal as heal_network
@@ -53,7 +55,12 @@ def heal(
     with warnings.catch_warnings():
         # torch warns of its own copies of graphs
         warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)
-        healed = heal_network(network, examples, whole, budget, steps=steps, batch_size=batch_size, seed=seed)
+        own = partial(heal_network, steps=steps, batch_size=batch_size, seed=seed, watch=partial(say, err=True))
+        try:
+            healed = own(network, examples, whole, budget)
+        except KeyboardInterrupt:
+            say("interrupted; nothing was written, and the same command begins anew", err=True)
+            raise typer.Exit(130) from None
     written = None if out is None else healed.save(out)
     if as_json:
         typer.echo(json.dumps(healed.summary(), indent=2))

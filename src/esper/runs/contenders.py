@@ -71,10 +71,8 @@ def trainings(text: str) -> list[Contender]:
     parts = [part.strip() for part in rest.split(",")]
     paths = [path for part in parts for path in (sorted(glob(part)) if has_magic(part) else [part])]
     if not group or not paths or "" in paths or len(set(paths)) < len(paths):
-        found = ", ".join(paths) or "nothing"
-        raise InputError(
-            f"{text!r} names the trainings {found}; give NAME=PATH,PATH with a name, and each training of it once"
-        )
+        found = f"names the trainings {', '.join(paths)}" if any(paths) else "names no training that is there"
+        raise InputError(f"{text!r} {found}; give NAME=PATH,PATH with a name, and each training of it once")
     return [named(path)._replace(name=f"{group}: {path}", group=group) for path in paths]
 
 

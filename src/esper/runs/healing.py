@@ -3,7 +3,7 @@
 import copy
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ from esper.leyline.view import Space
 from esper.runs.growth import Growth
 from esper.runs.healed import Healed, HealingSeed
 from esper.runs.healing_data import Parts, examples_of, split, usual_loss
-from esper.runs.healing_places import Place, ranked
+from esper.runs.healing_places import Place, check_weights, ranked
 from esper.runs.healing_training import (
     Case,
     Trained,
     all_weights,
+    check_losses,
     losses_of,
     rank,
     settled,
@@ -60,6 +61,7 @@ def heal(
     steps: int = 480,
     batch_size: int = 64,
     seed: int = 0,
+    watch: Callable[[str], None] | None = None,
 ) -> Healed:
     """Repair a network that was pruned, quantised or truncated, by seeds in the places that were hurt.
 
@@ -80,31 +82,44 @@ def heal(
         steps: steps of the optimizer for each of the networks that are trained.
         batch_size: examples in a step.
         seed: seed of the split, the batches and the seeds' weights.
+        watch: is told of each training as it begins, in a line of text.
 
     Raises:
-        InputError: in one sentence, if the model has no place for a seed, the intact network is of another shape, the data are
-            too few, or the budget is under the smallest seed
+        InputError: in one sentence, if the model has no place for a seed, a weight or a loss is not finite, the intact network is
+            of another shape, the data are too few, or the budget is under the smallest seed
     """
-    _check_numbers(model, steps, batch_size)
+    _check_numbers(model, steps, batch_size, seed)
+    check_weights(model, "the model")
     parts = split(examples_of(data).like(model), seed)
     host, masks = _permanent(model)
     sites = _sites(host, parts.train.at(slice(2)).x)
     case = settled(Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed))
+    check_losses(case)
     places = ranked(host, sites, parts.probe.at(slice(512)).x, intact)
     with tempfile.TemporaryDirectory() as folder:
-        grown = [_grown(case, sites, places, budget, rate, Path(folder) / str(rate)) for rate in RATES["adapters"]]
+        tried = _rates("the grown network", RATES["adapters"], watch)
+        grown = [_grown(case, sites, places, budget, rate, Path(folder) / str(rate)) for rate in tried]
         best = min(grown, key=lambda each: rank(each.trained))
         adapter = {file.name: file.read_bytes() for file in sorted(best.folder.iterdir())} if best.planted else {}
     size = best.trained.learned or int(budget * _size(host))
     places_of_all = list(sites.values())
-    adapted = [uniform_adapters(case, rate, places_of_all, size) for rate in RATES["adapters"]]
+    tried = _rates("uniform adapters", RATES["adapters"], watch)
+    adapted = [uniform_adapters(case, rate, places_of_all, size) for rate in tried]
     rivals = {"uniform adapters": [each for each in adapted if each is not None]}
-    rivals["all weights"] = [all_weights(case, rate) for rate in RATES["all weights"]]
+    rivals["all weights"] = [all_weights(case, rate) for rate in _rates("all weights", RATES["all weights"], watch)]
     networks = {"nothing": Trained(host, 0.0, 0, 0.0, 0.0), "grown": best.trained}
-    networks |= {name: min(tried, key=rank) for name, tried in rivals.items() if tried}
+    networks |= {name: min(trained, key=rank) for name, trained in rivals.items() if trained}
     rows, losses = table(case, networks)
     few, reasons = parts.held.at(slice(2)).x, (*best.explanations, *_remarks(parts, networks))
     return Healed(best.trained.network, rows, best.planted, reasons, adapter, losses, _size(host), few)
+
+
+def _rates(name: str, rates: tuple[float, ...], watch: Callable[[str], None] | None) -> Iterator[float]:
+    """The learning rates that a network is trained with; `watch` is told of each."""
+    for rate in rates:
+        if watch is not None:
+            watch(f"training {name} at learning rate {rate:g}")
+        yield rate
 
 
 def _remarks(parts: Parts, networks: Mapping[str, Trained]) -> list[str]:
@@ -126,13 +141,15 @@ def _sites(host: nn.Module, x: Any) -> FoundSites:
         raise InputError(f"{error.found}; give a network with submodules that return {streams} to others") from error
 
 
-def _check_numbers(model: Any, steps: Any, batch_size: Any) -> None:
+def _check_numbers(model: Any, steps: Any, batch_size: Any, seed: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; give an nn.Module")
     for name, value, least in (("steps", steps, DECISIONS), ("batch_size", batch_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             why = f", so that a growth has {DECISIONS} decisions" if name == "steps" else ""
             raise InputError(f"{name} is {value!r}; give a whole number of {least} or more{why}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"seed is {seed!r}; give a whole number of at least 0 and below {2**63}")
 
 
 class _Growth(NamedTuple):

@@ -178,6 +178,10 @@ def _joined(batches: Iterable[Any]) -> Examples:
             raise InputError(f"a batch of data is a {type(pair).__name__}; give (x, y) pairs")
     trees = [pytree.tree_map(_tensor, tuple(pair)) for pair in found]
     leaves, shapes = zip(*(pytree.tree_flatten(tree) for tree in trees), strict=True)
+    first = [leaf.shape[1:] if isinstance(leaf, Tensor) else None for leaf in leaves[0]]
+    for number, (own, shape) in enumerate(zip(leaves, shapes, strict=True)):
+        if shape != shapes[0] or [leaf.shape[1:] if isinstance(leaf, Tensor) else None for leaf in own] != first:
+            raise InputError(f"batch {number} of data has examples of another shape than batch 0; give all one shape")
     joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)]
     return Examples(*pytree.tree_unflatten(joined, shapes[0]))
 

@@ -41,6 +41,7 @@ def ranked(network: nn.Module, sites: Mapping[str, Site], x: Any, intact: nn.Mod
     else:
         if not isinstance(intact, nn.Module):
             raise InputError(f"intact is a {type(intact).__name__}; give an nn.Module, or leave it out")
+        check_weights(intact, "intact")
         _check_shape(intact, sites)
         try:
             before = _recorded(intact, sites, x)
@@ -50,6 +51,13 @@ def ranked(network: nn.Module, sites: Mapping[str, Site], x: Any, intact: nn.Mod
             ) from error
         places = [_by_drift(name, streams, before.get(name)) for name, streams in own.items()]
     return sorted(places, key=lambda place: -place.score)
+
+
+def check_weights(network: nn.Module, name: str) -> None:
+    """Raise InputError if a parameter holds NaN. Infinite ones may be masks."""
+    for path, parameter in network.named_parameters():
+        if parameter.is_floating_point() and not parameter.is_meta and parameter.isnan().any():
+            raise InputError(f"{path} of {name} holds NaN; give a network whose weights are numbers")
 
 
 def _check_shape(intact: nn.Module, sites: Mapping[str, Site]) -> None:

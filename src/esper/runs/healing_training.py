@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.survey import call, undisturbed
+from esper.leyline.errors import InputError
 from esper.leyline.keys import Purpose, scalar
 from esper.leyline.sites import Site
 from esper.runs.healed import Contender, half_width
@@ -107,6 +108,8 @@ def all_weights(case: Case, rate: float) -> Trained:
 def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> Trained | None:
     """A frozen copy with LoRA of one rank, at least 1, at every layer at or in a site, of about `size` parameters in all.
 
+    No rank is larger than its matrix.
+
     None if no layer there has a weight that can be adapted.
     """
     network = copy.deepcopy(case.host).requires_grad_(False)
@@ -117,7 +120,8 @@ def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int
     each = sum(len(weight) + weight[0].numel() for _, _, weight in weights)
     with drawn_with(scalar(Purpose.BIRTH, case.seed)):
         for part, name, weight in weights:
-            parametrize.register_parametrization(part, name, _LowRank(weight, max(round(size / each), 1)))
+            most = min(len(weight), weight[0].numel())  # a higher rank computes nothing more
+            parametrize.register_parametrization(part, name, _LowRank(weight, min(max(round(size / each), 1), most)))
     return _trained(network, case, rate, lambda x, y: None, still=True)
 
 
@@ -128,6 +132,17 @@ def settled(case: Case) -> Case:
         probe.settle(case.host)
     assert probe.way is not None
     return case._replace(way=probe.way)
+
+
+def check_losses(case: Case) -> None:
+    """Raise InputError if the damaged network has a loss that is not finite."""
+    losses = np.concatenate([losses_of(case.host, part, case) for part in case.parts])
+    if wrong := int((~np.isfinite(losses)).sum()):
+        what = "batches" if case.way == "whole" else "examples"
+        raise InputError(
+            f"the loss of the model is not finite on {wrong} of {len(losses)} {what}; leave out the examples with infinite "
+            "inputs, or give a model whose outputs are finite"
+        )
 
 
 def losses_of(network: nn.Module, examples: Examples, case: Case) -> NDArray[np.float64]:

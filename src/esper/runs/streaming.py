@@ -53,6 +53,8 @@ DEFAULT = (
 """Methods that are compared if none is named. All others are compared with the first one."""
 EVERY = 200
 """Updates between two saves of the state."""
+MOST = 1_000_000
+"""Most updates of a drawn stream, whose segments are held in memory."""
 _LARGEST = 2**32  # bytes of a file of the folder that are read
 _MEND = "name another folder, or replace the comparison with --overwrite"
 
@@ -98,7 +100,12 @@ def stream(
     folder = to_path(out, "out")
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"
+        ) from error
     lock = Lock(folder, watch or (lambda line: None))
     lock.take()
     try:
@@ -123,6 +130,8 @@ def _arguments(
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             why = ", so a stream has no segments" if name == "updates" else ""
             raise InputError(f"{name} is {show(value)}{why}; give a whole number of at least {least}")
+    if change != DATA and updates is not None and updates > MOST:
+        raise InputError(f"updates is {updates:,}; give at most {MOST:,}")
     if first + streams > len(RANGES[part]):
         raise InputError(f"first + streams is {first + streams:,}, but {part} has {len(RANGES[part]):,} streams")
     if not names or len(set(names)) < len(names):

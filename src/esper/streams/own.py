@@ -136,9 +136,10 @@ def own_streams(
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
     file = to_path(path, "data")
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise InputError(f"{file} is a single array; give a .npz file: {_FORM}")
+        arrays = np.load(file, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise InputError(f"{file} is a single array; give a .npz file: {_FORM}")
+        with arrays:
             return dict(arrays)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, InputError):
@@ -153,6 +154,8 @@ def _array(arrays: Mapping[str, Any], name: str) -> NDArray[Any]:
     found = np.asarray(arrays[name])
     if found.dtype == object:
         raise InputError(f"{name} are Python objects or rows of different lengths; {_FORM}")
+    if name in ("labels", "contexts") and found.dtype.kind in "fc" and np.isnan(found).any():
+        raise InputError(f"{name} hold nan; give each example one of the {name}, or leave it out")
     return found
 
 
@@ -164,6 +167,8 @@ def _features(arrays: Mapping[str, Any]) -> NDArray[np.float64]:
     wide = x.reshape(len(x), -1).astype(np.float64)
     if not np.isfinite(wide).all():
         raise InputError("features hold nan or infinite numbers; give finite ones")
+    if np.abs(wide).max() > np.finfo(np.float32).max:
+        raise InputError("features hold numbers beyond the range of float32; give them on a smaller scale")
     if wide.std() == 0:
         raise InputError("all features are equal; give features that vary")
     return wide
