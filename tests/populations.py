@@ -15,7 +15,7 @@ from esper.tolaria.play import Decision, Step
 MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
 
 
-def blobs(*, dtype=torch.float32, examples=160, classes=3, hidden=(3, 5), menu=MENU, stacks=True):
+def blobs(*, dtype=torch.float32, examples=160, classes=3, hidden=(3, 5), menu=MENU, stacks=True, frozen=False):
     """Noisy clusters, and a slim host with two slots."""
     generator = torch.Generator().manual_seed(5)
     y = torch.arange(examples) % classes
@@ -26,7 +26,7 @@ def blobs(*, dtype=torch.float32, examples=160, classes=3, hidden=(3, 5), menu=M
     def host():
         made = factory()
         made.stacks = stacks
-        return made.to(dtype)
+        return made.to(dtype).requires_grad_(not frozen)
 
     return task_from("blobs", x.to(dtype), y, host=host, classes=classes, menu=menu)
 

@@ -34,6 +34,7 @@ def space() -> Space:
         objective="metric",
         rent=0.0,
         rent_size=0,
+        frozen=np.zeros(ENVS, bool),
     )
 
 

@@ -132,6 +132,13 @@ def model_path(growth, name):
     return next(site.after for site in growth.population.sites if site.name == name)
 
 
+@pytest.mark.parametrize(("freeze", "frozen"), [("none", False), (["blocks.*"], False), ("host", True)])
+@pytest.mark.parametrize("mode", ["live", "reserve"])
+def test_the_controller_sees_whether_the_host_is_frozen(freeze, frozen, mode):
+    growth, _ = grown(decoder(), language, next_token, ["bypass-mlp"], steps=0, freeze=freeze, mode=mode)
+    assert growth.engine.view().space.frozen.tolist() == [frozen]
+
+
 def test_names_freeze_what_they_match_and_the_rest_trains():
     model = decoder()
     model.head.bias.requires_grad_(False)

@@ -30,6 +30,7 @@ def build_space(envs: int, slots: int, **fields: Any) -> Space:
         objective="metric",
         rent=0.0,
         rent_size=0,
+        frozen=np.zeros(envs, bool),
     )
     return space._replace(**fields)
 

@@ -17,7 +17,7 @@ from esper.tamiyo.baselines import RandomValid
 from esper.tasks.hosts import DamagedMLP
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
-from populations import MENU, Script, small_config
+from populations import MENU, Script, blobs, small_config
 
 HOSTS = (
     DamagedMLP(6, 8, (3, 5), 4, (False, False), (False, False)),
@@ -115,6 +115,20 @@ def test_what_is_padded_stays_exactly_zero():
                 stored = body.host.parameter(name, column)[env].clone()
                 stored[tuple(slice(0, k) for k in parameter.shape)] = 0
                 assert not stored.count_nonzero(), (env, name, column)
+
+
+def test_the_space_says_which_hosts_are_frozen_after_a_restart_too():
+    def sample(key):
+        made = problem(key)
+        return made._replace(host=lambda: made.host().requires_grad_(key != 1))
+
+    config = small_config(envs=4, twin=True)
+    engine, again = (VectorizedEngine(replace(mixture(), sample=sample), config) for _ in range(2))
+    assert engine.reset().space.frozen.tolist() == [False, True, False, False]
+    assert again.restore(unflatten(*flatten(engine.snapshot()))).space.frozen.tolist() == [False, True, False, False]
+    whole = VectorizedEngine(blobs(frozen=True), small_config(envs=2))
+    assert whole.reset().space.frozen.all()
+    assert not VectorizedEngine(blobs(), small_config(envs=2)).reset().space.frozen.any()
 
 
 def test_a_frozen_segment_never_moves_and_a_free_one_does():

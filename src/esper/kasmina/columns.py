@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from esper.leyline.view import Bools
+
 ALIGNED = 16
 """Parameters of a module that runs row by row start at multiples of this many numbers, which are 64 bytes. The rounding of a
 kernel may depend on the alignment of its operands, and a row must not depend on its index."""
@@ -88,6 +90,14 @@ class Columns:
     def trained_places(self) -> tuple[Place, ...]:
         """The parameters that train in some row."""
         return tuple(place for place in self.places if place.stop <= self.trained)
+
+    def frozen(self) -> Bools:
+        """(capacity,) whether no parameter of a row trains. It reads the device if rows differ in what trains."""
+        if "fixed" not in self.columns or not self.trained:
+            return np.full(self.capacity, not self.trained)
+        starts = [place.start for place in self.trained_places]
+        found: Bools = self.columns["fixed"][:, starts].all(1).cpu().numpy()
+        return found
 
     @property
     def capacity(self) -> int:

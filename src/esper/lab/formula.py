@@ -83,6 +83,7 @@ class FormulaPopulation:
             objective=config.reward.objective,
             rent=config.reward.rent,
             rent_size=config.reward.rent_size,
+            frozen=np.zeros(rows, bool),
             blends=np.arange(len(Blend)) == Blend.ADD,  # the formulas ignore the blend
         )
         self._draw_for(instance, 0)

@@ -196,6 +196,7 @@ class Space(NamedTuple):
         objective (str): first term of J, 'metric' or 'log_loss' (`reward.objective`)
         rent (float): price of parameters in J (`reward.rent`)
         rent_size (int): a smaller host pays rent as if it had this many parameters (`reward.rent_size`)
+        frozen ((E,) bool): whether no parameter of the host trains, so that only seeds do
         blends ((Bl,) bool): whether each `Blend` may be chosen
         heads (int): number of slots behind the last layer (`SlotSpec.head`); they are the last ones
     """
@@ -217,6 +218,7 @@ class Space(NamedTuple):
     objective: Literal["metric", "log_loss"]
     rent: float
     rent_size: int
+    frozen: Bools
     blends: Bools = np.ones(len(Blend), bool)
     heads: int = 0
 

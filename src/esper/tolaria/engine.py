@@ -443,7 +443,7 @@ def _validation_score(engine: Engine[P], measured: Measured) -> Floats:
 
 def _of_environments(space: Space, envs: int) -> Space:
     """Return the space of the environments alone, which come before their twins."""
-    of_rows = ("cost", "width", "number", "instance", "floor", "ceiling")
+    of_rows = ("cost", "width", "number", "instance", "floor", "ceiling", "frozen")
     return space._replace(**{name: getattr(space, name)[:envs] for name in of_rows})
 
 

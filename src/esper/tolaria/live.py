@@ -89,11 +89,13 @@ class LivePopulation:
             objective=config.reward.objective,
             rent=config.reward.rent,
             rent_size=config.reward.rent_size,
+            frozen=np.zeros(1, bool),  # set when growth begins
         )
 
     def begin(self, instance: Indices, episode: int) -> None:
         """The network as it is, which has no seeds yet."""
         assert not self.grafts.planted(), "an episode begins without seeds"
+        self.space = self.space._replace(frozen=np.array([self.grafts.trained_params() == 0]))
         self._episode = episode
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:

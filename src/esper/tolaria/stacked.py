@@ -307,13 +307,14 @@ class StackedPopulation:
         self.feed = self.data.feed
 
     def _survey(self) -> None:
-        """Copy the costs and widths of the hosts into the space."""
+        """Copy the costs and widths of the hosts into the space, and which of them are frozen."""
         self.space = self.space._replace(
             cost=self.body.table.cost.copy(),
             width=self.body.table.taps[..., HERE].copy(),
             instance=self.data.instance,
             floor=self.data.bounds[:, 0],
             ceiling=self.data.bounds[:, 1],
+            frozen=self.body.host.frozen(),
         )
 
 
@@ -339,6 +340,7 @@ def _space(
         objective=config.reward.objective,
         rent=config.reward.rent,
         rent_size=config.reward.rent_size,
+        frozen=np.zeros(len(instance), bool),  # set when the hosts are built
         heads=sum(slot.head for slot in body.slots),
     )
 
