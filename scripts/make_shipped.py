@@ -345,6 +345,7 @@ def main() -> None:
         "margin": MARGIN,
         "skip_after": SKIP_AFTER,
         "several": True,
+        "frozen": True,
         "expected": EXPECTED,
         "found": FOUND,
         "tried": tried(host, 0.01),

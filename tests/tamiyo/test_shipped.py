@@ -20,7 +20,8 @@ from esper.runs.configuration import growth_config
 from esper.runs.contenders import named
 from esper.runs.resume import read_config
 from esper.tamiyo import shipped as module
-from esper.tamiyo.plans import BYPASS, HERE, HIDDEN, LINEAR, NONE, RANKS, UNIFORM
+from esper.tamiyo.handover import HANDED
+from esper.tamiyo.plans import BYPASS, HERE, HIDDEN, LINEAR, NONE, PLACED, RANKS, SEVERAL, SKIP, UNIFORM
 from esper.tamiyo.shipped import FOLDER, LARGE, SMALL, Option, Shipped, card_of, choose, facts_of, options, versions
 from esper.tasks.catalog import get_task
 from esper.tasks.dense import BridgedMLP
@@ -102,6 +103,29 @@ def test_on_frozen_hosts_with_one_damaged_block_or_none_all_versions_plant_the_s
     ).reset()
     picks = [Shipped(version).pick(view) for version in versions()]
     assert len({(tuple(each.plans), tuple(each.slot.ravel()), tuple(each.reasons)) for each in picks}) == 1
+
+
+def picked(version: str, task: esper.Task, menu: list[str], **probe: Any) -> tuple[list[Any], ...]:
+    ours = {**VECTORS, "blueprints": menu, "probe": {"sensors_every": 1, **probe}}
+    picks = Shipped(version).pick(VectorizedEngine(task, build_config(task.defaults, SHORT, ours)).reset())
+    return list(picks.plans), picks.slot.tolist(), list(picks.reasons)
+
+
+def test_larger_seeds_in_the_menu_change_nothing_on_a_frozen_host_from_version_2_on() -> None:
+    small, large = VECTORS["blueprints"], ["bypass-linear", "bypass-mlp", "skip-mlp"]
+    plans, *_ = picked("shipped-2", frozen(), small)
+    assert set(plans) <= {UNIFORM, *PLACED, SEVERAL}
+    assert picked("shipped-2", frozen(), [*large, *small]) == picked("shipped-2", frozen(), small)
+    assert picked("shipped-1", frozen(), [*small, *large])[0] == [SKIP, SKIP]
+    without_dead = picked("shipped-2", frozen(), [*small, *large], sensors=["participation"])
+    assert without_dead[0] == [HANDED, HANDED], "the rule reads the shares of dead units"
+
+
+def test_on_a_host_that_trains_larger_seeds_in_the_menu_lead_to_the_rule() -> None:
+    host = BridgedMLP(4, 12, (12,) * 3, 2, (False,) * 3, entry=True)
+    task = _task(host, torch.randn(96, 4, generator=torch.Generator().manual_seed(0)))
+    assert picked("shipped-2", task, [*VECTORS["blueprints"], "bypass-linear"])[0] == [HANDED, HANDED]
+    assert picked("shipped-2", task, VECTORS["blueprints"]) == picked("shipped-2", frozen(), VECTORS["blueprints"])
 
 
 @pytest.mark.parametrize("kind", ["map", "sequence"])

@@ -17,8 +17,20 @@ from esper.leyline.view import Bools, Floats, View
 from esper.tamiyo.forest import load_forests
 from esper.tamiyo.handover import HANDED, Handover, SkipWhereWeak
 from esper.tamiyo.healing_features import FEATURES, slot_features, table
-from esper.tamiyo.placement import Collapse, Picks, padded
-from esper.tamiyo.plans import HERE, LARGER, NONE, PLACED, SEVERAL, SKIP, UNIFORM, Plan, indices, stream_slots
+from esper.tamiyo.placement import Collapse, Picks, padded, sensor
+from esper.tamiyo.plans import (
+    HERE,
+    LARGER,
+    NONE,
+    PLACED,
+    SEVERAL,
+    SKIP,
+    UNIFORM,
+    Plan,
+    indices,
+    inner_slots,
+    stream_slots,
+)
 from esper.tamiyo.several import Sites
 
 NAME = "shipped"
@@ -82,6 +94,9 @@ class Shipped(Handover):
     of its plans fits, to `SkipWhereWeak` (`skip_after`), and where the budget is small, it does what `Sites` does in hosts of
     which that names several damaged blocks (`several`). Version 1 does neither: where a skip may be planted it plants that,
     elsewhere what the trees expect most of.
+
+    Since version 2, larger seeds in the menu change nothing on a host that is frozen, as on `heal-full`, where the shares of dead
+    units are measured, which the rule reads.
     """
 
     def __init__(self, name: str = NAME, config: Config | None = None) -> None:
@@ -89,6 +104,7 @@ class Shipped(Handover):
         self.version = resolved(name)
         facts, config = facts_of(self.version), config or Config()
         wait, self.several = facts.get("skip_after"), bool(facts.get("several"))
+        self.ignores_larger = bool(facts.get("frozen"))  # on hosts that are frozen
         super().__init__(None if wait is None else SkipWhereWeak(config.heuristic, config.gates, wait))
         self._asked = config.probe.sensors_every is not None  # by the config, and not only as often as this needs them
         path = FOLDER / f"{self.version}.safetensors"
@@ -107,7 +123,7 @@ class Shipped(Handover):
             [plantable(view, option) for option in options(LARGE, slots) if option.plan != NONE]
         )
         others = [at for at, option in enumerate(known) if option.plan != NONE]
-        fits = np.isfinite(small[:, others]).any(1) & ~skip & ~large
+        fits = np.isfinite(small[:, others]).any(1) & (self._only_small(view) | ~(skip | large))
         if self.rule is None:
             more = self.gains(view, LARGE)
         choices: list[tuple[Plan, tuple[int, ...], str]] = []
@@ -161,6 +177,11 @@ class Shipped(Handover):
                 "the version of Esper that began it (environment.json), or start a new run"
             )
         super().load_state(state)
+
+    def _only_small(self, view: View) -> Bools:
+        """(E,) whether only small seeds are planted, whatever else the menu has."""
+        measured = np.isfinite(sensor(view, "dead")) & inner_slots(view.space)
+        return np.asarray(view.space.frozen & measured.any(1) & self.ignores_larger)
 
     def _several(self, view: View) -> dict[int, tuple[Plan, tuple[int, ...], str]]:
         """What `Sites` plants in the environments where it names several damaged blocks, in versions that ask it."""
