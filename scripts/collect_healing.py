@@ -74,6 +74,7 @@ FIRST: Mapping[str, int] = {
     "card": heal.RANGES["heldout"].start + 40960,
     "learners": heal.RANGES["heldout"].start + 46080,
     "ends": heal.RANGES["heldout"].start + 21888,
+    "menu": heal.RANGES["heldout"].start + 27648,
     "further": heal.RANGES["heldout"].start + 57344,
     "decisions": heal.RANGES["heldout"].start + 61440,
     "packages": heal.RANGES["heldout"].start + 63488,
