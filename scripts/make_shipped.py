@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import confirm_full_menu as full
 import numpy as np
 import torch
 from collect_healing import LAST_BLOCK, SOURCES, Floats, collected, features, kept, views
@@ -349,7 +350,10 @@ def main() -> None:
         "expected": EXPECTED,
         "found": FOUND,
         "tried": tried(host, 0.01),
+        "expected_full": full.EXPECTED,
+        "found_full": full.FOUND,
         "kinds": [healed(asked.folder, training), trained(place, host, grown)],
+        "full_menu": full.full_menu(asked.folder / "full-menu"),
         "confirmed": [each.facts() for each in grown],
     }
     write(facts, Forests(tuple(FEATURES), fitted(training, np.ones(len(training.x), bool))))
