@@ -145,7 +145,7 @@ def placed_by_rules(seen: Sequence[View], objective: dict[str, Floats]) -> dict[
     """J of the rules, which plant one of the plans, and under "choice" the index of the plan of `collapse` in the options."""
     known, found = options(SMALL, seen[0].space.width.shape[1]), {}
     for name, rule in RULES.items():
-        placed = [Option(*each) for each in picks(rule(), seen)]
+        placed = [Option(each.plan, each.slot) for each in picks(rule(), seen)]
         found[name] = np.array([objective[name_of(option)][case] for case, option in enumerate(placed)])
         found[f"choice of {name}"] = np.array([known.index(option) for option in placed])
     return found

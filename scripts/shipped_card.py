@@ -111,7 +111,7 @@ def _full_menu(facts: Mapping[str, Any]) -> str:
         first, last, cases = each["keys"]
         lines += [
             f"{cases} cases, {each['hosts']}, keys {first:,} to {last:,}, on {each['networks']} hosts. J of `shipped`: "
-            f"{each['objective']['shipped']:.3f}. It plants otherwise than `{FULL_RULE}` in {each['otherwise']} of them, at "
+            f"{each['objective']['shipped']:.3f}. It plants otherwise than `collapse` in {each['otherwise']} of them, at "
             f"several damaged blocks in {each['several']}.",
             "",
             "| the other controller | its J | `shipped` gains, points of J [95 %] | `shipped` is |",
@@ -206,9 +206,9 @@ LOSSES = (
 FULL_MENU = """## Trained, frozen networks with the full menu
 
 [`heal-full`](hosts.md#the-full-menu-heal-full) has the networks of `heal`, a slot behind the head as well, and a menu with larger
-seeds. `shipped` plants there what it plants on `heal`, by trees that were fitted on `heal`. The rule in the table at the top is
-`{rule}`, the best one there on [earlier cases](benchmarks/heal.md#the-full-menu). The cases are fresh, with two starts, and
-nothing was chosen by their figures. This was committed before one of them was grown:
+seeds. `shipped` plants there what it plants on `heal`, by trees that were fitted on `heal`. The table at the top compares it
+with `{rule}`, the best controller there on [earlier cases](benchmarks/heal.md#the-full-menu). The cases are fresh, with two
+starts, and nothing was chosen by their figures. This was committed before one of them was grown:
 
 > {expected_full}
 
@@ -237,7 +237,8 @@ grows, and by which seeds. Use it with `esper grow TASK --controller shipped`, o
 ## In short
 
 *J* is the accuracy of the network on the test split less a rent for the parameters that it has grown (.1 for as many as the
-host has). One *point* is .01 of J. The *rule* is the simple controller that is the best known one for such hosts.
+host has). One *point* is .01 of J. The *rule* is the simple controller that is the best known one for such hosts, and with the
+full menu the trees of `--controller tree`, which were the best known controller there.
 The interval is the 95 % interval of the mean difference on the same hosts. Where families of data or kinds of damage were
 left out of the training, this table has the worse of the two figures.
 

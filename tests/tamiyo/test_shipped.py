@@ -76,7 +76,9 @@ def test_what_confirms_a_version_was_grown_for_no_version_before_and_is_no_train
         used += [(a, b) for kind in facts["kinds"] for a, b, _ in kind["training"].values()]
         for first, last, _ in (each["keys"] for each in facts["confirmed"]):
             assert all(last < a or b < first for a, b in used)
-        used += [tuple(each["keys"][:2]) for each in facts["confirmed"]]
+        for first, last, _ in (each["keys"] for each in facts.get("full_menu", [])):
+            assert all(last < a or b < first for a, b in used)
+        used += [tuple(each["keys"][:2]) for each in (*facts["confirmed"], *facts.get("full_menu", []))]
 
 
 @pytest.mark.parametrize(("width", "blocks"), [(5, 1), (12, 3), (30, 7)])

@@ -16,6 +16,8 @@ from esper.tamiyo.healing_features import TAUGHT_FEATURES, slot_features, table
 from esper.tamiyo.placement import Collapse, DriftRise, ParticipationDrop, Placement, Uniform
 from esper.tamiyo.plans import FURTHER, PLACED, UNIFORM, choices_of, placed_plans, plans_of
 from esper.tamiyo.schedule import Entry, Schedule
+from esper.tamiyo.several import Sites
+from esper.tamiyo.shipped import Shipped
 from esper.tamiyo.tree_fitting import fit_trees
 from esper.tamiyo.trees import Trees, options_of
 from esper.tasks.catalog import TASKS, get_task
@@ -117,7 +119,7 @@ def test_the_plans_cover_both_ends_and_those_of_heal_are_what_they_were() -> Non
     assert names <= singles | {"low-rank", "bypass-rank-1"}  # which other plans of one seed stand for
 
 
-@pytest.mark.parametrize("rule", [Uniform, ParticipationDrop, Collapse, DriftRise, Trees])
+@pytest.mark.parametrize("rule", [Uniform, ParticipationDrop, Collapse, Sites, DriftRise, Trees, Shipped])
 def test_rules_and_trees_plant_what_they_plant_on_heal(rule: type[Placement]) -> None:
     keys = list(range(8))
     small, full = (rule().pick(opened(f"heal{name}-taught", keys)) for name in ("", "-full"))
