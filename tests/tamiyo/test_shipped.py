@@ -158,6 +158,17 @@ def test_the_trees_replace_the_rule_by_a_margin_alone_and_never_by_bypasses_ever
     assert choose(found, gains, [Option(BYPASS, 0)] * 3)[1].tolist() == [at_0, at_1, at_0]
 
 
+@pytest.mark.parametrize("fact", module.CASES)
+def test_stored_results_of_a_version_that_decides_otherwise_are_not_reused(
+    fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, facts = named("shipped").content, dict(facts_of(versions()[-1]))
+    assert before != named("shipped-1").content
+    del facts[fact]
+    monkeypatch.setattr(module, "facts_of", lambda version: facts)
+    assert named("shipped").content != before
+
+
 def test_the_options_of_a_host_name_slots_that_it_has() -> None:
     assert options(SMALL, 1)[:2] == [Option(UNIFORM), Option(NONE)]
     assert options(SMALL, 1)[-1] == Option(HERE, 0)

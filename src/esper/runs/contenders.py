@@ -23,7 +23,7 @@ from esper.simic.rewards import objective
 from esper.store.reading import read_named
 from esper.tamiyo.catalog import CONTROLLERS, episodes_of, get_controller, settings_of, trained, with_sensors
 from esper.tamiyo.controller import FACTS, WEIGHTS
-from esper.tamiyo.shipped import facts_of, is_shipped, resolved
+from esper.tamiyo.shipped import deciding, is_shipped, resolved
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, play
 
@@ -85,7 +85,7 @@ def named(name_or_path: str) -> Contender:
     path, folder, content = Path(name_or_path), trained(name_or_path), hashlib.sha256()
     parts = [Path(FACTS), Path(WEIGHTS)] if folder is not None else [Path()]
     if is_shipped(name_or_path):
-        content.update(facts_of(name_or_path)["digest"].encode())
+        content.update(deciding(name_or_path).encode())
     for part in [] if name_or_path in CONTROLLERS else parts:
         file = (folder or path) / part
         if file.is_file():

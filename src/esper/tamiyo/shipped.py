@@ -39,6 +39,8 @@ FOLDER = Path(__file__).parent / "cards"
 SMALL, LARGE = "small", "large"
 GROUPS: Mapping[str, tuple[Plan, ...]] = {SMALL: (UNIFORM, *PLACED), LARGE: (NONE, *LARGER)}
 """The plans of each group. For each but the first the file has a model GROUP/PLAN: its gain in J over the first."""
+CASES = ("skip_after", "several", "frozen")
+"""The facts of a version that say in which cases of hosts something else than the trees decides. A version may lack them."""
 MARGIN = 0.02
 """The trees replace the choice of the rule where they expect so much more in J. It was chosen on training cases."""
 
@@ -55,6 +57,11 @@ def facts_of(version: str) -> Mapping[str, Any]:
     """The facts of a version: what it was trained on, where it was measured, and the digest of its arrays."""
     facts: Mapping[str, Any] = json.loads((FOLDER / f"{version}.json").read_text(encoding="utf-8"))
     return facts
+
+
+def deciding(version: str) -> str:
+    """The facts that decide in a version beside its code, as JSON: the digest of its arrays, and which cases it has."""
+    return json.dumps({name: facts_of(version).get(name) for name in ("digest", *CASES)})
 
 
 def card_of(version: str) -> str:
