@@ -116,7 +116,7 @@ STUDIES: Mapping[str, Study] = {
         "heldout",
         320,
         480,
-        (BEST, "participation"),
+        (BEST, "participation", "collapse"),
         residual=64,
         fits={"tree (taught)": TAUGHT_FEATURES, LEFT_OUT: FEATURES},
         timed=BEST,
