@@ -358,6 +358,13 @@ def choose(rows: Bools, one: Any, other: Any) -> Any:
     return map_arrays(lambda x, y: np.where(rows.reshape(-1, *(1,) * (y.ndim - 1)), x, y), one, other)
 
 
+def sensor(view: View, name: str) -> Floats:
+    """The values (E, S) of a growth sensor; nan where the space does not have it."""
+    if name not in view.space.sensors:
+        return np.full(view.seeds.stage.shape, np.nan)
+    return view.measurements.sensors[..., view.space.sensors.index(name)]
+
+
 def read_only(record: Any) -> Any:
     """The record with read-only views of its arrays."""
     return map_arrays(_read_only, record)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from esper.leyline.view import Floats, View
+from esper.leyline.view import Floats, View, sensor
 from esper.tamiyo.heuristic import relative_metric
 from esper.tamiyo.plans import stream_slots
 
@@ -41,11 +41,11 @@ def slot_features(view: View, taught: bool) -> dict[str, Floats]:
 
     S are the slots in front of the last layer.
     """
-    names, sensors = view.space.sensors, view.measurements.sensors[:, : stream_slots(view.space)]
-    shape = sensors.shape[:2]
+    slots = stream_slots(view.space)
+    shape = len(view.seeds.stage), slots
 
     def read(name: str) -> Floats:
-        return sensors[..., names.index(name)] if name in names else np.full(shape, np.nan)
+        return sensor(view, name)[:, :slots]
 
     found = {name: read(name) for name in SHARES}
     found["drop"] = _log(found["participation"]) - _log(found["participation_before"])

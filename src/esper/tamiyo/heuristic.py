@@ -16,7 +16,7 @@ from esper.leyline.config import GatesConfig, HeuristicConfig
 from esper.leyline.masks import complete, defaults
 from esper.leyline.stages import Stage
 from esper.leyline.text import nothing_planted
-from esper.leyline.view import Bools, Floats, Outcome, View
+from esper.leyline.view import Bools, Floats, Outcome, View, sensor
 from esper.tamiyo.baselines import Rule
 
 DEAD = 0.02
@@ -204,9 +204,9 @@ class Heuristic(Rule):
         config, measured, space = self.config, view.measurements, view.space
         may: Bools = np.asarray(view.masks.blueprint.any(2))
         share = relative_metric(measured.metric, space.floor, space.ceiling)[:, None]
-        inner = _sensor(view, "participation_inner")
+        inner = sensor(view, "participation_inner")
         blind: Bools = np.asarray(np.isnan(inner).all(1, keepdims=True))
-        if may.any() and not np.isnan(_sensor(view, "participation")).all():
+        if may.any() and not np.isnan(sensor(view, "participation")).all():
             self._blind = bool(blind.all())
         narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
         none = ~narrow.any(1, keepdims=True)
@@ -327,14 +327,6 @@ def _rent(view: View) -> Floats:
     left = np.maximum(size - np.where(planted >= 0, price, 0), 1)
     rent: Floats = space.rent * np.log(size / left)
     return rent
-
-
-def _sensor(view: View, name: str) -> Floats:
-    """The values (E, S) of a growth sensor; nan where the space does not have it."""
-    names = view.space.sensors
-    if name not in names:
-        return np.full(view.seeds.stage.shape, np.nan)
-    return view.measurements.sensors[..., names.index(name)]
 
 
 def _first_that_fits(names: Sequence[str], view: View) -> Ints:

@@ -17,7 +17,7 @@ from esper.leyline.actions import Actions, Head, Ints, Op
 from esper.leyline.masks import complete, defaults
 from esper.leyline.text import nothing_planted
 from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Bools, Floats, Outcome, View
+from esper.leyline.view import Bools, Floats, Outcome, View, sensor
 from esper.tamiyo.baselines import Rule
 from esper.tamiyo.plans import BYPASS, HERE, MIXED, UNIFORM, Placed, Plan, inner_slots, stream_slots, wished
 
@@ -390,11 +390,3 @@ def _reasons(view: View, picks: Picks, wish: Ints) -> list[str]:
             fits = any(name in menu for name in names)
             reasons[env] += f", but {'no slot fits' if fits else 'the menu has no'} {' or '.join(names)}"
     return reasons
-
-
-def sensor(view: View, name: str) -> Floats:
-    """The values (E, S) of a growth sensor; nan where the space does not have it."""
-    names = view.space.sensors
-    if name not in names:
-        return np.full(view.seeds.stage.shape, np.nan)
-    return view.measurements.sensors[..., names.index(name)]

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
-from esper.leyline.view import Bools, Floats, View
+from esper.leyline.view import Bools, Floats, View, sensor
 from esper.tamiyo.forest import load_forests
 from esper.tamiyo.handover import HANDED, Handover, SkipWhereWeak
 from esper.tamiyo.healing_features import FEATURES, slot_features, table
-from esper.tamiyo.placement import Collapse, Picks, padded, sensor
+from esper.tamiyo.placement import Collapse, Picks, padded
 from esper.tamiyo.plans import (
     HERE,
     LARGER,
