@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Op
-from esper.leyline.view import Bools, Floats, View
-from esper.tamiyo.placement import CUT, RISE, Collapse, DriftRise, Picks, Placement, padded, sensor
+from esper.leyline.view import Bools, Floats, View, sensor
+from esper.tamiyo.placement import CUT, RISE, Collapse, DriftRise, Picks, Placement, padded
 from esper.tamiyo.plans import MIXED, SEVERAL, inner_slots
 
 PULL = 2.5
@@ -46,12 +46,12 @@ class Sites(Placement):
         for env, own in enumerate(taught):
             rule = rules[own]
             plan, at, why = rule.plans[env], int(rule.slot[env]), rule.reasons[env]
-            further, how = np.flatnonzero(named[env] & (np.arange(len(inner[env])) != at)), "is damaged too"
+            further, too = np.flatnonzero(named[env] & (np.arange(len(inner[env])) != at)), "there is damage at {} too"
             if not len(further) and not dead[env, at]:
-                further, how = strongest(pull[env], at), "has {:.1f} times the median gradient of a bypass"
+                further, too = strongest(pull[env], at), "{} has {:.1f} times the median gradient of a bypass"
             if plan == MIXED and len(further):
                 names = " and ".join(view.space.slots[slot] for slot in further)
-                plan, why = SEVERAL, f"{why}, and {names} {how.format(pull[env, further[0]])}"
+                plan, why = SEVERAL, f"{why}, and {too.format(names, pull[env, further[0]])}"
                 slots.append(tuple(sorted([at, *further.tolist()])))
             else:
                 slots.append((at,))
