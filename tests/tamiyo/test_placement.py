@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import esper
 from esper.leyline.actions import Actions, Op
 from esper.leyline.config import build_config
 from esper.leyline.config_sections import SENSOR_FAMILIES
@@ -16,6 +18,7 @@ from esper.leyline.stages import Stage
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import View
 from esper.tamiyo.catalog import PLACEMENTS, get_controller, settings_of, with_sensors
+from esper.tamiyo.handover import Handover
 from esper.tamiyo.placement import Collapse, DriftRise, Picks, Placement, Uniform
 from esper.tamiyo.plans import BYPASS, HERE, MIXED, NONE, SEVERAL, UNIFORM
 from esper.tasks.damage import DamageKind
@@ -254,6 +257,26 @@ def test_a_menu_without_what_a_plan_needs_is_named() -> None:
     client = Uniform()
     client.act(engine.reset())
     assert client.explain() == ["nothing was planted: every block gets a bypass, but the menu has no bypass-rank-1"]
+
+
+@pytest.mark.parametrize("name", [*PLACEMENTS, "tree", "shipped-1", "trials:tree", "shipped-2"])
+def test_a_host_whose_only_slot_lies_behind_the_last_layer_has_no_place_to_choose(name: str) -> None:
+    x = torch.randn(120, 3, generator=torch.Generator().manual_seed(0))
+    task = esper.task("three", x, x.argmax(1), host=only_a_head, menu=["bypass-rank-1", "low-rank"])
+    config = build_config(task.defaults, settings_of(name), {"envs": 2, "steps": 4, "baselines": []})
+    client = get_controller(name, config)
+    assert isinstance(client, Placement)
+    engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
+    view = engine.reset()
+    play(engine, client)
+    if isinstance(client, Handover) and client.rule is not None:
+        assert (client.package(view) == -1).all(), "the rule heuristic decides"
+    else:
+        assert {(entry["step"], entry["blueprint"]) for entry in engine.fates.plantings} == {(0, "bypass-rank-1")}
+
+
+def only_a_head() -> esper.SegmentedHost:
+    return esper.SegmentedHost([nn.Linear(3, 3), nn.Identity()], [esper.SlotSpec("head", after=0, width=3, head=True)])
 
 
 def test_the_heal_tasks_have_one_folder_of_hosts(tmp_path: Path) -> None:

@@ -117,6 +117,12 @@ class Handover(Placement):
         merged: Actions = choose(self._handed, ruled, actions)
         return merged
 
+    def unplaced(self, view: View) -> Picks:
+        """HANDED, if there is a rule."""
+        envs = len(view.masks.op)
+        handed = Picks([HANDED] * envs, np.full(envs, -1), [""] * envs)
+        return super().unplaced(view) if self.rule is None else handed
+
     def sensing(self) -> bool:
         """Whether the rule has an environment; the placement itself reads sensors at the first decision alone."""
         return self._handed is None or bool(self._handed.any())

@@ -100,8 +100,18 @@ class Placement(Rule):
     def act(self, view: View) -> Actions:
         """The first decision of a step."""
         if view.step == 0 or self._wish is None:
-            self._begin(view, self.pick(view))
+            self._begin(view, self.pick(view) if self.chooses(view) else self.unplaced(view))
         return self._decide(view)
+
+    def chooses(self, view: View) -> bool:
+        """Whether there are places to choose from: a rule on sensors compares slots in front of the last layer."""
+        return not self.sensors_every or stream_slots(view.space) > 0
+
+    def unplaced(self, view: View) -> Picks:
+        """What to plant where there are no places to choose from: UNIFORM."""
+        envs = len(view.masks.op)
+        why = "no slot lies in front of the last layer, so every block gets a bypass"
+        return Picks([UNIFORM] * envs, np.full(envs, -1), [why] * envs)
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """The next decisions of the step; None where no environment has any."""

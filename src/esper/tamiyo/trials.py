@@ -64,7 +64,7 @@ class Trials(Placement):
 
     def proposals(self, view: View) -> Proposed | None:
         """The first candidates of every environment, at the first decision of an episode."""
-        if view.step and self._wish is not None:
+        if (view.step and self._wish is not None) or not self.chooses(view):
             return None
         self._ranking = [choices[: self.config.candidates] for choices in self.rule.ranking(view)]
         space, measured = view.space, view.measurements
