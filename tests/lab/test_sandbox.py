@@ -207,7 +207,7 @@ def brute_force(sandbox: Sandbox) -> np.ndarray:
             {"lifecycle": {"tempos": [0, 1]}, "gates": {"min_training_steps": 0, "min_holding_steps": 0}},
         ),
         (
-            6,
+            5,
             [(0, 0), (2, 0)],
             {
                 "lifecycle": {"tempos": [0, 1], "min_prune_age": 9},
