@@ -51,7 +51,7 @@ def test_a_learner_reaches_the_optimum_of_the_sandbox_within_five_percent(soluti
 def test_a_learner_that_cannot_see_the_sandbox_gets_less_than_half_of_the_optimum(solution):
     sandbox = Sandbox(GROWTH, {"seed": SEED})
     policy, client = learner(sandbox)
-    train(sandbox, Blindfolded(client), 30)
+    train(sandbox, Blindfolded(client), 20)
     assert score(solution, Blindfolded(Learned(policy))) < 0.5
 
 
