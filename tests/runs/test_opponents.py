@@ -5,18 +5,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from esper.leyline.config import build_config
 from esper.leyline.errors import InputError
 from esper.leyline.opponents import FITTED, ORACLE, SEARCHED, Opponents, Reference
 from esper.runs.contenders import Contender, named, trainings
-from esper.runs.design import Grower, stacked
+from esper.runs.design import Design, Grower, stacked
 from esper.runs.evaluation import run_evaluation
-from esper.runs.opponents import check_opponents, enter, search_budget
+from esper.runs.opponents import check_opponents, enter, fitted_tree, search_budget
+from esper.runs.plan_menu import space_of
 from esper.runs.plan_search import EPISODES
 from esper.runs.statistics import best_by_others, interval, mean, mean_difference, share_of_headroom
 from esper.store.files import to_json
 from esper.tamiyo.baselines import Never
+from esper.tamiyo.plans import UNIFORM, choices_of
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair
+from populations import blobs
 
 SHORT = {
     "steps": 5,
@@ -149,6 +153,21 @@ def test_trees_are_fitted_where_a_budget_is_given_and_large_enough():
     assert [each.fitted for each in entered] == [False, False, True]
     assert "a search budget is given" in entered[0].absent[FITTED]
     assert "fitting needs 32" in entered[1].absent[FITTED]
+
+
+def test_trees_are_fitted_on_as_many_instances_as_the_budget_has_for_every_plan_and_what_they_grew_is_reused(
+    tmp_path, monkeypatch
+):
+    task, short = blobs(menu=("bypass-rank-1",)), [{"steps": 1}]
+    plans = choices_of(space_of(task, short))
+    grower = Grower.of(Design.of(task, short, 1, "heldout", 0, 1), tmp_path, None, None)
+    budget = search_budget([], 32 * len(plans) + 1)
+    fitted = fitted_tree(grower, budget)
+    assert fitted.episodes == 32 * len(plans)
+    client = fitted.make(build_config(task.defaults))
+    assert set(client.forests.models) == {placed.plan.name for placed in plans} - {UNIFORM.name}
+    monkeypatch.setattr("esper.runs.plan_search.grow_contender", None)
+    assert fitted_tree(grower, budget).content == fitted.content
 
 
 @pytest.mark.parametrize("names", [None, [FITTED]])

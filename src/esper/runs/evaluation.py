@@ -217,11 +217,7 @@ def _compared(grower: Grower, contenders: Sequence[Contender], asked: Beside, fo
 
 def _opponents(grower: Grower, entered: Entered, budget: Budget) -> list[Contender]:
     """Return the opponents on the task itself."""
-    design = grower.design
-    if not entered.fitted:
-        return list(entered.rules)
-    fitted = fitted_tree(design.task, design.settings, budget, grower.kept, grower.watch, grower.pace, grower.actors)
-    return [*entered.rules, fitted]
+    return [*entered.rules, fitted_tree(grower, budget)] if entered.fitted else list(entered.rules)
 
 
 def _references(grower: Grower, asked: Beside, folder: Path | None) -> list[tuple[Grower, Contender]]:

@@ -11,13 +11,11 @@ import numpy as np
 from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.opponents import FITTED, ORACLE, SEARCHED, Reference
-from esper.leyline.pace import Pace
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.leyline.view import Space
-from esper.runs.contenders import ROWS, Contender, Say, named, tell
-from esper.runs.evaluation_work import EvaluationActors
-from esper.runs.kept import Kept
+from esper.runs.contenders import ROWS, Contender, named, tell
+from esper.runs.design import Grower
 from esper.runs.plan_menu import UNMEASURED, Candidate, space_of
 from esper.runs.plan_search import EPISODES, grow_abreast
 from esper.tamiyo.catalog import KEEPS, PLACEMENTS
@@ -177,25 +175,20 @@ def oracle_plans(space: Space) -> list[Candidate]:
     return [Candidate(placed.words(space), placed, UNMEASURED) for placed in plans]
 
 
-def fitted_tree(
-    task: AnyTask,
-    settings: Sequence[Mapping[str, Any]],
-    budget: Budget,
-    kept: Kept,
-    watch: Say | None,
-    pace: Pace | None,
-    actors: EvaluationActors | None = None,
-) -> Contender:
+def fitted_tree(grower: Grower, budget: Budget) -> Contender:
     """Return a controller of trees that are fitted on training instances, with all episodes of the budget that go into them.
+
+    grower: of the task, with the settings that the contenders share.
 
     Every plan that trees choose from is grown on the same instances, with one seed; J is computed on the probe split. The
     features are those of `tree`, and the drifts from the intact network where the task declares the rule `drift`.
     """
+    task, settings = grower.design.task, grower.design.settings
     plans = choices_of(space_of(task, settings))
     count = budget.episodes // len(plans)
     keys = np.array(task.keys("training")[:count])
     names = TAUGHT_FEATURES if "drift" in task.opponents.rules else FEATURES
-    tell(watch, f"{task.name}: {FITTED}, {counted(len(plans), 'plan')} on {counted(count, 'training instance')}")
+    tell(grower.watch, f"{task.name}: {FITTED}, {counted(len(plans), 'plan')} on {counted(count, 'training instance')}")
     x, chunks = [], [keys[start : start + ROWS] for start in range(0, count, ROWS)]
     for chunk in chunks:
         layer = {"task": task.name, "envs": len(chunk), "baselines": [], "probe": {"sensors_every": 2**20}}
@@ -204,7 +197,7 @@ def fitted_tree(
     asked = [
         ([Candidate(placed.name, placed, UNMEASURED)], chunk) for chunk, placed in itertools.product(chunks, plans)
     ]
-    grown = grow_abreast(task, asked, settings, "training", kept, pace, actors)
+    grown = grow_abreast(task, asked, settings, "training", grower.kept, grower.pace, grower.actors)
     objective = {placed: np.concatenate([own[0] for own in grown[at :: len(plans)]]) for at, placed in enumerate(plans)}
     forests = Forests(tuple(names), fit_trees(np.concatenate(x), objective), count * len(plans))
     return Contender(
