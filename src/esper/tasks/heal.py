@@ -195,18 +195,14 @@ def heal(hosts: HostSet = VECTORS) -> Mixture:
 
 def heal_taught(hosts: HostSet = VECTORS) -> Mixture:
     """The instances of `heal` with the intact networks, so that `drift` is measured: what each slot lost by the damage."""
-    mixture = _mixture(hosts, "-taught", TAUGHT, hosts.rates[0], _damaged(frozen=True), frozen=True)
-    frozen = mixture.sample
 
-    def sample(key: int) -> Instance:
+    def intact(key: int) -> tuple[nn.Module, Batch]:
         facts = describe(key, hosts)
+        return trained_host(facts.number, of=hosts), hosts.examples(facts.problem, Part.HOST, HEALING).x
 
-        def intact() -> tuple[nn.Module, Batch]:
-            return trained_host(facts.number, of=hosts), hosts.examples(facts.problem, Part.HOST, HEALING).x
-
-        return frozen(key)._replace(intact=intact)
-
-    return replace(mixture, sample=sample, opponents=Opponents((*RULES, "drift"), references(hosts)))
+    mixture = _mixture(hosts, "-taught", TAUGHT, hosts.rates[0], _damaged(frozen=True), frozen=True)
+    opponents = Opponents((*RULES, "drift"), references(hosts))
+    return replace(mixture, sample=with_intact(mixture.sample, intact), opponents=opponents)
 
 
 def heal_unfrozen(hosts: HostSet = VECTORS) -> Mixture:
@@ -229,6 +225,13 @@ def heal_eora(hosts: HostSet = VECTORS, cap: float = DEFAULTS["governor"]["param
 
 RULES = ("uniform", "participation", "collapse", "sites", "inner-use", "tree")
 """The rules that an evaluation on `heal` adds."""
+
+
+def with_intact(
+    sample: Callable[[int], Instance], intact: Callable[[int], tuple[nn.Module, Batch]]
+) -> Callable[[int], Instance]:
+    """From keys to instances that have an intact network, and inputs (N, ...) of it; `intact` returns those of a key."""
+    return lambda key: sample(key)._replace(intact=partial(intact, key))
 
 
 def references(hosts: HostSet) -> dict[str, Reference]:

@@ -19,7 +19,7 @@ from esper.tasks.byte_hosts import HOST, LAYERS, trained_weights
 from esper.tasks.byte_text import LENGTH, SYMBOLS, common, windows
 from esper.tasks.closed_form import correct
 from esper.tasks.damage import Damage, draw_damage
-from esper.tasks.heal import BUDGET, RANGES, RULES
+from esper.tasks.heal import BUDGET, RANGES, RULES, with_intact
 from esper.tasks.healing_data import Part
 from esper.tasks.objectives import NextByte
 from esper.tasks.sequential import OpenTransformer, Transformer
@@ -152,18 +152,13 @@ def heal_bytes() -> Mixture:
 
 def heal_bytes_taught() -> Mixture:
     """The instances of `heal-bytes` with the intact hosts, so that `drift` is measured: what each slot lost by the damage."""
-    mixture = heal_bytes()
-    frozen = mixture.sample
 
-    def sample(key: int) -> Instance:
+    def intact(key: int) -> tuple[nn.Module, Batch]:
         facts = describe(key)
+        return trained_host(facts.number), _sound(facts, Part.HOST).x
 
-        def intact() -> tuple[nn.Module, Batch]:
-            return trained_host(facts.number), _sound(facts, Part.HOST).x
-
-        return frozen(key)._replace(intact=intact)
-
-    opponents = Opponents((*RULES, "drift"), _references())
+    mixture, opponents = heal_bytes(), Opponents((*RULES, "drift"), _references())
+    sample = with_intact(mixture.sample, intact)
     return replace(mixture, name="heal-bytes-taught", summary=TAUGHT, sample=sample, opponents=opponents)
 
 
