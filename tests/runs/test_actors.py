@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import esper
-from crews import Beside
+from crews import SHY, Beside
 from esper.leyline.config import build_config
 from esper.leyline.errors import ActorError, InputError
 from esper.leyline.progress import Silent
@@ -318,19 +318,6 @@ def test_a_task_that_cannot_be_sent_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(InputError, match="the task 'mine' cannot be sent to an actor"):
         esper.train(task, SMALL, run=tmp_path / "run", workers=2, progress=False)
     assert not (tmp_path / "run").exists()
-
-
-SHY = """
-import multiprocessing
-import torch, esper
-
-if multiprocessing.parent_process() is not None:
-    raise OSError("the disk with the data is not mounted")
-
-def task():
-    x, y = torch.randn(60, 2, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 2
-    return esper.task("shy", x, y, host=lambda: esper.mlp(inputs=2, width=4, classes=2, blocks=1)())
-"""
 
 
 def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):

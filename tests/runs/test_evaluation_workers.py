@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 
 import esper
-from crews import Beside
+from crews import SHY, Beside
 from esper.cli import main
 from esper.leyline.errors import ActorError, InputError
 from esper.leyline.opponents import SEARCHED, Opponents, Reference
@@ -163,19 +163,6 @@ def test_a_controller_that_cannot_be_sent_is_refused_by_name(task):
     mine = Contender("mine", {}, lambda config: Never())
     with pytest.raises(InputError, match="the controller 'mine' cannot be sent to an actor"):
         run_evaluation([mine], [task], **FEW, workers=Asked(2))
-
-
-SHY = """
-import multiprocessing
-import torch, esper
-
-if multiprocessing.parent_process() is not None:
-    raise OSError("the disk with the data is not mounted")
-
-def task():
-    x, y = torch.randn(60, 2, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 2
-    return esper.task("shy", x, y, host=lambda: esper.mlp(inputs=2, width=4, classes=2, blocks=1)())
-"""
 
 
 def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
