@@ -367,7 +367,7 @@ def test_another_format_is_refused_with_both_numbers(folder, monkeypatch):
     with monkeypatch.context() as later:
         later.setattr("esper.store.checkpoint.FORMAT", 7)
         Checkpoints(folder, KEPT).write(1, state(1))
-    with pytest.raises(InputError, match=r"state\.json is of format 7, this Esper reads format 5"):
+    with pytest.raises(InputError, match=r"state\.json is of format 7, this Esper reads format 6"):
         read(folder)
 
 

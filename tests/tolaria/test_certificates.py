@@ -1,4 +1,4 @@
-"""Certified keeps: the e-process by its formula and by simulation, and the looks of an engine with fresh examples."""
+"""Certified keeps: levels and tests by their formulas and by simulation, and the looks of an engine at fresh examples."""
 
 import copy
 import math
@@ -6,99 +6,194 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 import esper
-from esper.kasmina.certificates import BETS, Certificates, bets, log_growth, share_of
+from esper.kasmina.certificates import BETS, Certificates, bets, log_wealth, sign_test, signs
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.gates import judge
 from esper.leyline.stages import Stage
 from esper.leyline.task import Split
+from esper.leyline.trees import as_tree
 from esper.runs.cohort import cohort_of
-from esper.tolaria.certifying import FreshExamples, set_aside
-from esper.tolaria.data import stack_splits
+from esper.tolaria.certifying import set_aside
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.reads import counted_reads
 from populations import Journalled, Script, blobs, small_config
 
 ALPHA = 0.05
+RUNS = 4000
 
 
-def looks(differences, null=0.0, alpha=ALPHA):
-    """Evidence (R, looks) of one seed a row after each look; differences (R, looks, b)."""
-    state, due, found = Certificates.none(len(differences), 1), np.ones((len(differences), 1), bool), []
-    for batch in np.moveaxis(differences, 1, 0):
-        state = state.looked(due, log_growth(torch.from_numpy(batch), null).numpy(), batch.shape[1])
-        found.append(state.evidence(alpha)[:, 0])
-    return np.stack(found, 1)
+def holding(rows, slots, age=4):
+    """Seeds that are all HOLDING at one age."""
+    seeds = dormant(rows, slots)
+    seeds.stage[:], seeds.age[:] = Stage.HOLDING, age
+    return seeds
+
+
+class Examiner:
+    """Runs with one slot each, whose looks follow each other at once. `naive` tests every look at alpha."""
+
+    def __init__(self, *, naive=False):
+        self.state, self.naive = Certificates.none(RUNS, 1, ALPHA), naive
+
+    def verdict(self, differences):
+        """(RUNS,) whether each run certifies its differences, (RUNS, N)."""
+        if self.naive:
+            self.state = Certificates.none(RUNS, 1, 2 * ALPHA)
+        p = sign_test(signs(torch.from_numpy(differences), None).numpy())
+        self.state = self.state.looked(np.ones((RUNS, 1), bool), p, holding(RUNS, 1))
+        return self.state.level[:, 0] > 0
+
+
+@given(verdicts=st.lists(st.booleans(), max_size=12))
+def test_what_follows_a_certificate_and_what_follows_a_refusal_have_the_budget_together(verdicts):
+    state, due, seeds = Certificates.none(1, 1, ALPHA), np.ones((1, 1), bool), holding(1, 1)
+    for verdict in verdicts:
+        level = state.next_level()
+        assert 0 < level[0] < state.budget[0]
+        after = {p: state.looked(due, np.array([p]), seeds) for p in (0.0, 1.0)}
+        assert after[0.0].budget + after[1.0].budget == pytest.approx(state.budget)
+        assert (after[0.0].level[0, 0], after[1.0].level[0, 0]) == (level[0], 0)
+        state = after[0.0 if verdict else 1.0]
+
+
+def test_after_refusals_the_levels_fall_with_the_square_and_after_a_certificate_they_go_on_from_its_level():
+    state, due, levels = Certificates.none(1, 1, ALPHA), np.ones((1, 1), bool), []
+    for p in (1.0, 1.0, 0.0, 1.0, 1.0):
+        levels.append(state.next_level()[0] / ALPHA)
+        state = state.looked(due, np.array([p]), holding(1, 1))
+    assert levels == pytest.approx([1 / 2, 1 / 6, 1 / 12, 1 / 24, 1 / 72])
+
+
+def test_seeds_that_are_looked_at_together_are_tested_slot_by_slot():
+    state = Certificates.none(2, 3, ALPHA)
+    due = np.array([[True, False, True], [False, True, False]])
+    together = state.looked(due, np.array([1.0, 0.0, 0.0]), holding(2, 3))
+    for slot, p in enumerate(([1.0], [0.0], [0.0])):
+        state = state.looked(due & (np.arange(3) == slot), np.array(p), holding(2, 3))
+    for one, other in zip(together, state, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(state.level, ALPHA * np.array([[0, np.nan, 1 / 6], [np.nan, 1 / 2, np.nan]]))
+
+
+def test_the_sign_test_is_the_tail_of_fair_coins():
+    counts = np.array([(above, below) for above in range(7) for below in range(7)], float)
+    expected = [
+        sum(math.comb(int(above + below), k) for k in range(int(above), int(above + below) + 1)) / 2 ** (above + below)
+        for above, below in counts
+    ]
+    np.testing.assert_allclose(sign_test(counts), expected)
 
 
 @pytest.mark.parametrize("null", [0.0, 0.02])
-def test_the_evidence_is_the_mean_over_bets_of_products_of_one_plus_the_bet_times_the_difference(null):
-    differences = np.random.default_rng(0).uniform(-1, 1, (1, 3, 5))
-    wealths = []
-    for bet in BETS / (1 + null):
-        wealth = 1.0
-        for difference in differences.ravel():
-            wealth *= 1 + bet * (difference - null)
-        wealths.append(wealth)
-    needed = math.pi**2 / (6 * ALPHA)
-    assert looks(differences, null)[0, -1] == pytest.approx(math.log(sum(wealths) / len(wealths) / needed))
+def test_the_wealth_is_the_largest_mean_over_bets_of_products_of_one_plus_the_bet_times_the_difference(null):
+    differences = np.random.default_rng(0).uniform(-0.7, 1, 12)
+    wealth, largest = np.ones(len(BETS)), 1.0
+    for difference in differences[:9]:
+        wealth *= 1 + BETS / (1 + null) * (difference - null)
+        largest = max(largest, wealth.mean())
+    found = log_wealth(torch.from_numpy(differences[None]), torch.arange(12)[None] < 9, null)
+    assert found.item() == pytest.approx(math.log(largest))
+    assert largest > 1
+
+
+def test_examples_that_a_row_does_not_have_count_for_nothing():
+    differences = torch.tensor([[1.0, -1.0, 0.0, 1.0, 1.0]])
+    assert signs(differences, torch.arange(5)[None] < 4).tolist() == [[2, 1]]
 
 
 def test_no_difference_can_take_the_whole_wealth():
     assert (1 + bets(0.3) * (-1 - 0.3)).min() == pytest.approx(0.1)
 
 
-def test_the_shares_of_alpha_sum_to_alpha():
-    assert share_of(ALPHA, np.arange(1, 10**6)).sum() == pytest.approx(ALPHA, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["coins", "rare losses", "drift"])
-def test_a_seed_that_does_not_help_is_certified_at_most_as_often_as_its_share_of_alpha(kind):
-    """Read after every one of 40 looks. With drift, the seed helps at first, and the mean over the looks is never above 0."""
-    generator, runs = np.random.default_rng(1), 4000
-    shape = (runs, 40, 8)
+@pytest.mark.parametrize("null", [0.0, 0.02])
+@pytest.mark.parametrize("kind", ["coins", "rare losses", "rare gains"])
+def test_bets_on_a_seed_that_does_not_help_win_at_most_as_often_as_their_level(kind, null):
+    generator, shape = np.random.default_rng(1), (RUNS, 96)
     if kind == "coins":
-        differences = generator.choice([-1.0, 0.0, 1.0], shape, p=[0.2, 0.6, 0.2])
+        differences = generator.choice([-1.0, 0.0, 1.0], shape, p=[0.2 - null / 2, 0.6, 0.2 + null / 2])
     elif kind == "rare losses":
-        differences = np.where(generator.random(shape) < 0.05, -0.95, 0.05)
+        differences = np.where(generator.random(shape) < 0.05, -0.95, 0.05) + null
     else:
-        up = np.arange(40)[None, :, None] % 2 == 1  # a loss first, then a gain as large: the running mean is 0 or below
-        differences = np.where(generator.random(shape) < 0.8, 1.0, -1.0) * np.where(up, 1, -1)
-    crossed = (looks(differences) > 0).any(1).mean()
-    assert crossed <= float(share_of(ALPHA, np.array(1))) + 3 * math.sqrt(0.03 / runs)
+        differences = np.where(generator.random(shape) < 0.05, 0.95, -0.05) + null
+    p = np.exp(-log_wealth(torch.from_numpy(differences), None, null).numpy())
+    assert (p <= ALPHA).mean() <= ALPHA + 3 * math.sqrt(ALPHA / RUNS)
 
 
-def test_a_seed_that_helps_is_certified():
-    differences = np.random.default_rng(2).choice([-1.0, 0.0, 1.0], (100, 20, 32), p=[0.05, 0.75, 0.2])
-    assert (looks(differences)[:, -1] > 0).mean() > 0.99
+def coins(generator, *shape):
+    """Differences of -1 and 1 with expectation 0."""
+    return generator.choice([-1.0, 1.0], shape)
 
 
-def test_a_seed_that_returns_to_holding_is_a_new_trial_with_a_smaller_share():
-    state, due = Certificates.none(1, 2), np.array([[True, False]])
-    state = state.looked(due, np.ones((1, len(BETS))), 4)
-    seeds = dormant(1, 2)
-    seeds.stage[:], seeds.age[:] = Stage.HOLDING, 3
-    assert state.during(seeds).rank.tolist() == [[1, 0]]
+def wandering(generator, examiner):
+    """Seeds whose expectation goes above and below 0 from look to look, on the same examples. Returns false certificates."""
+    chance, own, false = generator.random((RUNS, 60)), coins(generator, RUNS, 60), np.zeros(RUNS, bool)
+    for look in range(12):
+        helps = look % 3 == 0
+        mine = np.where(generator.random((RUNS, 60)) < 0.5, own, coins(generator, RUNS, 60))
+        differences = np.where(chance < 0.3, 1.0, mine) if helps else mine
+        false |= examiner.verdict(differences) & (not helps)
+    return false
+
+
+def chosen(generator, examiner):
+    """Learn the examples bit by bit: verdicts on 8 seeds that help a little choose a ninth that does not. False certificates."""
+    features = coins(generator, 8, RUNS, 60)
+    votes = np.zeros((RUNS, 60))
+    for feature in features:
+        helps = np.where(generator.random((RUNS, 60)) < 0.2, 1.0, feature)  # expectation 0.2
+        votes += np.where(examiner.verdict(helps), 1, -1)[:, None] * feature
+    return examiner.verdict(np.sign(votes))
+
+
+@pytest.mark.parametrize("adversary", [wandering, chosen])
+def test_whatever_is_looked_at_a_run_gives_a_false_certificate_with_probability_alpha_at_most(adversary):
+    """The same adversaries fool tests at alpha on examples that are used again, so they are adversaries."""
+    guarded, naive = (
+        adversary(np.random.default_rng(3), examiner).mean() for examiner in (Examiner(), Examiner(naive=True))
+    )
+    assert guarded <= ALPHA + 3 * math.sqrt(ALPHA / RUNS)
+    assert naive > 2 * ALPHA
+
+
+def test_a_seed_that_helps_is_certified_at_the_first_look():
+    differences = np.random.default_rng(2).choice([-1.0, 0.0, 1.0], (RUNS, 128), p=[0.02, 0.83, 0.15])
+    assert Examiner().verdict(differences).mean() > 0.9
+
+
+def test_a_seed_that_returns_to_holding_is_on_a_new_trial_and_the_budget_stays_spent():
+    state, due = Certificates.none(1, 2, ALPHA), np.array([[True, False]])
+    seeds = holding(1, 2)
+    state = state.looked(due, np.zeros(1), seeds)
+    assert not state.due(due, seeds).any()
     seeds.age[0, 0] = 0  # as after SET_ALPHA at once
     state = state.during(seeds)
-    assert (state.rank.tolist(), state.wealth.any(), state.used.tolist()) == ([[0, 0]], False, [4])
-    state = state.looked(np.array([[True, True]]), np.zeros((2, len(BETS))), 4)
-    assert (state.rank.tolist(), state.trials.tolist(), state.used.tolist()) == ([[2, 3]], [3], [8])
+    assert np.isnan(state.level).all()
+    assert state.due(due, seeds).tolist() == due.tolist()
+    assert state.budget.tolist() == [ALPHA / 2]
 
 
-def test_fresh_examples_are_no_probe_examples_and_each_is_read_once():
+def test_a_refused_seed_is_looked_at_again_later_and_later():
+    state, due, ages = Certificates.none(1, 1, ALPHA), np.ones((1, 1), bool), []
+    for age in range(2, 25):
+        seeds = holding(1, 1, age)
+        if state.due(due, seeds).all():
+            ages.append(age)
+            state = state.looked(due, np.ones(1), seeds)
+    assert ages == [2, 3, 4, 6, 8, 11, 14, 18, 23]
+
+
+def test_fresh_examples_are_no_probe_examples():
     probe = Split(torch.arange(50.0)[:, None], torch.zeros(50, dtype=torch.int64))
     kept, aside = set_aside(probe, 0.4, seed=3)
     assert (len(kept.y), len(aside.y)) == (30, 20)
     assert sorted([*kept.x.flatten().tolist(), *aside.x.flatten().tolist()]) == list(range(50))
-    examples = stack_splits([aside], np.zeros(3, np.int64), (1,), torch.device("cpu"))
-    fresh = FreshExamples(examples, np.full(3, 20), np.zeros(3, np.int64), 3)
-    seen = torch.cat([fresh.batch(np.full(3, used), 5).x for used in range(0, 20, 5)], 1)[..., 0]
-    assert [sorted(row.tolist()) for row in seen] == [sorted(aside.x.flatten().tolist())] * 3
-    assert seen[0].tolist() != seen[1].tolist()
 
 
 @pytest.mark.parametrize("share", [0.01, 0.99])
@@ -107,7 +202,7 @@ def test_a_probe_split_that_cannot_be_divided_is_refused(share):
         set_aside(Split(torch.zeros(20, 1), torch.zeros(20, dtype=torch.int64)), share, 0)
 
 
-GATES = {"certify": ALPHA, "certify_examples": 8, "min_contribution": -1.0, "contribution_z": 0.0}
+GATES = {"certify": ALPHA, "min_contribution": -1.0, "contribution_z": 0.0}
 PLANTED = {(0, env): (Op.GERMINATE, env % 2, 0, 0, 1, 3) for env in range(3)} | {
     (2, env): (Op.ADVANCE, env % 2) for env in range(3)
 }
@@ -126,17 +221,29 @@ def played(engine, client, steps):
     return view
 
 
-def test_a_look_compares_the_network_with_and_without_the_seed_on_the_next_fresh_examples():
+def watched(population):
+    """The seeds, the seeds that were looked at and the figures of every look of a population, as they are made."""
+    seen, probe = [], population.probe
+
+    def probing(seeds, asked):
+        figures = probe(seeds, asked)
+        if asked.look is not None:
+            seen.append((seeds, asked.look, figures.compared))
+        return figures
+
+    population.probe = probing
+    return seen
+
+
+def test_a_look_compares_the_network_with_and_without_the_seed_on_all_fresh_examples():
     engine, client = certified_engine()
+    seen = watched(engine.population)
     view = played(engine, client, 4)
-    before, seen = engine.certifier.state, []
-    population, probe = engine.population, engine.population.probe
-    population.probe = lambda seeds, asked: seen.append((seeds, asked.look)) or probe(seeds, asked)
+    population = engine.population
     engine.step(client.act(view))
-    (seeds, look), after = seen[0], engine.certifier.state
-    assert look.due.any()
-    examples = population.data.fresh.batch(before.used, 8)
-    for count, (env, slot) in enumerate(np.argwhere(look.due)):
+    seeds, due, compared = seen[-1]
+    fresh = population.data.fresh
+    for found, (env, slot) in zip(compared, np.argwhere(due), strict=True):
         scores = []
         for stages in (seeds.stage.copy(), seeds.stage.copy()):
             if scores:
@@ -144,43 +251,48 @@ def test_a_look_compares_the_network_with_and_without_the_seed_on_the_next_fresh
             kept = seeds._replace(stage=np.where(stages == Stage.HOLDING, Stage.FOSSILIZED, stages).astype(np.int8))
             network, _ = population.export(kept, env)
             with torch.no_grad():
-                output = network.eval()(examples.x[env])
-            scores.append((output.argmax(-1) == examples.y[env]).double())
-        growth = log_growth((scores[0] - scores[1])[None], 0.0)[0].numpy()
-        np.testing.assert_allclose(after.wealth[env, slot], growth, err_msg=f"seed {count}")
+                output = network.eval()(fresh.x[env])
+            scores.append((output.argmax(-1) == fresh.y[env]).double())
+        rise = scores[0] - scores[1]
+        assert found.tolist() == [(rise > 0).sum(), (rise < 0).sum()]
+        level = engine.certifier.state.level[env, slot]
+        assert (level > 0) == (sign_test(found[None])[0] <= level) if level else level == 0
 
 
 def test_fossilize_is_masked_until_the_certificate_and_the_reason_says_so():
     engine, client = certified_engine()
     view = played(engine, client, 5)
     gate = judge(view.seeds, view.measurements, engine.config.gates).fossilize
-    holding = view.seeds.stage == Stage.HOLDING
-    assert holding.any()
-    certified = view.measurements.evidence > 0
-    assert np.array_equal(view.masks.slot[:, Op.FOSSILIZE] & holding, certified & holding)
-    env, slot = np.argwhere(holding & ~certified)[0]
-    assert "of what gates.certify asks for" in gate.reason(env, slot)
+    on_trial = view.seeds.stage == Stage.HOLDING
+    assert on_trial.any()
+    certified = view.measurements.certificate > 0
+    assert np.array_equal(view.masks.slot[:, Op.FOSSILIZE] & on_trial, certified & on_trial)
+    env, slot = np.argwhere(on_trial & ~certified)[0]
+    reason = gate.reason(env, slot)
+    assert "fresh examples have not shown that it helps" in reason
+    assert f"at level {view.measurements.level[env]:.2g} (gates.certify)" in reason
 
 
-def test_when_the_fresh_examples_run_out_a_seed_is_refused_and_the_reason_says_so():
-    engine, client = certified_engine({"gates": {"certify": 1e-9, "certify_examples": 16}}, steps=10)
-    view = played(engine, client, 9)
-    left = view.measurements.fresh
-    assert ((left >= 0) & (left < 16)).any()
-    row = int(left.argmin())
-    slot = int((view.seeds.stage[row] == Stage.HOLDING).argmax())
-    reason = judge(view.seeds, view.measurements, engine.config.gates).fossilize.reason(row, slot)
-    assert f"{left[row]:.0f} fresh examples are left of the 16 of a look" in reason
-    assert not view.masks.op[row, Op.FOSSILIZE]
+def test_a_controller_sees_of_the_fresh_examples_no_more_than_verdicts():
+    engines = [certified_engine({"gates": {"certify": 1e-9, "certify_share": 0.8}}) for _ in range(2)]
+    for number, (engine, _) in enumerate(engines):
+        fresh = engine.population.data.fresh
+        engine.population.data.fresh = fresh._replace(y=(fresh.y + number) % 3)
+    looks = [watched(engine.population) for engine, _ in engines]
+    views = [played(engine, client, 9) for engine, client in engines]
+    assert any((one[-1] != other[-1]).any() for one, other in zip(*looks, strict=True))
+    assert not any((view.measurements.certificate > 0).any() for view in views)
+    one, other = (as_tree(view._replace(space=None)) for view in views)
+    pytree.tree_map(np.testing.assert_array_equal, one, other)
 
 
 def test_a_step_with_looks_reads_the_device_once():
     engine, client = certified_engine()
     view = played(engine, client, 4)
-    actions = client.act(view)
+    actions, looks = client.act(view), watched(engine.population)
     with counted_reads() as reads:
         engine.step(actions)
-    assert engine.certifier.state.used.any()
+    assert looks
     assert [site for _, site in reads] == ["runtime.py:read_packet"]
 
 
@@ -193,45 +305,51 @@ def test_a_resumed_run_has_the_same_certificates():
     for _ in range(3):
         engine.step(client.act(view))
         view, _ = other.step(client.act(view))
-    assert engine.certifier.state.used.any()
+    assert (engine.certifier.state.budget < ALPHA).any()
     for name, field in engine.snapshot()["certificates"].items():
         np.testing.assert_array_equal(field, other.snapshot()["certificates"][name], err_msg=name)
-    np.testing.assert_array_equal(engine.view().measurements.evidence, view.measurements.evidence)
+    np.testing.assert_array_equal(engine.view().measurements.certificate, view.measurements.certificate)
 
 
-def test_an_episode_goes_on_with_the_fresh_examples_that_the_last_one_left():
+def test_an_episode_goes_on_with_the_budget_that_the_last_one_left():
     engine, client = certified_engine()
     played(engine, client, 6)
-    used, trials = engine.certifier.state.used.copy(), engine.certifier.state.trials.copy()
+    budget = engine.certifier.state.budget.copy()
     engine.reset()
-    assert used.any()
-    assert engine.certifier.state.used.tolist() == used.tolist()
-    assert engine.certifier.state.trials.tolist() == trials.tolist()
-    assert not engine.certifier.state.rank.any()
+    assert (budget < ALPHA).any()
+    assert engine.certifier.state.budget.tolist() == budget.tolist()
     engine.reset(np.array([7, 8, 9]))
-    assert engine.certifier.state.used.tolist() == [0, 0, 0]
+    assert engine.certifier.state.budget.tolist() == [ALPHA] * 3
 
 
 def test_a_look_does_not_depend_on_other_environments():
-    engine, client = certified_engine()
-    played(engine, client, 6)
-    smaller, _ = certified_engine(envs=2)
-    played(smaller, Script({at: what for at, what in PLANTED.items() if at[1] < 2}), 6)
-    np.testing.assert_allclose(
-        engine.certifier.state.wealth[:2], smaller.certifier.state.wealth[:2], rtol=1e-6, atol=1e-9
-    )
+    found = []
+    for envs in (3, 2):
+        engine, _ = certified_engine(envs=envs)
+        looks = watched(engine.population)
+        played(engine, Script({at: what for at, what in PLANTED.items() if at[1] < envs}), 6)
+        found.append([compared[np.nonzero(due)[0] < 2].tolist() for _, due, compared in looks])
+    assert found[0] == found[1]
+    assert found[0]
 
 
 def test_other_metrics_than_the_accuracy_are_tested_by_the_clipped_loss():
     x = np.random.default_rng(0).normal(size=(400, 3))
     task = esper.task("line", x, x @ [1.0, -2.0, 0.5], host=esper.mlp(inputs=3, width=4, classes=1, blocks=2))
-    config = small_config({"gates": GATES}, steps=12)
-    engine = VectorizedEngine(task, config)
+    engine = VectorizedEngine(task, small_config({"gates": GATES}, steps=12))
+    looks = watched(engine.population)
     played(engine, Script(PLANTED), 6)
-    state = engine.certifier.state
-    assert state.used.any()
-    assert np.isfinite(state.wealth).all()
-    assert state.wealth.any()
+    assert looks
+    for _, due, compared in looks:
+        assert compared.shape == (due.sum(),)
+        assert np.isfinite(compared).all()
+
+
+def test_too_few_fresh_examples_for_any_certificate_are_refused():
+    with pytest.raises(
+        InputError, match=r"gates\.certify 0\.05 needs 6 fresh examples or more, and the population .* has 3 set aside"
+    ):
+        certified_engine({"gates": {"certify_share": 0.05}})
 
 
 def test_a_training_refuses_certificates():

@@ -201,10 +201,7 @@ class GatesConfig(Section):
         0.5,
         gt=0,
         lt=1,
-        description="with certify, share of the probe split that is set aside as fresh examples, each of which is read once",
-    )
-    certify_examples: int = Field(
-        32, ge=1, description="with certify, fresh examples that each look at the seeds on trial uses [examples]"
+        description="with certify, share of the probe split that is set aside as fresh examples, which only certificates read",
     )
     certify_clip: float = Field(
         1.0,

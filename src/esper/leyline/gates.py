@@ -72,7 +72,7 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)
     trained = _dwell("min_training_steps", seeds, config.min_training_steps)
     held = _dwell("min_holding_steps", seeds, config.min_holding_steps)
-    certified = _certified(measurements, config) if config.certify is not None else ()
+    certified = (_certified(measurements),) if config.certify is not None else ()
     if config.permissive:
         return Gates(
             Gate(Stage.TRAINING, (trained, _measured("incubation gain", gain.mean))),
@@ -118,20 +118,14 @@ def _bound(name: str, bound: Floats, z: float, least: float, keys: str) -> Check
     return Check(name, bound - least, bound, failure)
 
 
-def _certified(measurements: Measurements, config: GatesConfig) -> tuple[Check, Check]:
-    """Return the checks that a seed is certified, or that fresh examples are left with which it can be."""
-    evidence = measurements.evidence
-    left = np.broadcast_to(measurements.fresh[:, None], evidence.shape)
-    return (
-        Check("certificate", evidence, np.exp(evidence), "its e-value is {value:.3g} of what gates.certify asks for"),
-        Check(
-            "fresh examples",
-            np.where(evidence > 0, 1.0, left - config.certify_examples + 1),
-            left,
-            f"it has no certificate, and {{value:.0f}} fresh examples are left of the {config.certify_examples} of a look "
-            "(gates.certify_share and gates.certify_examples)",
-        ),
+def _certified(measurements: Measurements) -> Check:
+    """Return the check that a seed on trial is certified."""
+    certificate = measurements.certificate
+    next_level = np.broadcast_to(measurements.level[:, None], certificate.shape)
+    failure = (
+        "fresh examples have not shown that it helps, and the next look tests at level {value:.2g} (gates.certify)"
     )
+    return Check("certificate", certificate, next_level, failure)
 
 
 def _measured(name: str, mean: Floats) -> Check:

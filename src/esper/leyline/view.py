@@ -94,9 +94,9 @@ class Measurements(NamedTuple):
         participation ((E, S) float64): participation ratio of the stream at the slot / width of the stream, in (0, 1]
         sensors ((E, S, F) float64): growth sensors, named in `Space.sensors`; nan before their first measurement
         sensor_age (int): steps since the sensors were computed
-        evidence ((E, S) float64): with `gates.certify`, ln of the e-value of a seed on trial / the e-value that keeps it;
-            above 0 it is certified; nan where no fresh examples were read for it
-        fresh ((E,) float64): fresh examples that are left for certificates; nan without `gates.certify`
+        certificate ((E, S) float64): with `gates.certify`, the level at which a seed on trial is certified; 0 where looks refused
+            it, and nan before its first look
+        level ((E,) float64): the level at which the next look tests; nan without `gates.certify`
     """
 
     metric: Floats
@@ -112,8 +112,8 @@ class Measurements(NamedTuple):
     participation: Floats
     sensors: Floats
     sensor_age: int
-    evidence: Floats
-    fresh: Floats
+    certificate: Floats
+    level: Floats
 
 
 @brief

@@ -38,7 +38,7 @@ from esper.store.tensors import to_parts
 Tree = dict[str, Any]
 """Nested dicts, with texts as keys, and lists of arrays, tensors, numbers, texts, booleans and None."""
 
-FORMAT = 5
+FORMAT = 6
 """Version of the files of a checkpoint; other versions are refused."""
 LATEST, BEST, FACTS, TENSORS = "latest", "best", "state.json", "state.safetensors"
 _LARGEST_POINTER, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**30  # bytes that are read

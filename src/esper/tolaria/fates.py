@@ -73,8 +73,8 @@ class Fates:
             }
             since = f"after {counted(int(seeds.age[env, at]), 'step')} of {stage.name}"
             parts = [own or _chose(op[env]), since, *_measured(figures, own)]
-            if op[env] == Op.FOSSILIZE and not np.isnan(evidence := measurements.evidence[env, at]):
-                parts.append(f"certified on fresh examples, with {np.exp(evidence):.3g} of the e-value that it needed")
+            if op[env] == Op.FOSSILIZE and (level := measurements.certificate[env, at]) > 0:
+                parts.append(f"certified on fresh examples at level {level:.2g}")
             if gate is not None and op[env] == Op.PRUNE:
                 parts.append(f"gate to {GATES[stage].upper()}: {gate}")
             self.bases[env, at] = Basis(why="; ".join(parts), gate_checks=gate, **figures)

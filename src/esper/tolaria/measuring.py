@@ -78,7 +78,7 @@ def measure(
     figures = population.probe(seeds, Asked(wanted, trained, sensors, finite, validation, look))
     measurements = _unpack(seeds, wanted, figures, last)
     if certifier is not None:
-        measurements = certifier.certified(measurements, look, figures.growth)
+        measurements = certifier.certified(seeds, measurements, look, figures.compared)
     scores = Scores(measurements.metric, measurements.loss, population.added_params(seeds))
     kept = population.added_params(seeds, frozenset({Stage.FOSSILIZED}))
     return Measured(
@@ -110,8 +110,8 @@ def unmeasured(rows: int, slots: int, sensors: int) -> Measurements:
         participation=np.full(shape, np.nan),
         sensors=np.full((*shape, sensors), np.nan),
         sensor_age=0,
-        evidence=np.full(shape, np.nan),
-        fresh=nothing,
+        certificate=np.full(shape, np.nan),
+        level=nothing,
     )
 
 

@@ -21,13 +21,6 @@ from esper.tolaria.coalitions import Coalitions
 Indices = NDArray[np.int64]
 
 
-class Look(NamedTuple):
-    """A look at seeds on trial with fresh examples (kasmina/certificates.py)."""
-
-    due: Bools  # (R, S) the seeds that are looked at
-    used: Indices  # (R,) fresh examples of each row that earlier looks have used
-
-
 class Asked(NamedTuple):
     """The optional measurements of a probe, beside the figures of every row."""
 
@@ -36,7 +29,7 @@ class Asked(NamedTuple):
     sensors: bool = False  # the growth sensors
     finite: bool = False  # whether the data of each row are finite
     validation: bool = False  # the validation split
-    look: Look | None = None  # the growth of the wealth of seeds on trial
+    look: Bools | None = None  # (R, S) seeds on trial that are compared on fresh examples
 
 
 class ParameterNorms(NamedTuple):
@@ -75,7 +68,7 @@ class Figures(NamedTuple):
     sensors: Floats | None = None  # (R, S, F) growth sensors, if asked for
     finite: Bools | None = None  # (R,) whether a row's data are finite, if asked for
     validation: tuple[Floats, Floats] | None = None  # (R,) metric and loss of the networks as exported, if asked for
-    growth: Floats | None = None  # (n, L) `log_growth` of the seeds that were looked at, if asked for
+    compared: Floats | None = None  # the figures of `compared` of the seeds that were looked at, if asked for
     trained: TrainedFigures | None = None
 
 

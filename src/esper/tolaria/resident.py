@@ -13,7 +13,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.source import SENSED, Source
 from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
 from esper.tolaria.bounds import bounds
-from esper.tolaria.certifying import FreshExamples, set_aside
+from esper.tolaria.certifying import set_aside
 from esper.tolaria.data import Examples, SharedBatchIterator, stack_splits
 from esper.tolaria.population import Indices
 
@@ -65,13 +65,12 @@ class ResidentData:
             dtype,
             self._source(),
         )
-        self.fresh = None
+        self.fresh, self.set_aside = None, np.zeros(len(row), np.int64)
         if config.gates.certify is not None:
             parts = [set_aside(each.probe, config.gates.certify_share, config.seed) for each in self.problems]
             self.problems = [each._replace(probe=probe) for each, (probe, _) in zip(self.problems, parts, strict=True)]
-            sizes = np.array([len(fresh.y) for _, fresh in parts])[row]
-            examples = self.stacked([fresh for _, fresh in parts], row, "probe")
-            self.fresh = FreshExamples(examples, sizes, instance, config.seed)
+            self.set_aside = np.array([len(fresh.y) for _, fresh in parts])[row]
+            self.fresh = self.stacked([fresh for _, fresh in parts], row, "probe")
         probes = [problem.probe for problem in self.problems]
         between = [bounds(task.objective, each.probe, each.target_scaling) for each in self.problems]
         self.bounds = np.array(between)[row]

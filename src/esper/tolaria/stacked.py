@@ -25,7 +25,7 @@ from esper.leyline.stages import ADDED, Stage
 from esper.leyline.task import AnyTask, Split
 from esper.leyline.text import counted
 from esper.leyline.view import BlueprintInfo, Floats, Seeds, Space
-from esper.tolaria.certifying import growth
+from esper.tolaria.certifying import compared
 from esper.tolaria.choosing import choose_rows
 from esper.tolaria.coalitions import coalitions
 from esper.tolaria.compiling import Passes
@@ -181,7 +181,7 @@ class StackedPopulation:
         grown = []
         if asked.look is not None:
             assert self.data.fresh is not None, "fresh examples are set aside for `gates.certify`"
-            grown = [growth(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)]
+            grown = [compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)]
         packet = iter(read_packet([*probed, *sensors, *data, *validation, *grown, *training]))
         figures = Figures._make(
             [
@@ -201,7 +201,7 @@ class StackedPopulation:
     @property
     def fresh(self) -> Indices:
         """(R,) examples that are set aside for `gates.certify`."""
-        return self.data.fresh.sizes if self.data.fresh is not None else np.zeros(len(self.environment), np.int64)
+        return self.data.set_aside
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
         """Return which of some rows (n,) had batches in this step that are not finite.
