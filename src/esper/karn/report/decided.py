@@ -133,8 +133,8 @@ def _gate_lines(model: RunModel) -> list[str]:
     ]
     if gates.get("certify") is not None:
         lines.append(
-            "A seed is kept only if examples that decided nothing before show that it helps; the chance of keeping one that does "
-            f"not is at most {gates['certify']:g} in the run of an environment (gates.certify)."
+            "A seed is kept only if it is certified by examples that neither training nor the probe reads; the chance that "
+            f"the run of an environment certifies a seed that does not help is at most {gates['certify']:g} (gates.certify)."
         )
     if gates.get("permissive"):
         return [
