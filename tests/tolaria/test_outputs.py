@@ -84,6 +84,24 @@ def test_labels_of_several_positions_are_learned_like_one_label_repeated():
     assert metric[0] == pytest.approx(float(right))
 
 
+@pytest.mark.parametrize(("times", "shape"), [(1, (2,)), (2, ())])
+def test_an_example_of_several_predictions_is_certified_by_bets_and_one_of_a_single_prediction_by_signs(times, shape):
+    task = task_of(
+        lambda part: part.y if times == 1 else part.y[:, None].expand(-1, times),
+        host_of(Repeated if times > 1 else lambda _: nn.Identity(), times),
+        Classification(3),
+    )
+    gates = {"certify": 0.05, "min_contribution": -1.0, "contribution_z": 0.0}
+    engine, client = VectorizedEngine(task, small_config({"gates": gates}, envs=2)), Script(GROWING)
+    view, seen, probe = engine.reset(), [], engine.population.probe
+    engine.population.probe = lambda seeds, asked: seen.append(probe(seeds, asked)) or seen[-1]
+    while not engine.over:
+        view, _ = engine.step(client.act(view))
+    looks = [figures.compared for figures in seen if figures.compared is not None]
+    assert looks
+    assert {found.shape[1:] for found in looks} == {shape}
+
+
 def test_targets_of_any_shape_are_learned():
     def targets(part):
         wanted = torch.stack([part.x[:, :3], part.x[:, 3:]], 1)

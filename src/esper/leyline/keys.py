@@ -35,7 +35,7 @@ class Purpose(IntEnum):
         SAMPLE: instances of a round of training
         VALIDATION: run seed of the validation of a policy
         HEALING: hosts, data and damage of the task `heal`
-        CERTIFY: fresh examples for certified keeps, and the order in which they are read
+        CERTIFY: fresh examples for certified keeps
         STREAM: segments, contexts and examples of streams of changing data, and weights of the networks that learn them
     """
 
