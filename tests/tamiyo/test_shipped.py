@@ -69,6 +69,11 @@ def test_it_is_the_default_where_it_gains_with_families_left_out_and_such_hosts_
         assert f"{100 * over['damage']['gain']:+.1f} [" in card_of(LATEST)
 
 
+def test_the_searches_of_opponents_have_as_many_networks_as_the_choice_of_the_version() -> None:
+    assert named("shipped-1").episodes == 480 * 15 + 480 * 9
+    assert named("shipped").episodes == 480 * 15 + 480 * 3  # three waits before the skip
+
+
 def test_what_confirms_a_version_was_grown_for_no_version_before_and_is_no_training_key() -> None:
     used: list[tuple[int, int]] = []
     for version in versions():

@@ -47,20 +47,20 @@ def heal(
 
     if out is not None:
         check_folder(out, overwrite)
-    examples: Any = load_reference(data, "healing data", "(x, y)") if is_reference(data) else data
-    whole = None if intact is None else _module(intact)
-    network = _module(model)
-    if out is not None:
-        make_folder(out)  # before the trainings, whose result would be lost
-    with warnings.catch_warnings():
-        # torch warns of its own copies of graphs
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)
-        own = partial(heal_network, steps=steps, batch_size=batch_size, seed=seed, watch=partial(say, err=True))
-        try:
+    try:
+        examples: Any = load_reference(data, "healing data", "(x, y)") if is_reference(data) else data
+        whole = None if intact is None else _module(intact)
+        network = _module(model)
+        if out is not None:
+            make_folder(out)  # before the trainings, whose result would be lost
+        with warnings.catch_warnings():
+            # torch warns of its own copies of graphs
+            warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)
+            own = partial(heal_network, steps=steps, batch_size=batch_size, seed=seed, watch=partial(say, err=True))
             healed = own(network, examples, whole, budget)
-        except KeyboardInterrupt:
-            say("interrupted; nothing was written, and the same command begins anew", err=True)
-            raise typer.Exit(130) from None
+    except KeyboardInterrupt:
+        say("interrupted; nothing was written, and the same command begins anew", err=True)
+        raise typer.Exit(130) from None
     written = None if out is None else healed.save(out)
     if as_json:
         typer.echo(json.dumps(healed.summary(), indent=2))

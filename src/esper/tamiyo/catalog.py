@@ -16,7 +16,7 @@ from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform
 from esper.tamiyo.schedule import load_schedule
 from esper.tamiyo.several import Sites
-from esper.tamiyo.shipped import Shipped, is_shipped, resolved
+from esper.tamiyo.shipped import Shipped, episodes_of_version, is_shipped, resolved
 from esper.tamiyo.trees import SHIPPED, Trees, load_trees
 from esper.tamiyo.trials import PREFIX, Trials
 
@@ -121,7 +121,7 @@ def episodes_of(name_or_path: str) -> int | None:
     if name_or_path == "tree":
         return load_trees(SHIPPED).episodes
     if is_shipped(resolved(name_or_path)):
-        return None
+        return episodes_of_version(resolved(name_or_path))
     if name_or_path in CONTROLLERS:
         return 0
     if Path(name_or_path).suffix == TREES and Path(name_or_path).is_file():

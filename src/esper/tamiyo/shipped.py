@@ -87,6 +87,15 @@ def resolved(name: str) -> str:
     return name
 
 
+def episodes_of_version(version: str) -> int:
+    """Networks that were grown to choose a version: the training cases of each kind of hosts, each with every plan or wait."""
+    found = 0
+    for kind in facts_of(version)["kinds"]:
+        cases = sum(count for _, _, count in kind["training"].values())
+        found += cases * (kind["plans"] if "plans" in kind else len(kind["waits"]))
+    return found
+
+
 def is_shipped(name: str) -> bool:
     """Whether a name is that of a version, or `shipped` itself."""
     return name == NAME or name in versions()
