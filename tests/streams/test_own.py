@@ -84,7 +84,7 @@ def test_other_bad_input_is_one_sentence(tmp_path):
     with pytest.raises(InputError, match=r"own.npz cannot be read: it is no .npz file of plain arrays"):
         esper.stream("adamw", data=tmp_path / "own.npz")
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(InputError, match=r"one.npy is a single array; give a .npz file"):
+    with pytest.raises(InputError, match=r"one.npy is a single array, not a .npz file; give features"):
         esper.stream("adamw", data=tmp_path / "one.npy")
     with pytest.raises(InputError, match="updates is 7, but the data have 6 batches of 32"):
         esper.stream("adamw", data=ARRAYS, updates=7)

@@ -138,7 +138,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         arrays = np.load(file, allow_pickle=False)
         if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise InputError(f"{file} is a single array; give a .npz file: {_FORM}")
+            raise InputError(f"{file} is a single array, not a .npz file; {_FORM}")
         with arrays:
             return dict(arrays)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
