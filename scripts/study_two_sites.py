@@ -5,9 +5,10 @@
     python scripts/study_two_sites.py FOLDER --part several
     python scripts/study_two_sites.py FOLDER --settings spread --starts 1
 
-Cases are plain hosts at a cap of 6 %, with the defaults of `heal`. All plans that controllers pick for a case are grown for it,
-and plans at its damaged sites. The oracle takes the best of them by the J of one start and has the figures of the other. J is
-measured on the test split. Grown figures are kept in FOLDER.
+Cases are plain hosts at a cap of 6 %, with the defaults of `heal`. All plans that controllers pick for a case are grown for
+it, and plans at its damaged sites. The oracle takes the best of them by the J of one start and has the figures of the other.
+Two starts are compared with full fine-tuning and training from scratch too, which pay no rent. J is measured on the test
+split. Grown figures are kept in FOLDER.
 
 The cases of the part `several` show what the rule `sites` is worth within `shipped`, from version 2 on. This was expected before
 any of them was grown: with two sites `shipped-2` is above `uniform`, by about 4 points, and above `shipped-1` by 5 or more; with
@@ -24,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from collect_healing import FIRST, ONE_SITE, SETTINGS, SLOTS, VECTOR, Figures, kept, views
-from study_heal import ORACLE, difference, picks, print_damage, taken
+from study_heal import ORACLE, SEEDS, difference, picks, print_damage, static, taken
 
 from esper.leyline.config import Config
 from esper.leyline.view import View
@@ -163,6 +164,8 @@ def main() -> None:
         plans = every_plan(facts) if options.plans else {}
         folder = options.folder / setting.replace(" ", "-") / options.part
         found = scores_of(folder, facts, picked | plans, options.starts)
+        if options.starts == SEEDS:
+            found |= static(folder, VECTOR, keys)
         if plans:
             pairs = [name for name in plans if not name.endswith(THERE)]
             found["best of all for one slot"] = best_of(found, [placed.name for placed in VECTOR.plans])
