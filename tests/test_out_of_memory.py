@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -70,12 +71,21 @@ def starved(arguments, step):
     return process.returncode, out, err
 
 
+def stopped(arguments, step):
+    """The end of such a run in which no seed was refused for lack of memory: that is part of a run, and changes its numbers."""
+    while True:
+        found = starved(arguments, step)
+        if not any(row.get("refusal") == "memory" for row in events("r")):
+            return found
+        shutil.rmtree("r")
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a limit on another process is Linux's own")
 @pytest.mark.parametrize(("command", "step"), [(GROW, 4), (TRAIN, 3)], ids=["grow", "train"])
 def test_a_run_that_memory_ran_out_for_says_so_and_is_resumed_to_the_same_numbers(tmp_path, monkeypatch, command, step):
     monkeypatch.chdir(tmp_path)
     straight = esper(*command, "--run", "straight").stdout
-    code, out, err = starved([*command, "--run", "r"], step)
+    code, out, err = stopped([*command, "--run", "r"], step)
     sentence = err.splitlines()[-1]
     assert (code, out) == (1, ""), err
     assert "Traceback" not in err
