@@ -181,17 +181,20 @@ def test_a_row_is_bitwise_the_same_in_any_group_for_every_blueprint_and_blend(wi
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_row_is_bitwise_the_same_whatever_its_neighbours_carry(plain):
     x = torch.randn(11, 6).expand(6, 11, 6).contiguous()
+    bodies = make_body(6, plain=plain), make_body(6, plain=plain)
 
-    def row_zero(index, blend, neighbours):
-        body = make_body(6, plain=plain)
+    def row_zero(body, index, blend, neighbours):
+        body.clear()
         seeds = set_seed(body, empty(body), 0, 0, index, blend=blend, alpha=0.5, key=3)
         for env, (other, other_blend) in enumerate(neighbours, 1):
             seeds = set_seed(body, seeds, env, 0, other, blend=other_blend, alpha=0.25)
+        for part in (body.host, *body.stacks.values()):
+            part.columns["gradient"].zero_()
         result = body.run(x, body.route(doses(seeds), seeds))
         result.output.square().sum().backward()
         at = 0, int(body.layout.form_of[0, index])
-        row = body.envs[at].tolist().index(0)
-        return result.output[0].detach(), body.host.columns["gradient"][0], body.stacks[at].columns["gradient"][row]
+        gradients = body.host.columns["gradient"][0], body.stacks[at].columns["gradient"][body.envs[at].tolist().index(0)]
+        return result.output[0].detach(), *(gradient.clone() for gradient in gradients)
 
     mixture = [
         (ALL.index("mlp-small"), Blend.MULTIPLY),
@@ -200,8 +203,9 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours_carry(plain):
     ]
     for index in range(len(ALL)):
         for blend in Blend:
-            alone = row_zero(index, blend, [])
-            for got, expected in zip(row_zero(index, blend, mixture), alone, strict=True):
+            alone, among = row_zero(bodies[0], index, blend, []), row_zero(bodies[1], index, blend, mixture)
+            assert alone[2].count_nonzero()
+            for got, expected in zip(among, alone, strict=True):
                 assert torch.equal(got, expected), (ALL[index], blend)
 
 
