@@ -3,7 +3,7 @@
     python scripts/make_shipped.py FOLDER
 
 What FOLDER/SOURCE/PART holds of scripts/collect_healing.py and FOLDER/confirmed of scripts/confirm_shipped.py is not grown again;
-from nothing this takes some hours of one core. `--streams ...` then runs scripts/fit_streams.py, which fits the controller of
+from nothing this takes half an hour of one core. `--streams ...` then runs scripts/fit_streams.py, which fits the controller of
 streams, with the arguments that follow. The files are written to src/esper/tamiyo/cards and docs/shipped.md. Those of an earlier
 version stay as they are; the revision that wrote them makes them again.
 """

@@ -193,7 +193,10 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours_carry(plain):
         result = body.run(x, body.route(doses(seeds), seeds))
         result.output.square().sum().backward()
         at = 0, int(body.layout.form_of[0, index])
-        gradients = body.host.columns["gradient"][0], body.stacks[at].columns["gradient"][body.envs[at].tolist().index(0)]
+        gradients = (
+            body.host.columns["gradient"][0],
+            body.stacks[at].columns["gradient"][body.envs[at].tolist().index(0)],
+        )
         return result.output[0].detach(), *(gradient.clone() for gradient in gradients)
 
     mixture = [
