@@ -106,6 +106,7 @@ def golden_runs() -> list[Golden]:
         for name, task in tasks.items()
         for controller in ("heuristic", "schedule", "random-valid")
     ]
+    grown += [grow("heal", lambda: esper.get_task("heal"), controller, 40) for controller in ("tree", "sites")]
     trained = [train("repair"), train("iris"), train("repair", "digits-narrow")]
     return [*grown, *trained, evaluation()]
 

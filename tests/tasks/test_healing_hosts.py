@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,6 +107,12 @@ def test_training_is_the_same_again_and_leaves_torchs_generator_alone(trained: d
     with torch.no_grad():
         again = train_group(range(2), updates=300, starts=1)
     assert torch.equal(torch.rand(2), expected)
+    assert all(torch.equal(again[name], value) for name, value in trained.items())
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "loop"])
+def test_the_weights_do_not_depend_on_how_populations_of_the_hosts_run(trained, mapping) -> None:  # type: ignore[no-untyped-def]
+    again = train_group(range(2), updates=300, starts=1, of=replace(healing_hosts.VECTORS, mapping=mapping))
     assert all(torch.equal(again[name], value) for name, value in trained.items())
 
 

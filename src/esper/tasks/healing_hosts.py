@@ -238,7 +238,8 @@ def _train(numbers: Sequence[int], start: int, updates: int, of: HostSet) -> lis
         with drawn_with(keys.scalar(keys.Purpose.HEALING, number, Draw.START, start)):
             hosts.append(of.architecture(number)())
         hosts[-1].float()
-    stack = Stack(of.largest()(), len(hosts), mapping=of.mapping, dtype=torch.float32)
+    # vmap whatever the engine would take: weights that are cached and measured must not change with it
+    stack = Stack(of.largest()(), len(hosts), mapping="vmap", dtype=torch.float32)
     for row, host in enumerate(hosts):
         stack.write(row, host)
     problems = [of.problem(number) for number in numbers]
