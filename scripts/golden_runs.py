@@ -7,7 +7,8 @@
 Every run is made twice: once without interruption, and once from a checkpoint in its middle (an evaluation: from half of what it
 had grown). Both must come to the same hashes. Hashed are each entry of the summary and each kind of event, without times, places
 and versions, the weights and the topology of each exported network, and the files of a trained controller; so a difference has
-the name of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source.
+the name of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source. Hosts of `heal` are
+trained anew, so that a change of their weights is found too.
 
 The last bits of a sum depend on the processor and on the release of torch, so hashes are recorded for each kind of machine, and
 `check` ends with exit code 2 on a kind that has none: there, `record` at an older revision first.
@@ -16,6 +17,7 @@ The last bits of a sum depend on the processor and on the release of torch, so h
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -28,6 +30,7 @@ import torch
 from faults.runs import of_any_process, timeless
 
 import esper
+from esper.store.cache import VARIABLE
 from esper.store.checkpoint import LATEST
 from esper.store.files import CHECKPOINTS, EVALUATION, EVENTS, MODELS, SUMMARY
 from esper.tamiyo.catalog import FOLDER
@@ -65,7 +68,9 @@ def main() -> None:
         parser.error(f"{arguments.file} has no hashes of {machine()}; record them at a revision that you trust")
     odd = 0
     for name in arguments.names or runs:
-        found, resumed = play(runs[name])
+        with tempfile.TemporaryDirectory(prefix="golden-cache-") as cache:
+            os.environ[VARIABLE] = cache  # so that the code that is checked trains the hosts
+            found, resumed = play(runs[name])
         said = differing("resumed", found, resumed)
         if arguments.command == "check":
             said += differing("recorded", found, known.get(name, {}))
