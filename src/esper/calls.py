@@ -178,7 +178,6 @@ def evaluate(
     is "ray", a "ray://" address, or "torchrun" (docs/actors.md). Results do not depend on the number of workers. Returns the
     record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
     """
-    listed = [controllers] if isinstance(controllers, str) else list(controllers)
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
     asked = asked_for(workers, devices, cluster, get_task)
     say = None if asked.is_rank else evaluation_progress(progress)
@@ -186,7 +185,7 @@ def evaluate(
 
     def compare(grown: Path | None) -> dict[str, Any]:
         return run_evaluation(
-            [own for each in listed for own in ([each] if isinstance(each, Contender) else trainings(each))],
+            _contenders(controllers),
             [get_task(each) if isinstance(each, str) else each for each in chosen],
             instances=instances,
             seeds=seeds,
@@ -208,6 +207,11 @@ def evaluate(
         record = compare(folder.grown)
         _write_evaluation(record, path, report=all(layer.get("report", True) for layer in layers))
     return record
+
+
+def _contenders(controllers: Sequence[str | Contender] | str) -> list[Contender]:
+    listed = [controllers] if isinstance(controllers, str) else controllers
+    return [own for each in listed for own in ([each] if isinstance(each, Contender) else trainings(each))]
 
 
 def _write_evaluation(record: dict[str, Any], folder: Path, *, report: bool) -> None:

@@ -102,13 +102,7 @@ def heal(
         best = min(grown, key=lambda each: rank(each.trained))
         adapter = {file.name: file.read_bytes() for file in sorted(best.folder.iterdir())} if best.planted else {}
     size = best.trained.learned or int(budget * _size(host))
-    places_of_all = list(sites.values())
-    tried = _rates("uniform adapters", RATES["adapters"], watch)
-    adapted = [uniform_adapters(case, rate, places_of_all, size) for rate in tried]
-    rivals = {"uniform adapters": [each for each in adapted if each is not None]}
-    rivals["all weights"] = [all_weights(case, rate) for rate in _rates("all weights", RATES["all weights"], watch)]
-    networks = {"nothing": Trained(host, 0.0, 0, 0.0, 0.0), "grown": best.trained}
-    networks |= {name: min(trained, key=rank) for name, trained in rivals.items() if trained}
+    networks = {"nothing": Trained(host, 0.0, 0, 0.0, 0.0), "grown": best.trained} | _rivals(case, sites, size, watch)
     rows, losses = table(case, networks)
     few, reasons = parts.held.at(slice(2)).x, (*best.explanations, *_remarks(parts, networks))
     return Healed(best.trained.network, rows, best.planted, reasons, adapter, losses, _size(host), few)
@@ -120,6 +114,15 @@ def _rates(name: str, rates: tuple[float, ...], watch: Callable[[str], None] | N
         if watch is not None:
             watch(f"training {name} at learning rate {rate:g}")
         yield rate
+
+
+def _rivals(case: Case, sites: FoundSites, size: int, watch: Callable[[str], None] | None) -> dict[str, Trained]:
+    """Adapters of `size` parameters at all sites, if they fit, and all weights, each at the better of its learning rates."""
+    places, tried = list(sites.values()), _rates("uniform adapters", RATES["adapters"], watch)
+    adapted = [uniform_adapters(case, rate, places, size) for rate in tried]
+    rivals = {"uniform adapters": [each for each in adapted if each is not None]}
+    rivals["all weights"] = [all_weights(case, rate) for rate in _rates("all weights", RATES["all weights"], watch)]
+    return {name: min(trained, key=rank) for name, trained in rivals.items() if trained}
 
 
 def _remarks(parts: Parts, networks: Mapping[str, Trained]) -> list[str]:

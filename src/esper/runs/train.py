@@ -82,14 +82,7 @@ def train(
     with Interrupt() as interrupt, opened(interrupt, opening, sealed, outputs) as run, ExitStack() as stack:
         shards = [cohorts_of(task, each, 1 if asked.any else None) for task, each in zip(sealed, configs, strict=True)]
         spaces = [each[0].engine.space for each in shards]
-        settings = settings_of_policy(config)
-        policy = Policy.fresh(
-            Language.of(spaces, config.ppo.packages),
-            config.seed,
-            settings,
-            config.ppo.decisions_per_step,
-            config.ppo.undo_bias,
-        )
+        policy = _fresh_policy(config, spaces)
         actors = None
         if asked.any:
             for each in shards:
@@ -110,6 +103,12 @@ def train(
         whole = {**_summary(school, started, status), **_error(school, status)}
         run.end(failed_row(row(status), whole), whole)
     return whole
+
+
+def _fresh_policy(config: Config, spaces: Sequence[Space]) -> Policy:
+    """The policy that a training begins with."""
+    ppo, language = config.ppo, Language.of(spaces, config.ppo.packages)
+    return Policy.fresh(language, config.seed, settings_of_policy(config), ppo.decisions_per_step, ppo.undo_bias)
 
 
 def _hired(
