@@ -7,8 +7,8 @@
 Every run is made twice: once without interruption, and once from a checkpoint in its middle (an evaluation: from half of what it
 had grown). Both must come to the same hashes. Hashed are each entry of the summary and each kind of event, without times, places
 and versions, the weights and the topology of each exported network, and the files of a trained controller; so a difference has
-the name of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source. Hosts of `heal` are
-trained anew, so that a change of their weights is found too.
+the name of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source. Hosts of `heal` and
+`heal-bytes` are trained anew, so that a change of their weights is found too.
 
 The last bits of a sum depend on the processor and on the release of torch, so hashes are recorded for each kind of machine, and
 `check` ends with exit code 2 on a kind that has none: there, `record` at an older revision first.
@@ -112,6 +112,7 @@ def golden_runs() -> list[Golden]:
         for controller in ("heuristic", "schedule", "random-valid")
     ]
     grown += [grow("heal", lambda: esper.get_task("heal"), controller, 40) for controller in ("tree", "sites")]
+    grown += [grow("heal-bytes", lambda: esper.get_task("heal-bytes"), "uniform", 12)]
     trained = [train("repair"), train("iris"), train("repair", "digits-narrow")]
     return [*grown, *trained, evaluation()]
 

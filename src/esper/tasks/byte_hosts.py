@@ -66,8 +66,7 @@ def train_group(numbers: Sequence[int], updates: int = UPDATES) -> Weights:
     The weights are the same in every call on one machine; the last bits may depend on the machine and on the version of torch.
     """
     with torch.random.fork_rng(devices=[]), torch.enable_grad():  # a host may be asked for under torch.no_grad
-        # vmap, as healing_hosts does: the weights must not change with the engine
-        stack = Stack(HOST(), len(numbers), mapping="vmap", dtype=torch.float32)
+        stack = Stack(HOST(), len(numbers), dtype=torch.float32)
         for row, number in enumerate(numbers):
             with drawn_with(keys.scalar(keys.Purpose.HEALING, number, Draw.START)):
                 stack.write(row, HOST().float())
