@@ -114,7 +114,7 @@ def _full_menu(facts: Mapping[str, Any]) -> str:
             f"{each['objective']['shipped']:.3f}. It plants otherwise than `collapse` in {each['otherwise']} of them, at "
             f"several damaged blocks in {each['several']}.",
             "",
-            "| the other | its J | `shipped` gains, points of J [95 %] | `shipped` is |",
+            "| compared with | its J | `shipped` gains, points of J [95 %] | `shipped` is |",
             "|---|---|---|---|",
         ]
         for name in each["over"]:
