@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commands import elsewhere, esper  # noqa: F401  fixtures for all
-from disks import full, tmpfs  # noqa: F401  fixtures for all
+from disks import full, full_device, tmpfs  # noqa: F401  fixtures for all
 
 torch.set_num_threads(1)
 

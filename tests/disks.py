@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,15 @@ def tmpfs(tmp_path):
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     yield Tmpfs(path)
     subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def full_device():
+    """The path of a device on which every write finds no room. Linux has one."""
+    path = Path("/dev/full")
+    if not path.exists():
+        pytest.skip("needs a device that is always full")
+    return path
 
 
 class Full:

@@ -19,7 +19,7 @@ def browser():
 
     chromium = shutil.which("chromium")
     if chromium is None:
-        pytest.skip("needs the browser chromium, as from apt-get install chromium")
+        pytest.fail("needs the browser chromium, as from apt-get install chromium")
     with sync_playwright() as player:
         opened = player.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield opened
@@ -56,7 +56,7 @@ def open_page(page):
 def violations():
     """What axe-core finds wrong with a page, a line each: the rule, what it asks for, and the first element that breaks it."""
     if not AXE.exists():
-        pytest.skip("needs axe-core, which make install-browser fetches from npm")
+        pytest.fail("needs axe-core, which make install-browser fetches from npm")
     script = AXE.read_text(encoding="utf-8")
 
     def found(page):

@@ -15,13 +15,6 @@ from esper.store.full_disk import DiskFull, DiskRetry
 from karn.test_console import GROWING, SUMMARY
 
 
-@pytest.fixture
-def full_device():
-    if not os.path.exists("/dev/full"):
-        pytest.skip("needs a device that is always full")
-    return "/dev/full"
-
-
 def broken_pipe():
     reader, writer = os.pipe()
     os.close(reader)

@@ -95,7 +95,7 @@ def drawn(learner, n, update):
     return fresh
 
 
-def compare(learner, slow, alarms=True):
+def assert_same_losses(learner, slow, alarms=True):
     """Play both to the end and compare the loss of every batch."""
     firsts = [first_of(learner, n) for n in range(2)]
     player = Player(STREAMS, learner)
@@ -110,7 +110,7 @@ def static(rule=None, **options):
 
 
 def test_adamw():
-    compare(static(), lambda learner, n, first: Slow(n, first))
+    assert_same_losses(static(), lambda learner, n, first: Slow(n, first))
 
 
 def test_l2_init():
@@ -128,7 +128,7 @@ def test_l2_init():
                     first = next(f for f, p in zip(self.first, self.net.parameters(), strict=True) if p is parameter)
                     parameter += part["lr"] * DECAY * (first - parameter)
 
-    compare(static(to_first=True), lambda learner, n, first: L2Init(n, first))
+    assert_same_losses(static(to_first=True), lambda learner, n, first: L2Init(n, first))
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5])
@@ -143,7 +143,7 @@ def test_shrink_and_perturb_and_a_whole_reset(keep):
 
         return Shrinks(n, first)
 
-    compare(static(OnAlarm(keep=keep)), slow)
+    assert_same_losses(static(OnAlarm(keep=keep)), slow)
 
 
 def test_a_reset_of_the_blocks():
@@ -156,7 +156,7 @@ def test_a_reset_of_the_blocks():
 
         return Resets(n, first)
 
-    compare(static(OnAlarm(reset=True, new_head=True)), slow)
+    assert_same_losses(static(OnAlarm(reset=True, new_head=True)), slow)
 
 
 def test_reactivation():
@@ -166,7 +166,7 @@ def test_reactivation():
 
             def at_alarm(self, update, x, y):
                 own = [p.detach().clone() for p in self.net.head.parameters()]
-                loss = float(F.cross_entropy(self.net(x), y))
+                loss = F.cross_entropy(self.net(x), y).item()
                 features = self.net.trunk(x)
                 each = [float(F.cross_entropy(F.linear(features, *head), y)) for head in self.bank]
                 fits = [e for e in each if e < 1.6 and e < loss - 0.1]
@@ -183,7 +183,7 @@ def test_reactivation():
 
         return Reactivates(n, first)
 
-    compare(static(StoreAndReactivate(trunk_rate=0.25, settle=20), bank=4), slow)
+    assert_same_losses(static(StoreAndReactivate(trunk_rate=0.25, settle=20), bank=4), slow)
 
 
 def test_replay():
@@ -215,7 +215,7 @@ def test_replay():
 
         return Replays(n, first)
 
-    compare(static(addition=lambda learner: Replay(learner, capacity=20, drawn=5)), slow)
+    assert_same_losses(static(addition=lambda learner: Replay(learner, capacity=20, drawn=5)), slow)
 
 
 def test_elastic_weight_consolidation():
@@ -244,7 +244,7 @@ def test_elastic_weight_consolidation():
 
         return Consolidates(n, first)
 
-    compare(static(addition=lambda learner: Consolidation(learner, strength=3.0)), slow)
+    assert_same_losses(static(addition=lambda learner: Consolidation(learner, strength=3.0)), slow)
 
 
 def test_continual_backpropagation():
@@ -285,7 +285,7 @@ def test_continual_backpropagation():
 
         return Replaces(n, first)
 
-    compare(static(addition=lambda learner: Replacement(learner, rate=0.02)), slow)
+    assert_same_losses(static(addition=lambda learner: Replacement(learner, rate=0.02)), slow)
 
 
 class FakeUpdate:
