@@ -14,6 +14,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.objective import selection_score
 from esper.leyline.stages import Stage
 from esper.leyline.view import Scores
+from esper.runs.baselines import grown_of, train_baseline
 from esper.runs.contenders import named
 from esper.runs.evaluation import run_evaluation
 from esper.tasks.hosts import MLP
@@ -246,7 +247,7 @@ def test_a_training_plays_whole_episodes():
         esper.train(blobs(), settings | {"early_stopping": {"enabled": True}})
 
 
-def test_an_evaluation_scores_the_best_networks_of_an_own_task():
+def test_an_evaluation_scores_the_best_networks_of_an_own_task_among_all_steps():
     task = blobs()
     record = run_evaluation(
         [named("never")],
@@ -265,7 +266,7 @@ def test_an_evaluation_scores_the_best_networks_of_an_own_task():
         "data": {"batch_size": 12, "batches_per_step": 2},
         "instances": "heldout",
     }
-    summary = esper.grow(task, config | {"early_stopping": {"patience": 2}}, controller="never")
+    summary = esper.grow(task, config | {"early_stopping": {"patience": 20}}, controller="never")
     runs = np.ravel(record["tasks"][0]["runs"]["never"]["metric"])
     np.testing.assert_allclose(runs, summary["test_accuracy"]["grown"], rtol=1e-12)
 
@@ -311,3 +312,30 @@ def test_a_long_run_on_few_noisy_examples_ends_no_worse_than_a_short_one():
     }
     assert runs[40, True] >= runs[6, True] - 0.02
     assert runs[40, False] < runs[40, True] - 0.1
+
+
+def test_a_twin_chooses_among_the_same_steps_as_its_environment_and_equals_it_where_nothing_grew():
+    engine = VectorizedEngine(overfit().sealed(), stopping(patience=2, steps=20, twin=True))
+    incubating = Script({(0, env): (Op.GERMINATE, 0, 0, 0, 1, 3) for env in (0, 2)} | {(11, 0): (Op.PRUNE, 0)})
+    engine.reset()
+    while not engine.over:
+        play(engine, incubating, 1)
+    grown, twins = np.split(engine.stopping.stopped, 2)
+    assert grown.tolist() == twins.tolist()
+    assert grown[0] >= 12 > grown[1]
+    np.testing.assert_array_equal(*np.split(engine.stopping.score, 2))
+    np.testing.assert_array_equal(*np.split(engine.stopping.best_step, 2))
+    engine.finish()
+    np.testing.assert_array_equal(*np.split(engine.evaluate(overfit().test)[0], 2))
+
+
+def test_static_networks_choose_among_the_steps_that_the_grown_network_took():
+    task, config = overfit(), stopping(patience=2, steps=30)
+    engine = VectorizedEngine(task.sealed(), config)
+    play(engine, Script({}), 1)
+    none = grown_of(engine)
+    steps = {count: train_baseline("same-size", task, config, none, 9, until=np.full(3, count)) for count in (0, 9)}
+    whole = {"early_stopping": {"enabled": True, "patience": 9}}
+    patient = train_baseline("same-size", task, small_config(NARROW, whole, steps=30), none, 9)
+    np.testing.assert_array_equal(steps[9].loss, patient.loss)
+    assert (steps[0].loss != patient.loss).any()

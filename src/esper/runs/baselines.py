@@ -117,8 +117,11 @@ def train_baselines(
     twin: Trained | None,
     interrupt: Interrupt,
     note: Callable[[str], None],
+    until: Keys | None = None,
 ) -> dict[str, Trained | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
+
+    until: as in `train_baseline`.
 
     After an interrupted growth, the baselines train for the steps that the growth took, if `interrupt` was rearmed. At
     a further interrupt, the baselines that are not trained yet are left out.
@@ -136,7 +139,9 @@ def train_baselines(
                 hint = "" if told else "; Ctrl-C leaves out the static networks that are not trained yet"
                 told = True
                 note(f"training the baseline {name} for {counted(steps, 'step')}{hint}")
-                found[name] = train_baseline(name, task, config, grown, steps, twin=twin, stop=lambda: interrupt.ending)
+                found[name] = train_baseline(
+                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending
+                )
             except KeyboardInterrupt:
                 found[name] = INTERRUPTED
     return found
@@ -164,12 +169,15 @@ def train_baseline(
     grown: Grown,
     steps: int,
     *,
+    until: Keys | None = None,
     twin: Trained | None = None,
     stop: Stop = lambda: False,
 ) -> Trained | Absent:
     """Train the static networks of one baseline for `steps` steps, and evaluate them on the test split.
 
     config, grown: those of the run with which the baseline is compared.
+    until: (E,) steps after which early stopping stopped each grown network, so that its static network chooses its best state
+        among as many; None lets each static network stop by its own patience.
     twin: results of the twins; an environment whose static network equals the twin takes these results.
     stop: called at every step; if it returns true, the baseline is absent.
 
@@ -187,7 +195,7 @@ def train_baseline(
         else:
             result = Trained(twin.metric.copy(), twin.loss.copy(), twin.params.copy(), 0.0)
         for population in populations:
-            trained = _train(population, config, grown, steps, stop)
+            trained = _train(population, config, grown, steps, until, stop)
             if isinstance(trained, Absent):
                 return trained
             for mine, theirs in zip(result[:3], trained, strict=True):
@@ -205,7 +213,7 @@ def train_baseline(
 
 
 def _train(
-    population: _Population, config: Config, grown: Grown, steps: int, stop: Stop
+    population: _Population, config: Config, grown: Grown, steps: int, until: Keys | None, stop: Stop
 ) -> tuple[Floats, Floats, Keys] | Absent:
     """Train the networks of a population; return metric and loss on the test split, and parameters, (n,) each."""
     task, instance = population.task, grown.instance[population.envs]
@@ -221,10 +229,12 @@ def _train(
     )
     engine = VectorizedEngine(task.sealed(), config, instance=instance)
     engine.reset(planted=population.planted)
-    until = Until(stop)
+    if engine.stopping is not None and until is not None:
+        engine.stopping.until = until[population.envs][engine.population.environment]
+    interrupted = Until(stop)
     if steps:
-        play(engine, Never(), until)
-    if until.stopped:
+        play(engine, Never(), interrupted)
+    if interrupted.stopped:
         return INTERRUPTED
     engine.finish()
     metric, loss = engine.evaluate([split for key in instance.tolist() if (split := task.test_split(key)) is not None])

@@ -144,6 +144,9 @@ def contender_config(
 ) -> Config:
     """Return the config of a contender's run on `envs` instances.
 
+    With early stopping, every contender plays all steps: one that keeps seeds under way would otherwise choose its best state
+    among more steps than one that never grows.
+
     Raises InputError if the contender sets a key that all contenders must share.
     """
     ours = {
@@ -159,7 +162,9 @@ def contender_config(
     check_controller_settings(
         {name: value for name, value in contender.settings.items() if name != "controller"}, contender.name
     )
-    return with_steps(build_config(task.defaults, *settings, contender.settings, ours), task)
+    config = with_steps(build_config(task.defaults, *settings, contender.settings, ours), task)
+    whole = config.early_stopping.model_copy(update={"patience": config.steps})
+    return config.model_copy(update={"early_stopping": whole})
 
 
 def tell(watch: Say | None, text: str) -> None:

@@ -358,9 +358,12 @@ def _static(growth: Growth, played: Played, figures: Summary) -> dict[str, Train
         metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
         params = engine.population.body.table.host_params[: config.envs].copy()
         twin = Trained(metric, loss, params, seconds=None)
-    # static networks of a run with early stopping get all its steps, and stop by themselves
-    steps = config.steps if played.status == "finished" else played.steps
-    return train_baselines(growth.task, config, grown_of(engine), steps, twin, growth.interrupt, growth.watch.note)
+    until = None
+    if engine.stopping is not None:
+        stopped = engine.stopping.stopped[: config.envs]
+        until = np.where(stopped < 0, played.steps, stopped)
+    note, interrupt = growth.watch.note, growth.interrupt
+    return train_baselines(growth.task, config, grown_of(engine), played.steps, twin, interrupt, note, until)
 
 
 def _growth(

@@ -1,7 +1,8 @@
 """Early stopping: the best state of every row on its validation split, and the rows that have stopped. E rows, S slots.
 
 The candidates of a row are its networks as exported, at reset and after each step: the host with the fossilized seeds,
-without live and incubating seeds. Every row stops and is restored independently of the others.
+without live and incubating seeds. A row that grows stops independently of all other rows. A network that does not grow
+chooses among as many candidates as the grown network that it is compared with: a twin stops when its environment stops.
 """
 
 from collections.abc import Mapping
@@ -27,15 +28,22 @@ class EarlyStopping:
         score ((E,) array): best validation score so far; -inf where none was finite
         latest ((E,) int64 array): last step at which the score improved or a seed was fossilized
         stopped ((E,) int64 array): number of steps after which the row stopped; -1 if it has not stopped
+        until ((E,) int64 array or None): number of steps after which each row stops, whatever its scores; None stops rows by
+            their patience
     """
 
-    def __init__(self, keeper: Keeper, real: int, config: Config) -> None:
-        """real: number of rows that `over` waits for, from the first; the padding rows after them are not waited for."""
+    def __init__(self, keeper: Keeper, real: int, environment: NDArray[np.int64], config: Config) -> None:
+        """Start without a best state.
+
+        real: number of rows that `over` waits for, from the first; the padding rows after them are not waited for.
+        environment (E,): the environment of each row, which is also the row that its twin and its padding stop with.
+        """
         self.patience, self.embargo = config.early_stopping.patience, config.lifecycle.embargo
         self.keeper, rows = keeper, len(keeper.step)
         self.score, self.latest = np.full(rows, -np.inf), np.zeros(rows, np.int64)
         self.stopped = np.full(rows, -1, np.int64)
-        self._real = real
+        self.until: NDArray[np.int64] | None = None
+        self._real, self._environment = real, environment
 
     @property
     def best_step(self) -> NDArray[np.int64]:
@@ -62,7 +70,9 @@ class EarlyStopping:
         fossilized = (seeds.stage == Stage.FOSSILIZED) & (seeds.age <= 1)
         self.latest[going & (better | fossilized.any(1))] = step
         waiting = among(seeds.stage, UNDER_WAY).any(1)
-        self.stopped[going & ~waiting & (step - self.latest >= self.patience)] = step
+        out_of_patience = ~waiting & (step - self.latest >= self.patience)
+        over = out_of_patience[self._environment] if self.until is None else step >= self.until
+        self.stopped[going & over] = step
 
     def restore(self, seeds: Seeds) -> Seeds:
         """Restore every row to its best state, without live and incubating seeds. Returns the seeds of all rows."""
@@ -81,8 +91,8 @@ class EarlyStopping:
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         """Restore a `state`. Population and seeds must have been restored already. Raises ValueError if they do not fit.
 
-        A row that had stopped continues where the patience is larger now.
+        An environment that had stopped continues, with its twin, where the patience is larger now.
         """
         self.score, self.latest, self.stopped = (np.array(state[name]) for name in ("score", "latest", "stopped"))
-        self.stopped[self.stopped - self.latest < self.patience] = -1
+        self.stopped[(self.stopped - self.latest < self.patience)[self._environment]] = -1
         self.keeper.load_state(state["snapshot"], seeds)
