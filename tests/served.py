@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import threading
 from contextlib import contextmanager
 
 import esper
@@ -67,9 +68,33 @@ def begin(run, rows):
 
 
 @contextmanager
-def serving(*arguments):
-    """The process of `esper serve` on a free port, and its address."""
-    with begun([sys.executable, "-m", "esper", "serve", "--port", "0", *map(str, arguments)]) as process:
+def served_here(folders, token=None):
+    """A server in a thread of this process, on a free port of this machine, and its address."""
+    from esper.karn.serve.access import Door
+    from esper.karn.serve.app import create_app
+    from esper.karn.serve.library import Library
+    from esper.karn.serve.server import Server, listen
+
+    stop = threading.Event()
+    with listen("127.0.0.1", 0) as listening:
+        address = listening.getsockname()
+        server = Server(create_app(Library(folders), Door(token, "127.0.0.1", True, address[1]), stop), stop)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield address
+        finally:
+            stop.set()
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def serving(*arguments, files=None):
+    """The process of `esper serve` on a free port, and its address; `files` is the most that it may open."""
+    command = [sys.executable, "-m", "esper", "serve", "--port", "0", *map(str, arguments)]
+    limited = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"] if files else []
+    with begun([*limited, *command]) as process:
         words = process.stdout.readline().split()
         assert words[:2] == ["serving", "at"], process.stderr.read()
         yield process, words[2].rstrip("/")

@@ -1,5 +1,6 @@
-"""Who may ask, and what every answer forbids the browser. Nothing behind the guard needs to check either."""
+"""Who may ask. Nothing behind the guard needs to check it."""
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from esper.karn.serve.pages import error_page, login_page
 from esper.leyline.errors import InputError
@@ -20,20 +21,9 @@ from esper.store.reading import read_named
 
 SHORTEST_TOKEN = 16  # characters
 LARGEST_FORM = 4096  # bytes
+FORM_TIME = 10.0
+"""Longest wait for the whole form of the token [seconds]."""
 LOGIN = "/login"
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:; "
-        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-"""The headers of every answer."""
 
 
 class Door(NamedTuple):
@@ -96,23 +86,17 @@ class Guard:
         """Answer a request, or hand it on."""
         if scope["type"] != "http":
             return
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
         request = Request(scope, receive)
         answer = self._refusal(request)
         if answer is None and request.method == "POST":
             answer = await self._log_in(request)
-        await (answer or self.app)(scope, receive, send_guarded)
+        await (answer or self.app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> Response | None:
         """The answer to a request that must not go on; None if it may."""
         if not self.door.knows(request.headers.get("host")) or len(request.headers.getlist("host")) != 1:
             return PlainTextResponse("This server has another name; open the address that esper serve printed.\n", 421)
-        login = self.door.token is not None and request.url.path == LOGIN
+        login = self.door.token is not None and request.scope["path"] == LOGIN
         if request.method not in ("GET", "HEAD") and not (login and request.method == "POST"):
             return PlainTextResponse("Only GET is answered here.\n", 405, headers={"Allow": "GET, HEAD"})
         if login:
@@ -125,13 +109,24 @@ class Guard:
         """The answer to the form of the token: the cookie if it is right."""
         assert self.door.token is not None
         origin = request.headers.get("origin")
-        if origin is not None and origin != "null" and urlsplit(origin).netloc != request.headers["host"]:
+        try:
+            sender = None if origin in (None, "null") else urlsplit(origin).netloc
+        except ValueError:
+            return PlainTextResponse("The header Origin holds no address.\n", 400)
+        if sender is not None and sender != request.headers["host"]:
             return PlainTextResponse("The form was sent from another site.\n", 403)
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > LARGEST_FORM:
-                return error_page("The form is too long", f"A form has at most {LARGEST_FORM:,} bytes.", 413)
+        try:
+            async with asyncio.timeout(FORM_TIME):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > LARGEST_FORM:
+                        return error_page("The form is too long", f"A form has at most {LARGEST_FORM:,} bytes.", 413)
+        except TimeoutError:
+            late = f"The form was not complete within {FORM_TIME:g} seconds.\n"
+            return PlainTextResponse(late, 408, headers={"Connection": "close"})
+        except ClientDisconnect:
+            return PlainTextResponse("The form was cut off.\n", 400)  # which nobody reads
         given = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0].strip()
         if not _same(given, self.door.token):
             return login_page(401, wrong=True)

@@ -1,9 +1,9 @@
 """The routes of the server: an ASGI application over the runs of a library."""
 
 import asyncio
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,8 @@ class Site:
         followed = await run_in_threadpool(lambda: self.following.run(self.folder(request)))
 
         def look() -> tuple[str, bool]:
+            if self.library.folder(request.path_params["key"]) is None:
+                return "gone", True  # the page asks for its content, and learns that there is none
             return followed.version, followed.ended
 
         return _events(request, self._changes(look))
@@ -144,10 +146,17 @@ class Site:
     def decision_lines(self, request: Request) -> Response:
         """The same decisions, as the lines of the events."""
         folder, chosen = self.folder(request), read_filter(request.query_params)
-        found = decisions(folder, chosen)
-        first = next(found, None)  # a file that cannot be read is said so before the answer begins
-        lines = (line for line, _ in chain(() if first is None else (first,), found))
-        return _download(lines, f"{file_name(folder.name)}-decisions.jsonl", "application/x-ndjson")
+        selected = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `chunks`; a damaged line is said before it)
+        try:
+            selected.writelines(line for line, _ in decisions(folder, chosen))
+        except BaseException:
+            selected.close()
+            raise
+        size = selected.tell()
+        selected.seek(0)
+        return _download(
+            chunks(selected, size), f"{file_name(folder.name)}-decisions.jsonl", "application/x-ndjson", size
+        )
 
     def files(self, request: Request) -> Response:
         """The files of a run."""
@@ -184,7 +193,7 @@ def asset(request: Request) -> Response:
 
 
 def create_app(library: Library, door: Door, stop: threading.Event) -> ASGIApp:
-    """The application. `stop` ends the events of pages that follow a run."""
+    """The application. `stop` ends the events of pages that follow a run. `server.Server` adds the headers of every answer."""
     site = Site(library, stop)
     routes: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/", site.runs),

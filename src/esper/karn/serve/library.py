@@ -83,7 +83,7 @@ class Selection(NamedTuple):
 class Library:
     """The runs below some folders, found anew when the list is asked for. Safe to use from several threads.
 
-    A link below a named folder is not followed.
+    A link below a named folder is not followed, also if it has taken the place of a run since the last search.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
@@ -105,16 +105,16 @@ class Library:
         """All runs, the newest first."""
         with self._lock:
             self._look()
-            found = [self._entry(key, name, folder) for key, (name, folder) in self._found.items()]
+            found = [self._entry(key, name, folder) for key, (name, folder) in self._found.items() if _is_there(folder)]
         return sorted(found, key=lambda entry: (-entry.began, entry.name))
 
     def folder(self, key: str) -> Path | None:
-        """The folder of a run by its opaque name; None if there is no such run."""
+        """The folder of a run by its opaque name; None if there is no such run, or no more, or a link in its place."""
         with self._lock:
             if key not in self._found:
                 self._look()
             found = self._found.get(key)
-        return None if found is None else found[1]
+        return found[1] if found is not None and _is_there(found[1]) else None
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -166,6 +166,11 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
         return
     for path in inside:
         yield from _runs_below(Path(path), depth - 1)
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether a run that was found is still there, and no folder on the way to it has become a link."""
+    return os.path.realpath(folder) == str(folder) and is_run(folder)
 
 
 def _name(root: Path, folder: Path) -> str:

@@ -1,18 +1,103 @@
-"""Serves until it is interrupted, on a port that is taken before anything else is done."""
+"""Serves until it is interrupted, on a port that is taken before anything else is done.
 
+What a stranger can use up is bounded: connections by the files that the process may open, and the time of half a request.
+"""
+
+import asyncio
 import errno
 import ipaddress
+import resource
 import socket
 import threading
 from types import FrameType
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from esper.leyline.errors import InputError
 
 LAST_WORDS = 2
 """Longest wait for answers that are being sent when the server ends [seconds]."""
+HEADER_TIME = 10.0
+"""Longest wait for the whole head of a request [seconds]."""
+MOST_CONNECTIONS = 256
+"""Most connections at a time, each an open page, a download or a browser that keeps one for its next request."""
+ACCEPTED_AT_ONCE = 8
+"""Connections that are accepted before the first of them is looked at; the others wait in the queue of the system."""
+OWN_FILES = 48
+"""Files that the process holds for itself and for the connections that it turns away; a generous bound."""
+HEADERS = {
+    "Server": "esper",
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""The headers of every answer, also of those that no route gives."""
+
+
+def most_connections() -> int:
+    """Most connections at a time: each may need four open files, itself and three of an archive that is being packed."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(1, min(MOST_CONNECTIONS, (files - OWN_FILES) // 4))
+
+
+class Connection(H11Protocol):
+    """A connection that is turned away if there are too many, and closed if the head of a request does not come in time."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for a request."""
+        super().connection_made(transport)
+        most = most_connections()
+        if len(self.connections) > most:
+            self._refuse(503, f"This server has {most} open connections, its most; close a page or try again.\n")
+        else:
+            self._late = self.loop.call_later(HEADER_TIME, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads a part of a request; the clock runs from the first byte of its head to the last."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_clock()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEADER_TIME, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the wait for a request."""
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP."""
+        self._refuse(400, f"{msg}\n")
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        """Answer without a route if no answer has begun, and close the connection."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # a route that is at work on the request is not heard any more
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            own = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+            answer = h11.Response(status_code=status, headers=[*self.server_state.default_headers, *own])
+            for event in (answer, h11.Data(data=sentence.encode()), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _stop_clock(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class Server(uvicorn.Server):
@@ -22,9 +107,12 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
+                backlog=ACCEPTED_AT_ONCE,
+                headers=list(HEADERS.items()),
                 access_log=False,
                 log_config=None,
-                log_level="warning",
+                log_level="error",  # a warning is a line for each request that is no HTTP, as many as a stranger sends
                 server_header=False,
                 proxy_headers=False,
                 lifespan="off",
@@ -33,6 +121,12 @@ class Server(uvicorn.Server):
             )
         )
         self.stop = stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen()  # the queue of the system is long again, which asyncio makes as long as `backlog`
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ends the answers that would go on."""
