@@ -85,7 +85,7 @@ def test_a_run_and_its_copy_do_not_differ(folder, tmp_path):
     shutil.copytree(folder / "a", tmp_path / "copy")
     (verdict,) = esper.compare(folder / "a", tmp_path / "copy").verdicts
     assert verdict.metric[:3] == (0, 0, 0)
-    assert verdict.sentence.startswith("No difference in the metric was found between a and copy")
+    assert verdict.sentence.startswith("The difference in the metric between a and copy is not resolved by")
 
 
 def test_every_pair_has_a_verdict_and_pairs_are_environments_of_one_number_and_seed(folder):

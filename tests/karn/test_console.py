@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from esper.karn.bars import Bar, Lines, by_stage, figures, live
-from esper.karn.console import growth_lines, mean_and_error, print_summary
+from esper.karn.console import growth_lines, print_summary
+from esper.leyline.intervals import mean_and_error
 from esper.leyline.stages import Stage
 from esper.leyline.view import Measurements, Seeds, View
 

@@ -247,7 +247,7 @@ def test_the_page_of_an_evaluation_has_a_verdict_for_every_pair_and_escapes_name
     assert page.tags.count("script") == 1  # that of the page itself
     assert "onload" not in {name for name, _ in page.attributes}
     assert "\u202e" not in text
-    assert "No difference was found between" in page.said
+    assert "is not resolved by 200 held-out instances, each with 3 seeds: J differs by" in page.said
     assert "steps 4" in page.said
     assert [path.name for path in esper.draw_report(tmp_path, tmp_path / "p").paths] == [
         "01-task0-j-on-the-test-split.png",

@@ -52,10 +52,42 @@ def test_every_run_has_a_page_at_its_end_that_is_whole_and_makes_no_request(run)
 def test_the_page_says_what_was_asked_what_came_out_and_how_it_compares(run):
     said, summary = Page((run / "report.html").read_text()).said, json.loads((run / "summary.json").read_text())
     assert "The controller random-valid was asked to grow 3 networks on the task iris, for 12 steps" in said
-    assert "than twin, the host alone" in said or "and twin, the host alone" in said
+    assert re.search(r"(than|and|equal) twin, the host alone", said)
     assert f"seeds: {summary['seeds']['germinated']} germinated" in said
     for planting in summary["keeps"] + summary["prunes"]:
         assert planting["reason"].split(";")[0] in said
+
+
+def test_the_price_of_twice_the_size_counts_a_small_host_as_rent_size_parameters(run):
+    model = read_model(esper.open_run(run))
+    host = model.summary["host_params"]
+
+    def said(**reward):
+        return Page(page(model._replace(config=model.config | {"reward": reward}), "x")).said
+
+    small = said(rent=0.1, rent_size=2000)
+    assert host < 2000
+    assert "reward.rent * ln(1 + added / max(host parameters, 2,000)); reward.rent is 0.1" in small
+    paid = 0.1 * np.log1p(host / 2000)
+    assert f"so a host of {host:,} parameters that grows to twice its size pays {paid:.3g}." in small
+    assert f"ln(1 + added / host parameters); reward.rent is 0.1, so a host of {host:,}" in said(rent=0.1, rent_size=0)
+    assert "twice its size pays 0.0693." in said(rent=0.1, rent_size=0)
+
+
+def test_a_difference_whose_interval_holds_0_is_not_resolved_by_so_many_environments(run):
+    model = read_model(esper.open_run(run))
+    grown = model.summary["test_accuracy"]["grown"]
+
+    def said(*differences):
+        values = [value - each for value, each in zip(grown, differences, strict=True)]
+        twin = model.summary["baselines"]["twin"] | {"test_accuracy": values}
+        summary = {**model.summary, "baselines": {"twin": twin}}
+        return Page(page(model._replace(summary=summary), "x")).said
+
+    between = "The difference between the grown networks and twin, the host alone, is not resolved by 3 environments"
+    assert f"{between}: +0.200 [-0.297, +0.697]." in said(0.0, 0.2, 0.4)
+    assert "The grown networks are better than twin, the host alone: +0.200 [" in said(0.19, 0.2, 0.21)
+    assert "The grown networks equal twin, the host alone, in all 3 environments." in said(0.0, 0.0, 0.0)
 
 
 def test_the_stays_of_the_timeline_make_up_the_stages_of_the_step_rows(run):

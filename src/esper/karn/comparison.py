@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from esper.karn.console import estimate, mean_and_error, t_factor
+from esper.karn.console import estimate
 from esper.karn.reader import open_run
 from esper.karn.report.model import RunModel, read_model
 from esper.leyline.errors import InputError
+from esper.leyline.intervals import t_factor, t_interval
 from esper.leyline.text import counted, printable, rounded
 
 Key = tuple[str, str, int, int]
@@ -154,9 +155,7 @@ def difference(first: Mapping[Key, float], second: Mapping[Key, float]) -> Diffe
     """
     shared = [key for key in first if key in second]
     if shared:
-        mean, error = mean_and_error([first[key] - second[key] for key in shared])
-        half = t_factor(len(shared)) * error if len(shared) > 1 else math.nan
-        return Difference(mean, mean - half, mean + half, len(shared))
+        return Difference(*t_interval([first[key] - second[key] for key in shared]))
     samples = [np.array(list(values.values())) for values in (first, second)]
     means = [float(sample.mean()) if sample.size else math.nan for sample in samples]
     mean = means[0] - means[1]
@@ -249,7 +248,8 @@ def _sentence(names: tuple[str, str], metric: Difference, objective: Difference 
     if math.isnan(metric.low):
         return f"{first} and {second} differ by {shown}: too few environments for an interval."
     if metric.low <= 0 <= metric.high:
-        return f"No difference in the metric was found between {first} and {second}: {shown}."
+        by = f" by {counted(metric.pairs, 'environment')}" if metric.pairs else ""
+        return f"The difference in the metric between {first} and {second} is not resolved{by}: {shown}."
     return f"{first} is {'better' if metric.mean > 0 else 'worse'} than {second}: {shown}."
 
 

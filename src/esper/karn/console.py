@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from esper.karn.examples import split_lines
 from esper.karn.tables import actor_lines, print_line, print_table
+from esper.leyline.intervals import differences, mean_and_error, spread
 from esper.leyline.text import counted, printable, rounded
 
 _WIDE = 11
@@ -106,8 +106,8 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
         if values is None:
             _add(table, name, "absent", "", [], None)
             continue
-        paired = [_difference(g, h) for g, h in zip(grown, values, strict=True)]
-        _add(table, name, estimate(values, ".4f"), spread(paired, "+.3f"), static["params"], static["seconds"])
+        paired = spread(differences(grown, values), "+.3f")
+        _add(table, name, estimate(values, ".4f"), paired, static["params"], static["seconds"])
     return table
 
 
@@ -179,7 +179,7 @@ def objective_lines(summary: Mapping[str, Any]) -> list[str]:
     best, objective = summary["best"], summary["test_objective"]
     worth = f"J on the test split: grown {estimate(objective['grown'], '.4f')}"
     if objective["host"] is not None:
-        paired = [_difference(g, h) for g, h in zip(objective["grown"], objective["host"], strict=True)]
+        paired = differences(objective["grown"], objective["host"])
         worth += f", twin {estimate(objective['host'], '.4f')}, difference {estimate(paired, '+.4f')}"
     name = summary["metric"] if best["select"] == "metric" else "J"
     value = "" if best["validation"] is None else f", {best['validation']:.4f}"
@@ -273,45 +273,12 @@ def trouble_lines(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def mean_and_error(values: Sequence[float | None] | None) -> tuple[float, float]:
-    """Mean and standard error, s / sqrt(n), of the values that are not None; nan if there are too few."""
-    measured = np.array([value for value in values or () if value is not None], float)
-    mean = float(measured.mean()) if measured.size else math.nan
-    error = float(measured.std(ddof=1)) / math.sqrt(measured.size) if measured.size > 1 else math.nan
-    return mean, error
-
-
-def spread(values: Sequence[float | None], form: str) -> str:
-    """Mean and 95 % t interval of the values that are not None, as +0.078 [+0.031, +0.124]; only the mean of a single value."""
-    mean, error = mean_and_error(values)
-    if math.isnan(mean) or math.isnan(error):
-        return "-" if math.isnan(mean) else rounded(mean, form)
-    half = t_factor(sum(value is not None for value in values)) * error
-    return f"{rounded(mean, form)} [{rounded(mean - half, form)}, {rounded(mean + half, form)}]"
-
-
-def t_factor(count: float, confidence: float = 0.95) -> float:
-    """Half the width of a confidence interval of the mean of `count` >= 2 normal values [standard errors].
-
-    The (1 + confidence) / 2 quantile of Student's t with count - 1 degrees of freedom, which need not be whole: 12.71 for 2
-    values, 1.96 for many.
-    """
-    from scipy.special import stdtrit  # type: ignore[import-untyped]  # imported here because it takes 0.1 s
-
-    assert count >= 2, count
-    return float(stdtrit(count - 1, (1 + confidence) / 2))
-
-
 def estimate(values: Sequence[float | None] | None, form: str) -> str:
     """Mean and standard error of the values that are not None, as 0.9866 ± 0.0021."""
     mean, error = mean_and_error(values)
     if math.isnan(mean):
         return "-"
     return rounded(mean, form) if math.isnan(error) else f"{rounded(mean, form)} ± {error:{form.lstrip('+')}}"
-
-
-def _difference(grown: float | None, host: float | None) -> float | None:
-    return None if grown is None or host is None else grown - host
 
 
 def time_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:

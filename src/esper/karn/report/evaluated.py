@@ -94,7 +94,7 @@ def _settings(record: Record) -> Table:
 def _task(record: Record, task: Record, key: str) -> Section:
     metric = task["metric"]
     tables, figures = _estimates(task, metric, record)
-    verdicts = [_verdict(row) for row in compared(task, record)]
+    verdicts = [_verdict(row, sample_words(record, task)) for row in compared(task, record)]
     lines = [f"{sample_words(record, task)}.", *(line for line in verdicts if line)]
     notes = [
         *interval_lines(record),
@@ -107,15 +107,15 @@ def _task(record: Record, task: Record, key: str) -> Section:
     return Section(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
 
 
-def _verdict(row: Record) -> str | None:
-    """A comparison of two controllers as a sentence; None without an interval."""
+def _verdict(row: Record, sample: str) -> str | None:
+    """A comparison of two controllers as a sentence; None without an interval. `sample` are the runs that it is made of."""
     found = row["difference"]
     if found["low"] is None:
         return None
     first, second = printable(row["controller"]), printable(row["rule"])
     shown = f"J differs by {spread(found, '+.3f')}"
     if found["low"] <= 0 <= found["high"]:
-        return f"No difference was found between {first} and {second}: {shown}."
+        return f"The difference between {first} and {second} is not resolved by {sample}: {shown}."
     return f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}."
 
 

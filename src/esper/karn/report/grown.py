@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 from markupsafe import Markup
 
-from esper.karn.console import mean_and_error, t_factor
 from esper.karn.report.decided import REFUSALS
 from esper.karn.report.figures import (
     Bools,
@@ -21,6 +20,7 @@ from esper.karn.report.figures import (
 from esper.karn.report.frame import Section, Table
 from esper.karn.report.model import RunModel
 from esper.karn.report.records import NO_SEED, Floats, Population, Worths
+from esper.leyline.intervals import mean_and_error, t_interval
 from esper.leyline.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted, printable
 
@@ -185,12 +185,9 @@ def _shapley(values: Floats, slots: Sequence[str]) -> Forest:
         known = column[np.isfinite(column)]
         if not known.size:
             continue
-        mean, error = mean_and_error(known.tolist())
-        half = t_factor(known.size) * error if known.size > 1 else float("nan")
-        name = f"{slot}, {counted(known.size, 'environment')}"
-        rows.append(
-            ForestRow(name, mean, mean - half, mean + half, "kept" if mean > 0 else "pruned", f"{name}: {mean:+.4f}")
-        )
+        mean, low, high, count = t_interval(known.tolist())
+        name = f"{slot}, {counted(count, 'environment')}"
+        rows.append(ForestRow(name, mean, low, high, "kept" if mean > 0 else "pruned", f"{name}: {mean:+.4f}"))
     return Forest("Shapley values by slot", rows, "Shapley value, with its 95 % interval over environments")
 
 

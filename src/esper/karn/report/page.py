@@ -26,6 +26,8 @@ from esper.karn.report.trained import round_seconds, training_sections
 from esper.leyline.arguments import to_path
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError, RunWarning, warn
+from esper.leyline.intervals import differences, shown, t_interval
+from esper.leyline.objective import objective
 from esper.leyline.stages import Stage
 from esper.leyline.text import counted, printable
 from esper.store.files import REPORT, SUMMARY
@@ -41,7 +43,8 @@ WORDS: Mapping[str, str] = {
     "interaction": "what two seeds bring together beyond what each brings alone",
     "J": "the metric less rent",
     "probe split": "examples on which gates and contributions are measured; networks do not train on them",
-    "rent": "a price for added parameters: reward.rent * ln(1 + added parameters / host parameters)",
+    "rent": "a price for added parameters: reward.rent * ln(1 + added parameters / host parameters); a host smaller than "
+    "reward.rent_size counts as that many parameters",
     "rollback": "a network that failed is restored to its last healthy snapshot",
     "run seed": "the number from which all random numbers of the run are drawn; no seed of a network",
     "seed": "a small module that is planted in a slot of the host, and kept or pruned",
@@ -201,12 +204,9 @@ def _asked(model: RunModel) -> Section:
     lines.append(
         "A seed is a small module that is planted in a slot of the host, and kept or pruned; the words are explained at the end."
     )
-    rent = (config.get("reward") or {}).get("rent")
+    rent = _rent_line(config, [] if head is None else list(head.host_param_counts))
     if rent is not None:
-        lines.append(
-            "J is the metric less rent, a price for added parameters: reward.rent * ln(1 + added / host parameters); "
-            f"reward.rent is {rent:g}, so a network of twice the size pays {rent * np.log(2):.3g}."
-        )
+        lines.append(rent)
     if model.changed:
         lines.append(f"Changed when the run was resumed: {', '.join(map(printable, model.changed))}.")
     usual = dict(flat_settings(Config().model_dump(mode="json")))
@@ -219,6 +219,26 @@ def _asked(model: RunModel) -> Section:
     )
     tables = [Table(caption, ("key", "value", "default"), own, texts=(1, 2))]
     return Section("asked", "What was asked", lines, tables if own else [])
+
+
+def _rent_line(config: Mapping[str, Any], hosts: list[int]) -> str | None:
+    """What rent is, and what it costs these hosts to double; None where the config has no rent."""
+    reward = config.get("reward") or {}
+    rent, least = reward.get("rent"), reward.get("rent_size", 0)
+    if rent is None:
+        return None
+    value = "minus the loss" if reward.get("objective") == "log_loss" else "the metric"
+    charged = f"max(host parameters, {least:,})" if least > min(hosts, default=0) else "host parameters"
+    line = (
+        f"J is {value} less rent, a price for added parameters: reward.rent * ln(1 + added / {charged}); "
+        f"reward.rent is {rent:g}"
+    )
+    if not hosts:
+        return f"{line}."
+    sizes = sorted({min(hosts), max(hosts)})
+    paid = [f"{-float(objective(0.0, size, size, rent, least)):.3g}" for size in sizes]
+    of = " to ".join(f"{size:,}" for size in sizes)
+    return f"{line}, so a host of {of} parameters that grows to twice its size pays {' to '.join(paid)}."
 
 
 def _rounds(config: Mapping[str, Any]) -> str:
@@ -325,17 +345,19 @@ def _verdicts(summary: Mapping[str, Any]) -> list[str]:
     metric, lines = f"test_{summary['metric']}", []
     for name, static in summary.get("baselines", {}).items():
         values = static.get(metric)
-        pairs = [] if values is None else zip(summary[metric]["grown"], values, strict=True)
-        gaps = [grown - other for grown, other in pairs if grown is not None and other is not None]
-        mean, error = console.mean_and_error(gaps)
-        if np.isnan(error):
+        gaps = [] if values is None else differences(summary[metric]["grown"], values)
+        paired = t_interval(gaps)
+        if paired.size < 2:
             continue
         what = f"{name}, {console.DESCRIPTIONS.get(name, 'a static network')}"
-        shown = f"{console.spread(gaps, '+.3f')}, a paired 95 % interval over {counted(len(gaps), 'environment')}"
-        if abs(mean) <= console.t_factor(len(gaps)) * error:
-            lines.append(f"No difference was found between the grown networks and {what}: {shown}.")
+        many, figures = counted(paired.size, "environment"), shown(paired, "+.3f")
+        if not any(gaps):
+            lines.append(f"The grown networks equal {what}, in all {many}.")
+        elif paired.above or paired.below:
+            word = "better" if paired.above else "worse"
+            lines.append(f"The grown networks are {word} than {what}: {figures}, a paired 95 % interval over {many}.")
         else:
-            lines.append(f"The grown networks are {'better' if mean > 0 else 'worse'} than {what}: {shown}.")
+            lines.append(f"The difference between the grown networks and {what}, is not resolved by {many}: {figures}.")
     return lines
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.console import mean_and_error, spread, t_factor
 from esper.karn.report.figures import Curves, Forest, ForestRow, Series
 from esper.karn.report.frame import Section
 from esper.karn.report.model import RunModel
+from esper.leyline.intervals import shown, t_interval
 from esper.leyline.text import counted
 from esper.nissa.rows import RoundRow
 
@@ -93,15 +93,17 @@ def _validation_lines(model: RunModel) -> list[str]:
     ]
     before, after = model.validated.get(first[0], ()), model.validated.get(last[0], ())
     gaps = [b - a for a, b in zip(before, after, strict=False) if a is not None and b is not None]
-    mean, error = mean_and_error(gaps)
-    if first[0] == last[0] or len(before) != len(after) or np.isnan(error):
+    change = t_interval(gaps)
+    if first[0] == last[0] or len(before) != len(after) or change.size < 2:
         return lines
-    clear = abs(mean) > t_factor(len(gaps)) * error
-    verdict = f"The policy became {'better' if mean > 0 else 'worse'}" if clear else "No change of the policy was found"
+    many = counted(change.size, "network")
+    verdict = f"Whether the policy changed is not resolved by {many}"
+    if change.above or change.below:
+        verdict = f"The policy became {'better' if change.above else 'worse'}"
     return [
         *lines,
-        f"{verdict} from the first validation to the last: J {spread(gaps, '+.4f')}, a paired 95 % interval over "
-        f"{counted(len(gaps), 'network')}, on the same instances. It covers the choice of instances, not of the run seed.",
+        f"{verdict} from the first validation to the last: J {shown(change, '+.4f')}, a paired 95 % interval over {many}, on "
+        "the same instances. It covers the choice of instances, not of the run seed.",
     ]
 
 

@@ -1,0 +1,87 @@
+"""Means over environments, with standard errors and Student's t intervals. A value that is None was not measured."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from esper.leyline.text import rounded
+
+Values = Sequence[float | None]
+
+
+class MeanInterval(NamedTuple):
+    """A mean and its 95 % t interval; nan where there are too few values.
+
+    Attributes:
+        mean (float): mean of the values
+        low (float): lower end; nan for fewer than two values
+        high (float): upper end; nan for fewer than two values
+        size (int): number of values
+    """
+
+    mean: float
+    low: float
+    high: float
+    size: int
+
+    @property
+    def above(self) -> bool:
+        """Whether the whole interval is above 0."""
+        return self.low > 0
+
+    @property
+    def below(self) -> bool:
+        """Whether the whole interval is below 0."""
+        return self.high < 0
+
+
+def mean_and_error(values: Values | None) -> tuple[float, float]:
+    """Mean and standard error, s / sqrt(n), of the values that are not None; nan if there are too few."""
+    measured = np.array([value for value in values or () if value is not None], float)
+    mean = float(measured.mean()) if measured.size else math.nan
+    error = float(measured.std(ddof=1)) / math.sqrt(measured.size) if measured.size > 1 else math.nan
+    return mean, error
+
+
+def t_factor(count: float, confidence: float = 0.95) -> float:
+    """Half the width of a confidence interval of the mean of `count` >= 2 normal values [standard errors].
+
+    The (1 + confidence) / 2 quantile of Student's t with count - 1 degrees of freedom, which need not be whole: 12.71 for 2
+    values, 1.96 for many.
+    """
+    from scipy.special import stdtrit  # type: ignore[import-untyped]  # imported here because it takes 0.1 s
+
+    assert count >= 2, count
+    return float(stdtrit(count - 1, (1 + confidence) / 2))
+
+
+def t_interval(values: Values) -> MeanInterval:
+    """mean ± t s / sqrt(n), the 95 % t interval of the mean of the values that are not None."""
+    mean, error = mean_and_error(values)
+    count = sum(value is not None for value in values)
+    half = t_factor(count) * error if count > 1 else math.nan
+    return MeanInterval(mean, mean - half, mean + half, count)
+
+
+def differences(ours: Values, theirs: Values) -> list[float | None]:
+    """ours - theirs, pair by pair; None where one of the two was not measured."""
+    return [None if a is None or b is None else a - b for a, b in zip(ours, theirs, strict=True)]
+
+
+def spread(values: Values, form: str) -> str:
+    """Mean and 95 % t interval of the values that are not None, as +0.078 [+0.031, +0.124]; only the mean of a single value."""
+    return shown(t_interval(values), form)
+
+
+def shown(interval: MeanInterval, form: str) -> str:
+    """An interval as text: +0.078 [+0.031, +0.124]; only the mean without an interval, and - without a mean."""
+    mean, low, high, _ = interval
+    if math.isnan(mean):
+        return "-"
+    return (
+        rounded(mean, form)
+        if math.isnan(low)
+        else f"{rounded(mean, form)} [{rounded(low, form)}, {rounded(high, form)}]"
+    )
