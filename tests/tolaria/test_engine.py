@@ -230,6 +230,27 @@ def test_the_contribution_is_the_metric_less_that_of_a_network_built_without_the
     assert np.isnan(measured.contribution.mean[~live]).all()
 
 
+def test_a_seed_that_is_kept_stays_in_the_outcome_with_the_last_contribution_of_its_trial_and_its_age():
+    engine, client, _ = trajectory(small_config(steps=10), task=blobs())
+    kept = [outcome.seeds.stage == Stage.FOSSILIZED for outcome in client.outcomes]
+    first = next(step for step, each in enumerate(kept) if each.any())
+    env, slot = np.argwhere(kept[first])[0]
+    trial = client.outcomes[first - 1]
+    assert (trial.contribution.measured[env, slot], trial.contribution_age[env, slot]) == (True, 0)
+    for age, outcome in enumerate(client.outcomes[first:], start=1):
+        assert outcome.contribution.mean[env, slot] == trial.contribution.mean[env, slot]
+        assert outcome.contribution.se[env, slot] == trial.contribution.se[env, slot]
+        assert outcome.contribution_loss.mean[env, slot] == trial.contribution_loss.mean[env, slot]
+        assert (outcome.contribution.measured[env, slot], outcome.contribution_age[env, slot]) == (True, age)
+    for outcome in client.outcomes:
+        empty = ~among(outcome.seeds.stage, ADDED)
+        assert (outcome.contribution_age[empty] == -1).all()
+        assert np.isnan(outcome.contribution.mean[empty]).all()
+    restored = VectorizedEngine(blobs(), small_config(steps=10))
+    restored.restore(engine.snapshot())
+    np.testing.assert_equal(restored.state.contributions, engine.state.contributions)
+
+
 def test_the_incubation_gain_is_the_fall_of_the_loss_when_the_seed_is_at_dose_one():
     task = blobs(dtype=torch.float64)
     engine, _, _ = trajectory(small_config(steps=2), task=task)

@@ -298,10 +298,13 @@ class Outcome(NamedTuple):
         exported (Scores or None): at the end of an episode, the networks that would be exported, in which every seed that is not
             fossilized has dose 0; None before the end
         seeds (Seeds): every slot after the step
-        contribution ((E, S) Estimate): after the step, as in `Measurements`
-        contribution_loss ((E, S) Estimate): after the step, as in `Measurements`
+        contribution ((E, S) Estimate): of a live seed that after the step, as in `Measurements`; of a seed that was kept, and so
+            is not measured any more, the last one of its trial
+        contribution_loss ((E, S) Estimate): the same of the loss
         twin (two Scores or None): the never-grow twins before and after the step; None without twins
         compute (ComputeShares or None): compute of seeds and trials before and after the step; None if it was not counted
+        contribution_age ((E, S) int32 or None): steps since the contribution was measured, 0 after this step and more for a
+            seed that was kept; -1 where there is none; None if it was not counted
     """
 
     episode: int
@@ -319,6 +322,7 @@ class Outcome(NamedTuple):
     contribution_loss: Estimate
     twin: tuple[Scores, Scores] | None
     compute: ComputeShares | None = None
+    contribution_age: NDArray[np.int32] | None = None
 
     @property
     def accepted(self) -> Bools:

@@ -52,7 +52,7 @@ from esper.tolaria.play import Observer, play
 from esper.tolaria.population import Indices, Population
 from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
 from esper.tolaria.stacked import StackedPopulation
-from esper.tolaria.state import Opened, ParallelEnvState
+from esper.tolaria.state import Contributions, Opened, ParallelEnvState
 
 P = TypeVar("P", bound=Population)
 
@@ -93,6 +93,7 @@ class Engine(Generic[P]):
             episode=-1,
             step=0,
             compute=Compute.none(shape[0]),
+            contributions=Contributions.none(*shape),
         )
         self.governor = Governor(population.keeper(seeds), self.rows, config)
         early = config.early_stopping.enabled
@@ -124,6 +125,7 @@ class Engine(Generic[P]):
         state.compute, state.trial = Compute.none(len(self._env)), None
         self.fates = Fates()
         state.seeds = dormant(*state.seeds.stage.shape)
+        state.contributions = Contributions.none(*state.seeds.stage.shape)
         state.measurements = unmeasured(*state.measurements.sensors.shape)
         population.begin(state.instance, state.episode)
         self.space = _of_environments(self.population.space, self.config.envs)
@@ -150,6 +152,7 @@ class Engine(Generic[P]):
             "coalitions": None if state.coalitions is None else state.coalitions._asdict(),
             "scores": state.scores._asdict(),
             "compute": state.compute._asdict(),
+            "contributions": as_tree(state.contributions),
             **self.population.snapshot(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
@@ -174,6 +177,8 @@ class Engine(Generic[P]):
         state.seeds, state.measurements, state.scores = seeds, measurements, scores
         spent = tree.get("compute")  # absent in a checkpoint from before it was counted
         state.compute = Compute.none(len(instance)) if spent is None else Compute(**spent)
+        worth, none = tree.get("contributions"), Contributions.none(*seeds.stage.shape)  # absent in an older one too
+        state.contributions = none if worth is None else from_tree(none, worth, "contributions")
         state.opened = state.trial = None
         if (opened := tree.get("opened")) is not None:
             actions, decided = Actions(**opened["actions"]), from_tree(seeds, opened["decided"], "opened.decided")
@@ -282,8 +287,10 @@ class Engine(Generic[P]):
             governed, found = self._govern(decided, measured)
         with self.timer.phase("close"):
             self._accept(governed)
+            state.contributions = state.contributions.after(state.seeds.stage, state.measurements)
             envs, twins = slice(0, config.envs), slice(config.envs, self.rows)
             view = self.view()
+            worth: Contributions = take(state.contributions, envs)
             outcome = Outcome(
                 episode=state.episode,
                 step=state.step - 1,
@@ -296,10 +303,11 @@ class Engine(Generic[P]):
                 terminal=terminal,
                 exported=take(governed.exported, envs) if governed.exported is not None else None,
                 seeds=view.seeds,
-                contribution=view.measurements.contribution,
-                contribution_loss=view.measurements.contribution_loss,
+                contribution=worth.metric,
+                contribution_loss=worth.loss,
                 twin=(take(before, twins), take(state.scores, twins)) if config.twin else None,
                 compute=ComputeShares(spent.share(config.steps)[envs], state.compute.share(config.steps)[envs]),
+                contribution_age=worth.age,
             )
             self.trace = self._traced((decided, applied, ticked), measured, found)
         return view, outcome
@@ -479,12 +487,13 @@ class VectorizedEngine(Engine[StackedPopulation]):
         self.state.trial = np.bincount(proposed.env, compute, len(self._env)).astype(np.float64)
         return worth
 
-    def resume_at(self, episode: int, step: int, seeds: Seeds, measurements: Measurements, scores: Scores) -> None:
-        """Go on from a step of an episode with a population that has its networks already; fields (rows, ...)."""
+    def resume_at(self, origin: ParallelEnvState, rows: Indices) -> None:
+        """Go on from a step of an episode of other networks, `rows` of which this population has already."""
         state, self.space = self.state, _of_environments(self.population.space, self.config.envs)
-        state.episode, state.step, state.compute = episode, step, Compute.none(len(self._env))
-        state.seeds, state.measurements, state.scores = seeds, measurements, scores
-        state.masks = self._legal(seeds, measurements)
+        state.episode, state.step, state.compute = origin.episode, origin.step, Compute.none(len(self._env))
+        for name in ("seeds", "measurements", "scores", "contributions"):
+            setattr(state, name, take(getattr(origin, name), rows))
+        state.masks = self._legal(state.seeds, state.measurements)
 
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config

@@ -43,7 +43,7 @@ def become(copies: "VectorizedEngine", origin: "VectorizedEngine", env: Indices)
     copies.population.load({**tree, "body": _body_of_copies(tree["body"], rows)}, state.instance[rows], state.episode)
     seeds = take(state.seeds, rows)
     copies.population.body.arrange(seeds)
-    copies.resume_at(state.episode, state.step, seeds, take(state.measurements, rows), take(state.scores, rows))
+    copies.resume_at(state, rows)
     governor = copies.governor
     if origin.governor.history is not None:
         governor.history = take(origin.governor.history, rows)
