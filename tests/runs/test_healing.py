@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from esper.runs.healing import _permanent
 from esper.runs.healing_data import examples_of, split, usual_loss
 from esper.runs.healing_places import directions, drift, ranked
 from esper.runs.healing_training import Case, all_weights, uniform_adapters
+from esper.store.lock import Lock
 
 
 class Block(nn.Module):
@@ -413,7 +416,106 @@ def test_an_interrupt_ends_the_command_with_a_sentence_and_code_130(folder, caps
     said = capsys.readouterr().err.splitlines()
     assert said == ["training the grown network", "interrupted; nothing was written, and the same command begins anew"]
     assert torch.get_num_threads() == 1
-    assert list((folder / "out").iterdir()) == []
+    assert not (folder / "out").exists()
+
+
+@pytest.fixture
+def ready(folder, healed, monkeypatch):
+    """The command whose trainings have been done already."""
+    monkeypatch.setattr("esper.runs.healing.heal", lambda *arguments, **settings: healed[2])
+    return ("heal", "network.pt2", "--data", "data.npz", "--out", "out")
+
+
+@pytest.mark.parametrize("written", ["adapter.safetensors", "network.pt2", "healing.json"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_on_a_full_disk_the_table_is_printed_and_the_folder_stays_as_it_was(
+    ready, folder, capsys, monkeypatch, full, written, earlier
+):
+    if earlier:
+        assert not code_of(*ready)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr("esper.store.full_disk.PATIENCE", 0.01)
+    full(written, times=10**9)
+    capsys.readouterr()
+    assert code_of(*ready, "--overwrite") == 1
+    said = capsys.readouterr()
+    assert "all weights" in said.out
+    assert "error: cannot write out: No space left on device; make room there, and give the same command again" in said.err
+    assert "Traceback" not in said.err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    monkeypatch.undo()
+
+
+def test_a_healing_waits_for_room(ready, folder, capsys, monkeypatch, full):
+    monkeypatch.setattr("esper.store.full_disk.EVERY", 0.001)
+    full(r"network\.pt2$")
+    assert not code_of(*ready)
+    assert "out is written; the run goes on" in capsys.readouterr().err
+    assert {path.name for path in (folder / "out").iterdir()} == {"adapter", "network.pt2", "healing.json"}
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_what_a_kill_left_of_a_healing_is_replaced(ready, healed, folder, monkeypatch, renames, earlier):
+    if earlier:
+        healed[2].save("out")
+    rename, left = os.rename, [renames]
+
+    def killed(source, target):
+        if Path(target).parent == Path("out"):
+            left[0] -= 1
+            if left[0] < 0:
+                raise BrokenPipeError  # nothing is done after it
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(BrokenPipeError):
+        healed[2].save("out")
+    monkeypatch.setattr(os, "rename", rename)
+    assert not (folder / "out" / "healing.json").exists()
+    assert not code_of(*ready)
+    assert {path.name for path in (folder / "out").iterdir()} == {"adapter", "network.pt2", "healing.json"}
+
+
+def test_a_network_of_ones_own_under_the_name_of_the_result_is_not_replaced(ready, folder, capsys):
+    (folder / "out").mkdir()
+    (folder / "out" / "network.pt2").write_text("mine")
+    assert code_of(*ready) == 2
+    assert "out holds other files and no healing" in capsys.readouterr().err
+    assert (folder / "out" / "network.pt2").read_text() == "mine"
+
+
+def test_of_two_healings_into_one_folder_the_second_is_refused_before_its_trainings(ready, folder, capsys):
+    (folder / "out").mkdir()
+    lock = Lock(folder / "out", pytest.fail)
+    lock.take()
+    assert code_of(*ready) == 2
+    said = capsys.readouterr().err
+    assert f"error: process {os.getpid()} on " in said
+    assert "writes to out; wait for its end, or end it first" in said
+    assert said.count("\n") == 1
+    lock.release()
+    assert not code_of(*ready)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32", "uint64"])
+def test_labels_without_a_sign_are_those_with_one(kind):
+    x, y = examples()
+    found = examples_of((x, y.numpy().astype(kind)))
+    assert torch.equal(found.y, y)
+    assert torch.equal(usual_loss(build()(x), found.y), usual_loss(build()(x), y))
+
+
+def test_a_label_above_all_whole_numbers_of_torch_is_named():
+    x, y = examples()
+    with pytest.raises(InputError, match=r"data holds 18,446,744,073,709,551,615, which no label is"):
+        examples_of((x, y.numpy().astype("uint64") - 3))
+
+
+def test_a_healing_writes_nothing_to_the_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    x, y = examples()
+    assert esper.heal(damaged(build()), (x, y), budget=0.3, steps=24).table
 
 
 def test_the_rank_of_adapters_is_at_most_that_of_their_matrices():

@@ -3,6 +3,7 @@
 import json
 import logging
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from esper.commands.options import say, use_one_thread
 from esper.leyline.errors import InputError, typed_line
 
 PLACE = "path.py:function or module:function"
+AGAIN = "give the same command again"
 
 
 def heal(
@@ -41,32 +43,41 @@ def heal(
     """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
     use_one_thread()
     from esper.leyline.resuming import is_reference
-    from esper.runs.healed import check_folder, make_folder
+    from esper.runs.healed import check_folder, healing_folder
     from esper.runs.healing import heal as heal_network
+    from esper.runs.interrupt import ended_by_signals
+    from esper.store import full_disk
     from esper.tasks.reference import load_reference
 
+    note = partial(say, err=True)
     if out is not None:
         check_folder(out, overwrite)
     try:
         examples: Any = load_reference(data, "healing data", "(x, y)") if is_reference(data) else data
         whole = None if intact is None else _module(intact)
         network = _module(model)
-        if out is not None:
-            make_folder(out)  # before the trainings, whose result would be lost
-        with warnings.catch_warnings():
+        with ExitStack() as held, warnings.catch_warnings():
+            held.enter_context(ended_by_signals())  # so that the folder is unlocked
+            if out is not None:  # before the trainings, whose result would be lost
+                retry = full_disk.DiskRetry(full_disk.PATIENCE, note, out, lambda: False, further=AGAIN)
+                held.enter_context(healing_folder(out, overwrite, note, retry))
             # torch warns of its own copies of graphs
             warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)
-            own = partial(heal_network, steps=steps, batch_size=batch_size, seed=seed, watch=partial(say, err=True))
+            own = partial(heal_network, steps=steps, batch_size=batch_size, seed=seed, watch=note)
             healed = own(network, examples, whole, budget)
+            # printed before it is saved, which a full disk may prevent
+            if as_json:
+                typer.echo(json.dumps(healed.summary(), indent=2))
+            else:
+                for line in repr(healed).splitlines():
+                    say(line)
+            if out is not None:
+                written = healed.write(out, retry)
+                if not as_json:
+                    say(written)
     except KeyboardInterrupt:
         say("interrupted; nothing was written, and the same command begins anew", err=True)
         raise typer.Exit(130) from None
-    written = None if out is None else healed.save(out)
-    if as_json:
-        typer.echo(json.dumps(healed.summary(), indent=2))
-        return
-    for line in [*repr(healed).splitlines(), *([written] if written else [])]:
-        say(line)
 
 
 def _module(place: str) -> Any:

@@ -69,6 +69,13 @@ def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], 
     kept: for each site, the blueprint of its seed and the width that the seed reads.
     folder: None in a process that gathers what it has a part of, and writes nothing.
     """
+    files = adapter_files(network, kept)
+    if folder is not None:
+        write_folder(Path(folder), files)
+
+
+def adapter_files(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]]) -> dict[str, bytes]:
+    """The files that `save_adapter` writes, by name."""
     seeds, tensors = [], {}
     for name, (entry, reads) in kept.items():
         site, planted = sites_of(network)[name], planted_at(network, name)
@@ -90,11 +97,9 @@ def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], 
         )
         for part, tensor in planted.weights().items():
             tensors[f"{name}/{part}"] = gather(tensor.detach()).cpu().contiguous()
-    if folder is None:
-        return
     described = _SavedAdapter(format=FORMAT, seeds=seeds).model_dump(mode="json")
     files = {WEIGHTS: save(tensors), DESCRIPTION: json.dumps(described, indent=1).encode()}
-    write_folder(Path(folder), {**files, SUMS: sums_of(files)})
+    return {**files, SUMS: sums_of(files)}
 
 
 def attach(model: M, folder: Path | str) -> M:
@@ -111,10 +116,19 @@ def attach(model: M, folder: Path | str) -> M:
                 f"{folder} holds no adapter, because it has no file {name}; give a folder that save_adapter wrote"
             )
         check_sum(folder / name)
-    described = _described(folder / DESCRIPTION)
+    with open_regular(folder / WEIGHTS, _AGAIN) as file:
+        files = {
+            WEIGHTS: file.read(),
+            DESCRIPTION: read_kept(folder / DESCRIPTION, _LARGEST, _AGAIN),
+        }
+    return attach_files(model, files, folder)
+
+
+def attach_files(model: M, files: Mapping[str, bytes], folder: Path) -> M:
+    """Attach the seeds of the files that `adapter_files` returned, as `attach`; `folder` is named in errors."""
+    described = _described(files[DESCRIPTION], folder / DESCRIPTION)
     try:
-        with open_regular(folder / WEIGHTS, _AGAIN) as file:
-            tensors = load(file.read())
+        tensors = load(files[WEIGHTS])
     except SafetensorError as error:
         raise InputError(f"{folder / WEIGHTS} is damaged: {error}; {_AGAIN}") from None
     if not described.seeds:
@@ -167,9 +181,9 @@ def _planted(seed: _SavedSeed, tensors: Mapping[str, Tensor], folder: Path) -> P
     return planted
 
 
-def _described(path: Path) -> _SavedAdapter:
-    """Read the content of adapter.json. Raises InputError if it is damaged, or of another format."""
-    tree = parse_json(read_kept(path, _LARGEST, _AGAIN), path, _AGAIN)
+def _described(content: bytes, path: Path) -> _SavedAdapter:
+    """Parse the content of adapter.json. Raises InputError if it is damaged, or of another format."""
+    tree = parse_json(content, path, _AGAIN)
     found = tree.get("format") if isinstance(tree, dict) else None
     if found != FORMAT:
         raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {FORMAT}")

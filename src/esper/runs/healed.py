@@ -4,7 +4,9 @@ import html
 import inspect
 import io
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,18 +19,26 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from esper.leyline.config_input import show
-from esper.leyline.errors import InputError, typed_line
-from esper.store.disk import remove, unfinished, write_atomic, write_folder
+from esper.leyline.errors import InputError, RunWarning, typed_line, warn
+from esper.store.disk import Retry, remove, sync_folder, write_folder, write_once, write_synced
+from esper.store.lock import is_lock, locked_folder
 
 ADAPTER, MODULE, SUMMARY = "adapter", "network.pt2", "healing.json"
+_STAGED = ".healing.new"  # within the folder of a healing: all of its files, until each has its name
 
 
 def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """Raise InputError if a healing may not be written to a folder: it is a file, or holds another one or other files."""
+    """Raise InputError if a healing may not be written to a folder: it is a file, or holds another one or other files.
+
+    What a killed process left of a healing may be replaced.
+    """
     mend = "name another folder with --out"
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; {mend}")
-    names = sorted(path.name for path in folder.iterdir() if unfinished(path) is None) if folder.exists() else []
+    found = [path for path in folder.iterdir() if not is_lock(path)] if folder.exists() else []
+    names = sorted(path.name for path in found)
+    if _STAGED in names:  # a process was killed before the healing was whole
+        names = [name for name in names if name not in (_STAGED, ADAPTER, MODULE)]
     if names and SUMMARY not in names:
         raise InputError(f"{folder} holds other files and no healing; name a new or an empty folder with --out")
     if names and not overwrite:
@@ -84,12 +94,13 @@ class Contender(NamedTuple):
     seconds: float
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder to write. Raises InputError if it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be made: {typed_line(error)}; name another folder") from error
+@contextmanager
+def healing_folder(folder: Path, overwrite: bool, note: Callable[[str], None], retry: Retry) -> Iterator[None]:
+    """Make the folder of a healing, and hold its lock in the body. Raises InputError as `check_folder` and `locked_folder`."""
+    check_folder(folder, overwrite)
+    with locked_folder(folder, note, retry):
+        check_folder(folder, overwrite)  # again: a process that held the lock may have written a healing since
+        yield
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,25 +169,49 @@ class Healed:
         """Write the adapter, the network as network.pt2 for any number of examples, and the summary; say what was written.
 
         What an earlier result wrote is replaced, and other files stay. A network that torch.export cannot express is left to
-        the adapter, and the sentence says so. Raises InputError if the folder cannot be made.
+        the adapter, and the sentence says so. Raises InputError if the folder cannot be made, or another process writes to it.
         """
         folder = Path(folder)
-        make_folder(folder)
-        program, left, written = b"", "", []
+        with locked_folder(folder, lambda text: warn(text, RunWarning), write_once):
+            return self.write(folder, write_once)
+
+    def write(self, folder: Path, retry: Retry) -> str:
+        """Write what `save` writes to a folder that is locked, and say what was written.
+
+        All files are written beside the old ones and then renamed, healing.json last: a disk that is full leaves an earlier
+        result as it was, and a process that is killed leaves no healing.json beside other files than its own.
+        """
+        program, left = b"", ""
         try:
             program = self._exported()
         except Exception as error:  # torch.export raises errors of many kinds
             left = f"; {MODULE} was not written, as torch.export refuses the network: {typed_line(error)}"
-        if self.adapter:
-            write_folder(folder / ADAPTER, self.adapter)
-            written.append(ADAPTER)
-        if program:
-            write_atomic(folder / MODULE, program)
-            written.append(MODULE)
-        for name in {ADAPTER, MODULE}.difference(written):  # an earlier one, of another network
-            remove(folder / name)
-        write_atomic(folder / SUMMARY, json.dumps(self.summary(), indent=1))
-        return f"{folder}: {', '.join([*written, SUMMARY])}{left}"
+        staged = folder / _STAGED
+
+        def stage() -> None:
+            remove(staged)
+            try:
+                staged.mkdir()
+                if self.adapter:
+                    write_folder(staged / ADAPTER, self.adapter)
+                if program:
+                    write_synced(staged / MODULE, program)
+                write_synced(staged / SUMMARY, json.dumps(self.summary(), indent=1).encode())
+            except BaseException:
+                remove(staged)
+                raise
+
+        retry(folder, stage)
+        remove(folder / SUMMARY)
+        written = []
+        for name in (ADAPTER, MODULE, SUMMARY):
+            remove(folder / name)  # also of an earlier network that had it where this one has none
+            if (staged / name).exists():
+                os.rename(staged / name, folder / name)
+                written.append(name)
+        staged.rmdir()
+        sync_folder(folder)
+        return f"{folder}: {', '.join(written)}{left}"
 
     def _exported(self) -> bytes:
         """The file of torch.export, with a batch axis of any length."""

@@ -1,7 +1,6 @@
 """Healing: seeds in a network that was pruned, quantised or truncated, where it was hurt, compared with the usual remedies."""
 
 import copy
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from esper.kasmina.adapter import attach
+from esper.kasmina.adapter import adapter_files, attach_files
 from esper.kasmina.find_sites import FoundSites, NoSiteError, find_sites
 from esper.kasmina.grafted import free_sites, graft
 from esper.leyline.errors import InputError, typed_line
@@ -96,16 +95,14 @@ def heal(
     case = settled(Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed))
     check_losses(case)
     places = ranked(host, sites, parts.probe.at(slice(512)).x, intact)
-    with tempfile.TemporaryDirectory() as folder:
-        tried = _rates("the grown network", RATES["adapters"], watch)
-        grown = [_grown(case, sites, places, budget, rate, Path(folder) / str(rate)) for rate in tried]
-        best = min(grown, key=lambda each: rank(each.trained))
-        adapter = {file.name: file.read_bytes() for file in sorted(best.folder.iterdir())} if best.planted else {}
+    tried = _rates("the grown network", RATES["adapters"], watch)
+    grown = [_grown(case, sites, places, budget, rate) for rate in tried]
+    best = min(grown, key=lambda each: rank(each.trained))
     size = best.trained.learned or int(budget * _size(host))
     networks = {"nothing": Trained(host, 0.0, 0, 0.0, 0.0), "grown": best.trained} | _rivals(case, sites, size, watch)
     rows, losses = table(case, networks)
     few, reasons = parts.held.at(slice(2)).x, (*best.explanations, *_remarks(parts, networks))
-    return Healed(best.trained.network, rows, best.planted, reasons, adapter, losses, _size(host), few)
+    return Healed(best.trained.network, rows, best.planted, reasons, best.adapter, losses, _size(host), few)
 
 
 def _rates(name: str, rates: tuple[float, ...], watch: Callable[[str], None] | None) -> Iterator[float]:
@@ -159,10 +156,10 @@ class _Growth(NamedTuple):
     trained: Trained
     planted: tuple[HealingSeed, ...]
     explanations: list[str]
-    folder: Path
+    adapter: Mapping[str, bytes]  # the files of the seeds that were kept
 
 
-def _grown(case: Case, sites: FoundSites, places: list[Place], budget: float, rate: float, folder: Path) -> _Growth:
+def _grown(case: Case, sites: FoundSites, places: list[Place], budget: float, rate: float) -> _Growth:
     """Grow a copy of the host, and attach the seeds that were kept to another, so that none is folded into a damaged weight."""
     begin = time.perf_counter()
     network = graft(copy.deepcopy(case.host), dict(sites))
@@ -192,16 +189,17 @@ def _grown(case: Case, sites: FoundSites, places: list[Place], budget: float, ra
     train(network, optimizer, case, growth.step, still=True)
     summary = growth.summary()
     healed = copy.deepcopy(case.host)
+    adapter = dict[str, bytes]()
     if summary["keeps"]:
-        growth.save_adapter(folder)
-        healed = attach(healed, folder)
+        adapter = adapter_files(network, growth.population.grafts.kept(growth.engine.state.seeds))
+        healed = attach_files(healed, adapter, Path("adapter"))
     planted = _kept_seeds(summary, space)
     growth.finish()
     removed = [f"{each['blueprint']} at {each['site']} was removed: {each['reason']}" for each in summary["prunes"]]
     seconds = time.perf_counter() - begin
     score = float(losses_of(healed, case.parts.probe, case).mean())
     trained = Trained(healed, score, sum(each.parameters for each in planted), rate, seconds)
-    return _Growth(trained, planted, [*removed, *growth.summary()["explanations"]], folder)
+    return _Growth(trained, planted, [*removed, *growth.summary()["explanations"]], adapter)
 
 
 def _kept_seeds(summary: Mapping[str, Any], space: Space) -> tuple[HealingSeed, ...]:

@@ -194,6 +194,12 @@ def _tensor(value: Any) -> Any:
             f"data has an array of {value.dtype}; give numbers, for labels the whole numbers of the classes"
         )
     found = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+    if found.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which torch indexes and compares with few others
+        signed = found.long()
+        if found.dtype == torch.uint64 and (signed < 0).any():
+            largest = int(signed[signed < 0].max()) + 2**64
+            raise InputError(f"data holds {largest:,}, which no label is; give whole numbers below {2**63:,}")
+        return signed
     return found.to(torch.get_default_dtype()) if found.is_floating_point() else found
 
 

@@ -11,6 +11,8 @@ from esper.store.files import is_run
 FULL = (errno.ENOSPC, errno.EDQUOT)
 EVERY = 1.0
 """Pause between two attempts [seconds]."""
+PATIENCE = 300.0
+"""How long a command without a config waits for room [seconds]."""
 
 
 class DiskFull(OSError):
@@ -25,7 +27,8 @@ class DiskRetry:
     """Calls a function that writes a file until the disk has room, for at most `seconds`. One object serves a whole run.
 
     It does not wait if `asked` returns True, because the user wants the run to end, nor after it waited in vain once.
-    `note` shows a line to the user. `tasks` are the names of the run's tasks, which the command that resumes it may need.
+    `note` shows a line to the user. `tasks` are the names of the run's tasks, which the command that resumes it may need. `further`
+    says how work that is no run is done again.
     """
 
     def __init__(
@@ -35,8 +38,10 @@ class DiskRetry:
         run: Path,
         asked: Callable[[], bool],
         tasks: Sequence[str] = (),
+        further: str = "start the run again",
     ) -> None:
-        self.seconds, self.note, self.run, self.asked, self.tasks = seconds, note, run, asked, tasks
+        self.seconds, self.note, self.run, self.asked = seconds, note, run, asked
+        self.tasks, self.further = tasks, further
         self.spent = False
 
     def __call__(self, path: Path, write: Callable[[], None]) -> None:
@@ -78,4 +83,4 @@ class DiskRetry:
         return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
 
     def _further(self) -> str:
-        return f"continue with `{resume_command(self.run, self.tasks)}`" if is_run(self.run) else "start the run again"
+        return f"continue with `{resume_command(self.run, self.tasks)}`" if is_run(self.run) else self.further

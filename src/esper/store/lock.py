@@ -14,13 +14,13 @@ import stat
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from esper.leyline.errors import InputError
-from esper.store.disk import WITHOUT_FLOCK
+from esper.store.disk import WITHOUT_FLOCK, Retry
 
 LOCK = "lock"
 _LARGEST = 64 * 2**10  # bytes of it that are read
@@ -149,6 +149,36 @@ class Lock:
     def _refusal(self, owner: dict[str, Any] | None) -> InputError:
         who = _who(owner) if owner else "another process, which has not written its name yet,"
         return InputError(f"{who} writes to {self.path.parent}; wait for its end, or end it first")
+
+
+@contextmanager
+def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry) -> Iterator[None]:
+    """Make a folder, and hold its lock in the body. Folders that were made for it and are empty in the end are removed.
+
+    Raises InputError if the folder cannot be made or another process holds the lock.
+    """
+    made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first
+    lock = Lock(folder, note)
+
+    def take() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise InputError(
+                f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"
+            ) from None
+        lock.take()
+
+    try:
+        retry(lock.path, take)
+        yield
+    finally:
+        lock.release()
+        for each in made:
+            with suppress(OSError):  # the folder is not empty
+                each.rmdir()
 
 
 def owner_of(path: Path) -> dict[str, Any] | None:
