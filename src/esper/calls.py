@@ -16,7 +16,7 @@ from esper.karn.progress import Shown, evaluation_progress, growth_progress, tra
 from esper.karn.report.page import report_at_end, report_of_evaluation
 from esper.karn.streaming import print_streams
 from esper.leyline.arguments import check_choice, check_outputs, to_path
-from esper.leyline.config import BASELINES, parse_setting
+from esper.leyline.config import BASELINES, Config, build_config, parse_setting
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
@@ -27,13 +27,14 @@ from esper.nissa.recovery import check_events
 from esper.runs.contenders import Contender, trainings
 from esper.runs.crews import ALONE, Asked, asked_for
 from esper.runs.evaluation import run_evaluation
-from esper.runs.evaluation_folder import FIGURE, ROOT, EvaluationFolder
+from esper.runs.evaluation_folder import FIGURE, ROOT, evaluation_folder
 from esper.runs.grow import grow as grow_run
 from esper.runs.interrupt import ended_by_signals
+from esper.runs.kept import disk_retry
 from esper.runs.ranks_crew import ACTOR
 from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config
 from esper.runs.train import train as train_run
-from esper.store.disk import write_atomic
+from esper.store.disk import Retry, write_atomic
 from esper.store.files import EVALUATION, to_json
 from esper.tamiyo.catalog import CONTROLLERS, get_controller
 from esper.tamiyo.trials import PREFIX
@@ -164,6 +165,7 @@ def evaluate(
     workers: int | None = None,
     devices: Sequence[str] = (),
     cluster: str | None = None,
+    ready: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Compare controllers with the rules and the opponents of a task on held-out instances, as `esper eval` does.
 
@@ -173,7 +175,8 @@ def evaluate(
     ["steps=12"]. `baselines` are static networks to compare with (docs/baselines.md), of the size that the first controller
     grew to, or the heuristic without controllers; () for none. `opponents` are names of opponents of the tasks
     (docs/opponents.md); None for all, () for none. With `out`, the record, the figure, the report and the grown networks are
-    written to that folder, and a later call uses the networks again; `overwrite` allows to replace a record there. With
+    written to that folder, and a later call uses the networks again; `overwrite` allows to replace a record there. `ready` gets
+    the record before it is written, as a disk may be full. With
     `workers`, that many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster`
     is "ray", a "ray://" address, or "torchrun" (docs/actors.md). Results do not depend on the number of workers. Returns the
     record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
@@ -184,9 +187,10 @@ def evaluate(
     layers = [*map(parse_setting, _as_settings(settings)), *({"device": device} for device in asked.devices[:1])]
 
     def compare(grown: Path | None) -> dict[str, Any]:
-        return run_evaluation(
+        found = [get_task(each) if isinstance(each, str) else each for each in chosen]
+        record = run_evaluation(
             _contenders(controllers),
-            [get_task(each) if isinstance(each, str) else each for each in chosen],
+            found,
             instances=instances,
             seeds=seeds,
             first=first,
@@ -198,15 +202,24 @@ def evaluate(
             watch=say,
             workers=asked,
         )
+        if asked.is_rank:
+            return record
+        if ready is not None:
+            ready(record)
+        if grown is not None:
+            config = build_config(found[0].defaults, *layers)
+            _write_evaluation(record, path, config, disk_retry(config, note, path))
+        return record
 
+    note = say or (lambda line: None)
     if out is None or asked.is_rank:
         return compare(None)
     path = to_path(out, "out")
-    note, shared = say or (lambda line: None), path.parent == ROOT
-    with ended_by_signals(), EvaluationFolder(path, note, overwrite=overwrite, shared=shared) as folder:
-        record = compare(folder.grown)
-        _write_evaluation(record, path, report=all(layer.get("report", True) for layer in layers))
-    return record
+    with (
+        ended_by_signals(),
+        evaluation_folder(path, note, overwrite=overwrite, shared=path.parent == ROOT) as grown,
+    ):
+        return compare(grown)
 
 
 def _contenders(controllers: Sequence[str | Contender] | str) -> list[Contender]:
@@ -214,11 +227,12 @@ def _contenders(controllers: Sequence[str | Contender] | str) -> list[Contender]
     return [own for each in listed for own in ([each] if isinstance(each, Contender) else trainings(each))]
 
 
-def _write_evaluation(record: dict[str, Any], folder: Path, *, report: bool) -> None:
-    write_atomic(folder / EVALUATION, to_json(record))
-    draw_evaluation(record, folder / FIGURE)
-    if report:
-        report_of_evaluation(folder)
+def _write_evaluation(record: dict[str, Any], folder: Path, config: Config, retry: Retry) -> None:
+    """Write the figure, the report and last the record: a folder with a record is whole."""
+    retry(folder / FIGURE, lambda: draw_evaluation(record, folder / FIGURE))
+    if config.report:
+        report_of_evaluation(record, folder)
+    retry(folder / EVALUATION, lambda: write_atomic(folder / EVALUATION, to_json(record)))
 
 
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:

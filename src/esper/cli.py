@@ -1,5 +1,6 @@
 """The `esper` command: the table of its subcommands, and its exit codes. Subcommands import torch only if they need it."""
 
+import errno
 import os
 import sys
 import warnings
@@ -117,11 +118,19 @@ def _run(arguments: Sequence[str] | None) -> None:
             typer.echo(user_traceback(error), err=True, nl=False)
             raise SystemExit(1) from error
         if isinstance(error, OSError):
-            fail(error, 1)
+            fail(_of_a_disk(error), 1)
         if not is_out_of_memory(error):
             raise
         asked = requested_memory(error)
         fail(f"memory ran out{f': {asked} were asked for' if asked else ''}; free some, or lower envs", 1)
+
+
+def _of_a_disk(error: OSError) -> OSError | str:
+    """An error of the system, or the sentence of a run whose disk is full."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or str(error).startswith("cannot write "):
+        return error
+    what = error.filename or "to a disk, such as that of the folder for temporary files (TMPDIR)"
+    return f"cannot write {what}: {os.strerror(error.errno)}; make room there, and give the same command again"
 
 
 def command() -> None:

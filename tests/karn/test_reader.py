@@ -149,6 +149,29 @@ def test_csv_and_parquet_hold_what_the_rows_do(run, tmp_path, capsys):
     pandas.testing.assert_frame_equal(pandas.read_parquet(target), esper.open_run(run).frame("lifecycle"))
 
 
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+def test_a_table_that_finds_no_room_leaves_the_earlier_one(run, tmpfs, capsys, form):
+    target = tmpfs.path / f"step.{form}"
+    target.write_bytes(b"earlier")
+    tmpfs.fill()
+    code, _, err = printed(capsys, "events", run, "--kind", "step", "--format", form, "--out", target)
+    assert code == 1
+    assert (
+        err
+        == f"error: cannot write {target}: No space left on device; make room there, and give the same command again\n"
+    )
+    assert target.read_bytes() == b"earlier"
+    assert {path.name for path in tmpfs.path.iterdir()} == {target.name, tmpfs.filler.name}
+
+
+def test_events_behind_a_link_and_in_a_pipe_are_written_where_they_lead(run, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert printed(capsys, "events", run, "--out", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == (run / "events.jsonl").read_text()
+    assert printed(capsys, "events", run, "--out", "/dev/stderr") == (0, "", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

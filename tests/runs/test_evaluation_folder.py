@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.task import Split
 from esper.runs.contenders import named
 from esper.runs.crews import ALONE
-from esper.runs.evaluation_folder import EvaluationFolder, default_folder
+from esper.runs.evaluation_folder import default_folder, evaluation_folder
 from esper.runs.evaluation_work import hired
 from esper.runs.interrupt import ended_by_signals
 from esper.store.lock import Lock
@@ -49,6 +50,44 @@ def test_a_record_is_replaced_only_where_that_is_asked_for_and_what_was_grown_is
     assert {path for path in Path("e").rglob("*") if path.is_file()} == set(before)
 
 
+def test_an_evaluation_that_is_killed_as_its_files_are_written_is_made_again_from_what_was_grown(monkeypatch):
+    replace, found = os.replace, []
+
+    def evaluated_until(written):
+        def killed(source, target):
+            if Path(target).name == written:
+                raise SystemExit  # nothing further is written
+            replace(source, target)
+
+        with monkeypatch.context() as once:
+            once.setattr(os, "replace", killed)
+            with pytest.raises(SystemExit):
+                evaluated(ready=found.append)
+
+    for written in ("evaluation.png", "report.html", "evaluation.json"):
+        evaluated_until(written)
+        Path("e/.evaluation.json.0123456789abcdef.tmp").write_text("{")  # which a killed process leaves
+        Path("e/grown/.x.npz.0123456789abcdef.tmp").write_text("")
+    last = evaluated()
+    assert [record["tasks"][0]["runs"] for record in found] == [last["tasks"][0]["runs"]] * 3
+    assert {path.name for path in Path("e").iterdir()} == {"evaluation.json", "evaluation.png", "report.html", "grown"}
+    assert not list(Path("e/grown").glob(".*"))
+
+
+def test_on_a_full_disk_an_evaluation_says_how_it_goes_on_after_it_has_printed_what_it_has(esper, full):
+    command = ("eval", *COMMAND, "--out", "e", "--set", "faults.disk_seconds=0", "--set", "report=false")
+    for written in (r"e/grown/iris\S+npz", "e/evaluation.png", "e/evaluation.json"):
+        disk = full(written.replace("/", r"/\.?"), times=10**9)
+        code, out, err = esper(*command)
+        assert code == 1
+        assert ("P(better)" in out) == ("npz" not in written)
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert re.search(f"cannot write {written}: No space left on device; make room there, and give the same", line)
+        assert "Traceback" not in err
+        disk.times = 0
+    assert esper(*command)[0] == 0
+
+
 def test_what_was_grown_on_other_data_is_not_reused():
     evaluated()
     task = blobs()
@@ -73,7 +112,7 @@ def test_a_folder_that_another_process_is_at_is_left_alone():
 
 def test_the_lock_is_released_whatever_ends_an_evaluation():
     def leave():
-        with EvaluationFolder(Path("e"), pytest.fail):
+        with evaluation_folder(Path("e"), pytest.fail):
             assert Path("e/lock").exists()
             raise KeyboardInterrupt
 
@@ -87,7 +126,7 @@ def test_the_lock_is_released_whatever_ends_an_evaluation():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_an_evaluation_in_order_unless_the_program_handles_it(number):
     def leave():
-        with ended_by_signals(), EvaluationFolder(Path("e"), pytest.fail):
+        with ended_by_signals(), evaluation_folder(Path("e"), pytest.fail):
             os.kill(os.getpid(), number)
 
     with pytest.raises(KeyboardInterrupt):

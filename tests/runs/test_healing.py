@@ -440,7 +440,9 @@ def test_on_a_full_disk_the_table_is_printed_and_the_folder_stays_as_it_was(
     assert code_of(*ready, "--overwrite") == 1
     said = capsys.readouterr()
     assert "all weights" in said.out
-    assert "error: cannot write out: No space left on device; make room there, and give the same command again" in said.err
+    assert (
+        "error: cannot write out: No space left on device; make room there, and give the same command again" in said.err
+    )
     assert "Traceback" not in said.err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     monkeypatch.undo()

@@ -1,6 +1,10 @@
 """Comparisons on streams: the record, the folder, and the command."""
 
 import json
+import os
+import re
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from esper.cli import main
 from esper.leyline.errors import InputError
 from esper.runs import streaming
 from esper.runs.streaming import stream
+from esper.store.lock import Lock
 from esper.streams.data import RANGES
 
 SMALL = {"streams": 3, "updates": 40}
@@ -75,6 +80,82 @@ def test_another_comparison_in_the_folder_is_refused_and_replaced_on_request(tmp
     assert stream("adamw", out=tmp_path, streams=1, updates=6, overwrite=True)["updates"] == 6
 
 
+def test_a_comparison_whose_process_was_killed_goes_on_whatever_it_left(record, tmp_path, monkeypatch):
+    """A kill comes before one of the renames; every call of the comparison gets one further."""
+    monkeypatch.setattr(streaming, "EVERY", 25)
+    renames, unlink = {name: getattr(os, name) for name in ("replace", "rename")}, Path.unlink
+    for number in range(1, 100):
+        left = [number]
+
+        def killed(source, target, name="replace", left=left):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            renames[name](source, target)
+
+        with monkeypatch.context() as once:
+            for name in renames:
+                once.setattr(os, name, partial(killed, name=name))
+            once.setattr(Path, "unlink", lambda *path, left=left, **how: left[0] and unlink(*path, **how))
+            try:
+                found = stream(METHODS, "mixture", out=tmp_path / "out", **SMALL)
+            except Killed:
+                continue
+        break
+    assert found == record
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *sorted(f"{name}.json" for name in METHODS),
+        "streams.json",
+    ]
+
+
+class Killed(BaseException):
+    """A process that is killed."""
+
+
+@pytest.mark.parametrize("written", [r"/\.streams\.json", r"/\.adamw\.new/", r"/\.adamw\.json\."])
+def test_on_a_full_disk_a_comparison_says_how_it_goes_on_after_it_has_printed_what_it_has(
+    command, full, monkeypatch, written
+):
+    monkeypatch.setattr("esper.store.full_disk.PATIENCE", 0.0)
+    call = ("adamw", "--streams", "1", "--updates", "5", "--out", "out")
+    assert command(*call)[0] == 0
+    disk = full(written, times=10**9)
+    code, _, err = command("adamw", "--streams", "1", "--updates", "6", "--out", "out", "--overwrite")
+    assert code == 1
+    assert re.search(r"error: cannot write out/\S+: No space left on device; make room there, and give the same", err)
+    assert "which continues the comparison" in err
+    disk.times = 0
+    assert command("adamw", "--streams", "1", "--updates", "6", "--out", "out", "--overwrite")[0] == 0
+
+
+def test_the_record_is_printed_before_it_is_saved(command, full, monkeypatch):
+    monkeypatch.setattr("esper.store.full_disk.PATIENCE", 0.0)
+    call = ("adamw", "--streams", "1", "--updates", "5", "--out", "out", "--json")
+    disk = full(r"/\.streams\.json", times=0)
+    write = disk.os_write
+
+    def second(descriptor, data):
+        disk.times = 10**9 if Path("out/adamw.json").exists() else 0
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", second)
+    code, out, err = command(*call)
+    assert code == 1
+    assert json.loads(out)["status"] == "finished"
+    assert "cannot write out/streams.json: No space left on device" in err
+
+
+def test_of_two_comparisons_in_one_folder_the_second_is_refused(command, tmp_path):
+    (tmp_path / "out").mkdir()
+    lock = Lock(tmp_path / "out", pytest.fail)
+    lock.take()
+    code, _, err = command("adamw", "--streams", "1", "--updates", "5", "--out", "out")
+    assert code == 2
+    assert f"error: process {os.getpid()} on " in err
+    lock.release()
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(InputError, match=r"holds 'thesis.tex', which is no file of a comparison"):
@@ -84,7 +165,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
 
 def test_a_damaged_state_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "EVERY", 2)
-    monkeypatch.setattr(streaming, "remove", lambda path: None)
+    monkeypatch.setattr(streaming, "remove_folder", lambda path: None)
     stream("adamw", out=tmp_path, streams=1, updates=4)
     (tmp_path / "adamw.json").unlink()
     (tmp_path / "streams.json").write_text(

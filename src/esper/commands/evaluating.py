@@ -76,12 +76,15 @@ def evaluate(
     grown are used again. Without DIR, each set of arguments has its own folder.
     """
     use_one_thread()
+    from rich.console import Console
+
     from esper.calls import evaluate as compare
+    from esper.karn.evaluation import print_evaluation
     from esper.leyline.config import parse_setting
     from esper.runs.contenders import trainings
-    from esper.runs.evaluation_folder import default_folder
+    from esper.runs.evaluation_folder import FIGURE, default_folder
     from esper.runs.ranks_crew import ACTOR
-    from esper.store.files import to_json
+    from esper.store.files import EVALUATION, REPORT, to_json
 
     names = split_names(tasks) or []
     numbers: dict[str, Any] = {"instances": instances, "seeds": seeds, "first": first}
@@ -94,24 +97,16 @@ def evaluate(
     options: dict[str, Any] = {"settings": settings or (), "baselines": static, "out": out, "overwrite": overwrite}
     options |= {"opponents": against, "search_episodes": search_episodes}
     options |= {"workers": workers, "devices": devices, "cluster": cluster}
-    record = compare(contenders, names, **numbers, **options, progress=True)
-    if record.get("status") == ACTOR:
+
+    def printed(record: dict[str, Any]) -> None:
+        if json_:
+            typer.echo(to_json(record), nl=False)
+        else:
+            print_evaluation(record, Console())
+
+    record = compare(contenders, names, **numbers, **options, progress=True, ready=printed)
+    if record.get("status") == ACTOR or json_:
         return
-    if json_:
-        typer.echo(to_json(record), nl=False)
-    else:
-        _print(record, out)
-
-
-def _print(record: dict[str, Any], folder: Path) -> None:
-    """The record for a person, and where its files are."""
-    from rich.console import Console
-
-    from esper.karn.evaluation import print_evaluation
-    from esper.runs.evaluation_folder import FIGURE
-    from esper.store.files import EVALUATION, REPORT
-
-    print_evaluation(record, Console())
     for what, name in (("record", EVALUATION), ("figure", FIGURE), ("report", REPORT)):
-        if (folder / name).exists():
-            say(f"{what}: {folder / name}")
+        if (out / name).exists():
+            say(f"{what}: {out / name}")

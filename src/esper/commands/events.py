@@ -2,9 +2,10 @@
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -23,7 +24,9 @@ def events(
     format_: Annotated[
         str, typer.Option("--format", metavar="|".join(FORMATS), help="csv and parquet need --kind; parquet, --out.")
     ] = "jsonl",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to FILE instead of the terminal.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write to FILE, which gets its name when it is whole.")
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Wait for further rows until the run ends; jsonl only.")
     ] = False,
@@ -35,7 +38,11 @@ def events(
     source, wanted = open_run(run), kind_of(kind)
     rows = (row for row in (source.follow() if follow else source.rows()) if isinstance(row, wanted))
     if format_ == "jsonl":
-        _write(out, _lines(rows), flush=follow)
+        with _opened(out, at_once=follow) as file:
+            for line in _lines(rows):
+                file.write(line)
+                if follow:
+                    file.flush()
     elif format_ == "csv":
         _write_csv(out, fields_of(wanted), rows)
     else:
@@ -48,7 +55,8 @@ def events(
             from esper.leyline.distribution import pip_install
 
             raise InputError(f"parquet needs pyarrow, which is not installed; run {pip_install('frames')}") from None
-        frame.to_parquet(out, index=False)
+        with _beside(out) as temporary:
+            frame.to_parquet(temporary, index=False)
 
 
 def _check(format_: str, kind: str | None, out: Path | None, follow: bool) -> None:
@@ -69,14 +77,6 @@ def _lines(rows: Iterator[Any]) -> Iterator[str]:
     return (encode(row).decode() for row in rows)
 
 
-def _write(out: Path | None, lines: Iterator[str], *, flush: bool) -> None:
-    with _opened(out) as file:
-        for line in lines:
-            file.write(line)
-            if flush:
-                file.flush()
-
-
 def _write_csv(out: Path | None, names: list[str], rows: Iterator[Any]) -> None:
     """One line a row; lists and mappings are JSON, and what was not measured is empty."""
     from esper.nissa.events import record
@@ -94,14 +94,36 @@ def _cell(value: Any) -> Any:
 
 
 @contextmanager
-def _opened(out: Path | None) -> Iterator[TextIO]:
-    """FILE for writing, or the terminal, which stays open. InputError if FILE cannot be written."""
+def _opened(out: Path | None, *, at_once: bool = False) -> Iterator[TextIO]:
+    """FILE for writing, or the terminal, which stays open. `at_once` writes FILE itself, which others read meanwhile."""
     if out is None:
         yield sys.stdout
         return
+    with nullcontext(out) if at_once else _beside(out) as path:
+        try:
+            file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise InputError(f"{out} cannot be written: {error.strerror}; name another file") from None
+        with file:
+            yield file
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A temporary file that replaces FILE once the body has written all of it.
+
+    Raises InputError if FILE cannot be written, and OSError with FILE as its name on a full disk.
+    """
+    from esper.store.disk import replacing
+    from esper.store.full_disk import FULL
+
+    if out.exists() and not out.is_file():  # a pipe or a device, which cannot be replaced
+        yield out
+        return
     try:
-        file = open(out, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed below)
+        with replacing(Path(os.path.realpath(out))) as temporary:  # behind a link, which stays
+            yield temporary
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror}; name another file") from None
-    with file:
-        yield file
+        if error.errno in FULL:
+            raise OSError(error.errno, os.strerror(error.errno), str(out)) from error
+        raise InputError(f"{out} cannot be written: {error.strerror or error}; name another file") from None

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -73,8 +73,14 @@ def stream(
     from esper.runs.streaming import stream as compare
     from esper.store.files import to_json
 
+    def printed(record: dict[str, Any]) -> None:
+        if json_:
+            typer.echo(to_json(record), nl=False)
+        else:
+            print_streams(record, Console())
+
     try:
-        record = compare(
+        compare(
             methods or DEFAULT,
             change,
             data=data,
@@ -86,12 +92,9 @@ def stream(
             out=out,
             overwrite=overwrite,
             watch=partial(say, err=True),
+            ready=printed,
         )
     except KeyboardInterrupt as interrupt:
         after = "nothing was kept, as --out was not given" if out is None else "the same command continues it"
         say(f"{str(interrupt) or 'the comparison was interrupted'}; {after}", err=True)
         raise typer.Exit(130) from None
-    if json_:
-        typer.echo(to_json(record), nl=False)
-    else:
-        print_streams(record, Console())

@@ -14,6 +14,7 @@ from esper.karn.tables import actor_lines, print_line, print_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
 from esper.store.disk import write_atomic
+from esper.store.full_disk import FULL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -186,7 +187,10 @@ def search_lines(search: Record) -> list[str]:
 
 
 def draw_evaluation(record: Record, path: Path) -> None:
-    """Write a figure of J by controller and of the paired differences, for each task. InputError if `path` cannot be written."""
+    """Write a figure of J by controller and of the paired differences, for each task.
+
+    Raises InputError if `path` cannot be written, and OSError on a full disk.
+    """
     if path.suffix not in FORMATS:
         raise InputError(f"{path} is not a figure that can be drawn; give a name that ends in {', '.join(FORMATS)}")
     from matplotlib.figure import Figure  # imported here because it takes 1 s; without pyplot it opens no window
@@ -211,6 +215,8 @@ def draw_evaluation(record: Record, path: Path) -> None:
     try:
         write_atomic(path, content.getvalue())
     except OSError as error:
+        if error.errno in FULL:
+            raise
         raise InputError(f"cannot write the figure {path}: {error.strerror}; name another file") from None
 
 

@@ -115,7 +115,8 @@ class Grower(NamedTuple):
         actors: EvaluationActors | None = None,
     ) -> "Grower":
         """Return a grower that stores results in a folder, if one is given."""
-        kept = Kept(folder, fingerprint(design.task) if folder is not None else {})
+        data = fingerprint(design.task) if folder is not None else {}
+        kept = Kept(folder, data, partial(tell, watch))
         return cls(design, kept, watch, pace, actors)
 
     def parts(self, contender: Contender) -> list[EvaluationPart]:

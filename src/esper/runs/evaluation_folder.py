@@ -2,56 +2,43 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from esper.leyline.errors import InputError
 from esper.runs.contenders import Contender
+from esper.store.disk import remove_unfinished
 from esper.store.files import EVALUATION
-from esper.store.lock import Lock
+from esper.store.full_disk import DiskRetry
+from esper.store.lock import locked_folder
 
 FIGURE, GROWN = "evaluation.png", "grown"
 ROOT = Path("runs/evaluation")
 """The parent of default folders. A default folder is named after the arguments; all of them share the stored populations."""
 
 
-class EvaluationFolder:
-    """An open folder. Results of populations are stored in it, or with `shared` in its parent, and reused."""
+@contextmanager
+def evaluation_folder(
+    path: Path, note: Callable[[str], None], *, overwrite: bool = False, shared: bool = False
+) -> Iterator[Path]:
+    """Make and lock the folder of an evaluation, and give the folder in which results of populations are stored and reused.
 
-    def __init__(
-        self, path: Path, note: Callable[[str], None], *, overwrite: bool = False, shared: bool = False
-    ) -> None:
-        self.path, self.overwrite = path, overwrite
-        self.made: list[Path] = []  # created folders, innermost first
-        self.grown = (path.parent if shared else path) / GROWN
-        self.lock = Lock(path, note)
-
-    def __enter__(self) -> Self:
-        """Create and lock the folder. Raises InputError if another process holds the lock, or a record would be replaced."""
-        self.made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+    That folder is in the folder of the evaluation, or with `shared` beside it. Raises InputError if another process holds the
+    lock, or a record would be replaced that `overwrite` does not allow to replace.
+    """
+    retry = DiskRetry(0.0, note, path, lambda: False, further="give the same command again")  # nothing is lost yet
+    with locked_folder(path, note, retry):
+        if (path / EVALUATION).exists() and not overwrite:
             raise InputError(
-                f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"
-            ) from None
-        self.lock.take()
-        if (self.path / EVALUATION).exists() and not self.overwrite:
-            self.lock.release()
-            raise InputError(
-                f"{self.path / EVALUATION} is the record of an evaluation; name another folder (--out, out=), or replace "
+                f"{path / EVALUATION} is the record of an evaluation; name another folder (--out, out=), or replace "
                 "it (--overwrite, overwrite=True), which keeps the networks that were grown"
             )
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Release the lock, and remove created folders that are empty."""
-        self.lock.release()
-        for folder in self.made:
-            with suppress(OSError):  # the folder is not empty
-                folder.rmdir()
+        remove_unfinished(path)
+        if not shared:  # other processes may be writing to one that is shared
+            remove_unfinished(path / GROWN)
+        yield (path.parent if shared else path) / GROWN
 
 
 def default_folder(

@@ -22,10 +22,21 @@ from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
 from esper.runs.interrupt import Interrupt
 from esper.runs.statistics import Floats, Interval, interval, mean, mean_difference
+from esper.store import full_disk
 from esper.store.checkpoint import flatten, unflatten
-from esper.store.disk import find_folder, remove, write_atomic, write_folder
+from esper.store.disk import (
+    Content,
+    Retry,
+    find_folder,
+    remove,
+    remove_folder,
+    remove_unfinished,
+    write_atomic,
+    write_folder,
+    write_once,
+)
 from esper.store.files import to_json
-from esper.store.lock import Lock
+from esper.store.lock import LOCK, locked_folder
 from esper.store.reading import read_kept
 from esper.store.tensors import to_parts
 from esper.streams.data import RANGES, UPDATES, Change, DrawnStreams, draw_streams
@@ -72,6 +83,7 @@ def stream(
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
     watch: Callable[[str], None] | None = None,
+    ready: Callable[[Record], None] | None = None,
 ) -> Record:
     """Compare methods on the same streams of changing data, as `esper stream` does, and return the record.
 
@@ -85,8 +97,9 @@ def stream(
     into batches of 32 from one context, and differ in the initial weights of the networks.
 
     With `out`, the state is kept in that folder: after an interrupt, the same call goes on from there and gets the same numbers
-    as without it. `overwrite` allows to replace another comparison there. `watch` is told of progress in lines of text. Raises
-    InputError before anything is played, and KeyboardInterrupt if a signal ended the comparison.
+    as without it. `overwrite` allows to replace another comparison there. `watch` is told of progress in lines of text. `ready`
+    gets the record before it is written to the folder, where a disk may be full. Raises InputError before anything is played,
+    and KeyboardInterrupt if a signal ended the comparison.
     """
     names = [methods] if isinstance(methods, str) else list(methods)
     if data is None:
@@ -95,24 +108,23 @@ def stream(
         raise InputError(f"change is {show(change)}, but data are given, too; give one of them")
     asked = _arguments(names, change or DATA, streams, updates, part, first, settings)
     drawn = _own(data, asked) if data is not None else drawn_streams(asked)
+    ready = ready or (lambda record: None)
     if out is None:
-        return _compared(asked, drawn, None, watch)
+        ready(record := _compared(asked, drawn, None, write_once, Interrupt(), watch))
+        return record
     folder = to_path(out, "out")
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"
-        ) from error
-    lock = Lock(folder, watch or (lambda line: None))
-    lock.take()
-    try:
-        known = _take_up(folder, asked, overwrite)
-        return _compared(asked, drawn, folder, watch) if known is None else known
-    finally:
-        lock.release()
+    note, interrupt = watch or (lambda line: None), Interrupt()
+    again = "give the same command again, which continues the comparison"
+    retry = full_disk.DiskRetry(full_disk.PATIENCE, note, folder, lambda: interrupt.asked, further=again)
+    with locked_folder(folder, note, retry):
+        known = _take_up(folder, asked, overwrite, retry)
+        record = known or _compared(asked, drawn, folder, retry, interrupt, watch)
+        ready(record)
+        if known is None:
+            _write(folder / RECORD, record, retry)
+    return record
 
 
 def _arguments(
@@ -185,11 +197,16 @@ def _own(data: Any, asked: Record) -> OwnStreams:
 
 
 def _compared(
-    asked: Record, streams: DrawnStreams | OwnStreams, folder: Path | None, watch: Callable[[str], None] | None
+    asked: Record,
+    streams: DrawnStreams | OwnStreams,
+    folder: Path | None,
+    retry: Retry,
+    interrupt: Interrupt,
+    watch: Callable[[str], None] | None,
 ) -> Record:
     """Play every method that has not been played, and return the record."""
     found = dict[str, Record]()
-    with Interrupt() as interrupt:
+    with interrupt:
         for name, settings in asked["settings"].items():
             kept = kept_name(name)
             file = None if folder is None else folder / f"{kept}.json"
@@ -202,19 +219,16 @@ def _compared(
             while player.update < streams.updates:
                 player.play(until=min(player.update + EVERY, streams.updates))
                 if folder is not None:
-                    _save(player, folder / kept)
+                    _save(player, folder / kept, retry)
                 if watch is not None:
                     watch(f"{name}: {player.update} of {streams.updates} updates")
                 if interrupt.asked:
                     raise KeyboardInterrupt(f"the comparison was interrupted in {name} at update {player.update}")
             found[name] = _figures(streams, player.result())
             if file is not None:
-                write_atomic(file, to_json(found[name]))
-                remove(find_folder(file.with_suffix("")))
-    record = _record(asked, streams, found)
-    if folder is not None:
-        write_atomic(folder / RECORD, to_json(record))
-    return record
+                _write(file, found[name], retry)
+                remove_folder(file.with_suffix(""))
+    return _record(asked, streams, found)
 
 
 def _figures(streams: DrawnStreams | OwnStreams, played: Played) -> Record:
@@ -266,27 +280,28 @@ def _bounds(found: Interval) -> dict[str, float | None]:
 # The folder.
 
 
-def _take_up(folder: Path, asked: Record, overwrite: bool) -> Record | None:
+def _take_up(folder: Path, asked: Record, overwrite: bool, retry: Retry) -> Record | None:
     """The record of a finished comparison with these arguments; None, and a folder ready to be used, if there is none.
 
     InputError if the folder holds another comparison or other files.
     """
     known = _read(folder / RECORD) if (folder / RECORD).exists() else None
+    names = {*METHODS, *map(kept_name, (known or {}).get("settings", {}))}
+    own = {RECORD, *names, *(f"{name}.json" for name in names)}
+    remove_unfinished(folder, own)
     if known is not None and not overwrite:
         differs = [name for name, value in asked.items() if known.get(name) != value]
         if differs:
             was, now = (show(each.get(differs[0])) for each in (known, asked))
             raise InputError(f"{folder} holds a comparison whose {differs[0]} is {was}, not {now}; {_MEND}")
         return known if "methods" in known else None
-    names = {*METHODS, *map(kept_name, (known or {}).get("settings", {}))}
-    own = {RECORD, "lock", *names, *(f"{name}.json" for name in names)}
-    own |= {f".{name}.{state}" for name in names for state in ("new", "old")}
+    own |= {LOCK, *(f".{name}.{state}" for name in names for state in ("new", "old"))}
     other = sorted(path.name for path in folder.iterdir() if path.name not in own)
     if other:
         raise InputError(f"{folder} holds {show(other[0])}, which is no file of a comparison; name another folder")
-    for name in own - {"lock"}:
+    for name in own - {LOCK, RECORD}:  # the record last: a process that is killed here leaves what it may replace
         remove(folder / name)
-    write_atomic(folder / RECORD, to_json(asked))
+    _write(folder / RECORD, asked, retry)
     return None
 
 
@@ -305,9 +320,14 @@ def _read(path: Path) -> Record:
     return found
 
 
-def _save(player: Player, folder: Path) -> None:
+def _write(path: Path, record: Record, retry: Retry) -> None:
+    retry(path, lambda: write_atomic(path, to_json(record)))
+
+
+def _save(player: Player, folder: Path, retry: Retry) -> None:
     tensors, plain = flatten(player.snapshot())
-    write_folder(folder, {TENSORS: to_parts(tensors), FACTS: json.dumps(plain, allow_nan=False).encode()})
+    files: dict[str, Content] = {TENSORS: to_parts(tensors), FACTS: json.dumps(plain, allow_nan=False).encode()}
+    retry(folder, lambda: write_folder(folder, files))
 
 
 def _load(player: Player, folder: Path) -> None:

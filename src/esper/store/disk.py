@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,9 +34,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     The content is written to a temporary file in the same folder, flushed to the disk, and renamed. Every call has its own
     temporary name; if two processes write one path, the last rename wins.
     """
+    with replacing(path) as temporary:
+        write_synced(temporary, content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The temporary file that the body writes, and that then replaces `path`; it is removed if the body raises an error."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        write_synced(temporary, content.encode() if isinstance(content, str) else content)
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -100,6 +107,20 @@ def find_folder(folder: Path) -> Path:
         return folder
     old = _aside(folder, "old")
     return old if old.is_dir() and not old.is_symlink() else folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove the folder that `write_folder` wrote, with what a killed process left of it under other names."""
+    for path in (folder, _aside(folder, "old"), _aside(folder, "new")):
+        remove(path)
+
+
+def remove_unfinished(folder: Path, names: Collection[str] | None = None) -> None:
+    """Remove the temporary files that a killed `write_atomic` left in a folder: of these files, or of all of them."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        name = unfinished(path)
+        if name is not None and (names is None or name in names):
+            path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

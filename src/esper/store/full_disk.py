@@ -27,8 +27,8 @@ class DiskRetry:
     """Calls a function that writes a file until the disk has room, for at most `seconds`. One object serves a whole run.
 
     It does not wait if `asked` returns True, because the user wants the run to end, nor after it waited in vain once.
-    `note` shows a line to the user. `tasks` are the names of the run's tasks, which the command that resumes it may need. `further`
-    says how work that is no run is done again.
+    `note` shows a line to the user. `tasks` are the names of the run's tasks, which the command that resumes it may need.
+    `further` says how work that is no run is done again.
     """
 
     def __init__(

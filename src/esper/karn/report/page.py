@@ -14,8 +14,8 @@ from markupsafe import Markup
 from esper.karn import console
 from esper.karn.examples import split_lines
 from esper.karn.reader import open_run
+from esper.karn.report import evaluated
 from esper.karn.report.decided import decisions_section, faults_section
-from esper.karn.report.evaluated import evaluation_content, is_evaluation
 from esper.karn.report.figures import Curves, Series
 from esper.karn.report.frame import Content, Section, Table, flat_settings, render, table_of, write_page
 from esper.karn.report.grown import COLOURS, curves_section, growth_section, sensors_section, worth_section
@@ -30,7 +30,7 @@ from esper.leyline.intervals import differences, shown, t_interval
 from esper.leyline.objective import objective
 from esper.leyline.stages import Stage
 from esper.leyline.text import counted, printable
-from esper.store.files import REPORT, SUMMARY
+from esper.store.files import REPORT, SUMMARY, to_json
 
 WORDS: Mapping[str, str] = {
     "added parameters": "parameters of the seeds that act on a network or were kept",
@@ -87,8 +87,8 @@ def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str
 
 def read_content(folder: Path) -> Content:
     """What the page of a run folder, or of the folder of an evaluation, shows. InputError as `write_report`."""
-    if is_evaluation(folder):
-        return evaluation_content(folder)
+    if evaluated.is_evaluation(folder):
+        return evaluated.evaluation_content(folder)
     opened = open_run(folder)
     return content_of(read_model(opened), opened.folder.resolve().name)
 
@@ -109,10 +109,10 @@ def report_at_end(folder: Path) -> None:
         warn(f"no report was written: {error}", RunWarning)
 
 
-def report_of_evaluation(folder: Path) -> None:
-    """Write the report of an evaluation. Its record is safe by then, so an error only issues a RunWarning."""
+def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
+    """Write the report of an evaluation to its folder. An error only issues a RunWarning, as a report can be written again."""
     try:
-        write_report(folder)
+        write_page(folder / REPORT, render(evaluated.content_of(json.loads(to_json(record)), folder.resolve().name)))
     except (InputError, OSError) as error:
         warn(f"no report was written: {error}", RunWarning)
 
