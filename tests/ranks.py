@@ -252,8 +252,6 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
     if case.start:
         growth.load_state_dict(torch.load(folder / f"{name}.pt"))
         memory = held(growth)
-        if average is not None:
-            average.n_averaged.fill_(case.start)  # of the wrapper, which the loop owns
     for step in range(case.start, STEPS):
         for part in range(case.parts):
             with drawn_with(100 + step + 1000 * part):

@@ -1,6 +1,7 @@
 """Growing one network in a loop of one's own: what stays as it was, what comes back, and what is refused."""
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any, NamedTuple
@@ -84,12 +85,14 @@ class Loop(NamedTuple):
         return grown
 
 
-def loop(script=None, *, grown=True, averaged=False, scheduled=True, **options):
+def loop(script=None, *, grown=True, averaged=False, scheduled=True, ema=None, **options):
     """A loop with a script as its controller."""
     model = host()
     if grown:
         graft(model, SITES)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else None
+    if averaged:
+        ema = functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    ema = ema and ema(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = lr_scheduler.OneCycleLR(optimizer, 0.05, 80) if scheduled else None
     growth = None
@@ -257,12 +260,71 @@ def test_a_training_resumed_in_any_stage_is_the_one_that_was_never_stopped(stop,
 
     resumed = loop(averaged=True)
     resumed.growth.load_state_dict(torch.load(file))
-    resumed.ema.n_averaged.fill_(stop)  # the one thing of the average that is not in its module
     resumed.run(stop, EVERY * DECISIONS, batch=batch)
     assert equal(resumed.model.state_dict(), straight.model.state_dict())
-    assert equal(resumed.ema.module.state_dict(), straight.ema.module.state_dict())
+    assert equal(resumed.ema.state_dict(), straight.ema.state_dict())
     assert equal(resumed.growth.state_dict(), straight.growth.state_dict())
     assert resumed.growth.summary() == straight.growth.summary()
+
+
+class Warm(nn.Module):
+    """A moving average of somebody's own: its decay rises with a number, and it remembers its last decay in a tensor."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module, self.updates, self.last = copy.deepcopy(model), 0, None
+        self.register_buffer("total", torch.zeros(()), persistent=False)
+
+    @torch.no_grad()
+    def update_parameters(self, model):
+        self.updates += 1
+        self.last = torch.tensor(0.9 * (1 - 0.5**self.updates))
+        self.total += self.last
+        for mine, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 1 - float(self.last))
+
+
+@pytest.mark.parametrize("stop", [5, 25])
+def test_a_resumed_moving_average_of_an_own_class_goes_on_with_what_it_counts(stop):
+    straight = loop(ema=Warm)
+    straight.run(0, stop)
+    file = io.BytesIO()
+    torch.save(straight.growth.state_dict(), file)
+    straight.run(stop, EVERY * DECISIONS)
+    file.seek(0)
+    resumed = loop(ema=Warm)
+    resumed.growth.load_state_dict(torch.load(file))
+    assert (resumed.ema.updates, float(resumed.ema.total) > 0) == (stop, True)
+    resumed.run(stop, EVERY * DECISIONS)
+    assert equal(resumed.ema.state_dict(), straight.ema.state_dict())
+    for name in ("updates", "last", "total"):
+        assert getattr(resumed.ema, name) == getattr(straight.ema, name)
+
+
+def test_a_network_that_is_put_back_has_the_moving_average_and_the_count_of_then():
+    growing = loop(ema=Warm)
+    growing.run(0, EVERY * 2)
+    with torch.no_grad():
+        growing.model[-1].weight.fill_(torch.nan)
+    growing.run(EVERY * 2, EVERY * 3)
+    assert growing.growth.summary()["rollbacks"]
+    assert (growing.ema.updates, growing.ema.last) == (EVERY * 2, torch.tensor(0.9 * (1 - 0.5 ** (EVERY * 2))))
+    assert all(parameter.isfinite().all() for parameter in growing.ema.parameters())
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "said"),
+    [
+        ("average", None, "Growth was given no ema, where the saved training had ema"),
+        (None, "average", "Growth was given ema, where the saved training had none"),
+        ("average", "own", "ema lacks 'avg_fn', which the moving average of the saved state has"),
+    ],
+)
+def test_a_saved_state_with_another_moving_average_is_refused(saved, given, said):
+    averages = {None: None, "average": AveragedModel, "own": Warm}
+    state = loop(ema=averages[saved]).growth.state_dict()
+    with pytest.raises(InputError, match=said):
+        loop(ema=averages[given]).growth.load_state_dict(state)
 
 
 def test_a_saved_state_of_another_model_is_refused_by_name():

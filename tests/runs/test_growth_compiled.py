@@ -254,7 +254,6 @@ def test_a_resumed_reserve_is_the_one_that_was_never_stopped():
     for stop in (3, 13, 29):
         straight, resumed = Run("reserve", averaged=True).train(0, stop), Run("reserve", averaged=True)
         resumed.growth.load_state_dict(copy.deepcopy(straight.growth.state_dict()))
-        resumed.ema.n_averaged.fill_(stop)
         for each in (straight, resumed):
             each.train(stop, EVERY * DECISIONS)
         for network in ("model", "ema"):

@@ -18,13 +18,13 @@ from esper.kasmina.sharding import fill, gather_on_cpu, is_sharded, reshard
 from esper.leyline.errors import InputError
 from esper.leyline.objective import objective
 from esper.leyline.protocols import PolicyClient, Resumable
-from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.gathering import gather_grown
 from esper.runs.growth_settings import growth_config, growth_menu, share_of, whole, within_budget
 from esper.runs.wrappers import check_frozen, check_probes, unwrap
 from esper.tamiyo.catalog import get_controller
+from esper.tolaria.averages import Average
 from esper.tolaria.engine import Engine
 from esper.tolaria.grafts import GrowthMode
 from esper.tolaria.groups import Groups
@@ -34,7 +34,7 @@ from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
 from esper.tolaria.ranks import Ranks, SharedGradients, processes
 
-FORMAT = 2
+FORMAT = 3
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -126,13 +126,13 @@ class Growth:
             graft(network, example=measured.first)
         sites = sites_of(network)
         config = growth_config(sites, share, self.every, steps, seed, settings or {})
-        copies = [] if ema is None else [_average(ema, sites, sharded)]
+        averages = [] if ema is None else [Average(ema, network)]
         ranks = Ranks(
             shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1), sharded=sharded
         )
         check_probes(ranks, len(measured.batches()))
         menu, shared_gradients = growth_menu(sites, config), SharedGradients(ranks, wrapper)
-        population = LivePopulation(network, copies, groups, measured, menu, config, ranks, shared_gradients)
+        population = LivePopulation(network, averages, groups, measured, menu, config, ranks, shared_gradients)
         population.space = within_budget(population, budget)
         if mode == "reserve":
             population.grafts.reserve(population.space.fits)
@@ -306,6 +306,7 @@ class Growth:
             "calls": self.calls,
             "seeds": population.grafts.planted(),
             "tensors": {name: tensor.detach().clone() for name, tensor in population.grafts.tensors().items()},
+            "averages": [each.state() for each in population.grafts.averages],
             "groups": population.groups.state(population.grafts.names()),
             "engine": self.engine.snapshot(),
             "attempts": as_tree(self.attempts),
@@ -337,8 +338,18 @@ class Growth:
         ):
             if tree.get(name) != mine:
                 raise InputError(f"the saved state has {name} {tree.get(name)!r}, where this one has {mine!r}")
+        averages = population.grafts.averages
+        if len(averages) != len(tree["averages"]):
+            given = ("no ema", "ema") if tree["averages"] else ("ema", "none")
+            raise InputError(
+                f"Growth was given {given[0]}, where the saved training had {given[1]}; make Growth as it was made then"
+            )
+        for average, saved in zip(averages, tree["averages"], strict=True):
+            average.check(saved)
         population.rebuild(tree["seeds"])
         _fill(population.grafts.tensors(), tree["tensors"])
+        for average, saved in zip(averages, tree["averages"], strict=True):
+            average.load_state(saved)
         population.groups.load_state(tree["groups"], population.grafts.names())
         self.frozen.note()
         self.calls = tree["calls"]
@@ -374,22 +385,6 @@ def _scale(scaler: Any) -> Scale | None:
         raise InputError(f"scaler is a {type(scaler).__name__}; give the torch.amp.GradScaler of the loop, or None")
     scale: Scale = scaler.scale
     return scale
-
-
-def _average(ema: Any, sites: Mapping[str, Site], sharded: bool) -> nn.Module:
-    """The grafted module of a moving average."""
-    module = getattr(ema, "module", ema)
-    if not isinstance(module, nn.Module) or not is_grafted(module) or dict(sites_of(module)) != dict(sites):
-        raise InputError(
-            "ema has no sites of its own; make it after esper.graft(model), so that it can get the seeds as well"
-        )
-    if is_sharded(module) != sharded:
-        names = ("ema", "the model") if sharded else ("the model", "ema")
-        raise InputError(
-            f"{names[0]} is whole where {names[1]} is sharded; make ema before fully_shard, and call fully_shard on "
-            "ema.module as on the model"
-        )
-    return module
 
 
 def _saved(tree: Any, first: bool) -> Any:

@@ -21,6 +21,7 @@ from esper.leyline.actions import Blend
 from esper.leyline.sites import Site
 from esper.leyline.stages import Stage
 from esper.leyline.view import Bools, Seeds
+from esper.tolaria.averages import Average
 from esper.tolaria.compilations import Compilations
 from esper.tolaria.groups import Groups
 from esper.tolaria.ranks import Ranks
@@ -37,21 +38,22 @@ class Grafts:
     a seat for each blueprint is at each site from the start (`kasmina.arena`), and a seed that is planted gives its
     weights to the seat. Either way its parameters are in the optimizer from its birth to its removal alone.
 
-    network: the grafted network. copies: its moving averages, grafted as well, which get every seed that it gets.
+    network: the grafted network. averages: its moving averages; their modules `copies` get every seed that it gets.
     compilations: of the process, and changes of the graph by growing.
     """
 
     def __init__(
         self,
         network: nn.Module,
-        copies: Sequence[nn.Module],
+        averages: Sequence[Average],
         groups: Groups,
         menu: Sequence[Blueprint],
         readings: Sequence[Reading],
         ranks: Ranks,
     ) -> None:
         """`readings` are of the sites, in their order."""
-        self.network, self.copies, self.groups, self.menu = network, tuple(copies), groups, tuple(menu)
+        self.network, self.groups, self.menu = network, groups, tuple(menu)
+        self.averages, self.copies = tuple(averages), tuple(each.module for each in averages)
         self.readings, self.ranks, self.reserved = readings, ranks, False
         self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
         self.host = list(network.parameters())

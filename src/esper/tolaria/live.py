@@ -23,6 +23,7 @@ from esper.leyline.keys import Purpose, scalar
 from esper.leyline.sites import Site
 from esper.leyline.stages import ADDED, Stage, among
 from esper.leyline.view import BlueprintInfo, Bools, Seeds, Space, choose
+from esper.tolaria.averages import Average
 from esper.tolaria.grafts import Grafts
 from esper.tolaria.groups import Groups, placed_moments
 from esper.tolaria.incubation import Incubation
@@ -35,13 +36,13 @@ from esper.tolaria.ranks import Ranks, SharedGradients
 class LivePopulation:
     """A grafted network as a population of one row; implements `tolaria.population.Population`.
 
-    network: the grafted network. grafts: the seeds in it, and in its moving averages `copies`.
+    network: the grafted network. grafts: the seeds in it, and in its moving averages.
     """
 
     def __init__(
         self,
         network: nn.Module,
-        copies: Sequence[nn.Module],
+        averages: Sequence[Average],
         groups: Groups,
         probe: Probe,
         menu: Sequence[Blueprint],
@@ -62,7 +63,7 @@ class LivePopulation:
         reshard(network)
         self.host_params = np.array([sum(parameter.numel() for parameter in network.parameters())])
         self.fresh = np.zeros(1, np.int64)  # the loop's data are its own
-        self.grafts = Grafts(network, copies, groups, self.menu, readings, ranks)
+        self.grafts = Grafts(network, averages, groups, self.menu, readings, ranks)
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
         self.ranks, self.shared = ranks, shared
         self._episode = 0
@@ -224,6 +225,7 @@ class _Kept:
         self.step = np.full(1, -1, np.int64)
         self.tensors: dict[str, Tensor] = {}
         self.moments: dict[str, dict[str, Any]] = {}
+        self.averages: list[dict[str, Any]] = []
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
         """Keep the network as it is after `step` steps."""
@@ -238,6 +240,7 @@ class _Kept:
         }
         names = {p: name for p, name in self.live.grafts.names().items() if id(p) not in unfinished}
         self.moments = self.live.groups.moments(names)
+        self.averages = [each.state() for each in self.live.grafts.averages]
 
     def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
         """Make the network what it was. Seeds that are not in `kept` are gone; the schedule goes on from where it is."""
@@ -249,6 +252,8 @@ class _Kept:
         for name, tensor in self.live.grafts.tensors().items():
             fill(tensor, self.tensors[name])
         self.live.groups.set_moments(self.live.grafts.names(), self.moments)
+        for average, state in zip(self.live.grafts.averages, self.averages, strict=True):
+            average.load_state(state)
         self.live.follow(kept)
         restored: Seeds = choose(rows, kept, seeds)
         return restored
@@ -260,6 +265,7 @@ class _Kept:
             "step": self.step,
             "tensors": dict(self.tensors),
             "moments": self.moments,
+            "averages": self.averages,
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
@@ -272,6 +278,7 @@ class _Kept:
             for parameter, name in names.items()
             if name in state["moments"]
         }
+        self.averages = list(state["averages"])
 
     def _unfinished(self, seeds: Seeds) -> set[int]:
         """The tensors of all seeds that are not part of the network for good."""
