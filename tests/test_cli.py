@@ -14,6 +14,7 @@ from torch import nn
 
 from commands import files
 from esper.cli import main
+from esper.kasmina import invariance
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint
 from esper.kasmina.blueprints.vector import zero_linear
 from esper.leyline.config import Config, build_config
@@ -227,7 +228,24 @@ def test_doctor_finds_nothing_wrong(esper):
     assert "bypass-mlp passes its birth checks" in out
 
 
-def test_doctor_names_a_blueprint_whose_rows_depend_on_their_neighbours(esper, monkeypatch):
+def test_doctor_compares_rows_at_one_size_and_with_all_at_every_size(esper, monkeypatch):
+    compared = []
+    run = invariance._run
+    monkeypatch.setattr(
+        invariance,
+        "_run",
+        lambda stack, *rest: compared.append((stack.capacity, rest[1].shape[1])) or run(stack, *rest),
+    )
+    monkeypatch.setattr("esper.kasmina.blueprints.BLUEPRINTS", {})
+    monkeypatch.setattr("esper.tasks.catalog.TASKS", {"iris": TASKS["iris"]})
+    esper("doctor")
+    assert set(compared) == {(5, 7), (1, 7)}
+    esper("doctor", "--all")
+    assert set(compared) == {(rows, batch) for rows in (1, 2, 3, 4, 5) for batch in (3, 7, 32)}
+
+
+@pytest.mark.parametrize("options", [(), ("--all",)])
+def test_doctor_names_a_blueprint_whose_rows_depend_on_their_neighbours(esper, monkeypatch, options):
     class Shared(nn.Module):
         stacks = True
 
@@ -242,7 +260,7 @@ def test_doctor_names_a_blueprint_whose_rows_depend_on_their_neighbours(esper, m
     entry = Blueprint("shared", Kind.VECTOR, Tap.HERE, Shared, lambda r, w: r * w + w, "")
     monkeypatch.setattr("esper.kasmina.blueprints.BLUEPRINTS", {(Kind.VECTOR, "shared"): entry})
     monkeypatch.setattr("esper.tasks.catalog.TASKS", {"iris": TASKS["iris"]})
-    code, out, _ = esper("doctor")
+    code, out, _ = esper("doctor", *options)
     assert code == 1
     (line,) = [line for line in out.splitlines() if "FAIL" in line]
     assert "blueprint shared: rows depend on their neighbours (ADD: " in line

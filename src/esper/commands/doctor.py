@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -19,10 +20,18 @@ Check = tuple[bool | None, str]
 """Whether a check passed, or None if something optional is missing; and what was checked."""
 
 
-def doctor() -> None:
+def doctor(
+    every_size: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Compare rows at every number of rows and batch size, not at one: five times as long.",
+        ),
+    ] = False,
+) -> None:
     """Check that Esper can run here; the exit code is 1 if a check fails."""
     failed = False
-    for passed, text in itertools.chain(_check_machine(), _check_blueprints(), _check_rows()):
+    for passed, text in itertools.chain(_check_machine(), _check_blueprints(), _check_rows(every_size)):
         failed |= passed is False
         say(f"{'--' if passed is None else 'ok' if passed else 'FAIL':<5}{text}")
     if failed:
@@ -56,6 +65,7 @@ def _check_blueprints() -> Iterator[Check]:
     """Whether every blueprint passes the checks that a seed must pass when it is planted."""
     from esper.kasmina.blueprints import BLUEPRINTS, check
 
+    use_one_thread()  # the arrays are small: a second thread doubles the time
     for (kind, name), blueprint in BLUEPRINTS.items():
         try:
             check(blueprint)
@@ -64,18 +74,18 @@ def _check_blueprints() -> Iterator[Check]:
             yield False, f"{kind} blueprint {name}: {error}"
 
 
-def _check_rows() -> Iterator[Check]:
+def _check_rows(every_size: bool) -> Iterator[Check]:
     """Whether a network has bitwise the same results in any population, for every host, blueprint and blend of Esper."""
     import torch
 
     from esper.kasmina.blueprints import BLUEPRINTS
-    from esper.kasmina.invariance import blends_that_vary, segments_that_vary
+    from esper.kasmina.invariance import EVERY_SIZE, FEW_SIZES, blends_that_vary, segments_that_vary
     from esper.leyline.batches import first, picked
     from esper.leyline.streams import Kind
     from esper.leyline.task import Task
     from esper.tasks.catalog import TASKS, get_task
 
-    use_one_thread()
+    sizes = EVERY_SIZE if every_size else FEW_SIZES
     known: dict[str, Mapping[str, str]] = {}  # by structure, because several tasks have the same hosts
     for name in TASKS:
         try:
@@ -88,12 +98,13 @@ def _check_rows() -> Iterator[Check]:
             x = torch.randn(64, *task.inputs, generator=torch.Generator().manual_seed(0))
         host = repr(task.largest())
         if host not in known:
-            known[host] = segments_that_vary(task.largest, x)
+            known[host] = segments_that_vary(task.largest, x, sizes)
         yield _row_check(f"host of {name}", known[host])
     for (kind, name), blueprint in BLUEPRINTS.items():
         if kind != Kind.MAP:  # modules on maps run row by row, in separate calls
             yield _row_check(
-                f"{kind} blueprint {name}", blends_that_vary(blueprint, 8) | blends_that_vary(blueprint, 2)
+                f"{kind} blueprint {name}",
+                blends_that_vary(blueprint, 8, sizes) | blends_that_vary(blueprint, 2, sizes),
             )
 
 

@@ -5,6 +5,7 @@ changes the last bit. The trajectory of an environment is the same in any popula
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,23 @@ from esper.leyline.text import counted
 
 ROWS = 5
 BATCHES = (3, 7, 32)
+
+
+class Sizes(NamedTuple):
+    """What is compared with a stack of all rows.
+
+    Attributes:
+        batches (tuple of int): examples of a batch
+        counts (tuple of int): rows of the smaller stacks, taken from the first rows and from the last
+    """
+
+    batches: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+EVERY_SIZE = Sizes(BATCHES, tuple(range(1, ROWS)))
+FEW_SIZES = Sizes((7,), (1,))
+"""A row alone at an odd batch, where a kernel that treats the last elements in another way nearly always shows."""
 POSITIONS: dict[Kind, tuple[int, ...]] = {Kind.VECTOR: (), Kind.MAP: (5, 6), Kind.SEQUENCE: (13,)}
 """Positions of an example of each kind of stream."""
 JOLT = 0.3
@@ -40,7 +58,7 @@ class Blended(nn.Module):
         return slot_output(self.stream, h, h, self.seed, 0.5, self.blend)
 
 
-def segments_that_vary(factory: Callable[[], nn.Module], x: Batch) -> dict[str, str]:
+def segments_that_vary(factory: Callable[[], nn.Module], x: Batch, sizes: Sizes = EVERY_SIZE) -> dict[str, str]:
     """Return the segments of a host whose numbers for a row depend on the other rows, each with the place where that shows.
 
     x (B, ...): examples that the host can run. Outputs, gradients and buffers are compared bit for bit, in training
@@ -48,10 +66,10 @@ def segments_that_vary(factory: Callable[[], nn.Module], x: Batch) -> dict[str, 
     """
     hosts = [_jolted(factory, row) for row in range(ROWS)]
     assert isinstance(hosts[0], SegmentedHost)
-    return _vary(hosts, x, hosts[0].chain.paths)
+    return _vary(hosts, x, hosts[0].chain.paths, sizes)
 
 
-def blends_that_vary(entry: Blueprint, width: int) -> dict[str, str]:
+def blends_that_vary(entry: Blueprint, width: int, sizes: Sizes = EVERY_SIZE) -> dict[str, str]:
     """Return the blends under which a blueprint's numbers for a row depend on the other rows, on a stream of `width` features."""
     stream = STREAMS[entry.kind]
     with drawn_with(width):
@@ -62,32 +80,35 @@ def blends_that_vary(entry: Blueprint, width: int) -> dict[str, str]:
         def build(blend: Blend = blend) -> nn.Module:
             return Blended(stream, Seed(entry.build(width, width), width), blend)
 
-        where = _vary([_jolted(build, row) for row in range(ROWS)], x, [""])
+        where = _vary([_jolted(build, row) for row in range(ROWS)], x, [""], sizes)
         if where:
             found[blend.name] = where[""]
     return found
 
 
-def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str]) -> dict[str, str]:
+def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str], sizes: Sizes) -> dict[str, str]:
     """Compare smaller stacks of the first and of the last rows with a stack of all rows, part by part."""
     found: dict[str, str] = {}
-    for batch in BATCHES:
+    ends = [rows for count in sizes.counts for rows in (slice(0, count), slice(ROWS - count, ROWS))]
+    whole, *smaller = [(rows, _stacked(modules[rows])) for rows in (slice(0, ROWS), *ends)]
+    for batch in sizes.batches:
         example = (np.arange(batch) + 5 * np.arange(ROWS)[:, None]) % len(first(x))
         h = picked(x, torch.from_numpy(example))
         for part in parts:
-            y, *expected = _run(_stacked(modules), h, part, 0)
-            for count in range(1, ROWS):
-                for rows in (slice(0, count), slice(ROWS - count, ROWS)):
-                    got = _run(_stacked(modules[rows]), picked(h, rows), part, rows.start)
-                    if not all(_same(a, b[rows]) for a, b in zip(got, (y, *expected), strict=True)):
-                        sizes = f"a stack of {counted(count, 'row')} differs from the same rows in one of {ROWS}"
-                        found.setdefault(part, f"{sizes}, at batches of {batch}")
+            y, *expected = _run(whole[1], modules, h, part, 0)
+            for rows, stack in smaller:
+                got = _run(stack, modules[rows], picked(h, rows), part, rows.start)
+                if not all(_same(a, b[rows]) for a, b in zip(got, (y, *expected), strict=True)):
+                    stacks = f"a stack of {counted(stack.capacity, 'row')} differs from the same rows in one of {ROWS}"
+                    found.setdefault(part, f"{stacks}, at batches of {batch}")
             h = y
     return found
 
 
-def _run(stack: Stack, h: Batch, part: str, start: int) -> list[Tensor]:
-    """Return output, gradients of the input and the parameters, and buffers, each with a row axis."""
+def _run(stack: Stack, modules: Sequence[nn.Module], h: Batch, part: str, start: int) -> list[Tensor]:
+    """Return output, gradients of the input and the parameters, and buffers, of the modules as they were built, by row."""
+    for row, module in enumerate(modules):
+        stack.write(row, module)  # an earlier call may have changed buffers
     h = map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), h)
     stack.columns["gradient"].zero_()
     stack.train(True)
@@ -110,10 +131,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _stacked(modules: Sequence[nn.Module]) -> Stack:
-    stack = Stack(modules[0], len(modules), dtype=dtype_of(modules[0]))
-    for row, module in enumerate(modules):
-        stack.write(row, module)
-    return stack
+    return Stack(modules[0], len(modules), dtype=dtype_of(modules[0]))
 
 
 @torch.no_grad()
