@@ -37,7 +37,7 @@ from esper.runs.crews import asked_for
 from esper.runs.grow import grow as grow_run
 from esper.runs.resume import Opening
 from esper.runs.train import train as train_run
-from esper.simic.rewards import get_reward
+from esper.simic.rewards import get_reward, load_reward
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.shipped import resolved
 from esper.tasks.catalog import get_task
@@ -63,8 +63,8 @@ def grow(
 
     `task` is a task, the name of one of `esper tasks`, or "path.py:function". If `config` is a mapping of config keys, it
     overrides the defaults of the task; a `Config` is used unchanged, except for the name of the task. `controller` is a name, a
-    schedule file or a `PolicyClient`; None takes the one of the config, and without it `shipped` where its card says that it
-    beats the rule, else `heuristic`. Returns the summary, the object that
+    schedule file, "path.py:function" or a `PolicyClient` (docs/own-controller.md); None takes the one of the config, and without
+    it `shipped` where its card says that it beats the rule, else `heuristic`. Returns the summary, the object that
     `esper grow --json` prints. Raises InputError on bad input, before anything is written.
 
     `progress` shows the steps on stderr: True always, False never, and "auto" in a terminal and in a notebook.
@@ -103,7 +103,7 @@ def train(
     config: Mapping[str, Any] | None = None,
     *,
     preset: str = "quick",
-    reward: Callable[[RewardConfig], Reward] = get_reward,
+    reward: Callable[[RewardConfig], Reward] | str = get_reward,
     run: str | PathLike[str] | None = None,
     overwrite: bool = False,
     progress: Shown = "auto",
@@ -117,7 +117,8 @@ def train(
 
     `tasks` are tasks or names of tasks, as in `grow`. A mapping of config keys overrides the defaults of the tasks, of training
     and of the preset. `reward` is called with the `RewardConfig` of each task and returns its reward, a function from an
-    `Outcome` to named components. Returns the summary; `esper.grow(task, controller=run)` uses the trained controller. Raises
+    `Outcome` to named components, arrays of shape (E,); or it is the place of such a function, "path.py:function"
+    (docs/own-controller.md). Returns the summary; `esper.grow(task, controller=run)` uses the trained controller. Raises
     InputError on bad input, before anything is written, and `esper.LearningError` if an update of the policy fails.
     `progress`, `on_interrupt` and `outputs` are as in `grow`.
 
@@ -128,7 +129,9 @@ def train(
     actors = asked_for(workers, devices, cluster, get_task)
     chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
     check_switch(overwrite, "overwrite")
-    check_callable(reward, "reward", "a function from a RewardConfig to what pays the controller")
+    if isinstance(reward, str):
+        reward = load_reward(reward)
+    check_callable(reward, "reward", "a function from a RewardConfig to what pays the controller, or path.py:function")
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     folder = None if run is None else to_path(run, "run")
     asked = {} if config is None else config

@@ -20,11 +20,11 @@ from esper.leyline.config import BASELINES, Config, build_config, parse_setting
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient
-from esper.leyline.resuming import is_reference, resume_call, resume_command
+from esper.leyline.resuming import TRIALS, is_own_controller, is_reference, resume_call, resume_command
 from esper.leyline.task import AnyTask, Mixture, Task
 from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
-from esper.runs.contenders import Contender, trainings
+from esper.runs.contenders import Contender, of_object, trainings
 from esper.runs.crews import ALONE, Asked, asked_for
 from esper.runs.evaluation import run_evaluation
 from esper.runs.evaluation_folder import FIGURE, ROOT, evaluation_folder
@@ -32,12 +32,11 @@ from esper.runs.grow import grow as grow_run
 from esper.runs.interrupt import ended_by_signals
 from esper.runs.kept import disk_retry
 from esper.runs.ranks_crew import ACTOR
-from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config
+from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config, reward_of
 from esper.runs.train import train as train_run
 from esper.store.disk import Retry, write_atomic
 from esper.store.files import EVALUATION, to_json
 from esper.tamiyo.catalog import CONTROLLERS, get_controller
-from esper.tamiyo.trials import PREFIX
 from esper.tasks.catalog import TASKS, get_task
 
 OnInterrupt = Literal["raise", "return"]
@@ -72,6 +71,7 @@ def resume(
     *,
     task: AnyTask | str | Sequence[AnyTask | str] | None = None,
     controller: PolicyClient | str | None = None,
+    reward: str | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),
     other_data: bool = False,
     progress: Shown = "auto",
@@ -87,7 +87,9 @@ def resume(
 
     `task` is needed if the task of the run was an object or a function, "path.py:function", because code that only the run
     folder names is not imported. A function may replace an object if it returns the same task. For a training on several tasks,
-    give a list. `controller` is needed if it was an object, which must have `state` and `load_state`. `settings` changes keys
+    give a list. `controller` is needed if it was an object, which must have `state` and `load_state`, or a function or class,
+    "path.py:function". `reward` is needed if that of a training was "path.py:function"; a training whose reward was an object
+    cannot be resumed. `settings` changes keys
     of the config, as {"steps": 48} or ["steps=48"]; the change is recorded, and a finished run then continues. Without changes
     the summary of a finished run is returned. Other versions of Esper, torch, numpy or Python than at the start cause a
     `RunWarning`; other data are refused unless `other_data` is set. Both are recorded. Raises InputError if the run, the task,
@@ -98,7 +100,7 @@ def resume(
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     check_outputs(outputs)
     folder, asked = to_path(run, "run"), asked_for(workers, devices, cluster, get_task)
-    summary = go_on(folder, task, controller, _as_settings(settings), other_data, progress, outputs, asked)
+    summary = go_on(folder, task, controller, reward, _as_settings(settings), other_data, progress, outputs, asked)
     return end_of(summary, folder, on_interrupt)
 
 
@@ -106,6 +108,7 @@ def go_on(
     folder: Path,
     task: AnyTask | str | Sequence[AnyTask | str] | None,
     controller: PolicyClient | str | None,
+    reward: str | None,
     settings: Sequence[str],
     other_data: bool,
     progress: Shown,
@@ -129,11 +132,20 @@ def go_on(
     if is_training(config):
         if controller is not None:
             raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
+        paid = reward_of(folder, config, reward)
         tasks = tasks_of(folder, config.tasks, given)
         with training_progress(progress) as watch:
-            return train_run(tasks, cohort_configs(config), folder, watch, opening, outputs=outputs, asked=asked)
+            configs = cohort_configs(config)
+            return train_run(tasks, configs, folder, watch, opening, reward=paid, outputs=outputs, asked=asked)
+    if reward is not None:
+        raise InputError(f"{folder} is a growth, in which no reward is paid; leave reward out")
     (chosen,) = tasks_of(folder, (config.task,), given)
     client = controller if controller is not None and not isinstance(controller, str) else None
+    if controller is None and is_own_controller(config.controller):
+        raise InputError(
+            f"{folder} is a run of the controller {config.controller!r}, whose code a run folder may not start; if you trust it, "
+            f"give {resume_command(folder, [config.task], config.controller)}"
+        )
     if client is None:
         try:
             client = get_controller(controller if isinstance(controller, str) else config.controller, config)
@@ -149,7 +161,7 @@ def go_on(
 
 
 def evaluate(
-    controllers: Sequence[str | Contender] | str = (),
+    controllers: Sequence[str | PolicyClient | Contender] | str | PolicyClient = (),
     tasks: Sequence[AnyTask | str] | AnyTask | str = "repair",
     *,
     instances: int = 200,
@@ -169,8 +181,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compare controllers with the rules and the opponents of a task on held-out instances, as `esper eval` does.
 
-    `controllers` are names, schedule files, run folders of trained controllers, or "NAME=FOLDER,FOLDER" for several trainings
-    of one controller; `tasks` are tasks or names. `search_episodes` is the search budget of the best fixed plan and of fitted
+    `controllers` are names, schedule files, run folders of trained controllers, "NAME=FOLDER,FOLDER" for several trainings
+    of one controller, "path.py:function" for one of your own, or a `PolicyClient`, of which every population gets a copy as it is
+    now; `tasks` are tasks or names. `search_episodes` is the search budget of the best fixed plan and of fitted
     trees; None takes that of the controllers, or 2,048. `settings` are config keys for all of them, as {"steps": 12} or
     ["steps=12"]. `baselines` are static networks to compare with (docs/baselines.md), of the size that the first controller
     grew to, or the heuristic without controllers; () for none. `opponents` are names of opponents of the tasks
@@ -222,9 +235,21 @@ def evaluate(
         return compare(grown)
 
 
-def _contenders(controllers: Sequence[str | Contender] | str) -> list[Contender]:
-    listed = [controllers] if isinstance(controllers, str) else controllers
-    return [own for each in listed for own in ([each] if isinstance(each, Contender) else trainings(each))]
+def _contenders(controllers: Sequence[str | PolicyClient | Contender] | str | PolicyClient) -> list[Contender]:
+    listed = (
+        controllers
+        if isinstance(controllers, list | tuple) and not isinstance(controllers, Contender)
+        else [controllers]
+    )
+    made: list[Contender] = []
+    for each in listed:
+        if isinstance(each, Contender):
+            made.append(each)
+        elif isinstance(each, str):
+            made += trainings(each)
+        else:
+            made.append(of_object(each, [contender.name for contender in made]))
+    return made
 
 
 def _write_evaluation(record: dict[str, Any], folder: Path, config: Config, retry: Retry) -> None:
@@ -311,10 +336,12 @@ def call_of(summary: Mapping[str, Any], folder: Path) -> str:
     """The call that resumes the run of a summary, with `task=...` and `controller=...` if they were objects."""
     names = names_of(summary)
     made = ["task"] * any(not is_reference(name) and name not in TASKS for name in names)
-    client = summary.get("controller")  # a training has no such key
-    if client is not None and client.removeprefix(PREFIX) not in CONTROLLERS and not Path(client).exists():
+    client, own = summary.get("controller"), read_config(folder).controller  # the summary of a training has no such key
+    if client is not None and not (
+        is_own_controller(client) or client.removeprefix(TRIALS) in CONTROLLERS or Path(client).exists()
+    ):
         made.append("controller")
-    return resume_call(folder, names, made)
+    return resume_call(folder, names, made, own)
 
 
 def names_of(summary: Mapping[str, Any]) -> list[str]:

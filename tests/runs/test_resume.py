@@ -27,7 +27,7 @@ from esper.nissa.recovery import check_events
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.grow import grow
-from esper.runs.resume import Opening, cohort_configs, is_training, read_config, with_cohorts
+from esper.runs.resume import Opening, cohort_configs, read_config, reward_of, with_cohorts
 from esper.runs.train import train
 from esper.simic.rewards import Escrow
 from esper.store.checkpoint import Checkpoints, flatten, unflatten
@@ -654,7 +654,7 @@ def test_the_config_of_a_training_starts_the_same_training():
 
 def test_a_training_paid_by_an_object_cannot_be_resumed_from_its_folder(straight):
     with pytest.raises(InputError, match="paid by payer, a reward given as an object from Python"):
-        is_training(read_config(straight[0]))
+        reward_of(straight[0], read_config(straight[0]), None)
 
 
 SOME = ("config.yaml", "environment.json", "summary.json", "changes.json", "events-cut-1.jsonl")

@@ -24,6 +24,7 @@ from esper.simic.rewards import (
     escrow_step,
     get_reward,
     objective,
+    paid,
     total,
     worth,
 )
@@ -37,6 +38,34 @@ counts = st.integers(0, 10_000)
 fractions = st.floats(0, 1)
 HOSTS = np.array([100, 250])
 ENVS, SLOTS = 2, 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (
+            3.0,
+            "the reward pay returned a float; return a dict from names to arrays of shape (2,), one finite number for each",
+        ),
+        ({}, "the reward pay returned no components; return a dict"),
+        ({1: np.zeros(2)}, "the reward pay returned a dict; return a dict from names"),
+        ({"rise": 0.5}, "the reward pay returned 'rise' of shape (); return"),
+        ({"rise": np.zeros((2, 1))}, "the reward pay returned 'rise' of shape (2, 1); return"),
+        ({"rise": [1.0, None]}, "the reward pay returned 'rise' as nan for environment 1 at step 0; return"),
+        ({"rise": ["a", "b"]}, "the reward pay returned 'rise' as a list; return"),
+        ({"rise": np.array([np.inf, 0])}, "the reward pay returned 'rise' as inf for environment 0 at step 0; return"),
+        ({"governor": np.zeros(2)}, "the reward pay returned a component 'governor', the name of the penalty for"),
+    ],
+    ids=str,
+)
+def test_what_a_reward_of_ones_own_returns_is_checked_at_every_step(returned, sentence):
+    def pay(outcome):
+        return returned
+
+    pay.__qualname__ = "pay"
+    with pytest.raises(InputError) as caught:
+        paid(pay, outcome(scores([0.1, 0.2]), scores([0.3, 0.2])), 0.5)
+    assert str(caught.value).startswith(sentence)
 
 
 @given(fractions, st.integers(1, 10_000), fractions)

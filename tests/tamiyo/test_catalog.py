@@ -38,8 +38,8 @@ def test_an_unknown_controller_gets_the_known_ones_named(name):
         get_controller(name, Config())
     assert str(caught.value) == (
         f"unknown controller {name!r}; give one of {', '.join(CONTROLLERS)}, trials:NAME of one that ranks places, the "
-        "path of a schedule file (.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), or the run folder of a "
-        "trained controller, which must exist"
+        "path of a schedule file (.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), the run folder of a trained "
+        "controller, which must exist, or path.py:function for one of your own"
     )
 
 

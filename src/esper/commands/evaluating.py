@@ -21,7 +21,8 @@ Controllers = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONTROLLER]...",
-        help="Names, schedule files, or run folders of trained controllers; NAME=FOLDER,FOLDER for several trainings of one.",
+        help="Names, schedule files, run folders of trained controllers, NAME=FOLDER,FOLDER for several trainings of one, or "
+        "path.py:function or path.py:Class for one of your own.",
         show_default=False,
     ),
 ]

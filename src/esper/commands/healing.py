@@ -42,12 +42,12 @@ def heal(
 ) -> None:
     """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
     use_one_thread()
+    from esper.leyline.reference import load_reference
     from esper.leyline.resuming import is_reference
     from esper.runs.healed import check_folder, healing_folder
     from esper.runs.healing import heal as heal_network
     from esper.runs.interrupt import ended_by_signals
     from esper.store import full_disk
-    from esper.tasks.reference import load_reference
 
     note = partial(say, err=True)
     if out is not None:
@@ -84,8 +84,8 @@ def _module(place: str) -> Any:
     """The module of a .pt2 file, with submodules, or the one that a function returns."""
     import torch
 
+    from esper.leyline.reference import load_reference
     from esper.leyline.resuming import is_reference
-    from esper.tasks.reference import load_reference
 
     if is_reference(place):
         made = load_reference(place, "model", "an nn.Module")

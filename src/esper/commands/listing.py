@@ -66,13 +66,13 @@ def controller(
     ] = None,
 ) -> None:
     """List the controllers, or print the card of the shipped one: on what it was trained and measured, and where it loses."""
+    from esper.leyline.resuming import TRIALS
     from esper.tamiyo.catalog import CONTROLLERS
     from esper.tamiyo.shipped import NAME, card_of, is_shipped, resolved, versions
-    from esper.tamiyo.trials import PREFIX
 
     if name is None:
         tried = "tries the first choices of participation, collapse, inner-use or tree in copies of the network"
-        print_columns([("controller", "summary"), *CONTROLLERS.items(), (f"{PREFIX}RULE", tried)])
+        print_columns([("controller", "summary"), *CONTROLLERS.items(), (f"{TRIALS}RULE", tried)])
         return
     version = resolved(name)
     if not is_shipped(version):

@@ -162,8 +162,10 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
     if summary["status"] == "interrupted":
         from esper.calls import names_of
         from esper.leyline.resuming import resume_command
+        from esper.runs.resume import read_config
 
-        say(f"interrupted; continue with {resume_command(folder, names_of(summary))}", err=True)
+        command = resume_command(folder, names_of(summary), read_config(folder).controller)
+        say(f"interrupted; continue with {command}", err=True)
         raise typer.Exit(130)
     if summary["status"] == "failed":
         fail(summary["error"]["message"], 1)

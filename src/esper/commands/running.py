@@ -35,8 +35,9 @@ def grow(
     controller: Annotated[
         str | None,
         typer.Option(
-            help="The name of a controller (`esper controller`), a schedule file, a file of trees, or the run folder of a "
-            "trained controller; by default the one that `esper controller shipped` names for such hosts."
+            help="The name of a controller (`esper controller`), a schedule file, a file of trees, the run folder of a "
+            "trained controller, or path.py:function or path.py:Class for one of your own (docs/own-controller.md); by default "
+            "the one that `esper controller shipped` names for such hosts."
         ),
     ] = None,
     envs: Envs = None,
@@ -69,6 +70,7 @@ def grow(
     use_one_thread()
     from esper.karn.bars import live
     from esper.karn.console import print_summary
+    from esper.leyline.resuming import is_own_controller
     from esper.runs.configuration import growth_config
     from esper.runs.grow import grow as run_population
     from esper.runs.resume import Opening
@@ -85,7 +87,8 @@ def grow(
     notes: list[str] = []
     config = growth_config(chosen, *layers, tell=notes.append)
     client = get_controller(config.controller, config)
-    folder = run or Path("runs") / f"{file_name(task)}-{file_name(Path(config.controller).stem)}-s{config.seed}"
+    named = config.controller if is_own_controller(config.controller) else Path(config.controller).stem
+    folder = run or Path("runs") / f"{file_name(task)}-{file_name(named)}-s{config.seed}"
     with beside(folder, watch), live(console_beside(watch), config.steps, chosen.objective.metric) as progress:
         opening = Opening(overwrite=overwrite)
         summary = run_population(chosen, config, client, folder, progress, opening, notes=notes)
@@ -116,6 +119,14 @@ def train(
     epochs: Epochs = None,
     seed: Seed = None,
     device: Device = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="path.py:function or module:function that makes a reward of your own (docs/own-controller.md), instead of that "
+            "of the config (the keys reward.*).",
+        ),
+    ] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -139,9 +150,11 @@ def train(
     from esper.runs.crews import asked_for
     from esper.runs.resume import Opening
     from esper.runs.train import train as train_controller
+    from esper.simic.rewards import get_reward, load_reward
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
+    paid = get_reward if reward is None else load_reward(reward)
     asked = asked_for(workers, devices, cluster, get_task)
     from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
     names = _training_tasks(tasks, from_file, config_file)
@@ -151,7 +164,8 @@ def train(
     configs = training_configs(chosen, preset, *read_layers("train", from_file, settings, options))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
     with beside(folder, watch), training(console_beside(watch)) as progress:
-        summary = train_controller(chosen, configs, folder, progress, Opening(overwrite=overwrite), asked=asked)
+        opening = Opening(overwrite=overwrite)
+        summary = train_controller(chosen, configs, folder, progress, opening, reward=paid, asked=asked)
     finish(summary, folder, json_, print_training)
 
 
@@ -176,6 +190,19 @@ def resume(
             help="path.py:function or module:function that makes the run's task, if it is your own.",
         ),
     ] = None,
+    controller: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="path.py:function or module:function that makes the run's controller, if it is your own.",
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE", help="path.py:function or module:function that makes the reward of a training, likewise."
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
@@ -192,9 +219,9 @@ def resume(
     """Continue a run that was interrupted or killed; it gets the same numbers as without the break (docs/checkpoints.md).
 
     The run continues from its last checkpoint, or starts again from its config.yaml if it has none. The summary of a finished
-    run is printed. With --set, as steps=48 or ppo.rounds=200, a finished run continues too. A run on a task of your own needs
-    --task, because a run folder alone may not start code. A controller that was a Python object must be given in Python:
-    esper.resume(RUN, controller=...).
+    run is printed. With --set, as steps=48 or ppo.rounds=200, a finished run continues too. A run on a task, a controller or a
+    reward of your own needs --task, --controller or --reward, because a run folder alone may not start code. A controller that
+    was a Python object must be given in Python: esper.resume(RUN, controller=...).
     """
     use_one_thread()
     from esper.calls import go_on
@@ -204,5 +231,5 @@ def resume(
     from esper.tasks.catalog import get_task
 
     asked = asked_for(workers, devices, cluster, get_task)
-    summary = go_on(run, tasks or None, None, settings or (), other_data, True, asked=asked)
+    summary = go_on(run, tasks or None, controller, reward, settings or (), other_data, True, asked=asked)
     finish(summary, run, json_, print_training if is_training(read_config(run)) else print_summary)

@@ -52,6 +52,17 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
     return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
 
 
+def takes_one_argument(function: Callable[..., Any]) -> bool:
+    """Whether `function` can be called with one argument, as far as its signature is known."""
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:  # some callables that are written in C have no signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def check_outputs(outputs: Any) -> None:
     """Raise InputError if `outputs` is not a sequence of objects with the methods write and close."""
     if not isinstance(outputs, list | tuple):

@@ -67,7 +67,7 @@ class OutOfMemory(RuntimeError):
 def warn(sentence: str, category: type[Warning]) -> None:
     """Warn at the line of the user's code that called Esper; at the outermost frame if there is none, as on the command line."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     place, known = frame.f_globals.get("__name__", "<unknown>"), frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(sentence, category, frame.f_code.co_filename, frame.f_lineno, place, known)
@@ -103,10 +103,10 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _is_hidden(file: str) -> bool:
-    return file.startswith("<") or _is_library(file)
+    return file.startswith("<") or is_library(file)
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Whether a source file belongs to Esper, to Python or to an installed package."""
     return file.startswith(("<frozen", *_LIBRARIES)) or bool(_PACKAGES.search(file))
 

@@ -1,6 +1,8 @@
 """The controllers of an evaluation, and the populations that they grow. E environments."""
 
+import copy
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,10 +15,12 @@ from numpy.typing import NDArray
 
 from esper.leyline.config import Config, build_config
 from esper.leyline.controller_settings import check_controller_settings
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, typed_line
 from esper.leyline.length import with_steps
 from esper.leyline.opponents import SEARCHED
 from esper.leyline.protocols import PolicyClient
+from esper.leyline.reference import digest_of_sources
+from esper.leyline.resuming import is_own_controller
 from esper.leyline.task import AnyTask
 from esper.leyline.view import Floats, Outcome
 from esper.simic.rewards import objective
@@ -77,15 +81,19 @@ def trainings(text: str) -> list[Contender]:
 
 
 def named(name_or_path: str) -> Contender:
-    """Make a contender from the name of a controller, a schedule file, or the folder of a trained controller.
+    """Make a contender from the name of a controller, a schedule file, the folder of a trained controller, or a reference.
 
-    Its `content` covers the files of the controller and no other file of the folder. `shipped` becomes its latest version.
+    Its `content` covers the files of the controller and no other file of the folder; that of a reference covers all imported
+    files of the user's own. `shipped` becomes its latest version.
     """
     name_or_path = resolved(name_or_path)
     path, folder, content = Path(name_or_path), trained(name_or_path), hashlib.sha256()
     parts = [Path(FACTS), Path(WEIGHTS)] if folder is not None else [Path()]
     if is_shipped(name_or_path):
         content.update(deciding(name_or_path).encode())
+    if folder is None and is_own_controller(name_or_path):
+        get_controller(name_or_path)  # imports its file and what that imports
+        content.update(digest_of_sources().encode())
     for part in [] if name_or_path in CONTROLLERS else parts:
         file = (folder or path) / part
         if file.is_file():
@@ -98,6 +106,34 @@ def named(name_or_path: str) -> Contender:
         content.hexdigest(),
         episodes=episodes_of(name_or_path),
     )
+
+
+def of_object(controller: Any, taken: Sequence[str] = ()) -> Contender:
+    """Make a contender of a controller object. Every population gets a copy of the object.
+
+    taken: names of other contenders; a second object of a class gets a number. Its stored results are not reused, because
+    neither its code nor its state can be compared with those that made them.
+    """
+    if not isinstance(controller, PolicyClient) or isinstance(controller, type):
+        named = f"the class {controller.__name__}" if isinstance(controller, type) else f"a {type(controller).__name__}"
+        raise InputError(
+            f"a controller of the evaluation is {named}; give a name, a path, or an object with the methods act, store and update"
+        )
+    name = type(controller).__name__
+    number = 1 + sum(each == name or each.startswith(f"{name} ") for each in taken)
+    try:
+        copied = copy.deepcopy(controller)
+    except Exception as error:  # of the user's class
+        raise InputError(
+            f"the controller {name} cannot be copied for every population ({typed_line(error)}); give it as path.py:function, "
+            "where the function makes a new one"
+        ) from None
+    shown = name if number == 1 else f"{name} {number}"
+    return Contender(shown, {"controller": shown}, partial(_copied, copied), secrets.token_hex(16), episodes=None)
+
+
+def _copied(controller: PolicyClient, config: Config) -> PolicyClient:
+    return copy.deepcopy(controller)
 
 
 def grow_contender(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from esper.kasmina.static import Absent
+from esper.leyline.actions import checked_actions
 from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.pace import Pace
@@ -25,6 +26,7 @@ from esper.runs.origin import fingerprint
 from esper.runs.static_contenders import Arrays, grown_as_arrays, grown_from, static_figures
 from esper.runs.statistics import best_by_others
 from esper.simic.rewards import objective
+from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.fitting import instance_keys
 from esper.tolaria.play import Observer
@@ -71,7 +73,9 @@ class Design(NamedTuple):
         """Check that a contender can decide on the task, by one decision in one environment. Raises InputError if it cannot."""
         instance_keys(self.task, self.config(contender, self.seeds[-1]))
         config = contender_config(self.task, contender, self.settings, self.seeds[0], self.part, self.first, 1)
-        contender.make(config).act(VectorizedEngine(self.task.sealed(), config).reset())
+        client = contender.make(config)
+        view = VectorizedEngine(self.task.sealed(), with_sensors(config, client)).reset()
+        checked_actions(client.act(view), 1)
 
     def config(self, contender: Contender, seed: int) -> Config:
         """Return the config of a contender on all instances at once."""

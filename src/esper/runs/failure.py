@@ -65,7 +65,8 @@ class Failure(NamedTuple):
             raise
 
     def _command(self, path: Path) -> str:
-        return resume_command(path, self.run.config.tasks or (self.run.config.task,))
+        config = self.run.config
+        return resume_command(path, config.tasks or (config.task,), config.controller)
 
     def _place(self) -> str:
         """Return the step from which a resumed run continues, as text."""

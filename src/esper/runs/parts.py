@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import Reward, Senses, Tries
+from esper.leyline.resuming import TRIALS, is_own_controller
 from esper.leyline.stages import Stage
 from esper.nissa.hub import Hub
 from esper.nissa.rows import EvaluationRow
@@ -21,10 +22,9 @@ from esper.runs.cohort import Cohort, sample_instances
 from esper.simic.client import SimicClient
 from esper.simic.imitation import Apprentice
 from esper.simic.ppo import PPO
-from esper.simic.rewards import objective
+from esper.simic.rewards import make_reward, objective
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.controller import Learned, Policy
-from esper.tamiyo.trials import PREFIX
 from esper.tolaria.governor import Record
 from esper.tolaria.journal import Journal, Source
 from esper.tolaria.play import Observer, Step, planted, play
@@ -110,9 +110,12 @@ class Player:
     ) -> None:
         self.cohorts, self.learner, self.hub = cohorts, learner, hub
         self.clients = [
-            SimicClient(learner, reward(cohort.config.reward), cohort.config.governor.penalty) for cohort in cohorts
+            SimicClient(learner, make_reward(reward, cohort.config.reward), cohort.config.governor.penalty)
+            for cohort in cohorts
         ]
-        self.apprentices = [_apprentice(learner, cohort, reward(cohort.config.reward)) for cohort in cohorts]
+        self.apprentices = [
+            _apprentice(learner, cohort, make_reward(reward, cohort.config.reward)) for cohort in cohorts
+        ]
 
     def client(self, part: Part) -> SimicClient:
         """Return the client that plays a part and has its rollout."""
@@ -191,6 +194,11 @@ def _source(cohort: Cohort, name: Literal["training", "validation"], number: int
 
 def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
     config = cohort.config
+    if is_own_controller(config.ppo.teacher):  # a key of the config, which `esper resume` reads from a folder
+        raise InputError(
+            f"ppo.teacher is {config.ppo.teacher}, but code of your own cannot be a teacher; give a name of `esper controller`, "
+            "a schedule file, or the run folder of a trained controller"
+        )
     try:
         teacher = get_controller(config.ppo.teacher, config)
     except InputError as error:
@@ -198,7 +206,7 @@ def _apprentice(learner: PPO, cohort: Cohort, reward: Reward) -> Apprentice:
     if config.ppo.imitation_rounds and isinstance(teacher, Tries):
         raise InputError(
             f"ppo.teacher is {config.ppo.teacher}, which tries candidates in copies of the networks, and a training makes no "
-            f"copies; give {config.ppo.teacher.removeprefix(PREFIX)}"
+            f"copies; give {config.ppo.teacher.removeprefix(TRIALS)}"
         )
     if config.ppo.imitation_rounds and isinstance(teacher, Senses) and config.probe.sensors_every == 0:
         raise InputError(

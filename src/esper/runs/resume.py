@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from esper.leyline.config import Config, build_config, parse_setting
+from esper.leyline.config import Config, RewardConfig, build_config, parse_setting
 from esper.leyline.config_text import dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_yaml
+from esper.leyline.protocols import Reward
+from esper.leyline.resuming import PAID_BY, own_code, resume_command
 from esper.nissa.recovery import Mark, resume_events
+from esper.simic.rewards import get_reward, load_reward
 from esper.store.changes import record_change
 from esper.store.checkpoint import Checkpoint, Checkpoints
 from esper.store.disk import Retry, write_atomic
@@ -56,15 +59,30 @@ def with_cohorts(configs: Sequence[Config], controller: str) -> Config:
 
 
 def is_training(config: Config) -> bool:
-    """Whether the run of a config trains a controller. Raises InputError if its reward was an object from Python."""
-    if not config.tasks or config.controller.split(",")[0] != PAID:
-        return False
-    if config.controller != PAID:
+    """Whether the run of a config trains a controller."""
+    return bool(config.tasks) and (config.controller == PAID or config.controller.startswith(PAID_BY))
+
+
+def reward_of(folder: Path, config: Config, given: str | None) -> Callable[[RewardConfig], Reward]:
+    """Return what makes the rewards of a training that is resumed. `given` is the reference to a reward of the user's own.
+
+    Raises InputError if it is not the reward of the run, or if that was an object from Python.
+    """
+    own = own_code(config.controller)
+    if config.controller != PAID and own is None:
         raise InputError(
-            f"the controller was {config.controller}, a reward given as an object from Python, which cannot be resumed; "
-            "start the training again"
+            f"the controller was {config.controller}, a reward given as an object from Python, which cannot be resumed; start "
+            "the training again, with the reward as path.py:function"
         )
-    return True
+    if own is not None and given is None:
+        raise InputError(
+            f"{folder} is a training paid by {own[1]!r}, whose code a run folder may not start; if you trust it, give "
+            f"{resume_command(folder, config.tasks, config.controller)}"
+        )
+    if given is not None and (own is None or own[1] != given):
+        paid = "the reward of its config" if own is None else repr(own[1])
+        raise InputError(f"{folder} is a training paid by {paid}, not by {given!r}; give the reward that it began with")
+    return get_reward if given is None else load_reward(given)
 
 
 FIXED = (

@@ -57,7 +57,8 @@ class RunFolder:
         check_exporters(config, path)
         if path is not None:
             names = config.tasks or (config.task,)
-            self.retry = DiskRetry(config.faults.disk_seconds, note, path, lambda: interrupt.asked, names)
+            seconds = config.faults.disk_seconds
+            self.retry = DiskRetry(seconds, note, path, lambda: interrupt.asked, names, config.controller)
             kept.append(JsonLines(path / EVENTS, self.retry, note))
             outputs = [*outputs, *(Exporter(path, name) for name in config.telemetry.exporters)]
         self.hub = Hub(

@@ -16,6 +16,7 @@ from esper.leyline.config import Config, RewardConfig
 from esper.leyline.errors import InputError, describe_error
 from esper.leyline.progress import Progress, Silent
 from esper.leyline.protocols import Reward
+from esper.leyline.resuming import PAID_BY
 from esper.leyline.task import AnyTask
 from esper.leyline.text import counted
 from esper.leyline.view import Space
@@ -35,7 +36,7 @@ from esper.runs.ranks_crew import serve_rank
 from esper.runs.resume import NEW, PAID, Opening, fitting, with_cohorts
 from esper.runs.run_folder import RunFolder
 from esper.runs.school import Keeper, School
-from esper.simic.rewards import get_reward
+from esper.simic.rewards import get_reward, name_of_reward
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.controller import Language, Policy, save_policy
 from esper.tolaria.runtime import PhaseTimer, resolve_device
@@ -76,7 +77,7 @@ def train(
     if asked.is_rank:
         work = training_work(asked, tasks, configs, reward, config.telemetry.level)
         return serve_rank(work, asked.devices or (None,))
-    kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID}, paid by {_name(reward)}")
+    kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID_BY}{name_of_reward(reward)}")
     sealed = [task.sealed() for task in tasks]
     opened = partial(RunFolder, folder, kept, watch.note)
     with Interrupt() as interrupt, opened(interrupt, opening, sealed, outputs) as run, ExitStack() as stack:
@@ -219,11 +220,6 @@ def _rounds(
         if failed:
             return "failed"
     return "finished"
-
-
-def _name(made_by: Callable[..., Any]) -> str:
-    """Return the name of a factory given from Python."""
-    return str(getattr(made_by, "__name__", type(made_by).__name__))
 
 
 def _run_row(config: Config, space: Space, status: Any) -> RunRow:

@@ -13,19 +13,21 @@ that name. The baseline `group` changes the advantage and not the reward. A comp
 not measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.actions import Op
+from esper.leyline.arguments import takes_one_argument
 from esper.leyline.config import RewardConfig
 from esper.leyline.errors import InputError
 from esper.leyline.objective import growth_of
 from esper.leyline.objective import objective as objective
 from esper.leyline.protocols import Reward
+from esper.leyline.reference import find_reference
 from esper.leyline.stages import IN_BUDGET, LIVE, Stage, among
 from esper.leyline.view import Bools, Floats, Outcome, Scores
 
@@ -91,7 +93,10 @@ def paid(reward: Reward, outcome: Outcome, penalty: float) -> Components:
     the snapshot. The next step of the row begins a new sequence of a `StatefulReward`.
     """
     failed = outcome.rolled_back
-    components = dict(reward(outcome))
+    components = reward(outcome)
+    components = (
+        dict(components) if isinstance(reward, Delta | Sparse | Escrow) else _checked(components, reward, outcome)
+    )
     if failed.any() and isinstance(reward, StatefulReward):
         reward.restart(failed)
     return components | {"governor": np.where(failed, -penalty, 0.0)}
@@ -284,6 +289,78 @@ def get_reward(config: RewardConfig) -> Reward:
             return Sparse(config)
         case "escrow":
             return Escrow(config)
+
+
+@dataclass(frozen=True)
+class OwnReward:
+    """Makes rewards by a function at `path.py:function` or `module:function`. Actors get the reference, and import it there.
+
+    The function takes a `RewardConfig` and returns a reward.
+    """
+
+    reference: str
+
+    def __call__(self, config: RewardConfig) -> Reward:
+        """A new reward. UserCodeError if the referenced file raises an error."""
+        reward: Reward = find_reference(self.reference, "reward")(config)
+        return reward
+
+
+def load_reward(reference: str) -> OwnReward:
+    """Import a reward by reference. InputError if there is none, or if it does not take a `RewardConfig` alone."""
+    made = find_reference(reference, "reward")
+    if not callable(made) or not takes_one_argument(made):
+        what = "cannot be called with one argument" if callable(made) else f"is a {type(made).__name__}"
+        raise InputError(
+            f"the reward {reference} {what}; name a function that takes an esper.RewardConfig and returns the reward, itself a "
+            "function from an esper.Outcome to named components"
+        )
+    return OwnReward(reference)
+
+
+def make_reward(make: Callable[[RewardConfig], Reward], config: RewardConfig) -> Reward:
+    """Make a reward. InputError if what the function of the user returns cannot be called."""
+    made = make(config)
+    if not callable(made):
+        raise InputError(
+            f"the reward {name_of_reward(make)} returned a {type(made).__name__} for an esper.RewardConfig; return a function "
+            "from an esper.Outcome to named components"
+        )
+    return made
+
+
+def name_of_reward(make: Callable[..., Any]) -> str:
+    """The name of what makes a reward: its reference, or the name of the function or class that was given in Python."""
+    return make.reference if isinstance(make, OwnReward) else str(getattr(make, "__name__", type(make).__name__))
+
+
+def _checked(components: Any, reward: Reward, outcome: Outcome) -> Components:
+    """The components of a reward of the user's own, each (E,) float64. InputError if they are anything else, or not finite."""
+    envs = len(outcome.accepted)
+    who = f"the reward {getattr(reward, '__qualname__', type(reward).__qualname__)}"
+    mend = f"return a dict from names to arrays of shape ({envs},), one finite number for each environment"
+    if not isinstance(components, Mapping) or not components or not all(isinstance(name, str) for name in components):
+        empty = isinstance(components, Mapping) and not components
+        raise InputError(f"{who} returned {'no components' if empty else f'a {type(components).__name__}'}; {mend}")
+    if "governor" in components:
+        raise InputError(
+            f"{who} returned a component 'governor', the name of the penalty for a rollback; give it another name"
+        )
+    checked = {}
+    for name, value in components.items():
+        try:
+            array = np.asarray(value, np.float64)
+        except (TypeError, ValueError):  # a ragged list, text, or a tensor of another device
+            raise InputError(f"{who} returned {name!r} as a {type(value).__name__}; {mend}") from None
+        if array.shape != (envs,):
+            raise InputError(f"{who} returned {name!r} of shape {array.shape}; {mend}")
+        if not np.isfinite(array).all():
+            env = int(np.argmin(np.isfinite(array)))
+            raise InputError(
+                f"{who} returned {name!r} as {array[env]:g} for environment {env} at step {outcome.step}; {mend}"
+            )
+        checked[name] = array
+    return checked
 
 
 def _rise(before: Components, after: Components) -> Components:

@@ -27,8 +27,8 @@ class DiskRetry:
     """Calls a function that writes a file until the disk has room, for at most `seconds`. One object serves a whole run.
 
     It does not wait if `asked` returns True, because the user wants the run to end, nor after it waited in vain once.
-    `note` shows a line to the user. `tasks` are the names of the run's tasks, which the command that resumes it may need.
-    `further` says how work that is no run is done again.
+    `note` shows a line to the user. The command that resumes the run may need `tasks`, the names of its tasks, and `controller`,
+    that of its config. `further` says how work that is no run is done again.
     """
 
     def __init__(
@@ -38,10 +38,11 @@ class DiskRetry:
         run: Path,
         asked: Callable[[], bool],
         tasks: Sequence[str] = (),
+        controller: str = "",
         further: str = "start the run again",
     ) -> None:
         self.seconds, self.note, self.run, self.asked = seconds, note, run, asked
-        self.tasks, self.further = tasks, further
+        self.tasks, self.controller, self.further = tasks, controller, further
         self.spent = False
 
     def __call__(self, path: Path, write: Callable[[], None]) -> None:
@@ -83,4 +84,6 @@ class DiskRetry:
         return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
 
     def _further(self) -> str:
-        return f"continue with `{resume_command(self.run, self.tasks)}`" if is_run(self.run) else self.further
+        if not is_run(self.run):
+            return self.further
+        return f"continue with `{resume_command(self.run, self.tasks, self.controller)}`"

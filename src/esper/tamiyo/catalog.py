@@ -9,6 +9,8 @@ from esper.leyline.config import Config
 from esper.leyline.config_input import show
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient, SelectsSensors, Senses
+from esper.leyline.reference import load_reference, unnamed_function
+from esper.leyline.resuming import TRIALS, is_own_controller
 from esper.tamiyo import bandit
 from esper.tamiyo.baselines import Never, RandomValid
 from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_origin, read_settings
@@ -18,7 +20,7 @@ from esper.tamiyo.schedule import load_schedule
 from esper.tamiyo.several import Sites
 from esper.tamiyo.shipped import Shipped, episodes_of_version, is_shipped, resolved
 from esper.tamiyo.trees import SHIPPED, Trees, load_trees
-from esper.tamiyo.trials import PREFIX, Trials
+from esper.tamiyo.trials import Trials
 
 FOLDER = "controller"
 """Name of the folder, within a run folder, of the controller that was trained in the run."""
@@ -38,7 +40,9 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
         "heuristic": "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
     }
 )
-"""Names and summaries of the built-in controllers. The path of a schedule or of a trained controller is accepted as well."""
+"""Names and summaries of the built-in controllers. Paths of schedules and of trained controllers, and references to functions
+that make one, are accepted as well.
+"""
 
 
 PLACEMENTS: Mapping[str, type[Placement]] = MappingProxyType(
@@ -58,10 +62,11 @@ KEEPS: Mapping[str, Any] = MappingProxyType({"gates": {"permissive": True}})
 
 
 def get_controller(name_or_path: str, config: Config | None = None) -> PolicyClient:
-    """A new controller, by name, from a schedule file, or from the folder of a trained controller.
+    """A new controller, by name, from a schedule file, from the folder of a trained controller, or from a function or class of
+    your own, "path.py:function".
 
-    `config` has the settings of the rule `heuristic`; None takes the defaults. Raises InputError if there is no such name, file
-    or folder.
+    `config` has the settings of the rule `heuristic`; None takes the defaults. Raises InputError if there is no such name, file,
+    folder or function.
     """
     config = Config() if config is None else config
     if not isinstance(name_or_path, str):
@@ -79,9 +84,9 @@ def get_controller(name_or_path: str, config: Config | None = None) -> PolicyCli
             return Shipped(name_or_path, config)
         case _ if name_or_path in PLACEMENTS:
             return PLACEMENTS[name_or_path]()
-        case _ if name_or_path.startswith(PREFIX):
-            name = name_or_path.removeprefix(PREFIX)
-            rule = get_controller(name, config)
+        case _ if name_or_path.startswith(TRIALS):
+            name = name_or_path.removeprefix(TRIALS)
+            rule = None if is_own_controller(name) else get_controller(name, config)
             if not isinstance(rule, Placement):
                 raise InputError(f"{name_or_path} would try candidates of {name}, which ranks none; name another rule")
             return Trials(rule, name, config.trials)
@@ -98,16 +103,35 @@ def get_controller(name_or_path: str, config: Config | None = None) -> PolicyCli
             f"the folder {name_or_path!r} holds no trained controller, because it has no file {FOLDER}/{FACTS}; name a folder "
             "that `esper train` wrote; the file is there after the first validation"
         )
+    if is_own_controller(name_or_path):
+        return load_controller(name_or_path)
+    if name_or_path.endswith(".py"):
+        raise InputError(unnamed_function(name_or_path, "controller"))
     raise InputError(
-        f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, {PREFIX}NAME of one that ranks places, the "
-        "path of a schedule file (.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), or the run folder of a "
-        "trained controller, which must exist"
+        f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, {TRIALS}NAME of one that ranks places, the "
+        "path of a schedule file (.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), the run folder of a trained "
+        "controller, which must exist, or path.py:function for one of your own"
     )
+
+
+def load_controller(reference: str) -> PolicyClient:
+    """Call the function or class at `path.py:function` or `module:function`, and return the controller that it makes.
+
+    Raises InputError if what it returns is no controller, and as `load_reference` does.
+    """
+    made = load_reference(reference, "controller", "a controller")
+    if not isinstance(made, PolicyClient) or isinstance(made, type):
+        lacking = [name for name in ("act", "store", "update") if not callable(getattr(made, name, None))]
+        what = "a class" if isinstance(made, type) else f"a {type(made).__name__} without {' and '.join(lacking)}"
+        raise InputError(
+            f"{reference} returned {what}; return an object with the methods act(view), store(outcome) and update()"
+        )
+    return made
 
 
 def settings_of(name_or_path: str) -> Mapping[str, Any]:
     """The settings of a trained controller or a placement, which take precedence over the config of a task; else empty."""
-    name_or_path = name_or_path.removeprefix(PREFIX)
+    name_or_path = name_or_path.removeprefix(TRIALS)
     folder = trained(name_or_path)
     if folder is not None:
         return read_settings(folder)
@@ -117,7 +141,7 @@ def settings_of(name_or_path: str) -> Mapping[str, Any]:
 
 def episodes_of(name_or_path: str) -> int | None:
     """The number of episodes that a controller was trained with: 0 for a rule; None where its file does not say."""
-    name_or_path = name_or_path.removeprefix(PREFIX)
+    name_or_path = name_or_path.removeprefix(TRIALS)
     if name_or_path == "tree":
         return load_trees(SHIPPED).episodes
     if is_shipped(resolved(name_or_path)):

@@ -13,11 +13,10 @@ from esper.leyline.config import TrialsConfig
 from esper.leyline.errors import InputError
 from esper.leyline.objective import objective
 from esper.leyline.protocols import Proposed
+from esper.leyline.resuming import TRIALS
 from esper.leyline.view import View
 from esper.tamiyo.placement import Choice, Picks, Placement, Ranking, first
 from esper.tamiyo.plans import NONE
-
-PREFIX = "trials:"
 
 
 class Given(Placement):
@@ -46,7 +45,7 @@ class Trials(Placement):
         super().__init__()
         if type(rule).ranking is Placement.ranking:
             raise InputError(
-                f"the controller {PREFIX}{name} has nothing to try, because {name} ranks no places; give {PREFIX} with "
+                f"the controller {TRIALS}{name} has nothing to try, because {name} ranks no places; give {TRIALS} with "
                 "participation, collapse, inner-use or tree"
             )
         self.rule, self.name, self.config = rule, name, config
@@ -99,7 +98,7 @@ class Trials(Placement):
         """What the trials chose. Raises InputError if no trial could be made."""
         if self._picks is None:
             raise InputError(
-                f"the controller {PREFIX}{self.name} tries candidates in copies of the network, which only a run of a "
+                f"the controller {TRIALS}{self.name} tries candidates in copies of the network, which only a run of a "
                 f"population makes (esper grow, esper eval); take {self.name}"
             )
         return self._picks

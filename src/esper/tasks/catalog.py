@@ -2,16 +2,17 @@
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 from esper.leyline.errors import InputError
+from esper.leyline.reference import load_reference, unnamed_function
 from esper.leyline.resuming import is_reference
-from esper.leyline.task import AnyTask
+from esper.leyline.task import AnyTask, Mixture, Task
 from esper.tasks import digits, heal, heal_bytes, images, repair, small, spirals, tables, text, tinystories, trained
 from esper.tasks.healing_hosts import FULL, VECTORS
 from esper.tasks.healing_images import IMAGES
-from esper.tasks.reference import load_task, unnamed_function
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
@@ -68,10 +69,13 @@ def get_task(name: str) -> AnyTask:
     Raises InputError for an unknown name, and UserCodeError if the referenced code raises an error of its own.
     """
     if is_reference(name):
-        return load_task(name)
+        made = load_reference(name, "task", "what esper.task(...) returns", Task | Mixture)
+        if not isinstance(made, Task | Mixture):
+            raise InputError(f"{name} returned a {type(made).__name__}; return what esper.task(...) returns")
+        return replace(made, name=name)
     if name not in TASKS:
         if name.endswith(".py"):
-            raise InputError(unnamed_function(name))
+            raise InputError(unnamed_function(name, "task"))
         near = difflib.get_close_matches(str(name), TASKS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(

@@ -1,4 +1,4 @@
-"""Tasks by reference to the function that returns them: `path.py:function` or `module:function`."""
+"""Code of the user's own by reference to a function: `path.py:function` or `module:function`."""
 
 import ast
 import difflib
@@ -7,35 +7,40 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from esper.leyline.arguments import required_arguments
-from esper.leyline.errors import InputError, UserCodeError, typed_line
-from esper.leyline.task import AnyTask, Mixture, Task
+from esper.leyline.errors import InputError, UserCodeError, is_library, typed_line
 
-
-def load_task(reference: str) -> AnyTask:
-    """Import `path.py:function` or `module:function`, call the function, and name the task it returns by the reference.
-
-    Raises InputError if the function does not return a task, and as `load_reference` does.
-    """
-    made = load_reference(reference, "task", "what esper.task(...) returns", Task | Mixture)
-    if not isinstance(made, Task | Mixture):
-        raise InputError(f"{reference} returned a {type(made).__name__}; return what esper.task(...) returns")
-    return replace(made, name=reference)
+_READ: dict[Path, tuple[bytes, ModuleType]] = {}
+"""The files that were imported, with their content: a file runs again only after it was edited."""
 
 
 def load_reference(reference: str, what: str, returns: str = "it", ready: Any = ()) -> Any:
     """Import `path.py:function` or `module:function`, call the function, and return what it returns.
 
-    A module is imported from the current folder or from `sys.path`. A file can import the modules of its own folder. what,
-    returns: what is wanted, in words. ready: types of objects that are returned as they are.
+    what, returns: what is wanted, in words. ready: types of objects that are returned as they are.
 
-    Raises InputError if the file, module or function does not exist, or the function takes arguments, and UserCodeError,
-    with the original error as its cause, if the code raises another error.
+    Raises InputError if the function takes arguments, and otherwise as `find_reference` does.
+    """
+    made = find_reference(reference, what)
+    if isinstance(made, ready):
+        return made
+    _check_function(reference, made, returns)
+    return _run(reference, what, made)
+
+
+def find_reference(reference: str, what: str) -> Any:
+    """Import `path.py:function` or `module:function`, and return the function without calling it.
+
+    A module is imported from the current folder or from `sys.path`. A file can import the modules of its own folder. what: what
+    is wanted, in words.
+
+    Raises InputError if the file, module or function does not exist, and UserCodeError, with the original error as its cause,
+    if the code raises another error.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -47,24 +52,37 @@ def load_reference(reference: str, what: str, returns: str = "it", ready: Any = 
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "define it there, or name another"
         raise InputError(f"{place} has no function {name!r}; {hint}")
-    made = getattr(module, name)
-    if isinstance(made, ready):
-        return made
-    _check_function(reference, made, returns)
-    return _run(reference, what, made)
+    return getattr(module, name)
 
 
-def unnamed_function(file: str) -> str:
-    """The message for a Python file that is given without a function. It names the functions of the file without running it."""
+def digest_of_sources() -> str:
+    """Digest of the source files of all imported modules that belong neither to Esper, nor to Python, nor to a package.
+
+    The script that runs (`__main__`) is left out: no reference names it.
+    """
+    digest = sha256()
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and file is not None and not is_library(file) and Path(file).is_file():
+            content = Path(file).read_bytes()
+            digest.update(f"{Path(file).name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def unnamed_function(file: str, what: str) -> str:
+    """The message for a Python file that is given without a function. It names the functions of the file without running it.
+
+    what: what the function is to return, in words.
+    """
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return f"{file} names no function; give path.py:function"
     functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
     names = [each.name for each in functions if not each.args.args[len(each.args.defaults) :]]
-    tasks = [f"{file}:{name}" for name in names]
-    shown = f", as in {tasks[0]}" if len(tasks) == 1 else f": {', '.join(tasks)}" if tasks else " of it"
-    return f"{file} is a file; name the function that returns the task{shown}"
+    places = [f"{file}:{name}" for name in names]
+    shown = f", as in {places[0]}" if len(places) == 1 else f": {', '.join(places)}" if places else " of it"
+    return f"{file} is a file; name the function that returns the {what}{shown}"
 
 
 def _check_function(reference: str, made: Any, returns: str) -> None:
@@ -75,9 +93,13 @@ def _check_function(reference: str, made: Any, returns: str) -> None:
 
 
 def _read_file(path: Path) -> ModuleType:
-    """Import a file as a module, with its folder on `sys.path`."""
+    """Import a file as a module, with its folder on `sys.path`, unless it was imported with this content before."""
     if not path.is_file():
         raise InputError(f"there is no file {path}; give the path of a Python file as path.py:function")
+    content = path.read_bytes()
+    known, module = _READ.get(path.resolve(), (None, None))
+    if module is not None and known == content:
+        return module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -92,6 +114,7 @@ def _read_file(path: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    _READ[path.resolve()] = content, module
     return module
 
 
