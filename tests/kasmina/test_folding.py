@@ -4,20 +4,29 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
-from esper.kasmina.folding import fold
-from esper.kasmina.grafted import graft, plant, ungraft
+from esper.kasmina.folding import fold as fold_all
+from esper.kasmina.grafted import graft, plant, planted_at, ungraft
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.slot import Seed
 from esper.leyline.actions import Blend
 from esper.leyline.sites import Site
 from esper.leyline.slots import Tap
-from esper.leyline.streams import STREAMS, Kind
+from esper.leyline.streams import STREAMS, Kind, Vector
+from loops import equal
 
 READS, WRITES = 5, 8
+
+
+def fold(model, x, *averages, agree=bool):
+    """Fold the seed at the one site, with one pass on an input."""
+    return fold_all((model, *averages), "a", [lambda network: network(x)], agree)
+
+
 KINDS = (Kind.VECTOR, Kind.SEQUENCE)
 NAMES = [key for key, entry in BLUEPRINTS.items() if key[0] in KINDS and entry.tap != Tap.INPUT]
 FOLDS = {
@@ -81,7 +90,7 @@ def is_linear(delta, kind, reads):
 def test_just_the_seeds_whose_change_is_linear_fold_and_folded_equals_unfolded(kind, name):
     model, x = grown(kind, name)
     before = model(x)
-    folded = fold(model, "a")
+    folded = fold(model, x)
     reads = READS if BLUEPRINTS[kind, name].tap == Tap.BEFORE else WRITES
     assert folded == is_linear(model[1].esper.seed.delta, kind, reads) == ((kind, name) in FOLDS)
     ungraft(model)
@@ -91,9 +100,9 @@ def test_just_the_seeds_whose_change_is_linear_fold_and_folded_equals_unfolded(k
 @pytest.mark.parametrize("blend", [Blend.GATE, Blend.MULTIPLY])
 @pytest.mark.parametrize(("kind", "name"), sorted(FOLDS))
 def test_a_blend_that_depends_on_the_stream_does_not_fold(kind, name, blend):
-    model, _ = grown(kind, name, blend)
+    model, x = grown(kind, name, blend)
     before = copy.deepcopy(model.state_dict())
-    assert not fold(model, "a")
+    assert not fold(model, x)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -101,21 +110,160 @@ def test_a_blend_that_depends_on_the_stream_does_not_fold(kind, name, blend):
 def test_a_layer_without_a_bias_takes_what_needs_none(name):
     model, x = grown(Kind.VECTOR, name, bias=False)
     before = model(x)
-    assert fold(model, "a") == (name == "bypass-rank-2")
+    assert fold(model, x) == (name == "bypass-rank-2")
     if name == "bypass-rank-2":
         ungraft(model)
         assert torch.allclose(model(x), before, atol=1e-6)
 
 
-def freeze(model):
-    model[1].requires_grad_(False)
+class Tied(nn.Module):
+    """Two linear layers, and a third product with a parameter of one of them."""
+
+    def __init__(self, tie):
+        super().__init__()
+        self.first, self.layer, self.twin, self.tie = nn.Linear(3, READS), nn.Linear(READS, WRITES), None, tie
+        if tie == "bias in two layers":
+            self.twin = nn.Linear(WRITES, WRITES)
+            self.twin.bias = self.layer.bias
+        elif tie == "weight in a layer that no pass calls":
+            self.twin = nn.Linear(READS, WRITES)
+            self.twin.weight = self.layer.weight
+
+    def forward(self, x):
+        h = self.layer(self.first(x))
+        if self.tie == "weight as a decoder":
+            return F.linear(torch.relu(h), self.layer.weight.t())
+        if self.tie == "bias in a sum":
+            return torch.relu(h) + self.layer.bias
+        return h if self.tie == "weight in a layer that no pass calls" else self.twin(h)
 
 
-def tie(model):
-    model[0].twin = model[1].weight
+TIES = ["bias in two layers", "weight in a layer that no pass calls", "weight as a decoder", "bias in a sum"]
 
 
-@pytest.mark.parametrize("change", [freeze, tie, lambda model: parametrizations.weight_norm(model[1])])
-def test_a_layer_that_is_frozen_or_shares_or_computes_its_weight_keeps_its_seed_apart(change):
-    model, _ = grown(Kind.VECTOR, "bypass-linear", change=change)
-    assert not fold(model, "a")
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+CHANGES = {
+    "frozen layer": lambda model: model.layer.requires_grad_(False),
+    "frozen weight": lambda model: model.layer.weight.requires_grad_(False),
+    "frozen bias": lambda model: model.layer.bias.requires_grad_(False),
+    "pruned weight": lambda model: prune.l1_unstructured(model.layer, "weight", 0.5),
+    "pruned bias": lambda model: prune.l1_unstructured(model.layer, "bias", 0.5),
+    "weight norm": lambda model: parametrizations.weight_norm(model.layer),
+    "weight norm of old": lambda model: nn.utils.weight_norm(model.layer),
+    "spectral norm": lambda model: parametrizations.spectral_norm(model.layer),
+    "doubled": lambda model: setattr(model.layer, "__class__", Doubled),
+}
+
+
+def behind_layer(model, blueprint="bypass-linear", std=0.3):
+    """A copy of a model with a seed of random weights at dose 0.6 behind its layer."""
+    entry = BLUEPRINTS[Kind.VECTOR, blueprint]
+    with drawn_with(1):
+        made = Seed(entry.build(READS, WRITES), READS)
+        for parameter in made.parameters():
+            nn.init.normal_(parameter, std=std)
+    planted = Planted(made, entry.tap, Blend.ADD, Kind.VECTOR).to(next(model.parameters()).dtype)
+    planted.mode = Mode.ON
+    planted.alpha.fill_(0.6)
+    plant(graft(model, {"a": Site("a", "layer", "layer", Vector(WRITES))}), "a", planted)
+    return model
+
+
+def inputs(dtype=torch.float32):
+    with drawn_with(2):
+        return torch.randn(16, 3).to(dtype)
+
+
+def built(tie="none", change=lambda model: None):
+    with drawn_with(0):
+        model = Tied(tie)
+        model.twin = nn.Linear(WRITES, WRITES) if tie == "none" else model.twin
+        change(model)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated")
+@pytest.mark.parametrize("case", [*TIES, *CHANGES])
+def test_a_layer_that_is_frozen_or_used_or_computed_elsewhere_keeps_its_seed_beside_and_its_bits(case):
+    model = behind_layer(built(case) if case in TIES else built(change=CHANGES[case]))
+    model.train()
+    modes, random = [part.training for part in model.modules()], torch.get_rng_state()
+    before = copy.deepcopy(model.state_dict())
+    versions = {name: p._version for name, p in model.named_parameters() if not p.requires_grad}
+    assert not fold(model, inputs())
+    assert [part.training for part in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert equal(model.state_dict(), before)
+    assert planted_at(model, "a").mode == Mode.ON
+    assert all(p._version == versions[name] for name, p in model.named_parameters() if name in versions), "not written"
+
+
+def test_a_frozen_bias_that_a_fold_does_not_change_is_no_reason_against_it():
+    model = behind_layer(built(change=CHANGES["frozen bias"]), "bypass-rank-2")
+    bias, expected = model.layer.bias.clone(), model(inputs())
+    assert fold(model, inputs())
+    assert torch.equal(model.layer.bias, bias)
+    assert torch.allclose(ungraft(model)(inputs()), expected, atol=1e-5)
+
+
+def test_a_network_and_its_average_fold_both_or_neither():
+    model = behind_layer(built())
+    average = copy.deepcopy(model).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter *= 1.1
+    other = behind_layer(built("bias in a sum")).requires_grad_(False)
+    before, kept = copy.deepcopy(model.state_dict()), copy.deepcopy(other.state_dict())
+    assert not fold(model, inputs(), other)
+    assert equal(model.state_dict(), before)
+    assert equal(other.state_dict(), kept)
+    expected = [each(inputs()) for each in (model, average)]
+    assert fold(model, inputs(), average)
+    for each, output in zip((model, average), expected, strict=True):
+        assert torch.allclose(ungraft(each)(inputs()), output, atol=1e-5)
+
+
+def test_processes_fold_as_they_agree():
+    model = behind_layer(built())
+    before = copy.deepcopy(model.state_dict())
+    assert not fold(model, inputs(), agree=lambda mine: False)
+    assert equal(model.state_dict(), before)
+
+
+def test_a_pass_that_fails_leaves_every_bit_as_it_was():
+    model, calls = behind_layer(built()), []
+    before = copy.deepcopy(model.state_dict())
+
+    def run(network):
+        calls.append(network)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return network(inputs())
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fold_all((model,), "a", [run])
+    assert equal(model.state_dict(), before)
+    assert planted_at(model, "a").mode == Mode.ON
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_rounding_changes_is_equal_and_what_a_tie_changes_is_not(dtype):
+    for tie in ("none", "bias in a sum", "weight as a decoder"):
+        model = behind_layer(built(tie).to(dtype), std=1.0)
+        assert fold(model, inputs(dtype)) == (tie == "none")
+
+
+def test_a_seed_that_changes_less_than_the_rounding_of_a_weight_stays_beside():
+    model = behind_layer(built().to(torch.bfloat16), std=2e-3)
+    assert not fold(model, inputs(torch.bfloat16))
+    assert fold(behind_layer(built(), std=2e-3), inputs())
+
+
+def test_outputs_of_infinities_are_compared_as_what_they_are():
+    model = behind_layer(built())
+    masked = [lambda network: {"logits": network(inputs()).masked_fill(inputs()[:, :1] > 0, -torch.inf)}]
+    assert fold_all((model,), "a", masked)

@@ -372,11 +372,15 @@ def test_what_is_finished_computes_what_the_kept_seeds_do_and_is_plain_otherwise
     Loop(growing.model, growing.optimizer, growing.scheduler, growing.ema, None).run(40, 42)
 
 
+FOLDED = {(0, 0): (Op.GERMINATE, 1, 0, 0, 1, 2), (2, 0): (Op.ADVANCE, 1), (4, 0): (Op.FOSSILIZE, 1)}
+
+
 @pytest.mark.parametrize("blueprint", ["bypass-linear", "low-rank"])
 @pytest.mark.parametrize("site", [0, 2])
 def test_a_linear_seed_is_folded_into_its_layer(blueprint, site):
     script = {(0, 0): (Op.GERMINATE, site, 0, 0, 1, 2), (2, 0): (Op.ADVANCE, site), (4, 0): (Op.FOSSILIZE, site)}
     growing = loop(script, settings={"blueprints": [blueprint]}, averaged=True)
+    growing.ema.requires_grad_(site == 0)  # as a loop sets it; the average is written to all the same
     growing.run(0, EVERY * 6)
     model = growing.model.eval()
     x, _ = data(7)
@@ -570,3 +574,53 @@ def test_a_trained_length_ends_the_decisions():
     decided = growing.run(0, EVERY * 6)
     assert sum(decided) == 4
     assert growing.growth.engine.over
+
+
+@pytest.mark.parametrize("mode", ["live", "reserve"])
+@pytest.mark.parametrize("where", ["model", "average"])
+def test_a_seed_whose_fold_would_change_an_output_stays_beside_in_the_model_and_its_average(where, mode):
+    growing = loop(FOLDED, settings={"blueprints": ["bypass-linear"]}, averaged=True, mode=mode)
+    growing.run(0, EVERY * 6)
+    networks = {"model": growing.model, "average": growing.ema.module}
+    networks[where].register_forward_hook(lambda network, given, output: F.linear(output, network[2].weight[:3, :3]))
+    x, _ = data(7)
+    expected = [network.eval()(x) for network in networks.values()]
+    before = [host_of(network) for network in networks.values()]
+    growing.growth.finish()
+    for network, output, host in zip(networks.values(), expected, before, strict=True):
+        assert hasattr(network[2], "esper")
+        assert all(torch.equal(host_of(network)[name], value) for name, value in host.items() if ".esper" not in name)
+        assert torch.allclose(network(x), output, atol=1e-6)
+    assert len(growing.optimizer.param_groups) == 2
+
+
+def test_no_fold_moves_a_frozen_bias():
+    growing = loop(FOLDED, settings={"blueprints": ["bypass-linear"]}, freeze=["*.bias"])
+    before = host_of(growing.model)
+    growing.run(0, EVERY * 6)
+    network = growing.growth.finish()
+    assert hasattr(network[2], "esper")
+    assert all(torch.equal(value, before[name]) for name, value in host_of(network).items() if name.endswith("bias"))
+
+
+def test_a_network_whose_output_holds_no_number_is_compared_by_its_loss():
+    class Spread(nn.Sequential):
+        def forward(self, x):
+            return torch.distributions.Categorical(logits=super().forward(x))
+
+    model = Spread(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    graft(model, {name: Site(name, name, name, Vector(WIDTH)) for name in ("0", "2")})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    settings = {"gates": GATES, "blueprints": ["bypass-linear"]}
+    growth = Growth(model, optimizer, probe=[data(1)], loss=lambda output, y: -output.log_prob(y), every=1, budget=9.0,
+                    controller=Script(FOLDED), settings=settings)  # fmt: skip
+    for step in range(8):
+        x, y = data(100 + step)
+        (-model(x).log_prob(y)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step()
+    x, _ = data(7)
+    expected = model(x).logits
+    assert not hasattr(growth.finish()[2], "esper")
+    assert torch.allclose(model(x).logits, expected, atol=1e-5)

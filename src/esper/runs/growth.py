@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.adapter import save_adapter
-from esper.kasmina.folding import fold
 from esper.kasmina.freezing import Freeze, Frozen
 from esper.kasmina.grafted import graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
@@ -179,8 +178,9 @@ class Growth:
     def finish(self) -> nn.Module:
         """The network with the seeds that were kept, and no others. It goes on training under the same optimizer.
 
-        A kept seed whose change is linear becomes part of the Linear that it is behind, where its site allows that; every other
-        is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own classes again.
+        A kept seed whose change is linear becomes part of the Linear that it is behind, in the model and in its moving average,
+        if the outputs of both on the probe stay the same, to rounding. Every other seed is a child named `esper` of its
+        submodule, whose class runs it. Submodules without a seed have their own classes again.
         """
         if self.finished:
             return self.model
@@ -188,13 +188,10 @@ class Growth:
         reshard(self.model)
         population, seeds = self.population, self.engine.state.seeds
         for slot, site in enumerate(population.sites):
-            if planted_at(self.model, site.name) is None:
-                continue
-            kept = seeds.stage[0, slot] == Stage.FOSSILIZED
-            folded = kept and fold(self.model, site.name)
-            for network in population.grafts.copies if folded else ():
-                fold(network, site.name)
-            if folded or not kept:
+            if planted_at(self.model, site.name) is not None and seeds.stage[0, slot] != Stage.FOSSILIZED:
+                population.free(site.name)
+        for site in population.sites:
+            if planted_at(self.model, site.name) is not None and population.fold(site.name):
                 population.free(site.name)
         population.grafts.settle()
         self.frozen.release()

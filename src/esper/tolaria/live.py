@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.folding import fold
 from esper.kasmina.grown import sites_of
 from esper.kasmina.lifecycle import Edits, dormant
 from esper.kasmina.planted import Mode
@@ -178,6 +179,11 @@ class LivePopulation:
         """Remove a seed and all that was remembered of it."""
         self.incubation.forget(name)
         self.grafts.free(name)
+
+    def fold(self, name: str) -> bool:
+        """Fold a seed into its layer, in the network and its averages, if their outputs on the probe allow it; return whether."""
+        passes = self.probe_batches.passes() if self.ranks.first or self.ranks.together else []
+        return fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed)
 
     def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
         """Have just these seeds, in this order; their weights are for the caller to fill in."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from esper.kasmina.recording import floats
 from esper.kasmina.survey import call
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 
@@ -69,6 +71,14 @@ class Probe:
             )
         self._print = prints
         return moved
+
+    def passes(self) -> list[Callable[[nn.Module], Any]]:
+        """For every batch, a function that runs a network and returns its output, or the loss if no number is in the output."""
+        return [partial(self._number, x, y) for x, y in self.batches()]
+
+    def _number(self, x: Any, y: Any, network: nn.Module) -> Any:
+        output = call(network, x)
+        return output if next(floats(output), None) is not None else self.loss(output, y)
 
     @torch.no_grad()
     def see(self, network: nn.Module) -> Seen:

@@ -51,6 +51,10 @@ class Ranks:
             dist.all_gather_object(found, value, group=self._group)
         return found
 
+    def agreed(self, value: bool) -> bool:
+        """Whether the first process says so, or all of them where they measure together."""
+        return all(self.from_each(value)) if self.together else self.from_first(value)
+
     @torch.no_grad()
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Give the tensors of the first process to all of them, in place."""
