@@ -12,6 +12,7 @@ from esper.callbacks.options import check_options
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.runs.growth import Growth
+from esper.runs.growth_state import check_whole
 from esper.store.disk import write_atomic
 from esper.tolaria.groups import without_seeds
 from esper.tolaria.live_probe import Loss
@@ -55,6 +56,7 @@ class HuggingFaceGrowth(TrainerCallback):
             with labels; or a function that returns one.
         loss: loss(output, labels) of a batch: one number, or one for each example. The default is the loss of the model.
         checkpoint: folder of the checkpoint that is resumed; None where it is checkpoint-<step> of the output folder.
+        changed: names of arguments that may be others than in the checkpoint, as ['budget'] (`Growth.load_state_dict`).
         options: further arguments of `esper.Growth`: controller, budget, freeze, every, steps, seed, settings.
 
     growth: the `esper.Growth` of the training, once it has begun; None before.
@@ -69,11 +71,13 @@ class HuggingFaceGrowth(TrainerCallback):
         probe: Inputs | Callable[[], Inputs],
         loss: Loss = loss_of_model,
         checkpoint: Path | str | None = None,
+        changed: Sequence[str] = (),
         **options: Any,
     ) -> None:
         check_options(type(self).__name__, options)
         self.growth: Growth | None = None
         self._probe, self._loss, self._checkpoint, self._options = probe, loss, checkpoint, options
+        self._changed = [*changed, *(() if "steps" in options else ("steps",))]  # as long as the trainer trains now
 
     @property
     def network(self) -> nn.Module:
@@ -111,7 +115,7 @@ class HuggingFaceGrowth(TrainerCallback):
             **{"steps": state.max_steps, **self._options},
         )
         if saved is not None:
-            self.growth.load_state_dict(saved)
+            self.growth.load_state_dict(saved, changed=self._changed)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take a step; the trainer has stepped its optimizer and its scheduler."""
@@ -138,7 +142,7 @@ class HuggingFaceGrowth(TrainerCallback):
     ) -> None:
         """Restore the seeds of the best checkpoint where the trainer has restored its host."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None and self.growth is not None:
-            self.growth.load_state_dict(_read(Path(state.best_model_checkpoint)))
+            self.growth.load_state_dict(_read(Path(state.best_model_checkpoint)), changed=self._changed)
 
     def _pairs(self) -> list[tuple[dict[str, Any], Any]]:
         """The probe as pairs of inputs and labels."""
@@ -155,6 +159,7 @@ class HuggingFaceGrowth(TrainerCallback):
         given = self._checkpoint or args.resume_from_checkpoint
         folder = Path(given) if isinstance(given, str | Path) else _folder(args, state.global_step)
         saved, own = _read(folder), model.state_dict()
+        check_whole(saved)
         same = all(
             name not in own or torch.equal(own[name].cpu(), value.cpu()) for name, value in saved["tensors"].items()
         )

@@ -1,6 +1,6 @@
 """Growth of a LightningModule while `lightning.Trainer` trains it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class LightningGrowth(Callback):
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one (`esper.Growth`).
         loss: loss(output, target) of a batch, where output is what the network returns for an input.
         network: dotted name of the submodule that grows; '' is the LightningModule itself, through its `forward`.
+        changed: names of arguments that may be others than in a checkpoint, as ['budget'] (`Growth.load_state_dict`).
         options: further arguments of `esper.Growth`: controller, budget, freeze, every, steps, seed, settings.
 
     growth: the `esper.Growth` of the training, once it has begun; None before.
@@ -46,10 +47,13 @@ class LightningGrowth(Callback):
         InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
     """
 
-    def __init__(self, *, probe: Batches, loss: Loss, network: str = "", **options: Any) -> None:
+    def __init__(
+        self, *, probe: Batches, loss: Loss, network: str = "", changed: Sequence[str] = (), **options: Any
+    ) -> None:
         check_options(type(self).__name__, options)
         self.growth: Growth | None = None
         self._probe, self._loss, self._name, self._options = probe, loss, network, options
+        self._changed = [*changed, *(() if "steps" in options else ("steps",))]  # as long as the trainer trains now
         self._saved: dict[str, Any] | None = None
         self._steps = 0  # of the optimizer, that growth has been told of
         self._hook: RemovableHandle | None = None
@@ -121,7 +125,7 @@ class LightningGrowth(Callback):
         if self.growth is None:
             self._saved = state_dict or None
         elif state_dict:
-            self.growth.load_state_dict(state_dict)
+            self.growth.load_state_dict(state_dict, changed=self._changed)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """InputError if a checkpoint's seeds are not there."""
@@ -163,7 +167,7 @@ class LightningGrowth(Callback):
                 **{**usual, **self._options},
             )
         if self._saved is not None:
-            self.growth.load_state_dict(self._saved)
+            self.growth.load_state_dict(self._saved, changed=self._changed)
 
     def _without_seeds(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: Any) -> None:
         """Let the seeds of a checkpoint pass for those that the module has: `load_state_dict` of the growth comes after."""

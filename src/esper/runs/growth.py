@@ -1,11 +1,9 @@
 """Growing one network in a training loop of a person's own."""
 
-from collections.abc import Mapping
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,14 +11,15 @@ from esper.kasmina.adapter import save_adapter
 from esper.kasmina.freezing import Freeze, Frozen
 from esper.kasmina.grafted import graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
-from esper.kasmina.sharding import fill, gather_on_cpu, is_sharded, reshard
-from esper.leyline.errors import InputError
+from esper.kasmina.sharding import fill, is_sharded, reshard
+from esper.leyline.errors import InputError, typed_line
 from esper.leyline.objective import objective
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import ADDED, Stage
 from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.gathering import gather_grown
 from esper.runs.growth_settings import growth_config, growth_menu, share_of, whole, within_budget
+from esper.runs.growth_state import check_made_with, check_whole, loaded_tree, made_with, saved_tree, signed
 from esper.runs.wrappers import check_frozen, check_probes, unwrap
 from esper.tamiyo.catalog import get_controller
 from esper.tolaria.averages import Average
@@ -32,8 +31,6 @@ from esper.tolaria.live import LivePopulation
 from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
 from esper.tolaria.ranks import Ranks, SharedGradients, processes
-
-FORMAT = 3
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -140,6 +137,19 @@ class Growth:
         self.frozen = Frozen(network, freeze)
         self.controller: PolicyClient = (
             get_controller(controller, config) if isinstance(controller, str) else controller
+        )
+        self._made_with = ranks.from_first(
+            made_with(
+                population,
+                (controller, self.controller),
+                config,
+                budget=share,
+                freeze=freeze,
+                every=self.every,
+                steps=steps,
+                seed=seed,
+                mode=mode,
+            )
         )
         self.engine = Engine(population, config)
         self.engine.reset()
@@ -295,11 +305,7 @@ class Growth:
             raise InputError("the network is finished; save it itself, as torch.save(model.state_dict(), path)")
         population = self.population
         tree = {
-            "format": FORMAT,
-            "sites": list(sites_of(self.model)),
-            "menu": [[entry.kind.value, entry.name] for entry in population.menu],
-            "every": self.every,
-            "mode": self.mode,
+            "made_with": self._made_with,
             "calls": self.calls,
             "seeds": population.grafts.planted(),
             "tensors": {name: tensor.detach().clone() for name, tensor in population.grafts.tensors().items()},
@@ -310,51 +316,55 @@ class Growth:
             "controller": self.controller.state() if isinstance(self.controller, Resumable) else None,
         }
         first = population.ranks.first or not population.ranks.together
-        saved: dict[str, Any] = _saved(tree, first)
-        return saved if first else {}
+        saved: dict[str, Any] = saved_tree(tree, first)
+        return signed(saved) if first else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, with a model, an optimizer and schedulers that are made as they were then.
+    def load_state_dict(self, state: Mapping[str, Any], *, changed: Sequence[str] = ()) -> None:
+        """Go on from what `state_dict` gave, with a model, an optimizer, schedulers and arguments made as they were then.
 
-        InputError if they are others.
+        changed: names of arguments, as 'budget', and of settings, as 'reward.rent', that may be others than then; the
+        training goes on with those of this object. A controller of another class begins without a memory.
+
+        InputError if the state is damaged, or if anything else differs; nothing is changed then.
         """
-        if not state:
-            raise InputError(
-                "the saved state is empty, as fully_shard gives it to every process but the first; load that of the first "
-                "process in all of them"
-            )
-        tree: dict[str, Any] = _loaded(state)
-        population = self.population
-        menu = [[entry.kind.value, entry.name] for entry in population.menu]
-        for name, mine in (
-            ("format", FORMAT),
-            ("sites", list(sites_of(self.model))),
-            ("menu", menu),
-            ("every", self.every),
-            ("mode", self.mode),
-        ):
-            if tree.get(name) != mine:
-                raise InputError(f"the saved state has {name} {tree.get(name)!r}, where this one has {mine!r}")
+        if self.finished:
+            raise InputError("the network is finished; make another esper.Growth to load a saved state into")
+        check_whole(state)
+        saved = state["made_with"]
+        check_made_with(saved, self._made_with, changed)
+        tree: dict[str, Any] = loaded_tree(state)
+        population, controller = self.population, self.controller
         averages = population.grafts.averages
         if len(averages) != len(tree["averages"]):
             given = ("no ema", "ema") if tree["averages"] else ("ema", "none")
             raise InputError(
                 f"Growth was given {given[0]}, where the saved training had {given[1]}; make Growth as it was made then"
             )
-        for average, saved in zip(averages, tree["averages"], strict=True):
-            average.check(saved)
+        for average, kept in zip(averages, tree["averages"], strict=True):
+            average.check(kept)
+        _check_tensors(population.grafts.tensors_with(tree["seeds"]), tree["tensors"])
+        population.groups.check(tree["groups"], population.grafts.names(), population.grafts.holds)
+        same = saved["controller"].partition("(")[0] == self._made_with["controller"].partition("(")[0]
+        if isinstance(controller, Resumable) and tree["controller"] is not None and same:
+            before = controller.state()
+            try:
+                controller.load_state(tree["controller"])
+            except Exception as error:  # the controller may be the user's
+                controller.load_state(before)
+                raise InputError(
+                    f"the controller cannot load the saved state: {typed_line(error)}; give the controller that saved it"
+                ) from error
         population.rebuild(tree["seeds"])
-        _fill(population.grafts.tensors(), tree["tensors"])
-        for average, saved in zip(averages, tree["averages"], strict=True):
-            average.load_state(saved)
+        for name, tensor in population.grafts.tensors().items():
+            fill(tensor, tree["tensors"][name])
+        for average, kept in zip(averages, tree["averages"], strict=True):
+            average.load_state(kept)
         population.groups.load_state(tree["groups"], population.grafts.names())
         self.frozen.note()
         self.calls = tree["calls"]
         self.engine.restore(tree["engine"])
         self.attempts = Attempts(**tree["attempts"])
         population.follow(self.engine.state.seeds)
-        if isinstance(self.controller, Resumable) and tree["controller"] is not None:
-            self.controller.load_state(tree["controller"])
 
     def __repr__(self) -> str:
         name, state = type(self.model).__name__, self.engine.state
@@ -384,46 +394,14 @@ def _scale(scaler: Any) -> Scale | None:
     return scale
 
 
-def _saved(tree: Any, first: bool) -> Any:
-    """A tree of arrays, tensors and plain values as torch.save(..., weights_only loading) takes it.
-
-    first: whether this process keeps what it gathers, one tensor after the other, or lets it go.
-    """
-    if isinstance(tree, np.ndarray):
-        return {"array": torch.from_numpy(np.ascontiguousarray(tree)).reshape(tree.shape).clone()}
-    if isinstance(tree, Tensor):
-        return gather_on_cpu(tree, first)
-    if isinstance(tree, Enum):
-        return tree.value
-    if isinstance(tree, np.generic):
-        return tree.item()
-    if type(tree) is dict:
-        return {key: _saved(value, first) for key, value in tree.items()}
-    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
-        return type(tree)(_saved(value, first) for value in tree)
-    return tree
-
-
-def _loaded(tree: Any) -> Any:
-    """What `_saved` was given."""
-    if isinstance(tree, Mapping) and set(tree) == {"array"}:
-        return tree["array"].cpu().numpy().copy()
-    if type(tree) is dict:
-        return {key: _loaded(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_loaded(value) for value in tree)
-    return tree
-
-
-@torch.no_grad()
-def _fill(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved values into tensors of the same names. InputError if they are others."""
-    for name in (*tensors, *saved):
-        mine, theirs = tensors.get(name), saved.get(name)
-        if mine is None or theirs is None or mine.shape != theirs.shape:
-            shapes = [None if each is None else tuple(each.shape) for each in (theirs, mine)]
+def _check_tensors(mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """InputError if tensors that were saved have other names, shapes or dtypes than those of a network."""
+    for name in (*mine, *saved):
+        pair = saved.get(name), mine.get(name)
+        shapes = [None if each is None else tuple(each.shape) for each in pair]
+        dtypes = [None if each is None else each.dtype for each in pair]
+        theirs, own = shapes if shapes[0] != shapes[1] else dtypes
+        if theirs != own:
             raise InputError(
-                f"the saved state has {name!r} as {shapes[0]}, where the model has {shapes[1]}; build the same model"
+                f"the saved state has {name!r} as {theirs}, where the model has {own}; build the same model"
             )
-    for name, tensor in tensors.items():
-        fill(tensor, saved[name])

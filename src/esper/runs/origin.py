@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from esper.leyline.errors import InputError, RunWarning, warn
@@ -17,6 +16,7 @@ from esper.runs.environment import describe_versions
 from esper.store.changes import read_trail
 from esper.store.files import ENVIRONMENT
 from esper.store.reading import read_kept
+from esper.store.tensors import bytes_of
 
 DATA = "data"
 """The key of environment.json that holds the fingerprints of the tasks by name."""
@@ -63,9 +63,9 @@ def fingerprint(task: AnyTask) -> Fingerprint:
     """
     if isinstance(task, Mixture):
         parts = {f"{part} instances": _of_instance(task, keys) for part, keys in sorted(task.ranges.items())}
-        return {**parts, "objective": _digest(task.objective)}
+        return {**parts, "objective": digest(task.objective)}
     values = {name: getattr(task, name) for name in (*_SPLITS, *_BESIDE)}
-    return {name: _digest(value) for name, value in values.items() if value is not None or name in _BESIDE}
+    return {name: digest(value) for name, value in values.items() if value is not None or name in _BESIDE}
 
 
 class Difference(NamedTuple):
@@ -148,13 +148,14 @@ def _of_instance(task: Mixture, keys: range) -> str:
     """Return the digest of the first instance of a part of a mixture."""
     instance = task.instance(keys.start)
     test = task.test_split(keys.start)
-    return _digest([instance.train, instance.probe, instance.validation, instance.pixels, test])
+    return digest([instance.train, instance.probe, instance.validation, instance.pixels, test])
 
 
-def _digest(value: Any) -> str:
-    digest = hashlib.sha256()
-    _feed(digest, value, 8)
-    return digest.hexdigest()[:16]
+def digest(value: Any) -> str:
+    """Return the first 16 hexadecimal digits of the sha256 of a value: arrays with all their values, in containers."""
+    made = hashlib.sha256()
+    _feed(made, value, 8)
+    return made.hexdigest()[:16]
 
 
 def _feed(digest: "hashlib._Hash", value: Any, depth: int) -> None:
@@ -162,12 +163,12 @@ def _feed(digest: "hashlib._Hash", value: Any, depth: int) -> None:
     match value:
         case Tensor():
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(value.detach().cpu()))
         case None | bool() | int() | float() | str() | bytes():
             digest.update(f"{type(value).__name__} {value!r};".encode())
         case np.generic() | np.ndarray():
             digest.update(f"{value.dtype}{value.shape}{value.tolist()!r};".encode())
-        case dict():
+        case Mapping():
             _feed(digest, sorted(value.items(), key=str), depth)
         case list() | tuple():
             digest.update(f"[{len(value)}".encode())

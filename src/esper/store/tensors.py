@@ -41,8 +41,14 @@ def to_parts(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
             raise TypeError(f"{name} is of {tensor.dtype}, which no file of Esper holds")
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        # as_strided: a contiguous tensor of one value may have any stride, which `view` refuses
-        parts.append(tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
+        parts.append(bytes_of(tensor))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *parts]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The values of a tensor on the CPU, row by row; a view of it where it is contiguous."""
+    # as_strided: a contiguous tensor of one value may have any stride, which `view` refuses
+    values: memoryview = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return values

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.arena import Bank, Seat
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.grafted import bank_at, plant, planted_at, uproot
+from esper.kasmina.grafted import bank_at, plant, planted_at, prefix, uproot
 from esper.kasmina.grown import sites_of
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.sharding import is_sharded, reshard, shard_like
@@ -57,6 +57,7 @@ class Grafts:
         self.readings, self.ranks, self.reserved = readings, ranks, False
         self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
         self.host = list(network.parameters())
+        self._prefixes = tuple(prefix(network, site.name) for site in self.sites)
         self.compilations = Compilations(network)
         self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
         self._seats = Seats(shared=ranks.size > 1)
@@ -200,6 +201,30 @@ class Grafts:
                 if id(tensor) not in free:
                     found[first + name] = tensor
         return found
+
+    def tensors_with(self, seeds: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """What `tensors` would return behind `rebuild`; tensors of seeds that are not there have any values."""
+        slots = {site.name: slot for slot, site in enumerate(self.sites)}
+        found: dict[str, Tensor] = {}
+        for index, network in enumerate((self.network, *self.copies)):
+            reshard(network)
+            first = f"copy.{index}." if index else ""
+            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+                if not self.holds(name):
+                    found[first + name] = tensor
+            for site, (blueprint, blend) in seeds.items():
+                entry, bank = self.menu[blueprint], bank_at(network, site)
+                seed: nn.Module = (
+                    self.made(slots[site], entry, Blend(blend), 0) if bank is None else bank.seat(entry.name)
+                )
+                here = prefix(network, site) + ("" if bank is None else f"seats.{entry.name}.")
+                for name, tensor in (*seed.named_parameters(), *seed.named_buffers()):
+                    found[first + here + name] = tensor
+        return found
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name in the network is that of a seed at a site."""
+        return name.startswith(self._prefixes)
 
     def names(self) -> dict[Tensor, str]:
         """The name of every parameter that the optimizer holds; one that is not the network's is named by its group."""

@@ -1,7 +1,7 @@
 """The optimizer and the schedulers of a loop that is not ours, while parameters come and go."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,12 +134,18 @@ class Groups:
             "schedulers": [copy.deepcopy(each.state_dict()) for each in self.schedulers],
         }
 
-    def load_state(self, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-        """Go on from what `state` gave, with the same parameters in any order of groups. InputError if they are others."""
-        own = [self._named(group, names) for group in self.optimizer.param_groups]
-        saved = [list(group["names"]) for group in state["groups"]]
-        if sorted(map(sorted, own)) != sorted(map(sorted, saved)):
-            other = next((group for group in own if sorted(group) not in map(sorted, saved)), own[-1])
+    def check(self, state: Mapping[str, Any], names: Mapping[Tensor, str], of_seed: Callable[[str], bool]) -> None:
+        """InputError if the optimizer that a `state` came from had the parameters of the host in other groups.
+
+        of_seed: whether a name is that of a parameter of a seed; they may be others.
+        """
+        named = [self._named(group, names) for group in self.optimizer.param_groups]
+        own, saved = (
+            [part for group in groups if (part := sorted(name for name in group if not of_seed(name)))]
+            for groups in (named, [group["names"] for group in state["groups"]])
+        )
+        if sorted(own) != sorted(saved):
+            other = next((group for group in own if group not in saved), own[-1])
             raise InputError(
                 f"the saved optimizer has no group of {len(other)} parameters that begins with {other[0]!r}; make the "
                 "optimizer with the same groups as when it was saved"
@@ -148,6 +154,11 @@ class Groups:
             raise InputError(
                 f"{len(state['schedulers'])} learning rate schedulers were saved, but Growth was given {len(self.schedulers)}"
             )
+
+    def load_state(self, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+        """Go on from what `state` gave, with the same parameters in any order of groups."""
+        own = [self._named(group, names) for group in self.optimizer.param_groups]
+        saved = [list(group["names"]) for group in state["groups"]]
         order = [next(i for i, mine in enumerate(own) if sorted(mine) == sorted(theirs)) for theirs in saved]
         for entries in self._lists(len(own)):
             entries[:] = [entries[i] for i in order]
