@@ -63,8 +63,8 @@ def grow(
 
     `task` is a task, the name of one of `esper tasks`, or "path.py:function". If `config` is a mapping of config keys, it
     overrides the defaults of the task; a `Config` is used unchanged, except for the name of the task. `controller` is a name, a
-    schedule file, "path.py:function" or a `PolicyClient` (docs/own-controller.md); None takes the one of the config, and without
-    it `shipped` where its card says that it beats the rule, else `heuristic`. Returns the summary, the object that
+    schedule file, "path.py:function" or a `PolicyClient` (`esper docs own-controller`); None takes the one of the config, and
+    without it `shipped` where its card says that it beats the rule, else `heuristic`. Returns the summary, the object that
     `esper grow --json` prints. Raises InputError on bad input, before anything is written.
 
     `progress` shows the steps on stderr: True always, False never, and "auto" in a terminal and in a notebook.
@@ -118,12 +118,12 @@ def train(
     `tasks` are tasks or names of tasks, as in `grow`. A mapping of config keys overrides the defaults of the tasks, of training
     and of the preset. `reward` is called with the `RewardConfig` of each task and returns its reward, a function from an
     `Outcome` to named components, arrays of shape (E,); or it is the place of such a function, "path.py:function"
-    (docs/own-controller.md). Returns the summary; `esper.grow(task, controller=run)` uses the trained controller. Raises
+    (`esper docs own-controller`). Returns the summary; `esper.grow(task, controller=run)` uses the trained controller. Raises
     InputError on bad input, before anything is written, and `esper.LearningError` if an update of the policy fails.
     `progress`, `on_interrupt` and `outputs` are as in `grow`.
 
     With `workers`, that many processes play the environments, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
-    `cluster` is "ray", a "ray://" address, or "torchrun" (docs/actors.md). Results do not depend on the number of workers.
+    `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs actors`). Results do not depend on the number of workers.
     """
     check_outputs(outputs)
     actors = asked_for(workers, devices, cluster, get_task)

@@ -185,13 +185,13 @@ def evaluate(
     of one controller, "path.py:function" for one of your own, or a `PolicyClient`, of which every population gets a copy as it is
     now; `tasks` are tasks or names. `search_episodes` is the search budget of the best fixed plan and of fitted
     trees; None takes that of the controllers, or 2,048. `settings` are config keys for all of them, as {"steps": 12} or
-    ["steps=12"]. `baselines` are static networks to compare with (docs/baselines.md), of the size that the first controller
+    ["steps=12"]. `baselines` are static networks to compare with (`esper docs baselines`), of the size that the first controller
     grew to, or the heuristic without controllers; () for none. `opponents` are names of opponents of the tasks
-    (docs/opponents.md); None for all, () for none. With `out`, the record, the figure, the report and the grown networks are
+    (`esper docs opponents`); None for all, () for none. With `out`, the record, the figure, the report and the grown networks are
     written to that folder, and a later call uses the networks again; `overwrite` allows to replace a record there. `ready` gets
     the record before it is written, as a disk may be full. With
     `workers`, that many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster`
-    is "ray", a "ray://" address, or "torchrun" (docs/actors.md). Results do not depend on the number of workers. Returns the
+    is "ray", a "ray://" address, or "torchrun" (`esper docs actors`). Results do not depend on the number of workers. Returns the
     record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
     """
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)

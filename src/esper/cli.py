@@ -6,11 +6,12 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from esper.commands.comparing import compare
+from esper.commands.docs import docs
 from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
 from esper.commands.events import events
@@ -46,33 +47,210 @@ warn_of_conflict()  # again: esper/__init__.py may have been overwritten by the 
 app = typer.Typer(
     name="esper",
     help="Grow neural networks: a population of small hosts, seeds planted in their slots, and the rule that decides.",
+    epilog="Examples:\n\n"
+    "  esper grow spirals-trained --envs 8  # a first run, in half a minute\n\n"
+    "  esper docs  # the pages of the documentation",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-COMMANDS: Mapping[str, Callable[..., None]] = {
-    "grow": grow,
-    "train": train,
-    "resume": resume,
-    "eval": evaluate,
-    "stream": stream,
-    "heal": heal,
-    "tasks": tasks,
-    "blueprints": blueprints,
-    "controller": controller,
-    "config": config,
-    "export": export,
-    "events": events,
-    "export-events": export_events,
-    "watch": watch,
-    "report": report,
-    "compare": compare,
-    "serve": serve,
-    "doctor": doctor,
+GROW, LEARN, LOOK, LIST = "Grow networks", "Train and compare controllers", "Look at runs", "What Esper has"
+"""The groups of subcommands in the help."""
+
+
+class Command(NamedTuple):
+    """A subcommand.
+
+    Attributes:
+        run (Callable): what it does; its signature has the options, its docstring is the help
+        group (str): heading under which the help lists it
+        page (str): page of the documentation, as `esper docs` names it
+        examples (tuple of str): command lines for the help
+    """
+
+    run: Callable[..., None]
+    group: str
+    page: str
+    examples: tuple[str, str]
+
+
+COMMANDS: Mapping[str, Command] = {
+    "grow": Command(
+        grow,
+        GROW,
+        "runs",
+        (
+            "esper grow digits --envs 16 --run runs/digits  # 16 networks and their never-grow twins",
+            "esper grow task.py:make_task --set lifecycle.max_seeds=1  # your own data, at most one seed each",
+        ),
+    ),
+    "resume": Command(
+        resume,
+        GROW,
+        "checkpoints",
+        (
+            "esper resume runs/digits  # go on where it was interrupted or killed",
+            "esper resume runs/digits --set steps=48  # go on for longer than was asked at first",
+        ),
+    ),
+    "heal": Command(
+        heal,
+        GROW,
+        "heal",
+        (
+            "esper heal model.pt2 --data data.npz --out healed  # a network that was damaged, and labelled examples",
+            "esper heal net.py:pruned --data net.py:data --intact net.py:whole  # also learn from the intact network",
+        ),
+    ),
+    "stream": Command(
+        stream,
+        GROW,
+        "streams",
+        (
+            "esper stream shipped ensemble --streams 4  # two methods on the same four streams",
+            "esper stream reset-blocks adamw --change class-arrival --out runs/arrival  # classes that come one by one",
+        ),
+    ),
+    "train": Command(
+        train,
+        LEARN,
+        "training",
+        (
+            "esper train repair --preset quick --run runs/learnt  # learn from damaged networks",
+            "esper train repair --workers 2 --rounds 100 --seed 1  # in two processes, with the same result",
+        ),
+    ),
+    "eval": Command(
+        evaluate,
+        LEARN,
+        "opponents",
+        (
+            "esper eval runs/learnt --tasks repair --instances 50  # a trained controller and its opponents",
+            "esper eval heuristic tree --tasks heal --opponents none  # two rules beside each other",
+        ),
+    ),
+    "watch": Command(
+        watch,
+        LOOK,
+        "watch",
+        (
+            "esper watch runs/digits  # while it goes on, or afterwards",
+            "esper watch runs/later --wait  # open the window before the run begins",
+        ),
+    ),
+    "report": Command(
+        report,
+        LOOK,
+        "report",
+        (
+            "esper report runs/digits  # write report.html into the folder",
+            "esper report runs/digits --png figures --format pdf  # and its figures for a paper",
+        ),
+    ),
+    "compare": Command(
+        compare,
+        LOOK,
+        "report",
+        (
+            "esper compare runs/a runs/b  # a table of the difference with its interval",
+            "esper compare runs/a runs/b runs/c --out compared.html  # every pair, with curves",
+        ),
+    ),
+    "serve": Command(
+        serve,
+        LOOK,
+        "serve",
+        (
+            "esper serve runs  # for this machine",
+            "esper serve runs --host 0.0.0.0 --port 8080  # for others too, with a token that is printed",
+        ),
+    ),
+    "events": Command(
+        events,
+        LOOK,
+        "events",
+        (
+            "esper events runs/digits --kind decision  # JSON lines of every decision",
+            "esper events runs/digits --kind episode --format csv --out episodes.csv  # a table",
+        ),
+    ),
+    "export-events": Command(
+        export_events,
+        LOOK,
+        "exporters",
+        (
+            "esper export-events runs/digits --to tensorboard  # all curves",
+            "esper export-events runs/digits --to mlflow --follow  # until the run ends",
+        ),
+    ),
+    "export": Command(
+        export,
+        LOOK,
+        "checkpoints",
+        (
+            "esper export runs/digits --out networks  # every network of the run",
+            "esper export runs/digits --env 0 --out network  # one of them",
+        ),
+    ),
+    "tasks": Command(
+        tasks,
+        LIST,
+        "tasks",
+        (
+            "esper tasks  # every task of Esper",
+            "esper tasks task.py:make_task  # the slots and splits of your own",
+        ),
+    ),
+    "blueprints": Command(
+        blueprints,
+        LIST,
+        "hosts",
+        (
+            "esper blueprints  # what seeds can be",
+            "esper blueprints | grep sequence  # those for sequences",
+        ),
+    ),
+    "controller": Command(
+        controller,
+        LIST,
+        "shipped",
+        (
+            "esper controller  # every rule that can decide",
+            "esper controller shipped  # the card of the one that is taken by default",
+        ),
+    ),
+    "config": Command(
+        config,
+        LIST,
+        "config",
+        (
+            "esper config | grep lifecycle  # the keys of one section",
+            "esper config --yaml > settings.yaml  # a file for --config",
+        ),
+    ),
+    "docs": Command(
+        docs,
+        LIST,
+        "glossary",
+        (
+            "esper docs  # every page with its first sentence",
+            "esper docs growth  # growing in a training loop of your own",
+        ),
+    ),
+    "doctor": Command(
+        doctor,
+        LIST,
+        "versions",
+        (
+            "esper doctor  # this machine and this installation",
+            "esper doctor --all  # the longest check of results that must be equal to the bit",
+        ),
+    ),
 }
 """The subcommands, in the order of the help."""
-for _name, _function in COMMANDS.items():
-    app.command(_name)(_function)
+for _name, _command in COMMANDS.items():
+    _lines = ("Examples:", *(f"  {line}" for line in _command.examples), f"More: `esper docs {_command.page}`")
+    app.command(_name, rich_help_panel=_command.group, epilog="\n\n".join(_lines))(_command.run)
 
 WRITING = ("grow", "train", "resume", "eval")
 """Commands whose result is a folder: they succeed even if stdout cannot be written."""

@@ -38,7 +38,7 @@ SearchEpisodes = Annotated[
 Opponents = Annotated[
     str,
     typer.Option(
-        metavar="NAME,...", help="Opponents of the tasks (docs/opponents.md), such as tree,oracle; all, or none."
+        metavar="NAME,...", help="Opponents of the tasks (`esper docs opponents`), such as tree,oracle; all, or none."
     ),
 ]
 

@@ -19,7 +19,7 @@ FORMATS = ("jsonl", "csv", "parquet")
 def events(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     kind: Annotated[
-        str | None, typer.Option(help="Print rows of this kind only: run, step, lifecycle, ... (docs/events.md).")
+        str | None, typer.Option(help="Print rows of this kind only: run, step, lifecycle, ... (`esper docs events`).")
     ] = None,
     format_: Annotated[
         str, typer.Option("--format", metavar="|".join(FORMATS), help="csv and parquet need --kind; parquet, --out.")
@@ -31,7 +31,7 @@ def events(
         bool, typer.Option("--follow", help="Wait for further rows until the run ends; jsonl only.")
     ] = False,
 ) -> None:
-    """Print the events of a run, whether it goes on or has ended. docs/events.md describes every field."""
+    """Print the events of a run, whether it goes on or has ended. `esper docs events` describes every field."""
     from esper.karn.reader import fields_of, kind_of, open_run
 
     _check(format_, kind, out, follow)

@@ -30,7 +30,7 @@ def export_events(
     follow: Annotated[bool, typer.Option("--follow", help="Export further rows too, until the run ends.")] = False,
     beside: Annotated[bool, typer.Option("--beside-run", hidden=True)] = False,
 ) -> None:
-    """Export the curves, the best network and the final table of a run; docs/exporters.md lists the curves.
+    """Export the curves, the best network and the final table of a run; `esper docs exporters` lists the curves.
 
     Nothing is exported twice: a run that was continued is continued in the target too. Nothing goes to a network, except with
     W&B if WANDB_MODE asks for it.

@@ -16,6 +16,8 @@ from esper.leyline.text import counted, printable
 if TYPE_CHECKING:
     from esper.karn.report.pictures import Pictures
 
+SETTINGS, MACHINE, OUTPUT = "Settings", "Where it runs", "Output"
+"""The groups of options in the help, below those that a command alone has."""
 PLACE = "path.py:function or module:function, whose return is a task"
 """How the help describes a task of the user's own."""
 
@@ -28,38 +30,68 @@ Epochs = Annotated[
     ),
 ]
 Seed = Annotated[str | None, typer.Option("--seed", metavar="N", help="Seed of the run.")]
-Device = Annotated[str | None, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Device of the networks.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", rich_help_panel=MACHINE, metavar="auto|cpu|cuda[:i]", help="Device of the networks."),
+]
 Compile = Annotated[
     str | None,
-    typer.Option("--compile", metavar="off|on|auto", help="Compile the training passes (docs/compiling.md)."),
+    typer.Option(
+        "--compile",
+        rich_help_panel=MACHINE,
+        metavar="off|on|auto",
+        help="Compile the training passes (`esper docs compiling`).",
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML file of settings; `esper config --yaml` prints one."),
+    typer.Option(
+        "--config",
+        rich_help_panel=SETTINGS,
+        metavar="FILE",
+        help="YAML file of settings; `esper config --yaml` prints one.",
+    ),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of `esper config`; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--set", rich_help_panel=SETTINGS, metavar="KEY=VALUE", help="Set a key of `esper config`; may be repeated."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")]
+Json = Annotated[
+    bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the summary as JSON, and nothing else.")
+]
 PicturesFolder = Annotated[
     Path | None,
-    typer.Option("--png", metavar="DIR", help="Folder to which the figures are written as pictures, for papers."),
+    typer.Option(
+        "--png",
+        rich_help_panel=OUTPUT,
+        metavar="DIR",
+        help="Folder to which the figures are written as pictures, for papers.",
+    ),
 ]
 PictureFormat = Annotated[
-    str, typer.Option("--format", metavar="png|pdf|svg", help="Format of the pictures that --png writes.")
+    str,
+    typer.Option(
+        "--format", rich_help_panel=OUTPUT, metavar="png|pdf|svg", help="Format of the pictures that --png writes."
+    ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", rich_help_panel=OUTPUT, help="Replace the run in the folder.")]
 
 Workers = Annotated[
     str | None,
     typer.Option(
-        "--workers", metavar="N", help="Actors that play or grow, each a process with one thread (docs/actors.md)."
+        "--workers",
+        rich_help_panel=MACHINE,
+        metavar="N",
+        help="Actors that play or grow, each a process with one thread (`esper docs actors`).",
     ),
 ]
 Devices = Annotated[
     str | None,
     typer.Option(
         "--devices",
+        rich_help_panel=MACHINE,
         metavar="NAME,...",
         help="Devices of the actors, such as cuda:0,cuda:1, taken in turn: one actor on each, or --workers actors. Replaces the "
         "config key device (--device), which names the one device where there are no actors.",
@@ -69,6 +101,7 @@ Cluster = Annotated[
     str | None,
     typer.Option(
         "--cluster",
+        rich_help_panel=MACHINE,
         metavar="ray|ray://HOST:PORT|torchrun",
         help="Where the actors run, if not as processes of this machine: on Ray, or as the ranks of torchrun.",
     ),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from esper.commands.options import (
+    OUTPUT,
     PLACE,
     Cluster,
     Compile,
@@ -36,8 +37,8 @@ def grow(
         str | None,
         typer.Option(
             help="The name of a controller (`esper controller`), a schedule file, a file of trees, the run folder of a "
-            "trained controller, or path.py:function or path.py:Class for one of your own (docs/own-controller.md); by default "
-            "the one that `esper controller shipped` names for such hosts."
+            "trained controller, or path.py:function or path.py:Class for one of your own (`esper docs own-controller`); by "
+            "default the one that `esper controller shipped` names for such hosts."
         ),
     ] = None,
     envs: Envs = None,
@@ -46,12 +47,16 @@ def grow(
     seed: Seed = None,
     device: Device = None,
     compile_: Compile = None,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(rich_help_panel=OUTPUT, metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")
+    ] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
     json_: Json = False,
     overwrite: Overwrite = False,
-    models: Annotated[str | None, typer.Option(metavar="all|best|none", help="Networks to export.")] = None,
+    models: Annotated[
+        str | None, typer.Option(rich_help_panel=OUTPUT, metavar="all|best|none", help="Networks to export.")
+    ] = None,
     slots: Annotated[str | None, typer.Option(metavar="NAME,...", help="Slots that may be planted.")] = None,
     baselines: Annotated[
         str | None,
@@ -62,7 +67,7 @@ def grow(
     twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
     watch: Watched = False,
 ) -> None:
-    """Grow a population on a task, compare it with static networks (docs/baselines.md), and export the networks.
+    """Grow a population on a task, compare it with static networks (`esper docs baselines`), and export the networks.
 
     Settings are taken from the task, a trained controller, FILE, --set and the other options; a later one of these overrides
     an earlier one.
@@ -123,11 +128,13 @@ def train(
         str | None,
         typer.Option(
             metavar="PLACE",
-            help="path.py:function or module:function that makes a reward of your own (docs/own-controller.md), instead of that "
-            "of the config (the keys reward.*).",
+            help="path.py:function or module:function that makes a reward of your own (`esper docs own-controller`), instead of "
+            "that of the config (the keys reward.*).",
         ),
     ] = None,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(rich_help_panel=OUTPUT, metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")
+    ] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
     json_: Json = False,
@@ -216,7 +223,7 @@ def resume(
     devices: Devices = None,
     cluster: Cluster = None,
 ) -> None:
-    """Continue a run that was interrupted or killed; it gets the same numbers as without the break (docs/checkpoints.md).
+    """Continue a run that was interrupted or killed; it gets the same numbers as without the break (`esper docs checkpoints`).
 
     The run continues from its last checkpoint, or starts again from its config.yaml if it has none. The summary of a finished
     run is printed. With --set, as steps=48 or ppo.rounds=200, a finished run continues too. A run on a task, a controller or a

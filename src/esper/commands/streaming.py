@@ -61,7 +61,7 @@ def stream(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the comparison in DIR.")] = False,
     json_: Json = False,
 ) -> None:
-    """Compare networks on streams of data that change at times that they are not told (docs/streams.md).
+    """Compare networks on streams of data that change at times that they are not told (`esper docs streams`).
 
     Each batch is scored before it is trained on. The methods learn the same streams, so differences are paired.
     """

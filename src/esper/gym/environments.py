@@ -82,8 +82,8 @@ class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
     """`config.envs` growing hosts that train as one population, as a Gymnasium vector environment.
 
     With seed s, environment e equals an `EsperEnv` with seed s + e, bit for bit if its results do not depend on its neighbours
-    (docs/lifecycle.md). All episodes end at the same step and are reset within it (`AutoresetMode.SAME_STEP`). An environment
-    that the governor restores to a snapshot terminates alone, and then continues its episode.
+    (`esper docs lifecycle`). All episodes end at the same step and are reset within it (`AutoresetMode.SAME_STEP`). An
+    environment that the governor restores to a snapshot terminates alone, and then continues its episode.
     """
 
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 BASELINES = ("twin", "same-size", "plain", "skips")
-"""The static networks that a run can compare grown networks with (docs/baselines.md), in the order in which they are shown."""
+"""The static networks that a run compares grown networks with (`esper docs baselines`), in the order in which they are shown."""
 
 
 class Config(Section):
@@ -68,27 +68,27 @@ class Config(Section):
     )
     controller: str = Field(
         "heuristic",
-        description="name of a controller (docs/hosts.md#controllers), the path of a schedule file or of fitted trees, or the "
+        description="name of a controller (`esper docs hosts`), the path of a schedule file or of fitted trees, or the "
         "run folder of a trained controller; where nothing sets it, `esper grow` takes shipped if its card says that it beats "
-        "the rule (docs/shipped.md)",
+        "the rule (`esper docs shipped`)",
     )
     envs: int = Field(8, ge=1, description="environments, twins not counted")
     shards: int = Field(
         1,
         ge=1,
         description="populations into which a training divides the environments of each task, for actors to play "
-        "(docs/actors.md); `--workers` chooses it where it is not set",
+        "(`esper docs actors`); `--workers` chooses it where it is not set",
     )
     steps: int = Field(24, ge=1, description="length of an episode [steps]")
     epochs: float | None = Field(
         None,
         gt=0,
-        description="length of an episode as passes over the train split; null takes steps (docs/runs.md) [epochs]",
+        description="length of an episode as passes over the train split; null takes steps (`esper docs runs`) [epochs]",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the run, from which all its random numbers derive")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:i; auto takes cuda where torch sees such a device")
     deterministic: bool = Field(
-        False, description="true uses only deterministic kernels of torch, without TF32 (docs/determinism.md)"
+        False, description="true uses only deterministic kernels of torch, without TF32 (`esper docs determinism`)"
     )
     amp: Literal["off", "bf16", "fp16", "auto"] = Field(
         "off",
@@ -99,17 +99,17 @@ class Config(Section):
     compile: Literal["off", "on", "auto"] = Field(
         "off",
         description="on compiles the training passes by torch's compiler, and auto does so for plans that gain from it by a "
-        "measurement (docs/compiling.md)",
+        "measurement (`esper docs compiling`)",
     )
     activation_checkpointing: bool = Field(
         False,
         description="true stores only the input of each segment and seed for the backward pass, which computes the rest "
-        "again: less memory and more time for the same numbers (docs/precision.md)",
+        "again: less memory and more time for the same numbers (`esper docs precision`)",
     )
     baselines: tuple[str, ...] = Field(
         BASELINES,
         description="static networks that are trained for comparison: any of twin, same-size, plain, skips, or none "
-        "(docs/baselines.md); the key twin, true or false, adds or removes the twin alone",
+        "(`esper docs baselines`); the key twin, true or false, adds or removes the twin alone",
     )
     mapping: Literal["auto", "vmap", "loop"] = Field(
         "auto", description="how stacked modules run: vmap, loop, or auto, the fastest way that the module allows"

@@ -74,7 +74,7 @@ class DataConfig(Section):
         0,
         ge=0,
         description="largest number of examples of a batch whose activations are in memory at one time; 0 takes the whole batch "
-        "(docs/precision.md) [examples]",
+        "(`esper docs precision`) [examples]",
     )
     nonfinite: Literal["stop", "skip"] = Field(
         "stop",
@@ -122,7 +122,7 @@ class LifecycleConfig(Section):
         False, description="advance an incubating seed as soon as its gate passes, without a decision of the controller"
     )
     incubation: Literal["shadow", "ste"] = Field(
-        "shadow", description="objective that an incubating seed minimises (docs/lifecycle.md)"
+        "shadow", description="objective that an incubating seed minimises (`esper docs lifecycle`)"
     )
     proximal: float = Field(
         1.0, ge=0, description="weight of |change|^2 / |stream|^2 in the objective of an incubating seed, for ste"
@@ -195,7 +195,7 @@ class GatesConfig(Section):
         gt=0,
         lt=1,
         description="gate G5: largest chance, over all seeds of an environment's run, of keeping one that does not help on fresh "
-        "examples (docs/lifecycle.md); null keeps without a certificate",
+        "examples (`esper docs lifecycle`); null keeps without a certificate",
     )
     certify_share: float = Field(
         0.5,
@@ -231,7 +231,7 @@ class ProbeConfig(Section):
     sensors: tuple[str, ...] | None = Field(
         None,
         description="families of growth sensors that are measured, of participation, inner, dead, drift, gradient and explained; "
-        "null for all, and where sensors_every is null too for those that the controller names (docs/observation.md)",
+        "null for all, and where sensors_every is null too for those that the controller names (`esper docs observation`)",
     )
 
     @pydantic.field_validator("sensors", mode="before")
@@ -290,7 +290,7 @@ class RewardConfig(Section):
         0.0,
         ge=0,
         description="price in J of the compute beyond the host's own, of seeds by their parameters and of the copies in which a "
-        "controller trials:RULE tries candidates; 1 unit is what the host takes in an episode (docs/hosts.md)",
+        "controller trials:RULE tries candidates; 1 unit is what the host takes in an episode (`esper docs hosts`)",
     )
     fees: Mapping[str, float] = Field(
         {}, description="cost of each operation that is carried out, by name in lower case, such as {prune: 0.01}"
@@ -334,7 +334,7 @@ class TelemetryConfig(Section):
     exporters: tuple[str, ...] = Field(
         (),
         description="targets to which the run is exported while it goes on, of tensorboard, wandb, mlflow and trackio, into "
-        "exports/TARGET beside the run folder; each needs its extra (docs/exporters.md)",
+        "exports/TARGET beside the run folder; each needs its extra (`esper docs exporters`)",
     )
 
     @pydantic.field_validator("level", mode="before")
@@ -427,7 +427,7 @@ class GovernorConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """Which state of a network is evaluated and exported, and when a run ends before its last step (docs/runs.md)."""
+    """Which state of a network is evaluated and exported, and when a run ends before its last step (`esper docs runs`)."""
 
     enabled: bool = Field(
         False,

@@ -66,7 +66,7 @@ class Gates(NamedTuple):
 
 
 def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gates:
-    """Compute both gates for every seed (docs/lifecycle.md)."""
+    """Compute both gates for every seed (`esper docs lifecycle`)."""
     gain, contribution = measurements.gain, measurements.contribution
     untrained = np.where(seeds.age == 0, np.nan, -1.0)  # at age 0 in TRAINING, the seed has not seen a batch yet
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)

@@ -234,7 +234,7 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0) -> Iterator
         if number == 0 and (version := _version(line)) not in (None, *READABLE):
             raise InputError(
                 f"{path} holds rows of version {version}, this Esper reads the versions {READABLE[0]} to {SCHEMA}; "
-                "docs/events.md says what changed"
+                "`esper docs events` says what changed"
             )
         if line.endswith(b"\n"):
             try:

@@ -30,7 +30,7 @@ else:  # the types in the file, where null stands for a list of nulls
 
 
 SCHEMA = 4
-"""Version of the rows, in every `run` row. Rows of version 1 have no such field; docs/events.md lists what changed."""
+"""Version of the rows, in every `run` row. Rows of version 1 have no such field; `esper docs events` lists what changed."""
 READABLE = (3, SCHEMA)
 """The versions whose rows are rows of the present version too."""
 
@@ -272,7 +272,7 @@ class MeasurementRow(PlayedRow, tag="measurement", kw_only=True):
 
 
 class SensorsRow(PlayedRow, tag="sensors", kw_only=True):
-    """The growth sensors, to 5 digits, after a step at which they were measured and due. docs/observation.md explains each.
+    """The growth sensors, to 5 digits, after a step at which they were measured and due. `esper docs observation` explains each.
 
     `telemetry.sensor_rows_every` says how often they are due.
     """
@@ -312,7 +312,9 @@ class RewardRow(PlayedRow, tag="reward", kw_only=True):
     episode: Annotated[int, Meta(description="counted from 0")]
     step: Annotated[int, Meta(description="counted from 0")]
     rewards: Annotated[Numbers, Meta(description="(E,) sum of the components")]
-    components: Annotated[Mapping[str, Numbers], Meta(description="by name of the component (docs/training.md): (E,)")]
+    components: Annotated[
+        Mapping[str, Numbers], Meta(description="by name of the component (`esper docs training`): (E,)")
+    ]
 
 
 class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
@@ -415,7 +417,7 @@ class RoundRow(Row, tag="round", kw_only=True):
     round: Annotated[int, Meta(description="counted from 0; rounds of imitation are below 0")]
     seconds: Annotated[float, Meta(description="duration of the round [seconds]")]
     figures: Annotated[
-        Mapping[str, float | None], Meta(description="by name (docs/training.md); null where not measured")
+        Mapping[str, float | None], Meta(description="by name (`esper docs training`); null where not measured")
     ]
 
 

@@ -68,7 +68,7 @@ def run_evaluation(
     """Compare controllers with never, random-valid, heuristic, the best fixed plan and the opponents of every task.
 
     search_episodes: the search budget of the opponents; None takes that of the controllers (`search_budget`). baselines:
-    static networks that are compared too (docs/baselines.md); the controller never is the twin. They have the sizes of the
+    static networks that are compared too (`esper docs baselines`); the controller never is the twin. They have the sizes of the
     networks that the first controller grew, or of those of the heuristic if no controller is given. opponents: names of those
     of the tasks that take part; None for all. settings: layers of config over that of the tasks, the same for all contenders.
     folder: stores the results of populations, which are reused. watch: called with lines of progress. workers: the actors that

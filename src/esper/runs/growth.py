@@ -76,7 +76,7 @@ class Growth:
         steps: steps of the optimizer of the whole training, so that no seed is planted too late; None where it has no end.
         scaler: the torch.amp.GradScaler that scales the loss, if there is one.
         seed: seed of every random number that is drawn here. torch's own generators are not used.
-        settings: a config whose keys override the defaults, such as {"blueprints": ["bypass-mlp"]} (docs/config.md).
+        settings: a config whose keys override the defaults, such as {"blueprints": ["bypass-mlp"]} (`esper docs config`).
         shared: whether the processes of torch.distributed train copies of this network, where `model` does not show it: it is a
             submodule of what DistributedDataParallel wraps, or the loop averages gradients by other means.
 

@@ -245,7 +245,7 @@ class Escrow:
     closes the accounts of its row without payment. Earlier payments stay, and no later seed is paid for the same increase.
 
     Experimental: the contribution is measured when a seed is kept, so keeping it late may pay more than keeping it early
-    (docs/benchmarks/exploits.md).
+    (`esper docs benchmarks/exploits`).
     """
 
     def __init__(self, config: RewardConfig) -> None:

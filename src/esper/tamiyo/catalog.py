@@ -36,7 +36,7 @@ CONTROLLERS: Mapping[str, str] = MappingProxyType(
         "inner-use": "plants a bypass around a narrow or dead block, else as uniform does",
         "drift": "plants a bypass where the activations leave those of the intact network, where the task has one (heal-taught)",
         "tree": "plants what trees fitted on damaged networks expect most of, from sensors before the first step",
-        "shipped": "does what heuristic does, under a small budget what collapse or fitted trees do; docs/shipped.md is its card",
+        "shipped": "does what heuristic does, under a small budget what collapse or fitted trees do; card: `esper docs shipped`",
         "heuristic": "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
     }
 )

@@ -55,7 +55,7 @@ class Feature(NamedTuple):
         unit (str): unit of the value
         scale (float): standard deviation before the first round; a tenth of it is the lower bound later
         missing (bool): whether the value can be absent; a flag `name?` then says whether it was measured
-        meaning (str): description for docs/observation.md
+        meaning (str): description for `esper docs observation`
         read (callable): returns the values
     """
 
@@ -350,7 +350,7 @@ def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int3
 def sensor_feature(name: str) -> Feature:
     """A growth sensor as a feature: shares unchanged, held-out energies relative to the gradient energy, others as logarithms."""
     if _is_share(name):
-        return Feature(name, "1", 0.3, True, "growth sensor (docs/observation.md)", lambda s: _sensed(s, name))
+        return Feature(name, "1", 0.3, True, "growth sensor (`esper docs observation`)", lambda s: _sensed(s, name))
     if name.startswith("heldout_"):
         meaning = "growth sensor / gradient_rms^2, between -1 and 1"
         return Feature(name, "1", 0.3, True, meaning, lambda s: _energy_share(s, name))

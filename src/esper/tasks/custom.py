@@ -74,7 +74,7 @@ def task_from(
     stream: bool = False,
     plain: Callable[[int], Callable[[], SegmentedHost]] | None = None,
 ) -> Task:
-    """Make a task from examples and a host factory. docs/tasks.md explains each argument with examples.
+    """Make a task from examples and a host factory. `esper docs tasks` explains each argument with examples.
 
     x, y: features (N, ...), and labels or floating-point targets (N, ...), as tensors, arrays, data frames or lists; x may be a
     tuple or a mapping of them, with which the host is called. Or x alone: a map-style `torch.utils.data.Dataset` of pairs, or

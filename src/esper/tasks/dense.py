@@ -17,7 +17,7 @@ from esper.leyline.task import Room
 from esper.tasks.sizes import check_sizes, linear, smallest
 
 SCALE = 0.5
-"""Initial scale of the last layers of all residual blocks together, chosen on validation data (docs/hosts.md)."""
+"""Initial scale of the last layers of all residual blocks together, chosen on validation data (`esper docs hosts`)."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ _DIGITS = "1,797 handwritten digits as images of 8 x 8 pixels in 10 classes"
 DIGITS = f"{_DIGITS}; a residual CNN"
 DIGITS_NARROW = f"{_DIGITS}; a CNN that is narrow in both of its blocks"
 DIGITS_SIZES = (1024, 256, 128, 389)  # train, probe, validation, test; 16 batches of 64 are one epoch
-CIFAR10 = "60,000 photographs of 32 x 32 pixels in 10 classes, from files of your own (docs/images.md); a slim CNN"
+CIFAR10 = "60,000 photographs of 32 x 32 pixels in 10 classes, from files of your own (`esper docs images`); a slim CNN"
 HELD = 0.05  # share of CIFAR's training images that is in the probe split, and again in the validation split
 HOST = ResidualCNN(inputs=(1, 8, 8), channels=(8, 16), outputs=10)
 
@@ -58,7 +58,7 @@ def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
     A twentieth of the published training images is the probe split, and another twentieth the validation split. The published
     test images are the test split. Training images are shifted by up to 4 pixels and mirrored at random.
 
-    Raises InputError if the files are missing, incomplete, damaged or of a format that docs/images.md does not list.
+    Raises InputError if the files are missing, incomplete, damaged or of a format that `esper docs images` does not list.
     """
     published, test = read_cifar10()
     held = max(round(HELD * len(published.y)), 2)

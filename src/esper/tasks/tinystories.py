@@ -23,7 +23,7 @@ from esper.tasks.streamed import DatasetSource
 from esper.tasks.tokens import LEAST, Windows
 
 SUMMARY = (
-    "the next byte or token of short stories in English, from files of your own (docs/sequences.md); a transformer"
+    "the next byte or token of short stories in English, from files of your own (`esper docs sequences`); a transformer"
 )
 FOLDER = "tinystories"
 TEXTS = (
@@ -57,7 +57,7 @@ def tinystories() -> Task:
 
     The training file is the train split; consecutive thirds of the validation file are the probe, validation and test splits.
 
-    Raises InputError if the files are missing, too short, or of a format that docs/sequences.md does not list.
+    Raises InputError if the files are missing, too short, or of a format that `esper docs sequences` does not list.
     """
     stories = read_stories()
     host = Transformer(stories.vocabulary, WIDTH, LAYERS, HEADS, LENGTH, "rotary")

@@ -124,7 +124,7 @@ def half_width(se: Floats, pairs: int) -> Floats:
 
     se (E, n) of `shapley_sampled` over P pairs -> (E, n). With few pairs, the marginals of a player often agree by chance, and
     its standard error is then far too small. Half of the variance is therefore the mean over all players
-    (docs/attribution.md compares the coverage with that of two standard errors and of Student's t alone).
+    (`esper docs attribution` compares the coverage with that of two standard errors and of Student's t alone).
     """
     pooled = np.square(se).mean(1, keepdims=True)
     return np.asarray(stdtrit(pairs - 1, 0.975) * np.sqrt((np.square(se) + pooled) / 2), np.float64)

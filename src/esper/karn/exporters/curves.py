@@ -57,7 +57,7 @@ CURVES: Mapping[type[Row], Sequence[Curve]] = {
     ),
     GradientsRow: (Curve("host_gradient", "host_gradients", None),),
 }
-"""The figures of the environments, by kind of row (docs/exporters.md)."""
+"""The figures of the environments, by kind of row (`esper docs exporters`)."""
 EPISODE_CURVES = (
     Curve("metric", "metric", np.max),
     Curve("loss", "loss", np.min),

@@ -173,5 +173,5 @@ def _trainings(runs: Sequence[Compared]) -> Section | None:
         figure = Curves(name.replace("_", " "), rounds, series, "round", "", height=180)
         if figure.absent is None:
             figures.append(figure)
-    line = "Rounds below 0 are imitation. docs/training.md explains every figure."
+    line = "Rounds below 0 are imitation. `esper docs training` explains every figure."
     return Section("training", "Trainings", [line], figures=figures)

@@ -246,7 +246,7 @@ def faults_section(model: RunModel) -> Section | None:
         lost = sum(len(row.pruned) for row in model.rollbacks)
         lines.append(
             f"{counted(len(model.rollbacks), 'rollback')}. Seeds that were lost in them: {lost}; they count as pruned, without "
-            "a decision of the controller. docs/governor.md has the limits behind each reason."
+            "a decision of the controller. `esper docs governor` has the limits behind each reason."
         )
         every = (model.config.get("governor") or {}).get("snapshot_every")
         if every is not None:

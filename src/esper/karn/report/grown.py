@@ -235,9 +235,9 @@ def sensors_section(model: RunModel) -> Section | None:
         ]
         figures.append(HeatMap(slot, names, [str(step) for step in steps.tolist()], values, "step", by_row=True))
     lines = [
-        "Sensors are measurements of the stream at a slot that show where a network is short of something; docs/observation.md "
-        "explains each. A cell is the median over environments, darker where it is larger; every row has its own scale, from "
-        "its least to its largest value in brackets.",
+        "Sensors are measurements of the stream at a slot that show where a network is short of something; "
+        "`esper docs observation` explains each. A cell is the median over environments, darker where it is larger; every row "
+        "has its own scale, from its least to its largest value in brackets.",
         "The rows above the sensors count the seeds that were planted, pruned and kept since the column before.",
     ]
     return Section("sensors", "Sensors beside what was decided", lines, figures=figures)

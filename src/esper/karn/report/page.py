@@ -370,8 +370,8 @@ def _machine(model: RunModel) -> Section:
     command = _command(model)
     if command:
         lines.append(
-            f"To repeat the run: {command}, with another folder or --overwrite, and with the versions of the table Machine. On "
-            "a processor of the same kind with as many threads its figures are the same; docs/determinism.md has the details."
+            f"To repeat the run: {command}, with another folder or --overwrite, and with the versions of the table Machine. "
+            "On a processor of the same kind with as many threads its figures are the same; `esper docs determinism` has more."
         )
     phases = summary.get("phase_seconds")
     if phases:

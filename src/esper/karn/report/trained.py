@@ -54,9 +54,7 @@ def training_sections(model: RunModel) -> list[Section]:
     names = list(dict.fromkeys(name for row in model.rounds for name in row.figures))
     learning = [name for name in LEARNING if name in names]
     health = [name for name in names if name not in LEARNING]
-    line = (
-        f"{counted(len(model.rounds), 'round')}; rounds below 0 are imitation. docs/training.md explains every figure."
-    )
+    line = f"{counted(len(model.rounds), 'round')}; rounds below 0 are imitation. `esper docs training` explains every figure."
     return [
         Section("training", "Training", [line, *_validation_lines(model)], figures=_drawn(model, learning)),
         Section("health", "Health of the learner", _health_lines(model), figures=_drawn(model, health)),
@@ -169,8 +167,8 @@ def _policy(model: RunModel) -> Section:
         lines.append(
             "The last figure says what the policy looks at, after the last round: how strongly its first layer reads each "
             f"input, the {min(len(weights), DRAWN_INPUTS)} strongest of {len(weights)}. 1 is the mean of all inputs of the "
-            "environment, or of a slot, and about what every input has before the training. docs/observation.md explains every "
-            "input; a ? behind a name is the flag that says whether it was measured."
+            "environment, or of a slot, and about what every input has before the training. `esper docs observation` explains "
+            "every input; a ? behind a name is the flag that says whether it was measured."
         )
     else:
         lines.append("What the policy looks at is known when the training has ended.")
