@@ -610,7 +610,8 @@ def test_an_example_is_a_tensor_a_tuple_or_a_mapping(form):
 
 def test_no_site_is_said_with_the_reasons():
     with pytest.raises(
-        InputError, match=r"no site found in Sequential: 0 \(a head: its output .*\); name the sites yourself"
+        InputError,
+        match=r"no site found in Sequential: 0 \(a head: its output .*\); give an esper\.Site for a submodule that",
     ):
         find_sites(nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4))
     with pytest.raises(InputError, match="it has no submodule with parameters"):

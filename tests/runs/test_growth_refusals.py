@@ -14,7 +14,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.grafted import graft, is_grafted
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
-from esper.leyline.streams import Map, Vector
+from esper.leyline.streams import Map, Sequence, Vector
 from esper.runs.growth import Growth
 
 WIDTH = 6
@@ -111,6 +111,67 @@ class Branches(nn.Module):
 
     def forward(self, x):
         return self.used(x) + (self.helper(x)[:, :3] if self.training else 0)
+
+
+class Transposed(nn.Module):
+    """A block of two convolutions over positions, between transposes: (B, L, C) -> (B, L, C)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(x.transpose(1, 2)))).transpose(1, 2)
+
+
+def transposed():
+    return nn.Sequential(nn.Linear(4, WIDTH), *(Transposed() for _ in range(3)), nn.Linear(WIDTH, 3))
+
+
+def sound():
+    return nn.Sequential(*(nn.Conv1d(4, 4, 3, padding=1) for _ in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("build", "example", "name", "said"),
+    [
+        (
+            sound,
+            torch.randn(2, 4, 9),
+            "0",
+            "'0' is not a site that find_sites finds: an unknown kind of stream, (B, C, *); known are (B, C), (B, C, H, W) and "
+            "(B, L, C); no seed grows on a stream of this form: let the submodule return one that is known",
+        ),
+        (
+            transposed,
+            torch.randn(2, 9, 4),
+            "2.first",
+            "'2.first' is not a site that find_sites finds: an unknown kind of stream, (B, C, *); known are (B, C), (B, C, H, W) "
+            "and (B, L, C); no seed grows on a stream of this form: let the submodule return one that is known, or give a site "
+            "that it finds: 0",
+        ),
+        (
+            host,
+            torch.randn(2, 4),
+            "4",
+            "'4' is not a site that find_sites finds: a head: its output reaches the loss without another layer; give it as an "
+            "esper.Site, or another",
+        ),
+    ],
+)
+def test_a_site_that_was_named_is_not_answered_by_the_advice_to_name_it(build, example, name, said):
+    with pytest.raises(InputError) as caught:
+        graft(build(), [name], example=example)
+    assert str(caught.value) == said
+
+
+def test_a_network_whose_streams_hold_no_seed_says_which_form_is_accepted():
+    with pytest.raises(
+        InputError, match=r"give an esper\.Site for a submodule that .* x\.transpose\(1, 2\) at the end"
+    ):
+        graft(sound(), example=torch.randn(2, 4, 9))
+    block = graft(transposed(), {"2": Site("2", "2", "2", Sequence(WIDTH))})
+    assert list(block.sites) == ["2"]
 
 
 def of(path, stream=None):

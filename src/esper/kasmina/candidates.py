@@ -18,6 +18,9 @@ _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
+UNKNOWN_STREAM = "an unknown kind of stream"
+"""How the reason begins for which a submodule is left out whose output has a form on which no seed can grow."""
+
 
 class Candidates:
     """Rules about the submodules of a module, by dotted path, applied to a recorded run."""
@@ -249,7 +252,7 @@ class Candidates:
             (each for each in STREAMS.values() if (len(left), axis - len(left)) == (each.axes + 1, each.features)), None
         )
         if kind is None:
-            return f"an unknown kind of stream, {_axes(len(left), axis)}; known are (B, C), (B, C, H, W) and (B, L, C)"
+            return f"{UNKNOWN_STREAM}, {_axes(len(left), axis)}; known are (B, C), (B, C, H, W) and (B, L, C)"
         if len(entered) != len(left):
             return f"reads a stream with {len(entered)} axes and returns one with {len(left)}"
         return kind(left[axis])

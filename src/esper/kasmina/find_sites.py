@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from esper.kasmina.candidates import Candidates
+from esper.kasmina.candidates import UNKNOWN_STREAM, Candidates
 from esper.kasmina.lookahead import causal_paths
 from esper.kasmina.recording import on_aliases, record, tensors
 from esper.leyline.errors import InputError
@@ -64,11 +64,15 @@ class FoundSites(Mapping[str, Site]):
 
 
 class NoSiteError(InputError):
-    """A module has no site. `found` says why, without what to do about it."""
+    """A module has no site. `found` says why, without what to do about it; `left_out` is that of `FoundSites`."""
 
-    def __init__(self, found: str) -> None:
-        super().__init__(f"{found}; name the sites yourself")
-        self.found = found
+    def __init__(self, found: str, left_out: Mapping[str, str]) -> None:
+        forms = any(reason.startswith(UNKNOWN_STREAM) for reason in left_out.values())
+        mend = "give an esper.Site for a submodule that returns (B, C), (B, C, H, W) or (B, L, C)"
+        if forms:
+            mend += ", or let one return such a stream, for example by x.transpose(1, 2) at the end of its forward"
+        super().__init__(f"{found}; {mend}")
+        self.found, self.left_out = found, left_out
 
 
 def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None = None) -> FoundSites:
@@ -108,7 +112,7 @@ def _found(
         if chosen:
             break
     else:
-        raise NoSiteError(_nothing(module, left_out))
+        raise NoSiteError(_nothing(module, left_out), left_out)
     streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
     causal = causal_paths(module, example, [path for path, each in streams.items() if each.kind == Kind.SEQUENCE])
     sites = [Site(path, path, path, stream, path in causal) for path, stream in streams.items()]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.arena import Bank, Seat
+from esper.kasmina.candidates import UNKNOWN_STREAM
 from esper.kasmina.find_sites import FoundSites, NoSiteError, find_sites, is_quantised
 from esper.kasmina.grown import (
     CHILD,
@@ -173,16 +174,24 @@ def _found(
             "sites are found by running the module on an example; give one, as esper.graft(module, example=x), or give each "
             "site as an esper.Site"
         )
-    found = find_sites(module, example, loss)
     if names == "auto":
-        return free_sites(module, found)
+        return free_sites(module, find_sites(module, example, loss))
+    found: Mapping[str, Site]
+    try:
+        found = find_sites(module, example, loss)
+        left_out: Mapping[str, str] = found.left_out
+    except NoSiteError as error:
+        found, left_out = {}, error.left_out
     for name in names:
         if name not in found:
-            near = difflib.get_close_matches(str(name), found, 3, 0.0)
-            reason = found.left_out.get(name, f"the nearest are {', '.join(map(repr, near))}")
-            raise InputError(
-                f"{name!r} is not a site that find_sites finds: {reason}; give it as an esper.Site, or another"
-            )
+            known = found or left_out
+            near = difflib.get_close_matches(str(name), known, 3, 0.0)
+            reason = left_out.get(name, f"the nearest are {', '.join(map(repr, near))}")
+            mend = "give it as an esper.Site, or another"
+            if reason.startswith(UNKNOWN_STREAM):  # at which no esper.Site can be either
+                others = f", or give a site that it finds: {', '.join(found)}" if found else ""
+                mend = f"no seed grows on a stream of this form: let the submodule return one that is known{others}"
+            raise InputError(f"{name!r} is not a site that find_sites finds: {reason}; {mend}")
     return {name: found[name] for name in names}
 
 
@@ -254,7 +263,7 @@ def free_sites(module: nn.Module, found: FoundSites) -> FoundSites:
     kept = [site for name, site in found.items() if name not in refused]
     if not kept:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in refused.items())
-        raise NoSiteError(f"no free site found in {type(module).__name__}: {reasons}")
+        raise NoSiteError(f"no free site found in {type(module).__name__}: {reasons}", found.left_out | refused)
     return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused)
 
 
