@@ -2,7 +2,7 @@
 
     import esper
     summary = esper.grow(esper.get_task("digits"), esper.build_config({"task": "digits"}))
-    network = esper.load("runs/demo/models/env-000")
+    network = esper.load("runs/demo")
 
 Names are imported when they are first used, so that `esper --help` does not wait for torch.
 """

@@ -1,7 +1,9 @@
 """The public functions grow, train, load and check_rows."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ from torch import nn
 
 from esper.calls import OnInterrupt, end_of
 from esper.karn.progress import Shown, growth_progress, training_progress
+from esper.karn.reader import open_run
 from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
-from esper.kasmina.export import check_size, load_network, read_topology
+from esper.kasmina.export import TOPOLOGY, check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.invariance import blends_that_vary, segments_that_vary
 from esper.kasmina.network import GrownNetwork
@@ -31,13 +34,16 @@ from esper.leyline.length import with_steps
 from esper.leyline.protocols import PolicyClient, Reward
 from esper.leyline.streams import Kind
 from esper.leyline.task import AnyTask, Mixture, Task
+from esper.leyline.text import printable
 from esper.nissa.outputs import Output
 from esper.runs.configuration import growth_config, training_configs
 from esper.runs.crews import asked_for
 from esper.runs.grow import grow as grow_run
-from esper.runs.resume import Opening
+from esper.runs.resume import Opening, is_training, read_config
 from esper.runs.train import train as train_run
 from esper.simic.rewards import get_reward, load_reward
+from esper.store.disk import find_folder
+from esper.store.files import BEST, MODELS, check_links, is_run
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.shipped import resolved
 from esper.tasks.catalog import get_task
@@ -168,7 +174,9 @@ def to_task(task: Any) -> AnyTask:
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> GrownNetwork:
     """A grown network, in evaluation mode, from a folder that a run or `esper export` wrote: (B, ...) -> (B, C).
 
-    The network takes features, and `predict` returns labels, in the form in which the task got them.
+    `folder` is a run folder, such as "runs/x", or that of one network, such as "runs/x/models/env-000". A run gives the network
+    of its best environment, chosen on the validation split; a line on stderr says which. The network
+    takes features, and `predict` returns labels, in the form in which the task got them.
 
     `host` is the factory of the host that the task was made with; None for hosts of Esper's own tasks. Nothing in the folder is
     executed. Raises InputError if a file is missing or damaged, or does not fit the host.
@@ -176,6 +184,8 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
     path = to_path(folder, "folder")
     if host is not None:
         check_callable(host, "host", "the function that makes the host")
+    if is_run(path):
+        path = _best(path)
     topology = read_topology(path)
     if host is None:
         named = topology["host"]
@@ -187,6 +197,36 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
         with torch.device("meta"), drawn_with(0):  # counted without memory for the parameters
             check_size(path, count(host()))
     return load_network(path, host)
+
+
+def _best(run: Path) -> Path:
+    """The folder of the network of a run's best environment. A line on stderr says which environment that is.
+
+    InputError if the run has not ended, or holds no such network.
+    """
+    check_links(run)
+    if is_training(read_config(run)):
+        raise InputError(
+            f"{run} is a training, which holds a controller and no networks; grow some with it, as "
+            f"esper.grow(task, controller={str(run)!r})"
+        )
+    summary = open_run(run).summary
+    if summary is None:
+        raise InputError(
+            f"{run} has not ended, so no environment is its best; continue it with esper.resume({str(run)!r})"
+        )
+    best = summary.get("best") if isinstance(summary, dict) else None
+    env = best.get("env") if isinstance(best, dict) else None
+    names = (BEST, f"env-{env:03d}") if isinstance(env, int) else ()
+    found = [path for name in names if ((path := find_folder(run / MODELS / name)) / TOPOLOGY).is_file()]
+    if not found or best is None:
+        raise InputError(
+            f"{run} holds no network of its best environment; grow it with models 'best' or 'all' (--models best), or load "
+            f"another network by its folder, as esper.load({str(run / MODELS / 'env-000')!r})"
+        )
+    said = f"environment {env} of {run}, the best by {best.get('select')} on the validation split"
+    print(printable(said), file=sys.stderr)
+    return found[0]
 
 
 def check_rows(task: AnyTask) -> dict[str, str]:

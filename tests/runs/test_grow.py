@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+import esper
 from esper.leyline.config import Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.task import Task
@@ -27,6 +29,7 @@ from esper.nissa.rows import (
     RunRow,
     StepRow,
 )
+from esper.runs.contents import list_contents
 from esper.runs.grow import grow
 from esper.runs.resume import Opening
 from esper.simic.rewards import objective
@@ -89,7 +92,46 @@ def test_the_folder_of_a_run_holds_what_it_should(finished):
         "models",
         "summary.json",
     ]
-    assert sorted(path.name for path in (folder / "models").iterdir()) == ["env-000", "env-001", "env-002"]
+    assert sorted(path.name for path in (folder / "models").iterdir()) == ["best", "env-000", "env-001", "env-002"]
+
+
+def test_a_run_folder_loads_the_network_of_its_best_environment_and_says_which_it_is(finished, capsys):
+    folder, summary = finished
+    env = summary["best"]["env"]
+    x = torch.randn(5, 4)
+    best, same = esper.load(folder), esper.load(folder / "models" / f"env-{env:03d}")
+    assert torch.equal(best(x), same(x))
+    assert not torch.equal(best(x), esper.load(folder / "models" / f"env-{(env + 1) % 3:03d}")(x))
+    assert capsys.readouterr().err == (
+        f"environment {env} of {folder}, the best by {summary['best']['select']} on the validation split\n"
+    )
+    assert torch.equal(esper.load(folder / "models" / "best")(x), best(x))
+    assert list_contents(folder).others == list_contents(folder).in_the_way == []
+
+
+def test_a_run_folder_of_an_earlier_version_without_a_copy_of_the_best_loads_it_all_the_same(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "r")
+    shutil.rmtree(tmp_path / "r/models/best")
+    x = torch.randn(5, 4)
+    assert torch.equal(esper.load(tmp_path / "r")(x), esper.load(finished[0])(x))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: (run / "summary.json").unlink(), "has not ended, so no environment is its best; continue it with"),
+        (
+            lambda run: shutil.rmtree(run / "models"),
+            "holds no network of its best environment; grow it with models 'best'",
+        ),
+        (lambda run: (run / "summary.json").write_text("[]"), "holds no network of its best environment"),
+    ],
+)
+def test_a_run_folder_without_a_best_network_says_so(finished, tmp_path, damage, said):
+    shutil.copytree(finished[0], tmp_path / "r")
+    damage(tmp_path / "r")
+    with pytest.raises(InputError, match=said):
+        esper.load(tmp_path / "r")
 
 
 def test_the_summary_returned_is_the_one_on_disk_and_strict(finished):
@@ -285,7 +327,7 @@ def test_an_interrupted_run_ends_after_its_step_and_is_evaluated_and_exported(ta
     summary = grow(task, config, client, tmp_path / "run")
     assert (summary["status"], summary["steps_done"]) == ("interrupted", 5)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-    assert len(list((tmp_path / "run" / "models").iterdir())) == 3
+    assert len(list((tmp_path / "run" / "models").glob("env-*"))) == 3
     assert None not in summary["test_accuracy"]["grown"]
     rows = events(tmp_path / "run")
     assert rows[-1].status == "interrupted"

@@ -51,4 +51,4 @@ def test_hosts_that_cannot_be_traced_are_one_line_and_one_try_for_all(tmp_path, 
     assert "W1" not in err
     assert len(err.splitlines()) < 8
     assert logging.root.manager.disable == logging.NOTSET
-    assert {path.name for path in (tmp_path / "r" / "models").iterdir()} == {"env-000", "env-001", "env-002"}
+    assert {path.name for path in (tmp_path / "r" / "models").iterdir()} == {"best", "env-000", "env-001", "env-002"}

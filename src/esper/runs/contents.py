@@ -13,7 +13,18 @@ from typing import NamedTuple, Union
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.store.disk import unfinished
-from esper.store.files import CHANGES, CHECKPOINTS, CONFIG, CONTROLLER, ENVIRONMENT, MODELS, REPORT, SUMMARY, is_run
+from esper.store.files import (
+    BEST,
+    CHANGES,
+    CHECKPOINTS,
+    CONFIG,
+    CONTROLLER,
+    ENVIRONMENT,
+    MODELS,
+    REPORT,
+    SUMMARY,
+    is_run,
+)
 from esper.store.lock import LOCK, is_lock
 from esper.store.reading import read_kept
 
@@ -27,7 +38,7 @@ OWN: Names = {
     r"events(-(cut|damaged)-\d+)?\.jsonl": None,
     re.escape(SUMMARY): None,
     re.escape(REPORT): None,
-    MODELS: {r"env-\d+": {r"(model|topology)\.[\w.]+": None, "SHA256SUMS": None}},
+    MODELS: {rf"env-\d+|{BEST}": {r"(model|topology)\.[\w.]+": None, "SHA256SUMS": None}},
     CONTROLLER: {r"controller\.\w+": None},
     CHECKPOINTS: {"latest": None, "best": None, r"step-\d+": {r"state\.\w+": None}},
 }

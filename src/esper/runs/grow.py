@@ -37,7 +37,8 @@ from esper.runs.resume import NEW, Opening, fitting
 from esper.runs.run_folder import RunFolder, emit_checkpoints
 from esper.runs.stopping import stopping_figures
 from esper.store.checkpoint import Checkpoints
-from esper.store.files import MODELS
+from esper.store.disk import write_folder
+from esper.store.files import BEST, MODELS
 from esper.tamiyo.catalog import with_sensors
 from esper.tamiyo.shipped import Shipped
 from esper.tolaria.early_stopping import UNDER_WAY
@@ -404,7 +405,7 @@ def _explanations(growth: Growth, episode: Episode, played: Played) -> list[str]
 def _write_networks(
     growth: Growth, folder: Path, networks: Sequence[tuple[nn.Module, dict[str, Any]]], figures: Summary
 ) -> Written:
-    """Export the networks that the config asks for into the run folder."""
+    """Export the networks that the config asks for into the run folder, that of the best environment also as `models/best`."""
     engine, watch = growth.engine, growth.watch
     written = Written(_exported(growth.config, figures["best"]["env"]), [])
     if written.exported:
@@ -419,6 +420,13 @@ def _write_networks(
         if failure is not None:
             reasons[kind] = failure
             written.untraced.append(env)
+    best = figures["best"]["env"]
+    if best in written.exported:
+        source, target = (folder / MODELS / name for name in (f"env-{best:03d}", BEST))
+        # A copy and not a link, because links in a run folder are not followed.
+        growth.run.retry(
+            target, lambda: write_folder(target, {path.name: path.read_bytes() for path in source.iterdir()})
+        )
     if written.untraced:
         some = f"{len(written.untraced)} of {counted(len(written.exported), 'network')}"
         have, them = ("has", "it") if len(written.untraced) == 1 else ("have", "them")

@@ -12,6 +12,7 @@ CHANGES = "changes.json"  # later changes of the settings
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 MODELS = "models"
+BEST = "best"  # in `MODELS`, a copy of the network of the best environment
 CHECKPOINTS = "checkpoints"
 CONTROLLER = "controller"
 SUMMARY = "summary.json"
