@@ -9,12 +9,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from esper.kasmina.arena import Bank, Seat
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.grafted import graft, is_grafted, plant, planted_at, prefix, sites_of, trim, ungraft, uproot
+from esper.kasmina.grown import anchor
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.slot import Seed, slot_output
 from esper.kasmina.survey import survey
@@ -188,6 +191,74 @@ def test_the_gradient_of_an_incubating_seed_is_that_of_its_change_and_of_its_siz
     (0.1 * change.square().sum() / h.square().sum()).backward()
     for mine, theirs in zip(planted.seed.parameters(), own.parameters(), strict=False):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
+
+
+def transformed(form):
+    """A network in evaluation mode with seeds, by how they are in it; its parameters, and its loss on some examples."""
+    model = grafted("one", "two").eval()
+    if form == "frozen":
+        anchor(model.requires_grad_(False), True)
+    else:
+        mode = Mode.ON if form == "on" else Mode.STRAIGHT
+        seeds = seed("bypass-mlp", Tap.BEFORE, Blend.GATE, mode=mode), seed("skip-mlp", Tap.INPUT, reads=5, mode=mode)
+        for name, planted in zip(("one", "two"), seeds, strict=True):
+            planted.pull.fill_(0.1 * (form == "pulled"))
+            if form != "reserve":
+                plant(model, name, planted)
+                continue
+            blueprint, reads = ("bypass-mlp", WIDTH) if name == "one" else ("skip-mlp", 5)
+            gated = seed(blueprint, planted.tap, Blend.GATE, reads)  # a seat has a gate, whatever its blend
+            seat = Seat(gated.seed, planted.tap, Kind.VECTOR)
+            plant(model, name, Bank({"a": seat}))
+            seat.mode = mode
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(weights, x, y):
+        output = functional_call(model, (weights, dict(model.named_buffers())), (x,))
+        return nn.functional.cross_entropy(output, y)
+
+    return model, parameters, loss
+
+
+FORMS = ["straight-through", "pulled", "on", "reserve", "frozen"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_each_example_by_vmap_are_those_of_a_loop(form):
+    model, parameters, loss = transformed(form)
+    x, y = batch(), torch.arange(6) % 3
+    found = vmap(grad(lambda weights, x, y: loss(weights, x[None], y[None])), (None, 0, 0))(parameters, x, y)
+    for index in range(len(x)):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x[index, None]), y[index, None]).backward()
+        for name, parameter in model.named_parameters():
+            theirs = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            mine = torch.zeros_like(parameter) if form == "frozen" else found[name][index]
+            assert torch.allclose(mine, theirs, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "form", [form for form in FORMS if form != "pulled"]
+)  # a pull is in no output, so in no tangent
+@pytest.mark.parametrize("of", ["weights", "input"])
+def test_a_tangent_is_the_product_with_the_gradient(form, of):
+    _, parameters, loss = transformed(form)
+    x, y = batch(), torch.arange(6) % 3
+
+    def function(values):
+        return loss(values, x, y) if of == "weights" else loss(parameters, values["x"], y)
+
+    values = parameters if of == "weights" else {"x": x}
+    with drawn_with(5):
+        along = {name: torch.randn_like(value) for name, value in values.items()}
+    _, tangent = jvp(function, (values,), (along,))
+    if form != "frozen":  # the anchor of a frozen network passes tangents, and no gradients
+        gradient = grad(function)(values)
+        assert torch.allclose(tangent, sum((gradient[name] * along[name]).sum() for name in values), atol=1e-5)
+    else:
+        step = 1e-3
+        ahead, behind = (function({n: v + k * step * along[n] for n, v in values.items()}) for k in (1, -1))
+        assert torch.allclose(tangent, (ahead - behind) / (2 * step), atol=1e-3)
 
 
 @pytest.mark.parametrize("blend", list(Blend))

@@ -5,11 +5,12 @@ pass, and what it does follows from buffers. B examples.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blending import Proximal, sigmoid
+from esper.kasmina.blending import Proximal, Rule, sigmoid
 from esper.kasmina.planted import Mode, Planted
 from esper.kasmina.slot import Seed
 from esper.leyline.actions import Blend
@@ -126,18 +127,16 @@ class Seat(nn.Module):
         """The stream (B, ...) behind this seat: y is behind the seat before it, h in front of all seats, u what it reads."""
         stream = STREAMS[self.kind]
         on, straight, attached, gated, multiplied = self.switch.unbind()
-        base: Tensor = _Valve.apply(h, on)  # type: ignore[no-untyped-call]
-        read: Tensor = _Valve.apply(u, on & attached)  # type: ignore[no-untyped-call]
-        read = stream.fitted(read, base)
+        base = _Valve.of(h, on)
+        read = stream.fitted(_Valve.of(u, on & attached), base)
         delta = self.seed.delta(read)
         gate = stream.spread(self.seed.gate(stream.gated(read)))
         change = torch.where(gated, sigmoid(gate) * delta, delta)
         change = torch.where(multiplied, base * torch.tanh(delta), change)
         change = torch.where(straight, torch.ones_like(self.alpha), self.alpha) * change
         pull = torch.where(straight, self.pull, torch.zeros_like(self.pull))
-        change = Proximal.apply(change.to(h.dtype), h.detach(), pull)  # type: ignore[no-untyped-call]
-        behind: Tensor = _Join.apply(y, change, on, straight)  # type: ignore[no-untyped-call]
-        return behind
+        change = Proximal.of(change.to(h.dtype), h.detach(), pull)
+        return _Join.of(y, change, on, straight)
 
     def _set(self) -> None:
         values = (
@@ -183,35 +182,54 @@ class Bank(nn.Module):
         return [seat for seat in self.all() if seat.mode == Mode.ON]
 
 
-class _Valve(torch.autograd.Function):
+class _Valve(Rule):
     """A tensor, bit for bit, whose gradient passes where `open` () is true and is 0 elsewhere."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, passes: Tensor) -> Tensor:
+    def forward(value: Tensor, passes: Tensor) -> Tensor:
         """value (...); passes () bool."""
-        ctx.save_for_backward(passes)
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Save whether it is open."""
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """The gradient or 0, selected and not multiplied: 0 times nan is nan."""
-        (passes,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        (passes,) = ctx.saved_tensors
         return torch.where(passes, gradients[0], torch.zeros_like(gradients[0])), None
 
+    @staticmethod
+    def tangent(ctx: Any, value: Tensor, passes: None) -> Tensor:
+        """The tangent or 0."""
+        return torch.where(ctx.saved_tensors[0], value, torch.zeros_like(value))
 
-class _Join(torch.autograd.Function):
+
+class _Join(Rule):
     """y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through."""
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, y: Tensor, change: Tensor, on: Tensor, straight: Tensor
-    ) -> Tensor:
+    def forward(y: Tensor, change: Tensor, on: Tensor, straight: Tensor) -> Tensor:
         """y, change (B, ...); on, straight () bool."""
-        ctx.save_for_backward(on | straight)
         return torch.where(on, y + change, y)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Save whether the change gets the gradient."""
+        learns = inputs[2] | inputs[3]
+        ctx.save_for_backward(learns)
+        ctx.save_for_forward(learns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """The gradient for y, and for the change that or 0."""
-        (learns,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        (learns,) = ctx.saved_tensors
         return gradients[0], torch.where(learns, gradients[0], torch.zeros_like(gradients[0])), None, None
+
+    @staticmethod
+    def tangent(ctx: Any, y: Tensor, change: Tensor, on: None, straight: None) -> Tensor:
+        """The tangent of y, plus that of the change or 0."""
+        return y + torch.where(ctx.saved_tensors[0], change, torch.zeros_like(change))

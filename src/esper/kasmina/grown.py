@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.arena import Bank
+from esper.kasmina.blending import Rule
 from esper.kasmina.planted import Planted
 from esper.kasmina.recording import floats
 from esper.leyline.errors import InputError
@@ -186,25 +187,33 @@ def root_of(module: nn.Module) -> Point:
 # Frozen networks.
 
 
-class _Anchor(torch.autograd.Function):
+class _Anchor(Rule):
     """Return a tensor, bit for bit, that requires a gradient; the gradient reaches no parameter."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, leaf: Tensor) -> Tensor:
+    def forward(value: Tensor, leaf: Tensor) -> Tensor:
         """value (...); leaf () requires a gradient. Returns a copy, because a loss may work in place, which a view forbids."""
         return value.clone()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[None, None]:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         """Return None for both inputs."""
         return None, None
+
+    @staticmethod
+    def tangent(ctx: Any, value: Tensor, leaf: Tensor) -> Tensor:
+        """That of the value."""
+        return value.clone()
 
 
 def _anchored(leaf: Tensor, value: Tensor) -> Tensor:
     if value.requires_grad or not value.is_floating_point():
         return value
-    anchored: Tensor = _Anchor.apply(value, leaf)  # type: ignore[no-untyped-call]
-    return anchored
+    return _Anchor.of(value, leaf)
 
 
 def anchor(module: nn.Module, anchored: bool) -> None:

@@ -194,7 +194,7 @@ class _Running:
             if self.proximal is None:
                 self.proximal = size.new_zeros(len(h))
             self.proximal = self.proximal.index_add(0, where, energy(change) / size.clamp(min=tiny))
-            return Straight.apply(h, change, where)  # type: ignore[no-any-return,no-untyped-call]
+            return Straight.of(h, change, where)
         grown = h + change if doses.where is None else h.index_add(0, doses.where, change)
         return in_layout_of(h, grown)
 

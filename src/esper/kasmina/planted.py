@@ -90,8 +90,8 @@ class Planted(nn.Module):
         base = h.detach()
         read = stream.fitted(u.detach(), base)
         change = slot_change(stream, base, read, self.seed, None, blend, gated=blend == Blend.GATE)
-        change = Proximal.apply(change.to(h.dtype), base, self.pull)  # type: ignore[no-untyped-call]
-        same: Tensor = Straight.apply(h, change, torch.arange(len(h), device=h.device))  # type: ignore[no-untyped-call]
+        change = Proximal.of(change.to(h.dtype), base, self.pull)
+        same = Straight.of(h, change, torch.arange(len(h), device=h.device))
         return same.clone()  # a module behind it may work in place, which the view of a Function does not allow
 
     def trained(self) -> list[nn.Parameter]:
