@@ -115,7 +115,8 @@ def test_links_between_pages_lead_somewhere(page):
 
 def test_the_python_reference_is_that_of_the_table_of_public_names():
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^::: esper\.(\w+)$", page, re.MULTILINE)) == esper.__all__
+    assert sorted(re.findall(r"^### esper\.(\w+)$", page, re.MULTILINE)) == esper.__all__
+    assert ":::" not in page
     written = runpy.run_path(str(ROOT / "scripts" / "write_reference_page.py"))["page"]()
     assert page == written, "run python scripts/write_reference_page.py"
 
