@@ -13,7 +13,7 @@ def test_show_prints_the_closing_table_of_a_summary(capsys):
     esper.show(summary)
     out = capsys.readouterr().out
     assert out.startswith("iris, never: 2 environments, 1 of 1 step ")
-    assert all(words in out for words in ("grown", "twin", "grew: nothing"))
+    assert all(words in out for words in ("grown", "twin", "grew: nothing", f"\n{summary['verdict']}\n"))
 
 
 @pytest.mark.parametrize("value", [5, {}, {"status": "finished"}])

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from esper.karn import console
 from esper.karn.bars import Bar, Lines, by_stage, figures, live
-from esper.karn.console import growth_lines, print_summary
+from esper.karn.console import grown_lines, print_summary
 from esper.leyline.intervals import mean_and_error
 from esper.leyline.stages import Stage
 from esper.leyline.view import Measurements, Seeds, View
@@ -60,6 +61,19 @@ def view(stage: list[list[Stage]]) -> View:
     return View(**dict.fromkeys(View._fields) | {"seeds": seeds, "measurements": measured})
 
 
+def told(summary: dict, **over: object) -> str:
+    """The lines on a run that its report has; the terminal has a selection."""
+    known = summary | over
+    lines = (
+        *console.grown_lines(known),
+        *console.trouble_lines(known),
+        *console.objective_lines(known),
+        *console.table_notes(known),
+        console.time_line(known),
+    )
+    return "\n".join(lines) + "\n"
+
+
 GROWING = view([[Stage.TRAINING, Stage.DORMANT], [Stage.HOLDING, Stage.TRAINING]])
 
 
@@ -92,7 +106,7 @@ def test_an_absent_baseline_is_named_with_its_reason_and_no_figures():
     text = printed(SUMMARY)
     assert cells(text, "plain ").split() == ["plain", "absent"]
     assert "plain: absent: segment 0 of the host is a [/]GRU, whose width cannot be scaled" in text
-    assert "same-size: 1 of 3 environments kept no seed; there it is the twin" in text
+    assert "same-size: 1 of 3 environments kept no seed; there it is the twin" in told(SUMMARY)
 
 
 def test_the_table_fits_into_80_columns():
@@ -110,8 +124,9 @@ def test_the_table_fits_into_80_columns():
 def test_without_baselines_the_grown_networks_stand_alone_and_that_is_said():
     text = printed(SUMMARY, rows=3, baselines={}, test_objective={"host": None, "grown": [0.86, 0.76, 0.9]})
     assert "no static network was trained for comparison" in text
-    assert "J on the test split: grown 0.8400 ± 0.0416\n" in text
     assert "twin" not in text
+    alone = told(SUMMARY, rows=3, baselines={}, test_objective={"host": None, "grown": [0.86, 0.76, 0.9]})
+    assert "J on the test split: grown 0.8400 ± 0.0416\n" in alone
 
 
 def test_a_value_that_was_not_measured_is_left_out_of_mean_and_difference():
@@ -130,14 +145,14 @@ def test_one_environment_has_neither_standard_error_nor_interval():
 
 
 def test_the_rate_is_over_the_seconds_beside_it_and_those_of_the_baselines_are_said_apart():
-    slow = printed(SUMMARY, env_steps_per_second=180.0)
+    slow = told(SUMMARY, env_steps_per_second=180.0)
     assert "took: 1.2 seconds, 0.8 of them for 24 steps of 6 networks, twins included (180 environment steps" in slow
     assert pytest.approx(0.8) == 24 * 6 / 180.0
     assert (
         "the rest for setting up, evaluating and exporting them; the other static networks took 2.5 seconds more\n"
         in slow
     )
-    alone = printed(SUMMARY, env_steps_per_second=180.0, rows=3, baselines={})
+    alone = told(SUMMARY, env_steps_per_second=180.0, rows=3, baselines={})
     assert "0.4 of them for 24 steps of 3 networks (180 environment steps per second), the rest" in alone
 
 
@@ -163,34 +178,34 @@ def test_few_environments_are_said_to_give_wide_intervals(envs, said):
 
 
 def test_what_stands_behind_a_figure_and_the_short_name_of_a_metric_are_said():
-    text = printed(SUMMARY)
+    text = told(SUMMARY)
     assert "figures: mean ± standard error of the mean, over environments" in text
     assert "paired over environments: the mean, and its 95 % t interval" in text
     assert "r2" not in text
     figures = {"test_r2": SUMMARY["test_accuracy"], "baselines": {}}
-    assert "r2: the share of the variance that is explained" in printed(SUMMARY, metric="r2", **figures)
+    assert "r2: the share of the variance that is explained" in told(SUMMARY, metric="r2", **figures)
 
 
 def test_j_is_explained_before_its_first_figure():
-    text = printed(SUMMARY)
+    text = told(SUMMARY)
     assert text.index("J = accuracy") < text.index("J on the test split: grown")
     assert text.index("J = accuracy") == text.index("J ")
 
 
 def test_what_grew_where_is_counted_and_names_are_printed_as_they_are():
-    assert growth_lines(SUMMARY)[:2] == ["grew: mlp at a in 2 of 3", "      low at [b] in 1 of 3"]
+    assert grown_lines(SUMMARY)[:2] == ["grew: mlp at a in 2 of 3", "      low at [b] in 1 of 3"]
     assert "low at [b] in 1 of 3" in printed(SUMMARY)
 
 
 def test_nothing_grown_is_said():
-    assert growth_lines(SUMMARY | {"grown": [{}, {}, {}]})[0] == "grew: nothing"
+    assert grown_lines(SUMMARY | {"grown": [{}, {}, {}]})[0] == "grew: nothing"
 
 
 def test_seconds_speed_and_folder_are_printed():
-    text = printed(SUMMARY)
+    text = told(SUMMARY)
     assert "took: 1.2 seconds, 0.1 of them" in text
     assert "(1,234 environment steps per second)" in text
-    assert "runs/x" in text
+    assert "took: 1.2 seconds; run folder: runs/x; everything else: esper report runs/x\n" in printed(SUMMARY)
 
 
 def test_an_interrupted_run_says_so_and_how_far_it_came():
@@ -267,25 +282,40 @@ def test_the_bar_shows_figures_and_notes():
 def test_the_steps_that_early_stopping_chose_and_why_it_ended_the_run_are_said():
     best = {"host": [4, 9, 9], "grown": [3, 9, 12]}
     text = printed(SUMMARY, best_step=best, stopped_early=True, stopped_because="nothing rose for 12 steps")
-    assert "networks: restored to their best by the validation split, of steps 3 to 12\n" in text
+    assert "networks: restored to their best by the validation split, of steps 3 to 12; stopped early" in text
     assert "stopped early: nothing rose for 12 steps\n" in text
     assert "restored" not in printed(SUMMARY)
 
 
-def test_the_closing_lines_give_the_first_removals_with_their_reasons_and_say_where_the_rest_is():
-    prunes = [{"env": env, "slot": "a", "blueprint": "mlp", "step": 7, "reason": "no [use]"} for env in range(12)]
-    text = printed(SUMMARY | {"prunes": prunes})
-    assert text.count("pruned: mlp at a of environment") == 10
-    assert "step 7: no [use]" in text
-    assert "2 more, listed under `prunes` in the summary" in text
-
-
-def test_the_closing_lines_give_the_first_seeds_that_were_kept_with_their_reasons():
-    keeps = [{"env": env, "slot": "a", "blueprint": "mlp", "step": 9, "reason": "it [pays]"} for env in range(1004)]
-    text = printed(SUMMARY | {"keeps": keeps})
-    assert text.count("kept: mlp at a of environment") == 3
-    assert "kept: mlp at a of environment 0, step 9: it [pays]\n" in text
-    assert "      and 1,001 more, listed under `keeps` in the summary\n" in text
+def test_below_the_table_stand_the_verdict_and_at_most_eight_lines_whatever_happened():
+    everything = {
+        "verdict": "Growth paid: [much].",
+        "explanations": ["nothing was planted in 1 of 3", "a seed was not kept", "another"],
+        "examples": {"train": 90, "probe": 9, "validation": 9, "test": 9},
+        "rollbacks": {"loss": 2},
+        "refused": {"seed_cap": 1200},
+        "best_step": {"host": [4, 9, 9], "grown": [3, 9, 12]},
+        "stopped_early": True,
+        "stopped_because": "nothing rose for 12 steps",
+        "regrown": True,
+        "grown": [{f"slot{slot}": "mlp" for slot in range(9)}] * 3,
+        "keeps": [{"env": 0, "slot": "a", "blueprint": "mlp", "step": 9, "reason": "it pays"}] * 99,
+    }
+    lines = printed(SUMMARY, **everything).splitlines()
+    verdict = lines.index("Growth paid: [much].")
+    assert "plain " in "\n".join(lines[:verdict]), "the table comes first"
+    below = lines[verdict + 1 :]
+    assert len(below) == console.MOST_LINES == 8
+    for said in (
+        "mlp at slot3 in 3 of 3, and 5 more; the host is a network that was grown before",
+        "rolled back: 2 loss; refused: 1,200 seed cap",
+        "why: nothing was planted in 1 of 3 (and 2 more reasons)",
+        "plain: absent: segment 0 of the host is a [/]GRU",
+        "warning: the test split has only 9 examples",
+        "stopped early: nothing rose for 12 steps",
+    ):
+        assert sum(said in line for line in below) == 1, said
+    assert below[-1].endswith("everything else: esper report runs/x")
 
 
 def test_the_closing_lines_say_why_nothing_was_planted():
@@ -293,7 +323,7 @@ def test_the_closing_lines_say_why_nothing_was_planted():
 
 
 def test_rent_is_explained_where_j_is_shown_and_the_best_network_is_named():
-    text = " ".join(printed(SUMMARY).split())
+    text = " ".join(told(SUMMARY).split())
     assert "J = accuracy - 0.1 * ln(1 + added parameters / host parameters): the metric less rent" in text
     assert "(reward.rent)" in text
     assert "best: environment 1, by validation accuracy, 0.9000 (select=metric)" in text

@@ -53,6 +53,7 @@ def test_the_page_says_what_was_asked_what_came_out_and_how_it_compares(run):
     said, summary = Page((run / "report.html").read_text()).said, json.loads((run / "summary.json").read_text())
     assert "The controller random-valid was asked to grow 3 networks on the task iris, for 12 steps" in said
     assert re.search(r"(than|and|equal) twin, the host alone", said)
+    assert f"What came out {summary['verdict']}" in said
     assert f"seeds: {summary['seeds']['germinated']} germinated" in said
     for planting in summary["keeps"] + summary["prunes"]:
         assert planting["reason"].split(";")[0] in said

@@ -85,7 +85,7 @@ def test_no_terminal_is_so_narrow_that_a_figure_is_cut(width):
         "0.8667 ± 0.0333",
         "+0.067 [-0.077, +0.210]",
         "1,333 ± 167",
-        "J on the test split",
+        "J = accuracy",
     ):
         assert figure in file.getvalue()
     assert "…" not in file.getvalue()

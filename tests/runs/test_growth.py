@@ -188,6 +188,9 @@ def test_a_life_passes_through_its_stages_at_the_decisions_of_the_script():
     assert [entry["site"] for entry in summary["keeps"]] == ["stem"]
     assert [entry["site"] for entry in summary["prunes"]] == ["one"]
     assert summary["status"] == "growing"
+    params = sum(parameter.numel() for parameter in planted_at(growing.model, "stem").parameters())
+    assert summary["verdict"].startswith(f"Not resolved whether growth paid: 1 seed with {params:,} parameters, ")
+    assert "no network without growth was trained beside this one" in summary["verdict"]
 
 
 def test_a_seed_that_acts_is_trained_by_the_loop_and_a_doomed_one_is_not():

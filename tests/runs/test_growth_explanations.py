@@ -38,6 +38,7 @@ def grown(steps=24, told=None, state=None, **options):
 def test_the_summary_says_why_nothing_was_planted(options, cause):
     summary = grown(**options).summary()
     assert summary["plantings"] == []
+    assert summary["verdict"] == "Not resolved whether growth pays: no seed is kept yet."
     (sentence,) = summary["explanations"]
     assert sentence.startswith("nothing was planted: ")
     assert cause in sentence

@@ -2,6 +2,7 @@
 
 import io
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,21 +48,59 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
 
 
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
-    """Print the summary of a run: grown networks compared with static ones, and what grew where."""
+    """Print the summary of a run: grown networks beside static ones, the verdict, and at most `MOST_LINES` lines.
+
+    Everything else is in the report and in summary.json.
+    """
     print_line(console, heading_line(summary))
-    if summary.get("regrown"):
-        print_line(
-            console, "host: a network that was grown before, with its seeds; every environment starts from its weights"
-        )
     print_table(console, comparison_table(summary))
-    for line in (
-        *table_notes(summary),
-        *split_lines(summary),
-        *objective_lines(summary),
-        *growth_lines(summary),
-        *time_lines(summary, folder),
-    ):
+    if "verdict" in summary:
+        print_line(console, summary["verdict"])
+    for line in closing_lines(summary, folder):
         print_line(console, line)
+
+
+MOST_LINES = 8
+"""Lines that are printed below the verdict."""
+
+
+def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
+    """At most `MOST_LINES` lines: how the table is to be read, what grew, what a reader must not miss, and where the rest is."""
+    reading = f"J = {summary['objective_formula']}"
+    if summary.get("baselines"):
+        over = ", paired over environments, with its 95 % t interval; ± standard error" if summary["envs"] > 1 else ""
+        reading = f"difference: grown less the network of the row{over}; {reading}"
+    else:
+        reading = f"no static network was trained for comparison; --baselines (the key baselines) names some; {reading}"
+    reading = "; ".join([reading, *_few_environments(summary)])
+    grown, seeds = grown_lines(summary)[:-1], grown_lines(summary)[-1]
+    more = f", and {len(grown) - SHOWN_GROWN} more" if len(grown) > SHOWN_GROWN else ""
+    host = "; the host is a network that was grown before, with its seeds" if summary.get("regrown") else ""
+    grew = ", ".join(line.strip() for line in grown[:SHOWN_GROWN]) + more + host
+    why = summary.get("explanations", [])
+    others = f" (and {counted(len(why) - 1, 'more reason')})" if len(why) > 1 else ""
+    absent = [
+        f"{name}: absent: {each['absent']}" for name, each in summary.get("baselines", {}).items() if "absent" in each
+    ]
+    warnings = [line for line in split_lines(summary) if line.startswith("warning")]
+    rest = "everything else: " + (
+        "summary.json and `esper report`" if folder is None else f"esper report {shlex.quote(folder)}"
+    )
+    found = [
+        [reading],
+        [grew],
+        ["; ".join([seeds, *trouble_lines(summary)])],
+        [f"why: {why[0]}{others}"] if why else [],
+        ["; ".join(absent)] if absent else [],
+        ["; ".join(warnings)] if warnings else [],
+        ["; ".join([best_line(summary), *early_stopping_lines(summary)])],
+        [f"took: {summary['seconds']:.1f} seconds; " + ("" if folder is None else f"run folder: {folder}; ") + rest],
+    ]
+    return [line for lines in found for line in lines]
+
+
+SHOWN_GROWN = 4
+"""Kinds of grown seeds by slot that are printed; the report has all of them."""
 
 
 def print_error(summary: Mapping[str, Any], console: Console) -> None:
@@ -82,9 +121,11 @@ def heading_line(summary: Mapping[str, Any]) -> str:
 
 
 def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
-    """Whether a summary that was read from a file is complete enough to be printed."""
+    """Whether a summary that was read from a file is complete enough to be printed, and to be shown in a report."""
     try:
         (print_training if trained else print_summary)(summary, Console(file=io.StringIO()), "")
+        if not trained:
+            assert [*table_notes(summary), *objective_lines(summary), *explanation_lines(summary), time_line(summary)]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return False
     return True
@@ -157,12 +198,7 @@ def table_notes(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             "r2: the share of the variance that is explained; 1 is perfect, 0 is as good as predicting the mean"
         )
-    if summary["envs"] == 1:
-        lines.append("one environment gives no interval; --envs 16 (envs=16 in Python) gives one")
-    elif summary["envs"] < FEW:
-        lines.append(
-            f"intervals over {summary['envs']} environments are wide; --envs 16 (envs=16 in Python) narrows them"
-        )
+    lines += _few_environments(summary)
     if "twin" in summary.get("baselines", {}):
         lines.append(
             "the twins train in the same population as the grown networks; the seconds of the grown networks are those of both"
@@ -174,33 +210,35 @@ def table_notes(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _few_environments(summary: Mapping[str, Any]) -> list[str]:
+    """A line that says that there is no interval, or a wide one, where there are few environments."""
+    if summary["envs"] == 1:
+        return ["one environment gives no interval; --envs 16 (envs=16 in Python) gives one"]
+    if summary["envs"] < FEW:
+        return [f"intervals over {summary['envs']} environments are wide; --envs 16 (envs=16 in Python) narrows them"]
+    return []
+
+
 def objective_lines(summary: Mapping[str, Any]) -> list[str]:
     """Lines with the formula of J, its values, and the best network."""
-    best, objective = summary["best"], summary["test_objective"]
+    objective = summary["test_objective"]
     worth = f"J on the test split: grown {estimate(objective['grown'], '.4f')}"
     if objective["host"] is not None:
         paired = differences(objective["grown"], objective["host"])
         worth += f", twin {estimate(objective['host'], '.4f')}, difference {estimate(paired, '+.4f')}"
-    name = summary["metric"] if best["select"] == "metric" else "J"
-    value = "" if best["validation"] is None else f", {best['validation']:.4f}"
     return [
         f"J = {summary['objective_formula']}: the metric less rent for added parameters (reward.rent)",
         worth,
-        f"best: environment {best['env']}, by validation {name}{value} (select={best['select']})",
+        best_line(summary),
     ]
 
 
-def growth_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Lines with what grew where, with what became of the other seeds, and why."""
-    return [
-        *grown_lines(summary),
-        *trouble_lines(summary),
-        *planting_lines(summary),
-        *early_stopping_lines(summary),
-        *seed_lines(summary, "keeps", "kept"),
-        *seed_lines(summary, "prunes", "pruned"),
-        *explanation_lines(summary),
-    ]
+def best_line(summary: Mapping[str, Any]) -> str:
+    """A line with the best network, and how it was chosen."""
+    best = summary["best"]
+    name = summary["metric"] if best["select"] == "metric" else "J"
+    value = "" if best["validation"] is None else f", {best['validation']:.4f}"
+    return f"best: environment {best['env']}, by validation {name}{value} (select={best['select']})"
 
 
 def grown_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -228,29 +266,6 @@ def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     lines = [f"networks: restored to their best by the validation split, of {steps}"]
     return [*lines, f"stopped early: {summary['stopped_because']}"] if summary["stopped_early"] else lines
-
-
-SHOWN_FATES = {"keeps": 3, "prunes": 10}
-"""Number of seeds of each list that are printed with their reason; summary.json has all of them."""
-
-
-def seed_lines(summary: Mapping[str, Any], name: str, label: str) -> list[str]:
-    """Lines with the first seeds that were kept or pruned, with place, step and reason."""
-    seeds = summary.get(name, [])
-    lines = [
-        f"{label}: {seed['blueprint']} at {seed['slot']} of environment {seed['env']}, step {seed['step']}: {seed['reason']}"
-        for seed in seeds[: SHOWN_FATES[name]]
-    ]
-    more = len(seeds) - len(lines)
-    indent = " " * (len(label) + 2)
-    return [*lines, f"{indent}and {more:,} more, listed under `{name}` in the summary"] if more else lines
-
-
-def planting_lines(summary: Mapping[str, Any]) -> list[str]:
-    """A line with the number of planted seeds; empty if there are none."""
-    count = len(summary.get("plantings", []))
-    where = "where, when and why is listed under `plantings` in the summary"
-    return [f"planted: {counted(count, 'seed')}; {where}"] if count else []
 
 
 def explanation_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -281,8 +296,8 @@ def estimate(values: Sequence[float | None] | None, form: str) -> str:
     return rounded(mean, form) if math.isnan(error) else f"{rounded(mean, form)} ± {error:{form.lstrip('+')}}"
 
 
-def time_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
-    """Lines with where the time of a run went, and with its folder if that is given."""
+def time_line(summary: Mapping[str, Any]) -> str:
+    """A line with where the time of a run went."""
     eps, growing = summary["env_steps_per_second"], _growth_seconds(summary)
     static = sum(static.get("seconds") or 0.0 for static in summary.get("baselines", {}).values())
     took = f"took: {summary['seconds']:.1f} seconds"
@@ -292,5 +307,4 @@ def time_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[st
         took += (
             f"{twins} ({eps:,.0f} environment steps per second), the rest for setting up, evaluating and exporting them"
         )
-    lines = [took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")]
-    return lines if folder is None else [*lines, f"run folder: {folder}"]
+    return took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")

@@ -20,8 +20,8 @@ def growth_config(task: AnyTask, *asked: Mapping[str, Any], tell: Callable[[str]
     """Return the config of a growth: the defaults of the task, the settings of a trained controller, and the layers `asked`.
 
     Later layers take precedence. The controller is the one that the merged layers name, or else that of `default_controller`;
-    `tell` is then called with one line that says which and why. `shipped` becomes the name of its latest version. Raises
-    InputError for a bad key or value.
+    where that is `shipped`, `tell` is called with one line that says why. `shipped` becomes the name of its latest version.
+    Raises InputError for a bad key or value.
     """
     merged = build_config(task.defaults, *asked)
     if "controller" in merged.model_fields_set:
@@ -29,8 +29,8 @@ def growth_config(task: AnyTask, *asked: Mapping[str, Any], tell: Callable[[str]
     else:
         choice = default_controller(task, merged)
         named = choice.controller
-        if tell is not None:
-            tell(str(choice))
+        if tell is not None and choice.why is not None:
+            tell(choice.why)
     ours = {"task": task.name, "controller": named}
     return with_steps(build_config(task.defaults, settings_of(named), *asked, ours), task)
 

@@ -16,14 +16,10 @@ CARD = "`esper controller shipped`"
 
 
 class Choice(NamedTuple):
-    """A controller, and why it was taken."""
+    """A controller, and a line that says why it was taken; None for a rule, about whose rivals nobody asked."""
 
     controller: str
-    reason: str
-
-    def __str__(self) -> str:
-        """One line."""
-        return f"controller {self.controller}: {self.reason}"
+    why: str | None = None
 
 
 def default_controller(task: AnyTask, config: Config) -> Choice:
@@ -40,14 +36,14 @@ def default_controller(task: AnyTask, config: Config) -> Choice:
         for kind in possible:
             if _is_of(kind, host):
                 return _by_card(version, kind)
-    return Choice(RULE, f"{version} is not the default for such hosts and menus ({CARD})")
+    return Choice(RULE)
 
 
 def _by_card(version: str, kind: Mapping[str, Any]) -> Choice:
-    where = f"on {kind['hosts']} it {{}} {kind['rule']} on families that it was not trained on ({CARD})"
-    if kind["wins"]:
-        return Choice(version, where.format("beats the rule"))
-    return Choice(kind["rule"], f"{version} is not the default here: " + where.format("does not clearly beat the rule"))
+    if not kind["wins"]:
+        return Choice(kind["rule"])
+    where = f"on {kind['hosts']} it beats the rule {kind['rule']} on families that it was not trained on ({CARD})"
+    return Choice(version, f"controller {version}: {where}")
 
 
 def _host(task: AnyTask) -> SegmentedHost:

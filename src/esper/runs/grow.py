@@ -36,6 +36,7 @@ from esper.runs.interrupt import Interrupt, after_growth, beside
 from esper.runs.resume import NEW, Opening, fitting
 from esper.runs.run_folder import RunFolder, emit_checkpoints
 from esper.runs.stopping import stopping_figures
+from esper.runs.verdict import compared_networks, verdict
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
@@ -149,6 +150,12 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
         "status": played.status,
         **figures,
         "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
+        "compared": compared_networks(
+            figures["test_objective"]["grown"],
+            static,
+            engine.population.body.table.host_params[: config.envs],
+            config.reward,
+        ),
         **_growth(engine, [topology for _, topology in networks], ended, played.germinated),
         **stopping_figures(engine, config, played.steps),
         **written._asdict(),
@@ -166,7 +173,7 @@ def _close(growth: Growth, episode: "Episode", played: "Played") -> Summary:
     }
     if played.status == "failed":
         summary["error"] = describe_error(RolledBack(engine.governor.record.counts()["rollbacks"]))
-    return summary
+    return {"verdict": verdict(summary, config.reward), **summary}
 
 
 @contextmanager

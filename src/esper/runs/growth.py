@@ -20,6 +20,7 @@ from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
 from esper.runs.gathering import gather_grown
 from esper.runs.growth_settings import growth_config, growth_menu, share_of, whole, within_budget
 from esper.runs.growth_state import check_made_with, check_whole, loaded_tree, made_with, saved_tree, signed
+from esper.runs.verdict import verdict_of_loop
 from esper.runs.wrappers import check_frozen, check_probes, unwrap
 from esper.tamiyo.catalog import get_controller
 from esper.tolaria.averages import Average
@@ -245,9 +246,9 @@ class Growth:
     def summary(self) -> dict[str, Any]:
         """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
-        `loss` is that on the probe at the last decision, and `objective` is J (`esper.leyline.objective`): minus the loss, less
-        rent for `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient,
-        seats that are free left out.
+        `verdict` says in one line what is known of whether growth paid. `loss` is that on the probe at the last decision, and
+        `objective` is J (`esper.leyline.objective`): minus the loss, less rent for `added_params`, which are the parameters of
+        the seeds that act. `trained_params` require a gradient, seats that are free left out.
         """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
@@ -264,9 +265,13 @@ class Growth:
             for name, entries in self.engine.fates.lists().items()
         }
         config = self.engine.config
-        added = int(population.added_params(state.seeds, frozenset({Stage.FOSSILIZED}) if self.finished else ADDED)[0])
+        fossils, kept = int((state.seeds.stage == Stage.FOSSILIZED).sum()), frozenset({Stage.FOSSILIZED})
+        added, kept_params = (
+            int(population.added_params(state.seeds, each)[0]) for each in (kept if self.finished else ADDED, kept)
+        )
         loss, rent = float(state.scores.loss[0]), config.reward
         return {
+            "verdict": verdict_of_loop(fossils, kept_params, host, finished=self.finished),
             "status": "finished" if self.finished else "growing",
             "steps": self.calls,
             "decisions": state.step,

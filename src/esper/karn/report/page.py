@@ -281,6 +281,12 @@ def _result(model: RunModel) -> Section:
     if model.status == "interrupted":
         done = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
         lines.insert(0, f"The run was interrupted after {done}; the figures are those of the networks at that time.")
+    if "verdict" in summary:
+        lines.insert(0, printable(summary["verdict"]))
+    if summary.get("regrown"):
+        lines.append(
+            "The host is a network that was grown before, with its seeds; every environment starts from its weights."
+        )
     lines += [
         *_lowest_lines(model),
         *console.grown_lines(summary),
@@ -364,7 +370,7 @@ def _verdicts(summary: Mapping[str, Any]) -> list[str]:
 def _machine(model: RunModel) -> Section:
     tables, lines, summary = [], [], model.summary or {}
     if "grown_params" in summary:
-        lines += console.time_lines(summary)
+        lines.append(console.time_line(summary))
     elif summary.get("seconds") is not None:
         lines += [f"The run took {summary['seconds']:,.1f} seconds.", *round_seconds(model)]
     command = _command(model)

@@ -1,0 +1,148 @@
+"""The verdict on a growth, in one line: whether the grown networks beat those that one has without growth. E environments.
+
+What a seed contributes is not asked here: that is the network less the seed, which trained beside it, and a network that never
+had the seed may be as good.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from esper.kasmina.static import Absent
+from esper.leyline.config import RewardConfig
+from esper.leyline.intervals import MeanInterval, Values, differences, mean_and_error, shown, t_interval
+from esper.leyline.objective import objective
+from esper.leyline.text import counted, rounded
+from esper.runs.baselines import Trained
+
+RIVALS: Mapping[str, str] = {
+    "twin": "the host as it is (twin)",
+    "plain": "a network of this size from the start (plain)",
+    "same-size": "the grown one from the start (same-size)",
+}
+"""The static networks that one could have without growth, in the order of the line. Skips are another host, and no rival."""
+
+
+def compared_networks(
+    grown: Sequence[float | None],
+    static: Mapping[str, Trained | Absent],
+    host_params: NDArray[Any],
+    reward: RewardConfig,
+) -> dict[str, dict[str, Any]]:
+    """Compare J of the grown networks (E,) on the test split with that of each rival that was trained, paired by environment.
+
+    Returns, for each rival, `test_objective` (E values of J), `difference`, `low` and `high` (J of the grown networks less that
+    of the rival, and the ends of its 95 % t interval, None without one).
+    """
+    found = {}
+    for name in RIVALS:
+        trained = static.get(name)
+        if trained is None or isinstance(trained, Absent):
+            continue
+        value = trained.metric if reward.objective == "metric" else -trained.loss
+        worth = objective(value, trained.params - host_params, host_params, reward.rent, reward.rent_size)
+        theirs = [None if each != each else each for each in worth.tolist()]
+        gain = t_interval(differences(grown, theirs))
+        ends = [None if end != end else end for end in gain[:3]]
+        found[name] = {"test_objective": theirs, **dict(zip(("difference", "low", "high"), ends, strict=True))}
+    return found
+
+
+def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
+    """Say in one line whether growth paid, from the figures of a summary with its `compared` networks.
+
+    It paid if J of the grown networks is above J of the twin and of the plain networks, each with its whole interval, and not
+    below J of the same-size networks. It did not pay if no seed was kept, if one of the three is above the grown networks with
+    its whole interval, or if the mean of the twin is at least theirs: the host as it is costs nothing. Everything else is not
+    resolved.
+    """
+    if summary["status"] == "failed":
+        return "No verdict: the run failed, so its figures do not say whether growth pays."
+    envs, kept = summary["envs"], sum(map(bool, summary["grown"]))
+    many = counted(envs, "environment")
+    grown, metric = summary["test_objective"]["grown"], f"test_{summary['metric']}"
+    rivals = {
+        name: t_interval(differences(grown, each["test_objective"])) for name, each in summary["compared"].items()
+    }
+    cut = f"interrupted after {summary['steps_done']} of {counted(summary['steps'], 'step')}"
+    interrupted = summary["status"] == "interrupted"
+    if not kept and interrupted:
+        return f"Not resolved whether growth pays: {cut}, and no seed is kept yet."
+    if not kept:
+        name = summary["metric"]
+        own = rounded(mean_and_error(summary[metric]["grown"])[0], ".3f")
+        clauses = [f"no seed was kept, so the grown network is the host as it is, with {name} {own}"]
+        plain = summary["baselines"].get("plain", {}).get(metric)
+        if plain is not None and plain != summary[metric]["grown"]:
+            clauses.append(f"{RIVALS['plain']} has {rounded(mean_and_error(plain)[0], '.3f')}")
+        return f"Growth did not pay here: {'; '.join(clauses)}."
+    seeds = f"{kept} of {many} kept a seed"
+    if not rivals:
+        return (
+            f"Not resolved whether growth paid: {seeds}, and no network without growth was trained beside them; "
+            "--baselines twin,same-size,plain (baselines in Python) trains some."
+        )
+    worth = _name_of_objective(summary["metric"], reward)
+    others = (
+        f"{RIVALS[name]} has {_with_gain(summary['compared'][name]['test_objective'], gain)}"
+        for name, gain in rivals.items()
+    )
+    clauses = [", ".join([f"{worth} is {rounded(mean_and_error(grown)[0], '.3f')} with growth", *others])]
+    twin, plain = rivals.get("twin"), rivals.get("plain")
+    if any(gain.below for gain in rivals.values()) or (twin is not None and twin.size > 1 and twin.mean <= 0):
+        head = "Growth did not pay here"
+    elif twin is not None and twin.above and (plain is None or plain.above):
+        head = "Growth paid"
+    else:
+        head = f"Not resolved by {many} whether growth paid"
+    if twin is not None and not twin.above:
+        as_good = "is as good" if twin.size > 1 and twin.mean <= 0 else "may be as good"
+        without = "is better" if twin.below else as_good
+        clauses.append(f"{seeds}, yet the host without it {without}")
+        gap = t_interval(differences(summary[metric]["grown"], summary["baselines"]["twin"][metric]))
+        if gap.above and reward.objective == "metric":
+            clauses.append(f"what the seeds add to {summary['metric']}, {shown(gap, '+.3f')}, is not worth their rent")
+    else:
+        clauses.append(seeds)
+    if twin is None:
+        clauses.append("the host as it is was not trained beside them (--baselines twin)")
+    if plain is None and head == "Growth paid":
+        clauses.append(f"not compared with {RIVALS['plain']}")
+    if interrupted:
+        clauses.append(cut)
+    if envs == 1:
+        clauses.append("one environment gives no interval (--envs 16, envs=16 in Python)")
+    return f"{head}: {'; '.join(clauses)}."
+
+
+def verdict_of_loop(kept: int, added: int, host: int, *, finished: bool) -> str:
+    """Say in one line what is known of a growth in a loop of a person's own, beside which no network without growth is trained.
+
+    kept: seeds that were kept, with `added` parameters together. host: parameters of the model.
+    """
+    if not kept:
+        found = "no seed was kept, so the network is the model as the loop trained it"
+        return (
+            f"Growth did not pay here: {found}."
+            if finished
+            else "Not resolved whether growth pays: no seed is kept yet."
+        )
+    size = f"{counted(kept, 'seed')} with {counted(added, 'parameter')}, {added / host:.1%} of the model's"
+    return (
+        f"Not resolved whether growth paid: {size}, {'is' if kept == 1 else 'are'} kept, but no network without growth was "
+        f"trained beside this one. To know, train the model without esper.Growth, and one of {host + added:,} parameters from "
+        "the start, on the same batches, and compare all three on examples that none of them has seen."
+    )
+
+
+def _name_of_objective(metric: str, reward: RewardConfig) -> str:
+    """What the line compares, in words: J, or the metric where nothing is taken off it."""
+    value = metric if reward.objective == "metric" else "minus the loss"
+    prices = [name for name, price in (("rent", reward.rent), ("compute", reward.compute_price)) if price]
+    return f"J ({value} less {' and '.join(prices)})" if prices else value
+
+
+def _with_gain(value: Values, gain: MeanInterval) -> str:
+    """The mean of others, and in brackets what growth brings beside it."""
+    return f"{rounded(mean_and_error(value)[0], '.3f')} (growth {shown(gain, '+.3f')})"
