@@ -65,10 +65,10 @@ def test_a_late_group_has_the_rates_of_the_group_beside_it_and_disturbs_none(nam
     optimizer, control = sgd(model), sgd(plain)
     scheduler, kept = SCHEDULERS[name](optimizer), SCHEDULERS[name](control)
     groups = Groups(optimizer, scheduler, model)
-    late = [nn.Parameter(torch.zeros(2))]
+    late = [("weight", nn.Parameter(torch.zeros(2)))]
     for step in range(STEPS):
         if step == birth:
-            groups.add("a", late, model.second.parameters())
+            groups.add("a", late, list(model.second.named_parameters()))
         if step == 9:
             assert groups.names() == ["a"]
             groups.remove("a")
@@ -79,12 +79,32 @@ def test_a_late_group_has_the_rates_of_the_group_beside_it_and_disturbs_none(nam
     assert scheduler.state_dict().keys() == kept.state_dict().keys()
 
 
+def test_parameters_join_the_group_of_their_own_sort_under_every_kind_of_scheduler():
+    model = Pair()
+    parts = [[model.first.bias, model.second.bias], [model.second.weight], [model.first.weight]]
+    optimizer = torch.optim.AdamW([{"params": part, "weight_decay": 0.1 * i} for i, part in enumerate(parts)], lr=0.1)
+    scheduler = lr_scheduler.LambdaLR(optimizer, [lambda step, i=i: (1 + i) ** -step for i in range(3)])
+    groups = Groups(optimizer, scheduler, model)
+    shapes = {"weight": (3, 3), "bias": (3,), "out.weight": (1, 3), "norm.scale": (1, 1, 3), "norm.shift": (1, 1, 3)}
+    late = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    groups.add("a", list(late.items()), list(model.first.named_parameters()))
+    assert groups.names() == ["a"]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 1, 2, 3]
+    assert optimizer.param_groups[3]["params"][1] is late["out.weight"]
+    optimizer.step()
+    scheduler.step()
+    for key in ("lr", "weight_decay"):
+        assert [group[key] for group in optimizer.param_groups[3:]] == [optimizer.param_groups[i][key] for i in (2, 0)]
+    groups.remove("a")
+    assert len(optimizer.param_groups) == len(scheduler.base_lrs) == len(scheduler.lr_lambdas) == 3
+
+
 def test_a_removed_group_leaves_nothing_behind():
     model = Pair()
     optimizer = torch.optim.AdamW(model.parameters())
     groups = Groups(optimizer, None, model)
     late = nn.Parameter(torch.ones(2))
-    groups.add("a", [late], model.parameters())
+    groups.add("a", [("weight", late)], list(model.named_parameters()))
     late.grad = torch.ones(2)
     optimizer.step()
     assert late in optimizer.state
@@ -97,7 +117,7 @@ def test_named_parameters_keep_their_names():
     model, late = Pair(), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW(list(model.named_parameters()))
     groups = Groups(optimizer, None, model)
-    groups.add("a", [late], model.parameters())
+    groups.add("a", [("weight", late)], list(model.named_parameters()))
     names = {parameter: name for name, parameter in model.named_parameters()} | {late: "late"}
     state = groups.state(names)
     state["groups"][0]["names"].reverse()
@@ -112,7 +132,7 @@ def test_only_some_groups_are_stepped():
     optimizer = torch.optim.AdamW(model.parameters())
     groups = Groups(optimizer, None, model)
     late = nn.Parameter(torch.ones(2))
-    groups.add("a", [late], model.parameters())
+    groups.add("a", [("weight", late)], list(model.named_parameters()))
     before = copy.deepcopy(model.state_dict())
     for parameter in (*model.parameters(), late):
         parameter.grad = torch.ones_like(parameter)
@@ -134,7 +154,7 @@ def test_a_saved_optimizer_is_taken_up_by_names_in_any_order_of_groups(swapped):
         )
         late = [nn.Parameter(torch.zeros(5))]
         groups = Groups(optimizer, scheduler, model)
-        groups.add("a", late, model.second.parameters())
+        groups.add("a", [("weight", late[0])], list(model.second.named_parameters()))
         names = {parameter: name for name, parameter in model.named_parameters()} | {late[0]: "late"}
         return model, optimizer, scheduler, groups, names
 
@@ -166,12 +186,12 @@ def test_a_saved_optimizer_of_other_groups_is_refused():
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = Groups(sgd(model), None, model).state(names)
     whole = Groups(torch.optim.SGD(model.parameters()), None, model)
-    with pytest.raises(InputError, match=r"no group of 4 parameters that begins with 'first.weight'"):
-        whole.load_state(state, names)
+    with pytest.raises(InputError, match=r"no group of 4 parameters that begins with 'first.bias'"):
+        whole.check(state, names, lambda _: False)
     optimizer = sgd(model)
     scheduled = Groups(optimizer, lr_scheduler.StepLR(optimizer, 3), model)
     with pytest.raises(InputError, match="0 learning rate schedulers were saved, but Growth was given 1"):
-        scheduled.load_state(state, names)
+        scheduled.check(state, names, lambda _: False)
 
 
 class Own(lr_scheduler.LRScheduler):

@@ -58,7 +58,8 @@ class Growth:
         model: the module that grows, or a DistributedDataParallel of it, whose processes then grow alike. Where `esper.graft` has
             given it no sites, it gets those that are found on the first input of the probe. A compiled module stands for the one
             inside, which has its sites already.
-        optimizer: any torch optimizer with parameter groups. A seed gets a group like that of the submodule it is behind.
+        optimizer: any torch optimizer with parameter groups. The matrices of a seed get a group like that of the nearest matrix,
+            its biases and norms one like that of the nearest bias or norm.
         scheduler: its learning rate scheduler, or a list of them.
         ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, made after the model was grafted. It gets
             every seed that the model gets.

@@ -23,7 +23,7 @@ from esper.leyline.stages import Stage
 from esper.leyline.view import Bools, Seeds
 from esper.tolaria.averages import Average
 from esper.tolaria.compilations import Compilations
-from esper.tolaria.groups import Groups
+from esper.tolaria.groups import Groups, Named
 from esper.tolaria.ranks import Ranks
 from esper.tolaria.seats import Seats
 
@@ -115,8 +115,9 @@ class Grafts:
         planted = self.at(site.name)
         assert planted is not None, "it was planted"
         self._blueprint_of[site.name] = blueprint
-        after = self.network.get_submodule(site.after)
-        self.groups.add(site.name, planted.trained(), [*after.parameters(), *self.host])
+        trained = {id(parameter) for parameter in planted.trained()}
+        named = [(path, parameter) for path, parameter in planted.named_parameters() if id(parameter) in trained]
+        self.groups.add(site.name, named, self._beside(site.after))
         self.edited()
 
     def made(self, slot: int, entry: Blueprint, blend: Blend, key: int) -> Planted:
@@ -250,6 +251,21 @@ class Grafts:
             self.compilations.changed()
 
     # Inside.
+
+    def _beside(self, path: str) -> list[Named]:
+        """The parameters of the host, from those of a submodule outwards through the modules around it.
+
+        Embedding tables come last: a seed multiplies by its matrices as a Linear does, and recipes that decay matrices often
+        leave tables out.
+        """
+        host = {id(parameter) for parameter in self.host}
+        tables = {
+            id(part.weight) for part in self.network.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        }
+        parts = path.split(".") if path else []
+        modules = [self.network.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+        found = [named for module in modules for named in module.named_parameters() if id(named[1]) in host]
+        return sorted(found, key=lambda named: id(named[1]) in tables)
 
     def _reserve(self, slot: int, menu: Sequence[Blueprint]) -> None:
         """Put a seat for every blueprint of a menu at a site."""

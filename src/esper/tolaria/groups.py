@@ -44,13 +44,17 @@ _KNOWN = (
 _MADE_OF_OTHERS = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
 
 Group = dict[str, Any]
+Named = tuple[str, nn.Parameter]
+"""A parameter with its name."""
 
 
 class Groups:
     """Adds the parameters of seeds to an optimizer and takes them away, and keeps its schedulers in step.
 
-    A seed gets a group of its own, which begins as the group of a parameter beside it is now. So its rate follows the same
-    schedule from there on, whatever that is computed from: each scheduler gets the same entries for both groups.
+    A seed gets groups of its own: one for its matrices, which begins as the group of a matrix beside it is now, and one for its
+    biases and norms, which begins as the group of a bias or a norm beside it. So each has the weight decay that parameters of its
+    sort have. A seed gets a single group where both would be like the same one. The rate of a group follows the schedule of the
+    group that it is like, whatever that is computed from: each scheduler gets the same entries for both.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
@@ -67,26 +71,39 @@ class Groups:
                 "network has grown; give it, as esper.Growth(model, optimizer, scheduler, ...)"
             )
 
-    def add(self, name: str, parameters: Sequence[nn.Parameter], beside: Iterable[nn.Parameter]) -> None:
-        """A group for a seed, as that of the first of the parameters `beside` that the optimizer holds, or else the first."""
-        index = self._index_of(beside)
-        like, count = self.optimizer.param_groups[index], len(self.optimizer.param_groups)
-        group = {key: copy.deepcopy(value) for key, value in like.items() if key not in ("params", "param_names")}
-        if "param_names" in like:
-            group["param_names"] = [f"{name}.{place}" for place in range(len(parameters))]
-        self.optimizer.add_param_group({**group, "params": list(parameters), OWNER: name})
-        for entries in self._lists(count):
-            entries.append(copy.copy(entries[index]))
+    def add(self, name: str, parameters: Sequence[Named], beside: Sequence[Named]) -> None:
+        """Give a seed its groups, as those of the first parameters `beside` of the same sort that the optimizer holds.
+
+        Where there are none of a sort, the group is that of the first parameter `beside`, or else the first group.
+        """
+        place = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        held = [(path, parameter) for path, parameter in beside if id(parameter) in place]
+        by_group: dict[int, list[tuple[int, nn.Parameter]]] = {}
+        for number, (path, parameter) in enumerate(parameters):
+            like = next((p for other, p in held if is_matrix(other, p) == is_matrix(path, parameter)), None)
+            like = held[0][1] if like is None and held else like
+            by_group.setdefault(0 if like is None else place[id(like)], []).append((number, parameter))
+        for index, members in by_group.items():
+            like_group, count = self.optimizer.param_groups[index], len(self.optimizer.param_groups)
+            group = {
+                key: copy.deepcopy(value) for key, value in like_group.items() if key not in ("params", "param_names")
+            }
+            if "param_names" in like_group:
+                group["param_names"] = [f"{name}.{number}" for number, _ in members]
+            self.optimizer.add_param_group({**group, "params": [parameter for _, parameter in members], OWNER: name})
+            for entries in self._lists(count):
+                entries.append(copy.copy(entries[index]))
 
     def remove(self, name: str) -> None:
-        """Take the group of a seed away, with all that the optimizer remembers of its parameters."""
-        index = next(i for i, group in enumerate(self.optimizer.param_groups) if group.get(OWNER) == name)
+        """Take the groups of a seed away, with all that the optimizer remembers of its parameters."""
+        own = [i for i, group in enumerate(self.optimizer.param_groups) if group.get(OWNER) == name]
         lists = self._lists(len(self.optimizer.param_groups))
-        for parameter in self.optimizer.param_groups[index]["params"]:
-            self.optimizer.state.pop(parameter, None)
-        del self.optimizer.param_groups[index]
-        for entries in lists:
-            del entries[index]
+        for index in reversed(own):
+            for parameter in self.optimizer.param_groups[index]["params"]:
+                self.optimizer.state.pop(parameter, None)
+            del self.optimizer.param_groups[index]
+            for entries in lists:
+                del entries[index]
 
     def disown(self) -> None:
         """Make the groups of the seeds that are left groups like any others, with which another growth can begin."""
@@ -94,8 +111,8 @@ class Groups:
             group.pop(OWNER, None)
 
     def names(self) -> list[str]:
-        """The sites whose seeds have a group, in the order of the groups."""
-        return [group[OWNER] for group in self.optimizer.param_groups if OWNER in group]
+        """The sites whose seeds have groups, in the order of the groups."""
+        return list(dict.fromkeys(group[OWNER] for group in self.optimizer.param_groups if OWNER in group))
 
     @contextmanager
     def only(self, names: Sequence[str]) -> Iterator[torch.optim.Optimizer]:
@@ -181,11 +198,6 @@ class Groups:
     def _named(self, group: Group, names: Mapping[Tensor, str]) -> list[str]:
         return [names[parameter] for parameter in group["params"]]
 
-    def _index_of(self, beside: Iterable[nn.Parameter]) -> int:
-        """The group of the first of some parameters that the optimizer holds; 0 where it holds none."""
-        place = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        return next((place[id(parameter)] for parameter in beside if id(parameter) in place), 0)
-
     def _lists(self, count: int) -> list[list[Any]]:
         """The lists of all schedulers with one entry for each of so many groups, each once: schedulers share some of them."""
         found: dict[int, list[Any]] = {}
@@ -195,6 +207,14 @@ class Groups:
                 if isinstance(entries, list) and len(entries) == count:
                     found[id(entries)] = entries
         return list(found.values())
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter multiplies features with each other, as weights and kernels do, and is no bias, scale or shift.
+
+    The name decides beside the shape: a norm for sequences has its scale as (1, 1, features).
+    """
+    return parameter.dim() > 1 and name.rpartition(".")[2] not in ("bias", "scale", "shift")
 
 
 def placed_moments(moments: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
