@@ -547,15 +547,17 @@ def test_inputs_and_outputs_may_have_any_structure():
     with drawn_with(0):
         model = graft(Named(), {"body": Site("body", "body", "body", Vector(WIDTH))})
     x, y = data(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     growth = Growth(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), controller=Script({(0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3)}),
+        model, optimizer, controller=Script({(0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3)}),
         probe=lambda: [({"x": x, "scale": 2.0}, {"label": y})], budget=9.0, every=1, settings={"gates": GATES},
         loss=lambda output, target: F.cross_entropy(output["logits"], target["label"]),
     )  # fmt: skip
     assert growth.population.probe_batches.way == "mapped"
     before = copy.deepcopy(planted_at(model, "body").state_dict())
-    growth.step({"x": x, "scale": 2.0}, {"label": y})
-    growth.step({"x": x, "scale": 2.0}, {"label": y})
+    for _ in range(2):
+        optimizer.step()
+        growth.step({"x": x, "scale": 2.0}, {"label": y})
     assert not equal(before, planted_at(model, "body").state_dict())
 
 

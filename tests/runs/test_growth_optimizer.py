@@ -1,12 +1,18 @@
 """The optimizer of a loop of one's own while a network grows: its groups, its hooks, its direction and its steps."""
 
+import copy
+import warnings
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.grafted import graft, planted_at
 from esper.leyline.actions import Op
+from esper.leyline.errors import GrowthWarning
 from esper.leyline.sites import Site
 from esper.leyline.streams import Vector
 from esper.runs.growth import Growth
@@ -67,3 +73,88 @@ def test_the_matrices_of_a_seed_are_decayed_as_matrices_and_its_biases_as_biases
     }
     assert growth.finish() is model
     assert len(optimizer.param_groups) == 2
+
+
+def train(model, optimizer, growth, first, last, *, batch=False, sign=1.0):
+    """Steps of a loop, whose batches are keyed by their number."""
+    for step in range(first, last):
+        x, y = data(100 + step)
+        (sign * F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step(*((x, y) if batch else ()))
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["straight-through", "shadow"])
+def test_hooks_of_the_optimizer_run_once_a_step_while_seeds_incubate(batch):
+    model = grafted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    growth, calls = grow(optimizer, model), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("any"))
+    before = copy.deepcopy(planted_at(model, "0").state_dict())
+    try:
+        train(model, optimizer, growth, 0, 5, batch=batch)
+    finally:
+        everywhere.remove()
+    assert calls == ["before", "behind", "any"] * 5
+    assert any(not torch.equal(value, before[name]) for name, value in planted_at(model, "0").state_dict().items())
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["straight-through", "shadow"])
+def test_a_seed_learns_alike_whether_the_optimizer_minimizes_or_maximizes_the_negative(batch):
+    seeds = []
+    for maximize in (False, True):
+        model = grafted()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, maximize=maximize)
+        growth = grow(optimizer, model)
+        train(model, optimizer, growth, 0, 9, batch=batch, sign=-1.0 if maximize else 1.0)
+        assert growth.engine.state.measurements.gain.mean[0, 0] > 0
+        seeds.append(planted_at(model, "0").state_dict())
+    assert all(torch.equal(value, seeds[1][name]) for name, value in seeds[0].items())
+
+
+def test_an_optimizer_that_the_loop_no_longer_steps_is_noticed_at_the_next_decision():
+    model = grafted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    growth = grow(optimizer, model)
+    train(model, optimizer, growth, 0, 4)
+    replaced = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with pytest.warns(
+        GrowthWarning,
+        match=r"AdamW that Growth was given has taken no step in the last 2 calls of growth",
+    ):
+        train(model, replaced, growth, 4, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, replaced, growth, 6, 20)
+    assert "no step in the last 16 calls of growth.step()" in growth.summary()["explanations"][0]
+    train(model, optimizer, growth, 20, 21)
+    train(model, replaced, growth, 21, 22)
+    assert growth.summary()["explanations"] == [], "the optimizer stepped since the last decision"
+
+
+def test_steps_that_a_scaler_skips_are_not_taken_for_an_optimizer_that_is_gone():
+    model, scaler = grafted(), torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    growth = grow(optimizer, model, scaler=scaler)
+    x, y = data(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            (scaler.scale(F.cross_entropy(model(x), y)) * torch.inf).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            growth.step()
+    with pytest.warns(GrowthWarning, match="SGD that Growth was given has taken no step in the last 8 calls"):
+        train(model, torch.optim.SGD(model.parameters()), growth, 6, 8)
+
+
+def test_a_loss_that_the_loop_maximizes_is_noticed():
+    model = grafted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    growth = grow(optimizer, model, loss=lambda output, y: -F.cross_entropy(output, y, reduction="none"))
+    with pytest.warns(GrowthWarning, match=r"SGD maximizes, and the loss on the probe has risen from -1\.\d+ to -"):
+        train(model, optimizer, growth, 0, 9, sign=-1.0)

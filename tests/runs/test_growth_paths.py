@@ -175,4 +175,5 @@ def test_a_seed_learns_in_the_passes_that_call_its_site_and_the_host_stays_as_it
     assert all(torch.equal(mine[name], value) for name, value in plain.state_dict().items())
     growth.finish()
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert not optimizer._optimizer_step_pre_hooks, "nothing watches the optimizer any more"
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks, "nothing watches the optimizer any more"

@@ -75,6 +75,12 @@ def reshard(network: nn.Module) -> None:
         part.reshard()
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: all of it, where it is not in parts."""
+    part: Tensor = tensor.to_local() if in_parts(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
 def gather(tensor: Tensor) -> Tensor:
     """A tensor as one process would hold it; every process calls this."""
     if not in_parts(tensor):

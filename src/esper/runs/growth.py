@@ -1,5 +1,6 @@
 """Growing one network in a training loop of a person's own."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -12,7 +13,7 @@ from esper.kasmina.freezing import Freeze, Frozen
 from esper.kasmina.grafted import graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
 from esper.kasmina.sharding import fill, is_sharded, reshard
-from esper.leyline.errors import InputError, typed_line
+from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.objective import objective
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import ADDED, Stage
@@ -47,9 +48,9 @@ class Growth:
             growth.step()
         model = growth.finish()
 
-    `step` is called behind every step of the optimizer. Every `every` of them it measures the network on the probe, asks the
-    controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs, gradients and buffers are
-    bit for bit what they are without it.
+    `step` is called after every step of the optimizer; no seed learns without one. Every `every` of them it measures the network
+    on the probe, asks the controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs,
+    gradients and buffers are bit for bit what they are without it.
 
     step() trains an incubating seed by the gradients of the loop's own backward passes. step(x, y), with the batch of this step,
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
@@ -67,7 +68,8 @@ class Growth:
         budget: most parameters of all seeds / parameters of the model.
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one, always the same. An
             input that is a tuple or a mapping is the arguments of the model.
-        loss: loss(output, target) of a batch: one number, or one for each example.
+        loss: loss(output, target) of a batch: one number, or one for each example. Less is better, also where the optimizer
+            maximizes.
         freeze: what does not train until `finish`. 'none' leaves `requires_grad` as it is; 'host' freezes the whole model bit for
             bit, so that only seeds are trained; a list of names freezes those submodules and parameters, with wildcards, as
             ['layers.*', 'head.bias']. Frozen layers with running statistics, such as BatchNorm, stay in evaluation mode.
@@ -156,6 +158,8 @@ class Growth:
         self.engine = Engine(population, config)
         self.engine.reset()
         self.attempts = Attempts.none(1)
+        self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
+        self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
         self._decide()
 
     @property
@@ -181,6 +185,7 @@ class Growth:
         self.frozen.check()
         _, outcome = self.engine.close()
         self.frozen.note()
+        self._look_at_the_loop()
         if self.population.ranks.first:
             self.controller.store(outcome)
         if not self.engine.over:
@@ -208,6 +213,7 @@ class Growth:
         population.grafts.settle()
         self.frozen.release()
         population.groups.disown()
+        population.incubation.close()
         for network in (self.model, *population.grafts.copies):
             trim(network)
         self.finished = True
@@ -383,10 +389,33 @@ class Growth:
         refused = self.engine.apply(decision.actions, decision.reasons)
         self.attempts.count(view, decision.actions, refused)
 
+    def _look_at_the_loop(self) -> None:
+        """Warn, once until it is mended, where the optimizer does not step, or goes the other way than the loss."""
+        groups, idle = self.population.groups, self.population.incubation.idle
+        optimizer, findings = type(groups.optimizer).__name__, {}
+        loss, scale, before = float(self.engine.state.scores.loss[0]), _scale_of(self._scaler), self._scale
+        if idle >= self.every and scale >= before:  # a GradScaler lowers its scale when it skips steps
+            findings["steps"] = (
+                f"the {optimizer} that Growth was given has taken no step in the last {idle} calls of growth.step(), so no seed "
+                "learns; call growth.step() after each step of this optimizer, or, where the loop has made another one, call "
+                "growth.finish() and make another esper.Growth with it"
+            )
+        if loss > self._first_loss and any(group.get("maximize", False) for group in groups.optimizer.param_groups):
+            findings["direction"] = (
+                f"the {optimizer} maximizes, and the loss on the probe has risen from {self._first_loss:.4g} to {loss:.4g}; if "
+                "loss= is what the loop maximizes, give minus that, because Growth takes a smaller loss as the better one"
+            )
+        for subject, sentence in findings.items():
+            if subject not in self._findings:
+                warn(sentence, GrowthWarning)
+        self._findings, self._scale = findings, scale
+        self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
+
     def _explanations(self) -> list[str]:
-        """Why nothing was planted, and after `finish` why seeds were removed that had been neither kept nor pruned."""
+        """What is amiss in the loop, why nothing was planted, and after `finish` why seeds were neither kept nor pruned."""
         view, gates = self.engine.view(), self.engine.config.gates
         sentences = explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
+        sentences = [*self._findings.values(), *sentences]
         return [*sentences, *(unfinished(view, gates, self.attempts.allowed_last) if self.finished else ())]
 
 
@@ -398,6 +427,11 @@ def _scale(scaler: Any) -> Scale | None:
         raise InputError(f"scaler is a {type(scaler).__name__}; give the torch.amp.GradScaler of the loop, or None")
     scale: Scale = scaler.scale
     return scale
+
+
+def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
+    """The number by which a loop's scaler multiplies the loss now; reads the device. 1 without a scaler."""
+    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def _check_tensors(mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

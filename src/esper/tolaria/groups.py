@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,15 +113,19 @@ class Groups:
         """The sites whose seeds have groups, in the order of the groups."""
         return list(dict.fromkeys(group[OWNER] for group in self.optimizer.param_groups if OWNER in group))
 
-    @contextmanager
-    def only(self, names: Sequence[str]) -> Iterator[torch.optim.Optimizer]:
-        """The optimizer as if it held the groups of some seeds alone."""
-        whole = self.optimizer.param_groups
-        self.optimizer.param_groups = [group for group in whole if group.get(OWNER) in names]
+    def step(self, name: str) -> None:
+        """Take a step of the groups of one seed alone. The hooks of the optimizer do not run: they are for steps of the loop."""
+        whole, step = self.optimizer.param_groups, type(self.optimizer).step
+        self.optimizer.param_groups = self._of(name)
         try:
-            yield self.optimizer
+            # torch wraps the step of every optimizer class in the calls of its hooks.
+            getattr(step, "__wrapped__", step)(self.optimizer)
         finally:
             self.optimizer.param_groups = whole
+
+    def maximizes(self, name: str) -> bool:
+        """Whether the optimizer steps a seed along its gradients, and not against them."""
+        return any(group.get("maximize", False) for group in self._of(name))
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
         """What the optimizer remembers of each parameter, by name; its tensors are copies."""
@@ -197,6 +200,10 @@ class Groups:
 
     def _named(self, group: Group, names: Mapping[Tensor, str]) -> list[str]:
         return [names[parameter] for parameter in group["params"]]
+
+    def _of(self, name: str) -> list[Group]:
+        """The groups of a seed."""
+        return [group for group in self.optimizer.param_groups if group.get(OWNER) == name]
 
     def _lists(self, count: int) -> list[list[Any]]:
         """The lists of all schedulers with one entry for each of so many groups, each once: schedulers share some of them."""

@@ -1,5 +1,6 @@
 """The training of seeds behind a host that the user's own loop trains; the host's numbers stay the same, bit for bit."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from esper.kasmina.arena import Seat
 from esper.kasmina.grafted import planted_at
 from esper.kasmina.planted import Mode, Planted
-from esper.kasmina.sharding import gather, in_parts, reshard
+from esper.kasmina.sharding import gather, in_parts, own_part, reshard
 from esper.kasmina.survey import call, undisturbed
 from esper.leyline.errors import InputError
 from esper.tolaria.groups import Groups
@@ -25,29 +26,50 @@ Scale = Callable[[Tensor], Tensor]
 class Incubation:
     """Train the seeds of one network that are in stage TRAINING.
 
-    Straight-through: the host's own backward pass computes the gradients. They are taken off the parameters at once, so
-    that gradient clipping, a GradScaler and the optimizer's step do not see them. Shadow: a second forward and backward
-    pass, in which the seed acts at dose 1, on the weights from which the loop's step began: what the optimizer is about to
-    replace is kept until then. In both cases the optimizer then steps only the groups of these seeds.
+    Straight-through: the host's own backward passes compute the gradients. They are taken off the parameters at once, so that
+    gradient clipping, a GradScaler and the optimizer's step do not see them. Shadow: a second forward and backward pass, in which
+    the seed acts at dose 1, on the weights from which the loop's step began: what the optimizer is about to replace is kept until
+    then. In both cases the optimizer then steps only the groups of these seeds, once for each step that the loop has taken.
 
-    straight: whether seeds train straight-through.
+    A loop throws a pass away by dropping the gradients of the host, in one of many ways: `optimizer.zero_grad`,
+    `model.zero_grad`, `parameter.grad = None`, zeros in place. A hook on one of these would miss the others. So what seeds took
+    is tied to the host's gradients themselves: where a backward pass or a step of the optimizer begins and the host holds no
+    gradient, what was taken before is dropped as well. A step that the loop or its GradScaler skips does not reach the hook of
+    the optimizer, and no seed learns from it.
+
+    Where nothing of the host trains, there is nothing to protect and nothing to look at: the gradients of straight-through seeds
+    then stay on their parameters, and the loop's own step trains them.
+
+    straight: whether seeds train straight-through. alone: the parameters of those that do, if nothing else trains. idle: calls of
+    `train` since the loop's optimizer last took a step.
     """
 
     def __init__(self, network: nn.Module, groups: Groups, probe: Probe, proximal: float, ranks: Ranks) -> None:
         """proximal: weight of |change|^2 / |stream|^2 in the straight-through objective."""
         self.network, self.groups, self.probe, self.proximal, self.ranks = network, groups, probe, proximal, ranks
         self.scale: Scale | None = None  # multiplies a loss as the loop's GradScaler does
-        self.straight = True
+        self.straight, self.idle = True, 0
+        self.alone: list[nn.Parameter] = []
         self.names: tuple[str, ...] = ()
-        self._gradients: dict[str, dict[int, Tensor]] = {}  # by site and index among the seed's parameters
+        self._taken: dict[str, dict[int, Tensor]] = {}  # gradients by site and index among the seed's parameters
+        self._used: dict[str, dict[int, Tensor]] = {}  # those that were there when the optimizer stepped
         self._handles: dict[str, list[RemovableHandle]] = {}
-        self._passes: dict[
-            tuple[str, int], int
-        ] = {}  # by parameter: number of backward passes since the last optimizer step
-        self._usual = 1  # number of backward passes between two optimizer steps
+        self._passes: dict[tuple[str, int], int] = {}  # by parameter: number of backward passes that it was taken from
+        self._usual = 1  # number of backward passes of an optimizer step
         self._norms: dict[str, tuple[Tensor, int]] = {}  # sum of the norms, and their number
-        self._watch: RemovableHandle | None = None  # of the optimizer's steps
+        self._host: list[nn.Parameter] = []  # whose gradients show what the loop keeps
+        self._watch: list[Any] = []  # handles of the hooks that notice the beginning of a backward pass
+        self._pass = -1  # number of the backward pass that last reached parameters in parts
+        self._parts: dict[int, weakref.ref[Tensor]] = {}  # by id of a parameter in parts: its gradient after that pass
         self._before: list[tuple[nn.Parameter, Tensor]] = []  # parameters as they were before the last optimizer step
+        self._stepped = False  # whether the optimizer took a step since the last call of `train`
+        self._overflow: Tensor | None = (
+            None  # () above 0 where that step found that gradients overflowed, and changed nothing
+        )
+        self._steps = (
+            groups.optimizer.register_step_pre_hook(lambda *_: self._on_step()),
+            groups.optimizer.register_step_post_hook(lambda *_: self._on_stepped()),
+        )
 
     def follow(self, names: Sequence[str]) -> None:
         """Train these seeds from now on, and no others."""
@@ -62,25 +84,37 @@ class Incubation:
                     for place, parameter in enumerate(self._seed(name).trained())
                 ]
         self._set_pull()
-        self._watch_steps(bool(names) and not self.straight)
+        self._watch_passes()
 
     def forget(self, name: str) -> None:
         """Drop a seed that was removed."""
         self._release(name)
         self._norms.pop(name, None)
         self.names = tuple(each for each in self.names if each != name)
-        self._watch_steps(bool(self.names) and not self.straight)
+        self._watch_passes()
+
+    def close(self) -> None:
+        """Leave nothing on the optimizer."""
+        for handle in self._steps:
+            handle.remove()
 
     def train(self, batch: tuple[Any, Any] | None) -> None:
-        """Take one step of every seed, with the gradients of the loop's backward passes, or in a pass of its own on a batch."""
+        """Take one step of every seed, with the gradients of the loop's backward passes, or in a pass of its own on a batch.
+
+        Nothing happens where the loop's optimizer has taken no step since the last call.
+        """
+        stepped = self._stepped and not (self._overflow is not None and bool(self._overflow))
+        self._stepped, self._overflow = False, None
+        self.idle = 0 if stepped else self.idle + 1
+        if not stepped or not self.names or self.alone:
+            self._before = []
+            self._set_pull()
+            return
         with self._as_before():
             found = {name: self._gradients_of(name, batch) for name in self.names}
         self.ranks.average([gradient for each in found.values() for gradient in each if gradient is not None])
         for name, gradients in found.items():
             self._step(name, self._seed(name), gradients)
-        if batch is None and self._passes:
-            self._usual = max(self._passes.values())
-            self._passes.clear()
         self._set_pull()
 
     def norms(self) -> dict[str, Tensor]:
@@ -110,8 +144,8 @@ class Incubation:
         if batch is not None:
             gradients = self._shadow(name, seed, *batch)
         else:
-            kept = self._gradients.pop(name, {})
-            gradients = [kept.get(place) for place in range(len(seed.trained()))]
+            used = self._used.pop(name, {})
+            gradients = [used.get(place) for place in range(len(seed.trained()))]
         if self.ranks.size > 1:
             owners = zip(gradients, seed.trained(), strict=True)
             return [torch.zeros_like(parameter) if each is None else each for each, parameter in owners]
@@ -119,30 +153,90 @@ class Incubation:
 
     def _take(self, name: str, place: int, parameter: Tensor) -> None:
         """Take a gradient off its parameter as soon as it is computed."""
+        if in_parts(parameter):
+            self._part_arrived(parameter)
+        self._passes[name, place] = self._passes.get((name, place), 0) + 1
+        if self.alone:
+            return
         gradient = parameter.grad
         assert gradient is not None, "the hook runs after the gradient is computed"
         parameter.grad = None
         if self.scale is not None:
             gradient = gradient / self.scale(gradient.new_ones(()))
-        kept = self._gradients.setdefault(name, {})
-        kept[place] = gradient if place not in kept else kept[place] + gradient
-        self._passes[name, place] = self._passes.get((name, place), 0) + 1
+        taken = self._taken.setdefault(name, {})
+        taken[place] = gradient if place not in taken else taken[place] + gradient
 
     def _release(self, name: str) -> None:
         for handle in self._handles.pop(name, ()):
             handle.remove()
-        self._gradients.pop(name, None)
+        self._taken.pop(name, None)
+        self._used.pop(name, None)
         self._passes = {owner: number for owner, number in self._passes.items() if owner[0] != name}
 
-    def _watch_steps(self, watch: bool) -> None:
-        """Keep what each step of the optimizer replaces from now on, or no more."""
-        if watch == (self._watch is not None):
+    def _watch_passes(self) -> None:
+        """Look at the host's gradients at the beginning of each backward pass while seeds learn from these passes."""
+        for handle in self._watch:
+            handle.remove()
+        self._watch, self.alone = [], []
+        if not self.names or not self.straight:
             return
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch, self._before = None, []
-        else:
-            self._watch = self.groups.optimizer.register_step_pre_hook(lambda *_: self._keep())
+        own = [parameter for name in self.names for parameter in self._seed(name).trained()]
+        network, seeds = {id(p) for p in self.network.parameters()}, {id(p) for p in own}
+        held = (p for group in self.groups.optimizer.param_groups for p in group["params"])
+        self._host = [p for p in held if p.requires_grad and id(p) in network and id(p) not in seeds]
+        if not self._host:
+            self._host = self.alone = own
+        if any(map(in_parts, own)):
+            self._watch = [p.register_post_accumulate_grad_hook(self._part_arrived) for p in self._host]
+            return
+        # The first gradient that a pass computes, before it is added to any parameter, finds what was there before the pass.
+        hook = torch.autograd.graph.register_multi_grad_hook(
+            [*self._host, *own], lambda _: self._drop_what_the_host_dropped(self._host), mode="any"
+        )
+        self._watch = [hook]
+
+    def _part_arrived(self, parameter: Tensor) -> None:
+        """Notice the beginning of a backward pass under FSDP, which computes no gradient of a part that a hook could wait for.
+
+        FSDP adds to the gradient of a part, or makes a new one, and calls this. What was there before the pass is the same tensor
+        still, except for this parameter, to which it has been added already.
+        """
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:
+            self._pass = current
+            self._drop_what_the_host_dropped([p for p in self._host if p is not parameter] or self._host)
+        if parameter.grad is not None:
+            self._parts[id(parameter)] = weakref.ref(parameter.grad)
+
+    def _drop_what_the_host_dropped(self, host: Sequence[nn.Parameter]) -> None:
+        """Drop the gradients that were taken if the host holds none; reads the device where it holds some, if only zeros."""
+        for parameter in host:
+            gradient = parameter.grad
+            if gradient is None or (
+                in_parts(gradient) and self._parts.get(id(parameter), lambda: None)() is not gradient
+            ):
+                continue
+            if own_part(gradient).any():
+                return
+        self._taken.clear()
+        self._passes.clear()
+
+    def _on_step(self) -> None:
+        """Before the loop's optimizer steps."""
+        if self.names and self.straight:
+            self._drop_what_the_host_dropped(self._host)
+        elif self.names:
+            self._keep()
+
+    def _on_stepped(self) -> None:
+        """After the loop's optimizer has stepped: a closure may have run its backward pass in between."""
+        self._stepped = True
+        # A GradScaler leaves it to a fused optimizer to skip a step, and tells it by this attribute.
+        self._overflow = getattr(self.groups.optimizer, "found_inf", None)
+        self._used = {name: dict(taken) for name, taken in self._taken.items()}
+        self._usual = max(self._passes.values(), default=self._usual)
+        for name in self.names if self.alone else ():
+            self._note_norm(name, [parameter.grad for parameter in self._seed(name).trained()])
 
     @torch.no_grad()
     def _keep(self) -> None:
@@ -169,7 +263,7 @@ class Incubation:
         """Scale the proximal term as the loop scales its loss, and divide it by the number of backward passes in a step."""
         for name in self.names:
             pull = self._seed(name).pull
-            weight = pull.new_tensor(self.proximal / self._usual)
+            weight = pull.new_tensor((-1 if self.groups.maximizes(name) else 1) * self.proximal / self._usual)
             pull.copy_(weight if self.scale is None else self.scale(weight))
 
     def _shadow(self, name: str, planted: Planted | Seat, x: Any, y: Any) -> list[Tensor | None]:
@@ -188,7 +282,8 @@ class Incubation:
                 loss = self.probe.mean(call(self.network, x), y)
                 gradients: list[Tensor | None] = [None] * len(parameters)
                 if loss.requires_grad:  # the pass called the site
-                    gradients = _gradients(loss, parameters)
+                    # The probe compares losses, of which less is better, whatever the loop's optimizer is told.
+                    gradients = _gradients(-loss if self.groups.maximizes(name) else loss, parameters)
             finally:
                 watch.remove()
                 planted.mode = mode
@@ -205,22 +300,26 @@ class Incubation:
 
     def _step(self, name: str, planted: Planted | Seat, gradients: Sequence[Tensor | None]) -> None:
         """Take an optimizer step of one seed."""
-        known = [gradient for gradient in gradients if gradient is not None]
-        if not known:  # no pass called the site
+        if not self._note_norm(name, gradients):
             return
-        norm = torch.linalg.vector_norm(torch.stack([gather(torch.linalg.vector_norm(each)) for each in known]))
-        if self.scale is not None and not bool(torch.isfinite(norm)):  # a GradScaler skips such a step too
-            return
-        total, number = self._norms.get(name, (torch.zeros_like(norm), 0))
-        self._norms[name] = total + norm, number + 1
         parameters = planted.trained()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with self.groups.only([name]) as optimizer:
-            optimizer.step()
-        self._before = []  # of the seed alone
+        self.groups.step(name)
         for parameter in parameters:
             parameter.grad = None
+
+    def _note_norm(self, name: str, gradients: Sequence[Tensor | None]) -> bool:
+        """Add the norm of a seed's gradients to those since the last measurement; returns whether they are any to step by."""
+        known = [gradient for gradient in gradients if gradient is not None]
+        if not known:  # no pass called the site
+            return False
+        norm = torch.linalg.vector_norm(torch.stack([gather(torch.linalg.vector_norm(each)) for each in known]))
+        if self.scale is not None and not bool(torch.isfinite(norm)):  # a GradScaler skips such a step too
+            return False
+        total, number = self._norms.get(name, (torch.zeros_like(norm), 0))
+        self._norms[name] = total + norm, number + 1
+        return True
 
 
 def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:

@@ -122,8 +122,7 @@ class LivePopulation:
         if self.incubation.straight != (batch is None):
             self.incubation.straight = batch is None
             self.follow(self._seeds)
-        if self.incubation.names:
-            self.incubation.train(batch)
+        self.incubation.train(batch)
 
     def probe(self, seeds: Seeds, asked: Asked) -> Figures:
         """Measure the network as it is now: one read of the device."""
@@ -218,9 +217,9 @@ class LivePopulation:
                 incubating.append(site.name)
             elif acts and not frozen:
                 acting += planted.trained()
-        if not self.grafts.reserved:  # seats are parameters that DistributedDataParallel knows
-            self.shared.follow(acting)
         self.incubation.follow(incubating)
+        if not self.grafts.reserved:  # seats are parameters that DistributedDataParallel knows
+            self.shared.follow([*acting, *self.incubation.alone])
 
 
 class _Kept:
