@@ -1,5 +1,6 @@
 """What `esper.Growth` and `esper.graft` refuse: each in one sentence that names what was given and what mends it."""
 
+import copy
 import itertools
 import warnings
 
@@ -11,11 +12,13 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, is_grafted
+from esper.kasmina.grafted import graft, is_grafted, ungraft
+from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
 from esper.leyline.streams import Map, Sequence, Vector
 from esper.runs.growth import Growth
+from populations import Script
 
 WIDTH = 6
 SITES = {name: Site(name, name, name, Vector(WIDTH)) for name in ("0", "2")}
@@ -242,6 +245,63 @@ def test_bad_models_are_refused_in_a_sentence():
         grow(ema=AveragedModel(host()))
     with pytest.raises(InputError, match="step was given 1 arguments"):
         grow().step(data(1))
+
+
+def test_two_growths_do_not_share_a_model_or_an_optimizer():
+    one, other = graft(host(), SITES), graft(host(), SITES)
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    growth = grow(one, optimizer)
+    with pytest.raises(
+        InputError, match=r"Sequential is grown by another esper.Growth, .* call finish\(\) of that one"
+    ):
+        grow(one)
+    with pytest.raises(InputError, match="is grown by another"):
+        grow(nn.Sequential(one, nn.Identity()))
+    with pytest.raises(
+        InputError, match=r"SGD is used by another esper\.Growth, .* give each model that grows an optimizer of"
+    ):
+        grow(other, optimizer)
+    growth.finish()
+    grow(other, optimizer).finish()
+    grow(one, optimizer).finish()
+
+
+def test_a_model_with_seeds_that_no_growth_holds_is_refused_until_it_is_ungrafted():
+    model = graft(host(), SITES)
+    growth = grow(model, controller=Script({(0, 0): (Op.GERMINATE, 0, 0, 0, 1, 3)}))
+    again = copy.deepcopy(model)
+    del growth
+    for each in (model, again):
+        with pytest.raises(
+            InputError, match=r"has seeds of an esper.Growth that was not finished; call esper\.ungraft"
+        ):
+            grow(each)
+    grow(graft(ungraft(model), SITES))
+
+
+@pytest.mark.parametrize("other", [nn.Linear(4, WIDTH), None], ids=["replaced", "gone"])
+def test_a_grafted_submodule_that_was_replaced_is_named(other):
+    model = graft(host(), SITES)
+    growth = grow(model)
+    grafted, model._modules["0"] = model[0], other
+    growth.step()
+    for call in (growth.step, growth.finish):
+        with pytest.raises(
+            InputError, match=r"submodule '0' of site '0' was replaced after the model was grafted; put"
+        ):
+            call()
+    model._modules["0"] = grafted
+    growth.finish()
+
+
+def test_nothing_grows_in_inference_mode():
+    growth = grow()
+    with torch.inference_mode():
+        with pytest.raises(InputError, match=r"growth\.step\(\) is called within torch\.inference_mode\(\)"):
+            growth.step()
+        with pytest.raises(InputError, match=r"esper\.Growth is called within torch\.inference_mode\(\)"):
+            grow()
+    assert growth.calls == 0
 
 
 def test_a_network_whose_growth_is_refused_stays_as_it_was():

@@ -196,9 +196,17 @@ def _found(
 
 
 def _at(module: nn.Module, name: str) -> tuple[nn.Module, Point]:
-    """The submodule of a site, and its point."""
-    after = module.get_submodule(sites_of(module)[name].after)
-    return after, after.__dict__[POINT]
+    """The submodule of a site, and its point. InputError if the submodule is not the grafted one any more."""
+    path = sites_of(module)[name].after
+    try:
+        after = module.get_submodule(path)
+        point: Point = after.__dict__[POINT]
+    except (AttributeError, KeyError):
+        raise InputError(
+            f"submodule {path!r} of site {name!r} was replaced after the model was grafted; put the grafted submodule back, and "
+            "load new weights into it by its load_state_dict"
+        ) from None
+    return after, point
 
 
 def _check_sites(sites: Any) -> None:

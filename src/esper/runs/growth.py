@@ -1,6 +1,7 @@
 """Growing one network in a training loop of a person's own."""
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.adapter import save_adapter
 from esper.kasmina.freezing import Freeze, Frozen
-from esper.kasmina.grafted import graft, planted_at, trim
+from esper.kasmina.grafted import bank_at, graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
 from esper.kasmina.sharding import fill, is_sharded, reshard
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
@@ -27,7 +28,7 @@ from esper.tamiyo.catalog import get_controller
 from esper.tolaria.averages import Average
 from esper.tolaria.engine import Engine
 from esper.tolaria.grafts import GrowthMode
-from esper.tolaria.groups import Groups
+from esper.tolaria.groups import Groups, unwrapped
 from esper.tolaria.incubation import Scale
 from esper.tolaria.live import LivePopulation
 from esper.tolaria.live_probe import Batches, Loss, Probe
@@ -35,6 +36,9 @@ from esper.tolaria.play import decide
 from esper.tolaria.ranks import Ranks, SharedGradients, processes
 
 M = TypeVar("M", bound=nn.Module)
+
+_UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
+"""Growths whose seeds are in a model and an optimizer."""
 
 
 class Growth:
@@ -59,8 +63,8 @@ class Growth:
         model: the module that grows, or a DistributedDataParallel of it, whose processes then grow alike. Where `esper.graft` has
             given it no sites, it gets those that are found on the first input of the probe. A compiled module stands for the one
             inside, which has its sites already.
-        optimizer: any torch optimizer with parameter groups. The matrices of a seed get a group like that of the nearest matrix,
-            its biases and norms one like that of the nearest bias or norm.
+        optimizer: any torch optimizer with parameter groups, of which no other growth makes use. The matrices of a seed get a
+            group like that of the nearest matrix, its biases and norms one like that of the nearest bias or norm.
         scheduler: its learning rate scheduler, or a list of them.
         ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, made after the model was grafted. It gets
             every seed that the model gets.
@@ -108,7 +112,9 @@ class Growth:
         settings: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> None:
+        _check_mode("esper.Growth")
         network, wrapper = unwrap(model)
+        _check_owner(network, unwrapped(optimizer))
         sharded = is_sharded(network)
         if mode not in get_args(GrowthMode):
             raise InputError(f"mode is {mode!r}; give 'live' or 'reserve'")
@@ -161,6 +167,7 @@ class Growth:
         self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
         self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
         self._decide()
+        _UNFINISHED.add(self)
 
     @property
     def population(self) -> LivePopulation:
@@ -178,6 +185,7 @@ class Growth:
             raise InputError(
                 f"step was given {len(batch)} arguments; give none, or the input and the target of the step"
             )
+        _check_mode("growth.step()")
         self.calls += 1
         self.population.incubate((batch[0], batch[1]) if batch else None)
         if self.calls % self.every or self.engine.state.opened is None:
@@ -214,6 +222,7 @@ class Growth:
         self.frozen.release()
         population.groups.disown()
         population.incubation.close()
+        _UNFINISHED.discard(self)
         for network in (self.model, *population.grafts.copies):
             trim(network)
         self.finished = True
@@ -417,6 +426,35 @@ class Growth:
         sentences = explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
         sentences = [*self._findings.values(), *sentences]
         return [*sentences, *(unfinished(view, gates, self.attempts.allowed_last) if self.finished else ())]
+
+
+def _check_mode(name: str) -> None:
+    """InputError where nothing can learn."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            f"{name} is called within torch.inference_mode(), where nothing can learn; call it outside of that block"
+        )
+
+
+def _check_owner(network: nn.Module, optimizer: Any) -> None:
+    """InputError if a network or an optimizer has seeds of another growth, or may get some."""
+    parts = set(network.modules())
+    for other in _UNFINISHED:
+        if other.model in parts or network in set(other.model.modules()):
+            raise InputError(
+                f"the {type(network).__name__} is grown by another esper.Growth, which is not finished; call finish() of that "
+                "one first"
+            )
+        if other.population.groups.optimizer is optimizer:
+            raise InputError(
+                f"the {type(optimizer).__name__} is used by another esper.Growth, which is not finished; give each model that "
+                "grows an optimizer of its own, or call finish() of that growth first"
+            )
+    if is_grafted(network) and any(planted_at(network, name) or bank_at(network, name) for name in sites_of(network)):
+        raise InputError(
+            f"the {type(network).__name__} has seeds of an esper.Growth that was not finished; call esper.ungraft(model), and "
+            "make the optimizer anew"
+        )
 
 
 def _scale(scaler: Any) -> Scale | None:
