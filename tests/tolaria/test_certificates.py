@@ -8,16 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import ndtri
+from scipy.stats import binom
 from torch.utils import _pytree as pytree
 
 import esper
-from esper.kasmina.certificates import BETS, Certificates, bets, log_wealth, sign_test, signs
+from esper.kasmina.certificates import BETS, MOST, Certificates, bets, chance, log_wealth, sign_test, signs
 from esper.kasmina.lifecycle import dormant
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.gates import judge
 from esper.leyline.stages import Stage
-from esper.leyline.task import Split
+from esper.leyline.task import Lengths, Mixture, Room, Split
 from esper.leyline.trees import as_tree
 from esper.runs.cohort import cohort_of
 from esper.tolaria.certifying import set_aside
@@ -36,50 +38,72 @@ def holding(rows, slots, age=4):
     return seeds
 
 
+def blank(rows, slots, alpha=ALPHA):
+    """Rows of which each has fresh examples and a budget of its own."""
+    return Certificates.none(np.arange(rows), slots, alpha)
+
+
+SURE = np.inf  # evidence of the probe, in standard errors, that makes a look take the largest share of the budget
+
+
 class Examiner:
-    """Runs with one slot each, whose looks follow each other at once. `naive` tests every look at alpha."""
+    """Runs of some rows that share their fresh examples, whose looks follow each other at once.
 
-    def __init__(self, *, naive=False):
-        self.state, self.naive = Certificates.none(RUNS, 1, ALPHA), naive
+    `naive` tests every look at alpha; `leak` gives every row a budget of its own. `evidence` is what the probe says of every
+    seed; None takes as little of it as a look needs.
+    """
 
-    def verdict(self, differences):
-        """(RUNS,) whether each run certifies its differences, (RUNS, N)."""
+    def __init__(self, *, rows=1, runs=RUNS, naive=False, leak=False, evidence=SURE):
+        self.rows, self.runs, self.naive, self.evidence = rows, runs, naive, evidence
+        group = np.arange(runs * rows) if leak else np.arange(runs).repeat(rows)
+        self.state = Certificates.none(group, 1, ALPHA)
+
+    def verdict(self, differences, row=0):
+        """(runs,) whether a row of each run certifies its differences, (runs, N)."""
         if self.naive:
-            self.state = Certificates.none(RUNS, 1, 2 * ALPHA)
+            self.state = Certificates.none(self.state.group, 1, ALPHA / MOST)
+        due = (np.arange(self.runs * self.rows) % self.rows == row)[:, None]
         p = sign_test(signs(torch.from_numpy(differences), None).numpy())
-        self.state = self.state.looked(np.ones((RUNS, 1), bool), p, holding(RUNS, 1))
-        return self.state.level[:, 0] > 0
+        budget = self.state.budget[self.state.group][:, None]
+        z = np.full(due.shape, SURE) if self.evidence else 0.75 - ndtri(budget)  # a chance of 0.70
+        self.state = self.state.looked(due, p, holding(*due.shape), z)
+        return self.state.level[due[:, 0], 0] > 0
+
+
+def test_the_chance_of_a_look_is_that_of_an_effect_of_which_the_probe_saw_a_noisy_mean():
+    noise = np.random.default_rng(0).normal(size=(2, 100_000))
+    effect = 2.5 - noise[0]  # what the probe saw is 2.5, whatever the effect
+    assert chance(2.5, ALPHA) == pytest.approx((effect + noise[1] >= -ndtri(ALPHA)).mean(), abs=0.01)
+    assert chance(np.array([np.nan, np.inf, 0.0]), 0.5).tolist() == [0.5, 1, 0.5]
 
 
 @given(verdicts=st.lists(st.booleans(), max_size=12))
 def test_what_follows_a_certificate_and_what_follows_a_refusal_have_the_budget_together(verdicts):
-    state, due, seeds = Certificates.none(1, 1, ALPHA), np.ones((1, 1), bool), holding(1, 1)
+    state, due, seeds, sure = blank(1, 1), np.ones((1, 1), bool), holding(1, 1), np.full((1, 1), SURE)
     for verdict in verdicts:
-        level = state.next_level()
-        assert 0 < level[0] < state.budget[0]
-        after = {p: state.looked(due, np.array([p]), seeds) for p in (0.0, 1.0)}
+        after = {p: state.looked(due, np.array([p]), seeds, sure) for p in (0.0, 1.0)}
+        level = after[0.0].level[0, 0]
+        assert 0 < level < state.budget[0]
+        assert after[0.0].budget[0] == level
         assert after[0.0].budget + after[1.0].budget == pytest.approx(state.budget)
-        assert (after[0.0].level[0, 0], after[1.0].level[0, 0]) == (level[0], 0)
+        assert after[1.0].level[0, 0] == 0
         state = after[0.0 if verdict else 1.0]
 
 
-def test_after_refusals_the_levels_fall_with_the_square_and_after_a_certificate_they_go_on_from_its_level():
-    state, due, levels = Certificates.none(1, 1, ALPHA), np.ones((1, 1), bool), []
-    for p in (1.0, 1.0, 0.0, 1.0, 1.0):
-        levels.append(state.next_level()[0] / ALPHA)
-        state = state.looked(due, np.array([p]), holding(1, 1))
-    assert levels == pytest.approx([1 / 2, 1 / 6, 1 / 12, 1 / 24, 1 / 72])
-
-
-def test_seeds_that_are_looked_at_together_are_tested_slot_by_slot():
-    state = Certificates.none(2, 3, ALPHA)
-    due = np.array([[True, False, True], [False, True, False]])
-    together = state.looked(due, np.array([1.0, 0.0, 0.0]), holding(2, 3))
-    for slot, p in enumerate(([1.0], [0.0], [0.0])):
-        state = state.looked(due & (np.arange(3) == slot), np.array(p), holding(2, 3))
-    for one, other in zip(together, state, strict=True):
-        np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(state.level, ALPHA * np.array([[0, np.nan, 1 / 6], [np.nan, 1 / 2, np.nan]]))
+def test_seeds_of_rows_that_share_examples_are_tested_from_the_strongest_on_and_spend_one_budget():
+    group, z = np.array([0, 1, 0]), np.array([[4.2, 5.0], [np.nan, 4.0], [4.5, np.nan]])
+    due, p = ~np.isnan(z), np.array([0.0, 1.0, 0.0, 0.0])
+    together = Certificates.none(group, 2, ALPHA).looked(due, p, holding(3, 2), z)
+    state = Certificates.none(group, 2, ALPHA)
+    for row, slot in ((0, 1), (1, 1), (2, 0), (0, 0)):
+        one = np.zeros((3, 2), bool)
+        one[row, slot] = True
+        state = state.looked(one, np.array([0.0 if (row, slot) != (0, 1) else 1.0]), holding(3, 2), z)
+    for each, other in zip(together, state, strict=True):
+        np.testing.assert_array_equal(each, other)
+    assert together.level[0, 1] == 0
+    assert together.level[2, 0] == ALPHA * (1 - MOST) * chance(4.5, ALPHA * (1 - MOST))
+    assert together.budget.tolist() == [together.level[0, 0], together.level[1, 1]]
 
 
 def test_the_sign_test_is_the_tail_of_fair_coins():
@@ -131,35 +155,55 @@ def coins(generator, *shape):
     return generator.choice([-1.0, 1.0], shape)
 
 
-def wandering(generator, examiner):
+def wandering(generator, examiner, rows):
     """Seeds whose expectation goes above and below 0 from look to look, on the same examples. Returns false certificates."""
+    RUNS = examiner.runs
     chance, own, false = generator.random((RUNS, 60)), coins(generator, RUNS, 60), np.zeros(RUNS, bool)
     for look in range(12):
         helps = look % 3 == 0
         mine = np.where(generator.random((RUNS, 60)) < 0.5, own, coins(generator, RUNS, 60))
         differences = np.where(chance < 0.3, 1.0, mine) if helps else mine
-        false |= examiner.verdict(differences) & (not helps)
+        false |= examiner.verdict(differences, look % rows) & (not helps)
     return false
 
 
-def chosen(generator, examiner):
-    """Learn the examples bit by bit: verdicts on 8 seeds that help a little choose a ninth that does not. False certificates."""
-    features = coins(generator, 8, RUNS, 60)
-    votes = np.zeros((RUNS, 60))
-    for feature in features:
-        helps = np.where(generator.random((RUNS, 60)) < 0.2, 1.0, feature)  # expectation 0.2
-        votes += np.where(examiner.verdict(helps), 1, -1)[:, None] * feature
-    return examiner.verdict(np.sign(votes))
+def chosen(generator, examiner, rows):
+    """Learn the examples bit by bit: verdicts on seeds that help a little, 8 in each row but the last, choose a seed of the last
+    row that does not help. Returns its false certificates.
+    """
+    votes = np.zeros((examiner.runs, 60))
+    for row in range(max(rows - 1, 1)):
+        for _ in range(8):
+            feature = coins(generator, examiner.runs, 60)
+            helps = np.where(generator.random(feature.shape) < 0.2, 1.0, feature)  # expectation 0.2
+            votes += np.where(examiner.verdict(helps, row), 1, -1)[:, None] * feature
+    return examiner.verdict(np.where(votes == 0, coins(generator, examiner.runs, 60), np.sign(votes)), rows - 1)
+
+
+def refuted(false):
+    """Whether so many false certificates have a probability under 1e-4 where one has the probability alpha."""
+    return binom.sf(false.sum() - 1, len(false), ALPHA) < 1e-4
+
+
+@pytest.mark.parametrize("evidence", [SURE, None])
+@pytest.mark.parametrize(("rows", "runs"), [(1, RUNS), (2, RUNS), (8, 1000), (64, 150)])
+@pytest.mark.parametrize("adversary", [wandering, chosen])
+def test_whatever_is_looked_at_rows_that_share_examples_have_a_false_certificate_with_probability_alpha_at_most(
+    adversary, rows, runs, evidence
+):
+    examiner = Examiner(rows=rows, runs=runs, evidence=evidence)
+    assert not refuted(adversary(np.random.default_rng(3), examiner, rows))
 
 
 @pytest.mark.parametrize("adversary", [wandering, chosen])
-def test_whatever_is_looked_at_a_run_gives_a_false_certificate_with_probability_alpha_at_most(adversary):
-    """The same adversaries fool tests at alpha on examples that are used again, so they are adversaries."""
-    guarded, naive = (
-        adversary(np.random.default_rng(3), examiner).mean() for examiner in (Examiner(), Examiner(naive=True))
-    )
-    assert guarded <= ALPHA + 3 * math.sqrt(ALPHA / RUNS)
-    assert naive > 2 * ALPHA
+def test_the_adversaries_fool_looks_at_alpha_each(adversary):
+    assert refuted(adversary(np.random.default_rng(3), Examiner(naive=True), 1))
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_the_adversary_of_many_rows_fools_rows_that_have_a_budget_each(rows):
+    examiner = Examiner(rows=rows, runs=1000, leak=True)
+    assert refuted(chosen(np.random.default_rng(3), examiner, rows))
 
 
 def test_a_seed_that_helps_is_certified_at_the_first_look():
@@ -168,25 +212,33 @@ def test_a_seed_that_helps_is_certified_at_the_first_look():
 
 
 def test_a_seed_that_returns_to_holding_is_on_a_new_trial_and_the_budget_stays_spent():
-    state, due = Certificates.none(1, 2, ALPHA), np.array([[True, False]])
+    state, due, sure = blank(1, 2), np.array([[True, False]]), np.full((1, 2), SURE)
     seeds = holding(1, 2)
-    state = state.looked(due, np.zeros(1), seeds)
-    assert not state.due(due, seeds).any()
+    state = state.looked(due, np.zeros(1), seeds, sure)
+    assert not state.due(due, seeds, sure).any()
     seeds.age[0, 0] = 0  # as after SET_ALPHA at once
     state = state.during(seeds)
     assert np.isnan(state.level).all()
-    assert state.due(due, seeds).tolist() == due.tolist()
-    assert state.budget.tolist() == [ALPHA / 2]
+    assert state.due(due, seeds, sure).tolist() == due.tolist()
+    assert state.budget.tolist() == [ALPHA * MOST]
 
 
 def test_a_refused_seed_is_looked_at_again_later_and_later():
-    state, due, ages = Certificates.none(1, 1, ALPHA), np.ones((1, 1), bool), []
+    state, due, sure, ages = blank(1, 1), np.ones((1, 1), bool), np.full((1, 1), SURE), []
     for age in range(2, 25):
         seeds = holding(1, 1, age)
-        if state.due(due, seeds).all():
+        if state.due(due, seeds, sure).all():
             ages.append(age)
-            state = state.looked(due, np.ones(1), seeds)
+            state = state.looked(due, np.ones(1), seeds, sure)
     assert ages == [2, 3, 4, 6, 8, 11, 14, 18, 23]
+
+
+def test_a_seed_that_would_probably_be_refused_is_not_looked_at_and_costs_nothing():
+    state, due, weak = blank(1, 2), np.ones((1, 2), bool), np.array([[2.0, 3.0]])
+    assert state.due(due, holding(1, 2), weak).tolist() == [[False, True]]
+    state = state.looked(due, np.zeros(2), holding(1, 2), weak)
+    assert np.isnan(state.level).tolist() == [[True, False]]
+    assert state.budget[0] == state.level[0, 1]
 
 
 def test_fresh_examples_are_no_probe_examples():
@@ -202,7 +254,8 @@ def test_a_probe_split_that_cannot_be_divided_is_refused(share):
         set_aside(Split(torch.zeros(20, 1), torch.zeros(20, dtype=torch.int64)), share, 0)
 
 
-GATES = {"certify": ALPHA, "min_contribution": -1.0, "contribution_z": 0.0}
+LARGE = 0.9  # so that the seeds of these short runs are looked at
+GATES = {"certify": LARGE, "min_contribution": -1.0, "contribution_z": 0.0}
 PLANTED = {(0, env): (Op.GERMINATE, env % 2, 0, 0, 1, 3) for env in range(3)} | {
     (2, env): (Op.ADVANCE, env % 2) for env in range(3)
 }
@@ -238,7 +291,7 @@ def watched(population):
 def test_a_look_compares_the_network_with_and_without_the_seed_on_all_fresh_examples():
     engine, client = certified_engine()
     seen = watched(engine.population)
-    view = played(engine, client, 4)
+    view = played(engine, client, 3)
     population = engine.population
     engine.step(client.act(view))
     seeds, due, compared = seen[-1]
@@ -270,14 +323,14 @@ def test_fossilize_is_masked_until_the_certificate_and_the_reason_says_so():
     env, slot = np.argwhere(on_trial & ~certified)[0]
     reason = gate.reason(env, slot)
     assert "fresh examples have not shown that it helps" in reason
-    assert f"at level {view.measurements.level[env]:.2g} (gates.certify)" in reason
+    assert f"{view.measurements.level[env]:.2g} of gates.certify is left" in reason
 
 
 def test_a_controller_sees_of_the_fresh_examples_no_more_than_verdicts():
-    engines = [certified_engine({"gates": {"certify": 1e-9, "certify_share": 0.8}}) for _ in range(2)]
+    engines = [certified_engine() for _ in range(2)]
     for number, (engine, _) in enumerate(engines):
         fresh = engine.population.data.fresh
-        engine.population.data.fresh = fresh._replace(y=(fresh.y + number) % 3)
+        engine.population.data.fresh = fresh._replace(y=(fresh.y + 2 * number) % 3)
     looks = [watched(engine.population) for engine, _ in engines]
     views = [played(engine, client, 9) for engine, client in engines]
     assert any((one[-1] != other[-1]).any() for one, other in zip(*looks, strict=True))
@@ -288,7 +341,7 @@ def test_a_controller_sees_of_the_fresh_examples_no_more_than_verdicts():
 
 def test_a_step_with_looks_reads_the_device_once():
     engine, client = certified_engine()
-    view = played(engine, client, 4)
+    view = played(engine, client, 3)
     actions, looks = client.act(view), watched(engine.population)
     with counted_reads() as reads:
         engine.step(actions)
@@ -305,7 +358,7 @@ def test_a_resumed_run_has_the_same_certificates():
     for _ in range(3):
         engine.step(client.act(view))
         view, _ = other.step(client.act(view))
-    assert (engine.certifier.state.budget < ALPHA).any()
+    assert (engine.certifier.state.budget < LARGE).any()
     for name, field in engine.snapshot()["certificates"].items():
         np.testing.assert_array_equal(field, other.snapshot()["certificates"][name], err_msg=name)
     np.testing.assert_array_equal(engine.view().measurements.certificate, view.measurements.certificate)
@@ -315,20 +368,59 @@ def test_an_episode_goes_on_with_the_budget_that_the_last_one_left():
     engine, client = certified_engine()
     played(engine, client, 6)
     budget = engine.certifier.state.budget.copy()
-    engine.reset()
-    assert (budget < ALPHA).any()
-    assert engine.certifier.state.budget.tolist() == budget.tolist()
-    engine.reset(np.array([7, 8, 9]))
-    assert engine.certifier.state.budget.tolist() == [ALPHA] * 3
+    assert (budget < LARGE).all()
+    for instance in (None, np.array([7, 8, 9])):  # other starts on the same data
+        engine.reset(instance)
+        assert engine.certifier.state.budget.tolist() == budget.tolist()
 
 
-def test_a_look_does_not_depend_on_other_environments():
+def drawn(key):
+    """An instance whose probe examples are moved by its key; of the keys from 10 on, every second one is that of the key 0."""
+    task = blobs(examples=400, hidden=(1, 1))
+    offset = torch.full((len(task.probe.y), 1), key)
+    if key >= 10:
+        offset[::2] = 0
+    return task.instance(key)._replace(probe=Split(task.probe.x + offset, task.probe.y))
+
+
+def test_instances_have_budgets_of_their_own_and_one_that_returns_goes_on_with_its_own():
+    task = blobs(examples=400, hidden=(1, 1))
+    mixture = Mixture(
+        name="drawn",
+        summary="blobs that each instance moves",
+        room=Room(task.host, (6,), Lengths(probe=len(task.probe.y), held=len(task.test.y))),
+        sample=drawn,
+        test=lambda _: task.test,
+        ranges={"training": range(20), "validation": range(0), "heldout": range(0)},
+        objective=task.objective,
+        menu=task.menu,
+    )
+    engine = VectorizedEngine(mixture, small_config({"gates": GATES}, envs=2, steps=12))
+    first, client = np.array([0, 1]), Script(PLANTED)
+    budgets = {}
+    for instance in (first, first + 1, first, first + 10):
+        view = engine.reset(instance)
+        state = engine.certifier.state
+        assert [budgets.get(key, LARGE) for key in instance.tolist()] == state.budget[state.group].tolist()
+        for _ in range(6):
+            view, _ = engine.step(client.act(view))
+        state = engine.certifier.state
+        budgets |= dict(zip(instance.tolist(), state.budget[state.group].tolist(), strict=True))
+        if instance[0] == 0:  # the keys 10 and 11 share examples with the key 0
+            budgets |= dict.fromkeys((10, 11), budgets[0])
+    assert budgets[0] < LARGE
+    assert state.group[0] == state.group[1]
+    assert len(state.budget) == 3
+
+
+def test_a_comparison_does_not_depend_on_other_environments():
     found = []
     for envs in (3, 2):
         engine, _ = certified_engine(envs=envs)
         looks = watched(engine.population)
-        played(engine, Script({at: what for at, what in PLANTED.items() if at[1] < envs}), 6)
-        found.append([compared[np.nonzero(due)[0] < 2].tolist() for _, due, compared in looks])
+        played(engine, Script({at: what for at, what in PLANTED.items() if at[1] < envs}), 4)
+        _, due, compared = looks[0]
+        found.append(compared[np.nonzero(due)[0] < 2].tolist())
     assert found[0] == found[1]
     assert found[0]
 
@@ -347,9 +439,9 @@ def test_other_metrics_than_the_accuracy_are_tested_by_the_clipped_loss():
 
 def test_too_few_fresh_examples_for_any_certificate_are_refused():
     with pytest.raises(
-        InputError, match=r"gates\.certify 0\.05 needs 6 fresh examples or more, and the population .* has 3 set aside"
+        InputError, match=r"gates\.certify 0\.05 needs 5 fresh examples or more, and the population .* has 3 set aside"
     ):
-        certified_engine({"gates": {"certify_share": 0.05}})
+        certified_engine({"gates": {"certify": ALPHA, "certify_share": 0.05}})
 
 
 def test_a_training_refuses_certificates():

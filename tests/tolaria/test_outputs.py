@@ -91,7 +91,7 @@ def test_an_example_of_several_predictions_is_certified_by_bets_and_one_of_a_sin
         host_of(Repeated if times > 1 else lambda _: nn.Identity(), times),
         Classification(3),
     )
-    gates = {"certify": 0.05, "min_contribution": -1.0, "contribution_z": 0.0}
+    gates = {"certify": 0.9, "min_contribution": -1.0, "contribution_z": 0.0}
     engine, client = VectorizedEngine(task, small_config({"gates": gates}, envs=2)), Script(GROWING)
     view, seen, probe = engine.reset(), [], engine.population.probe
     engine.population.probe = lambda seeds, asked: seen.append(probe(seeds, asked)) or seen[-1]

@@ -194,8 +194,8 @@ class GatesConfig(Section):
         None,
         gt=0,
         lt=1,
-        description="gate G5: largest chance, over all seeds of an environment's run, of keeping one that does not help on fresh "
-        "examples (`esper docs lifecycle`); null keeps without a certificate",
+        description="gate G5: largest chance, over all seeds of all environments that share fresh examples, of certifying one "
+        "that does not help on them (`esper docs lifecycle`); null keeps without a certificate",
     )
     certify_share: float = Field(
         0.5,

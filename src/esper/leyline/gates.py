@@ -120,12 +120,12 @@ def _bound(name: str, bound: Floats, z: float, least: float, keys: str) -> Check
 
 def _certified(measurements: Measurements) -> Check:
     """Return the check that a seed on trial is certified."""
-    certificate = measurements.certificate
-    next_level = np.broadcast_to(measurements.level[:, None], certificate.shape)
-    failure = (
-        "fresh examples have not shown that it helps, and the next look tests at level {value:.2g} (gates.certify)"
-    )
-    return Check("certificate", certificate, next_level, failure)
+    certificate = np.nan_to_num(
+        measurements.certificate, nan=0.0
+    )  # a seed that was not looked at is as one that was refused
+    left = np.broadcast_to(measurements.level[:, None], certificate.shape)
+    failure = "fresh examples have not shown that it helps, and {value:.2g} of gates.certify is left to test it at"
+    return Check("certificate", certificate, left, failure)
 
 
 def _measured(name: str, mean: Floats) -> Check:

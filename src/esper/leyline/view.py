@@ -96,7 +96,7 @@ class Measurements(NamedTuple):
         sensor_age (int): steps since the sensors were computed
         certificate ((E, S) float64): with `gates.certify`, the level at which a seed on trial is certified; 0 where looks refused
             it, and nan before its first look
-        level ((E,) float64): the level at which the next look tests; nan without `gates.certify`
+        level ((E,) float64): what is left of `gates.certify`, below which the next look tests; nan without `gates.certify`
     """
 
     metric: Floats

@@ -52,14 +52,16 @@ def spirals_narrow(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Tas
     return replace(spirals(), name="spirals-narrow", summary=NARROW, host=host, room=None)
 
 
-def spiral_points(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def spiral_points(count: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(count, 2) features x in torch's default dtype, and (count,) int64 labels y, which alternate between 0 and 1.
+
+    The points are those of the numbers from `first` on, of which no two are alike.
 
         t = sqrt(u),   angle = 2 pi TURNS t + pi y,   r = t + BAND (2 v - 1),   x = RADIUS r (cos angle, sin angle)
 
     with u and v uniform in [0, 1). The square root spreads the points evenly along a spiral.
     """
-    index = np.arange(count)
+    index = first + np.arange(count)
     u, v = (keys.uniform(keys.key(draw, index)) for draw in range(2))
     t, y = np.sqrt(u), index % 2
     angle = 2 * math.pi * TURNS * t + math.pi * y

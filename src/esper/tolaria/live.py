@@ -63,7 +63,7 @@ class LivePopulation:
             probe.settle(network)
         reshard(network)
         self.host_params = np.array([sum(parameter.numel() for parameter in network.parameters())])
-        self.fresh = np.zeros(1, np.int64)  # the loop's data are its own
+        self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
         self.grafts = Grafts(network, averages, groups, self.menu, readings, ranks)
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
         self.ranks, self.shared = ranks, shared

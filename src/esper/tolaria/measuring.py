@@ -78,7 +78,7 @@ def measure(
     figures = population.probe(seeds, Asked(wanted, trained, sensors, finite, validation, look))
     measurements = _unpack(seeds, wanted, figures, last)
     if certifier is not None:
-        measurements = certifier.certified(seeds, measurements, look, figures.compared)
+        measurements = certifier.certified(seeds, last, measurements, look, figures.compared)
     scores = Scores(measurements.metric, measurements.loss, population.added_params(seeds))
     kept = population.added_params(seeds, frozenset({Stage.FOSSILIZED}))
     return Measured(

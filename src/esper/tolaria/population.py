@@ -5,7 +5,7 @@ A population holds networks and their data. It does not know the lifecycle: ever
 user's own loop trains, and `FormulaPopulation` (lab/formula.py) computes its figures from formulas.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -103,7 +103,7 @@ class Population(Protocol):
     environment (R,): the environment that each row belongs to.
     space: costs, widths and bounds of all rows; known once an episode has begun.
     host_params (R,): parameters of the hosts; known once an episode has begun.
-    fresh (R,): examples that are set aside for `gates.certify`; 0 where there are none.
+    fresh (R arrays): digests of the examples that are set aside for `gates.certify`; empty where there are none.
     label: the population in words, for messages.
     """
 
@@ -114,7 +114,7 @@ class Population(Protocol):
     label: str
 
     @property
-    def fresh(self) -> Indices: ...
+    def fresh(self) -> Sequence[Indices]: ...
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""

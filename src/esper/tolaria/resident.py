@@ -9,6 +9,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import check_host
 from esper.leyline.batches import Batch, picked
 from esper.leyline.config import Config
+from esper.leyline.duplicates import example_digests
 from esper.leyline.errors import InputError
 from esper.leyline.source import SENSED, Source
 from esper.leyline.task import AnyTask, Instance, Mixture, Split, finite, nonfinite
@@ -22,9 +23,9 @@ class ResidentData:
     """The problems of R rows, on the device. A problem that several instances share is held once.
 
     instance (R,): key of the instance of each row. problems: the distinct ones. feed: batches of the train splits. fit,
-    probe: examples for the sensors and the probe. fresh: examples for certified keeps, None without them. validation:
-    examples for early stopping, None without it. bounds (R, 2): metric on the probe split of the best constant
-    prediction, and of the perfect prediction.
+    probe: examples for the sensors and the probe. fresh: examples for certified keeps, None without them. set_aside: for
+    each row, digests (N,) of its fresh examples. validation: examples for early stopping, None without it. bounds (R, 2):
+    metric on the probe split of the best constant prediction, and of the perfect prediction.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class ResidentData:
             dtype,
             self._source(),
         )
-        self.fresh, self.set_aside = None, np.zeros(len(row), np.int64)
+        self.fresh, self.set_aside = None, [np.zeros(0, np.int64)] * len(row)
         if config.gates.certify is not None:
             parts = [set_aside(each.probe, config.gates.certify_share, config.seed) for each in self.problems]
             self.problems = [each._replace(probe=probe) for each, (probe, _) in zip(self.problems, parts, strict=True)]
-            self.set_aside = np.array([len(fresh.y) for _, fresh in parts])[row]
+            digests = [example_digests(*fresh).cpu().numpy() for _, fresh in parts]
+            self.set_aside = [digests[index] for index in row]
             self.fresh = self.stacked([fresh for _, fresh in parts], row, "probe")
         probes = [problem.probe for problem in self.problems]
         between = [bounds(task.objective, each.probe, each.target_scaling) for each in self.problems]

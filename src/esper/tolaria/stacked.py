@@ -199,8 +199,8 @@ class StackedPopulation:
         return figures
 
     @property
-    def fresh(self) -> Indices:
-        """(R,) examples that are set aside for `gates.certify`."""
+    def fresh(self) -> Sequence[Indices]:
+        """For each row, digests (N,) of the examples that are set aside for `gates.certify`."""
         return self.data.set_aside
 
     def tainted(self, rows: Indices, step: int) -> list[int]:

@@ -134,7 +134,8 @@ def _gate_lines(model: RunModel) -> list[str]:
     if gates.get("certify") is not None:
         lines.append(
             "A seed is kept only if it is certified by examples that neither training nor the probe reads; the chance that "
-            f"the run of an environment certifies a seed that does not help is at most {gates['certify']:g} (gates.certify)."
+            f"the environments that share these examples certify a seed that does not help is at most {gates['certify']:g} "
+            "(gates.certify)."
         )
     if gates.get("permissive"):
         return [
