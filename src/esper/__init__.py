@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # written out, as type checkers run nothing; tests/test_publi
     from esper.kasmina.host import SegmentedHost
     from esper.kasmina.layers import Linear
     from esper.kasmina.network import GrownNetwork
+    from esper.kasmina.saving import load_grown
     from esper.leyline.actions import Actions, Blend, Head, Op
     from esper.leyline.config import Config, RewardConfig, build_config
     from esper.leyline.errors import DataFault, InputError, LearningError, OutOfMemory, UserCodeError
@@ -138,6 +139,7 @@ __all__ = [  # written out, as type checkers run nothing; tests/test_public_name
     "gru",
     "heal",
     "load",
+    "load_grown",
     "mlp",
     "open_run",
     "report",

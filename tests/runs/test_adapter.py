@@ -77,10 +77,11 @@ def grown(tmp_path_factory):
         growth.step()
     folder = tmp_path_factory.mktemp("grown") / "adapter"
     growth.save_adapter(folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
     growth.finish()
-    with pytest.raises(InputError, match="call save_adapter before finish"):
-        growth.save_adapter(folder)
-    return model, head.detach(), folder
+    growth.save_adapter(folder)  # nothing was folded into the frozen host
+    assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    return model, head.detach(), folder, growth
 
 
 def copy_of(grown, width=8):
@@ -99,7 +100,7 @@ def test_a_frozen_host_is_bit_for_bit_what_it_was(grown):
 
 
 def test_another_copy_of_the_host_computes_the_same_with_the_adapter(grown):
-    model, _, folder = grown
+    model, _, folder, _ = grown
     other = attach(copy_of(grown), folder)
     x, _ = data()
     assert torch.equal(other(x), model(x))
@@ -158,6 +159,36 @@ def test_a_damaged_adapter_is_refused_and_the_model_stays_as_it_was(grown, tmp_p
         attach(model, folder)
     assert not is_grafted(model)
     assert type(model[0]) is nn.Linear
+
+
+def test_another_training_of_the_host_is_refused_unless_that_is_asked_for(grown):
+    other = copy_of(grown)
+    with torch.no_grad():
+        other[2].weight[0, 0] += 1e-6
+    before, said = (
+        other.state_dict(),
+        r"weights have digest ([0-9a-f]{16}), and those of this one have (?!\1)[0-9a-f]{16}",
+    )
+    with pytest.raises(
+        InputError, match=f"{said}; attach it to the host as it was trained then, or give other_host=True"
+    ):
+        attach(other, grown[2])
+    assert not is_grafted(other)
+    assert other.state_dict().keys() == before.keys()
+    x, _ = data()
+    assert torch.allclose(attach(other, grown[2], other_host=True)(x), grown[0](x), atol=1e-4)
+
+
+def test_a_folder_that_holds_something_else_is_left_as_it_is(grown, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    *_, growth = grown
+    with pytest.raises(
+        InputError, match=r"holds 'notes.txt', which would be removed; give a folder that is new or empty"
+    ):
+        growth.save_adapter(tmp_path)
+    with pytest.raises(InputError, match="is a file; give the name of a folder"):
+        growth.save_adapter(tmp_path / "notes.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_another_host_is_refused_by_name(grown):

@@ -278,7 +278,7 @@ def test_an_adapter_of_a_reserve_is_that_of_a_live_network(tmp_path):
     for mode in ("live", "reserve"):
         run = Run(mode).whole()
         run.growth.save_adapter(tmp_path / mode)
-        found.append(attach(host(), tmp_path / mode).eval()(x))
+        found.append(attach(host(), tmp_path / mode, other_host=True).eval()(x))
     assert torch.allclose(*found, rtol=1e-9, atol=1e-11)
 
 

@@ -136,7 +136,7 @@ def test_a_seed_computes_in_the_precision_of_its_host(found):
 
 
 def test_an_adapter_of_a_sharded_network_is_whole(found, folder):
-    network = attach(ungraft(ranks.host(ranks.Case())), folder / "adapter of after")
+    network = attach(ungraft(ranks.host(ranks.Case())), folder / "adapter of after", other_host=True)
     seeds = {key: value for key, value in found[0]["after"]["finished"].items() if ".esper." in key}
     assert seeds
     assert all(torch.equal(value, network.state_dict()[key]) for key, value in seeds.items())

@@ -1,9 +1,10 @@
 """Adapters: the seeds of a grafted network, saved in a folder and attached to other copies of the same host."""
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -11,10 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints import Blueprint, drawn_with, get_blueprint
-from esper.kasmina.grafted import graft, plant, planted_at, trim
-from esper.kasmina.grown import CHILD, sites_of
-from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.arena import Seat
+from esper.kasmina.blueprints import drawn_with, get_blueprint
+from esper.kasmina.grafted import graft, plant, trim
+from esper.kasmina.grown import CHILD
+from esper.kasmina.planted import Mode, Planted, Recipe
 from esper.kasmina.sharding import gather
 from esper.kasmina.slot import Seed
 from esper.kasmina.sums import SUMS, check_sum, sums_of
@@ -22,19 +24,23 @@ from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import parse_json
 from esper.leyline.sites import Site
+from esper.leyline.slots import Tap
 from esper.leyline.streams import STREAMS, Kind
 from esper.store.disk import find_folder, write_folder
 from esper.store.reading import open_regular, read_kept
+from esper.store.tensors import bytes_of
 
 WEIGHTS, DESCRIPTION = "adapter.safetensors", "adapter.json"
-FORMAT = 1
-_LARGEST = 2**24  # largest description that is read, in bytes
+FORMAT = 2
+LARGEST = 2**24  # largest description that is read, in bytes
 _AGAIN = "save the adapter again"
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class _Saved(BaseModel):
+class Saved(BaseModel):
+    """A part of a description in a file; a key that is missing or unknown is an error."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
@@ -44,7 +50,9 @@ def _blend(name: str) -> str:
     return name
 
 
-class _SavedSeed(_Saved):
+class SavedSeed(Saved):
+    """A seed, without its weights."""
+
     site: str
     after: str
     around: str
@@ -55,59 +63,133 @@ class _SavedSeed(_Saved):
     reads: PositiveInt
     blend: Annotated[str, AfterValidator(_blend)]
     alpha: float = Field(gt=0, le=1)
+    attached: bool
     host: dict[str, list[int]]  # shape of each parameter of the submodules `after` and `around`
 
 
-class _SavedAdapter(_Saved):
+class _SavedAdapter(Saved):
     format: int
-    seeds: list[_SavedSeed]
+    host: str  # digest of the weights of the host
+    seeds: list[SavedSeed]
 
 
-def save_adapter(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]], folder: Path | str | None) -> None:
-    """Write the seeds at some sites of a grafted network to a folder.
+def save_adapter(
+    network: nn.Module, seeds: Mapping[str, Planted | Seat], sites: Iterable[str], folder: Path | str | None
+) -> None:
+    """Write seeds of a network to a folder.
 
-    kept: for each site, the blueprint of its seed and the width that the seed reads.
+    seeds: by the submodule that they are behind. sites: submodules whose seeds, these and others, are not part of the host.
     folder: None in a process that gathers what it has a part of, and writes nothing.
     """
-    files = adapter_files(network, kept)
+    files = adapter_files(network, seeds, sites)
     if folder is not None:
-        write_folder(Path(folder), files)
+        write_own(folder, files)
 
 
-def adapter_files(network: nn.Module, kept: Mapping[str, tuple[Blueprint, int]]) -> dict[str, bytes]:
-    """The files that `save_adapter` writes, by name."""
-    seeds, tensors = [], {}
-    for name, (entry, reads) in kept.items():
-        site, planted = sites_of(network)[name], planted_at(network, name)
-        assert planted is not None, "a kept seed must be in the network"
-        seeds.append(
-            _SavedSeed(
+def adapter_files(network: nn.Module, seeds: Mapping[str, Planted | Seat], sites: Iterable[str]) -> dict[str, bytes]:
+    """Return the files that `save_adapter` writes, by name."""
+    described = described_seeds(network, seeds)
+    tensors = {
+        f"{known.site}/{part}": gather(tensor.detach()).cpu().contiguous()
+        for known, seed in zip(described, seeds.values(), strict=True)
+        for part, tensor in seed.weights().items()
+    }
+    whole = _SavedAdapter(format=FORMAT, host=host_digest(network, sites), seeds=described).model_dump(mode="json")
+    files = {WEIGHTS: save(tensors), DESCRIPTION: json.dumps(whole, indent=1).encode()}
+    return {**files, SUMS: sums_of(files)}
+
+
+def write_own(folder: Path | str, files: Mapping[str, Any]) -> None:
+    """Write a folder, or replace one that holds no other files than these. InputError if there is something else."""
+    folder = Path(folder).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; give the name of a folder")
+    others = sorted(path.name for path in folder.iterdir() if path.name not in files) if folder.is_dir() else []
+    if others:
+        raise InputError(f"{folder} holds {others[0]!r}, which would be removed; give a folder that is new or empty")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_folder(folder, files)
+
+
+def host_digest(network: nn.Module, sites: Iterable[str]) -> str:
+    """Return the first 16 hexadecimal digits of the sha256 of all that `state_dict` holds but seeds at some submodules.
+
+    Every process of a sharded network calls this.
+    """
+    seeds = tuple(f"{path}.{CHILD}." if path else f"{CHILD}." for path in every_name(network, sites))
+    made = hashlib.sha256()
+    for name, value in sorted(network.state_dict().items()):
+        if isinstance(value, Tensor) and not name.startswith(seeds):
+            made.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            made.update(bytes_of(gather(value.detach()).cpu()))
+    return made.hexdigest()[:16]
+
+
+def every_name(network: nn.Module, paths: Iterable[str]) -> set[str]:
+    """Return the names of submodules with those that they have beside, because they are used at several places."""
+    named = list(network.named_modules(remove_duplicate=False))
+    chosen = set(paths)
+    same = {id(part) for path, part in named if path in chosen}
+    return {path for path, part in named if id(part) in same}
+
+
+def described_seeds(network: nn.Module, seeds: Mapping[str, Planted | Seat]) -> list[SavedSeed]:
+    """Return what is saved of seeds, by the submodule that they are behind, beside their weights."""
+    found, names = [], set[str]()
+    for path, seed in seeds.items():
+        site, blueprint, reads = _recipe(path, seed)
+        name = path if site.name in names else site.name
+        names.add(name)
+        found.append(
+            SavedSeed(
                 site=name,
                 after=site.after,
                 around=site.around,
                 kind=site.stream.kind,
                 width=site.stream.width,
                 causal=site.causal,
-                blueprint=entry.name,
+                blueprint=blueprint,
                 reads=reads,
-                blend=planted.blend.name,
-                alpha=float(planted.alpha),
+                blend=seed.blend.name,
+                alpha=float(seed.alpha),
+                attached=seed.attached,
                 host=_shapes(network, site),
             )
         )
-        for part, tensor in planted.weights().items():
-            tensors[f"{name}/{part}"] = gather(tensor.detach()).cpu().contiguous()
-    described = _SavedAdapter(format=FORMAT, seeds=seeds).model_dump(mode="json")
-    files = {WEIGHTS: save(tensors), DESCRIPTION: json.dumps(described, indent=1).encode()}
-    return {**files, SUMS: sums_of(files)}
+    return found
 
 
-def attach(model: M, folder: Path | str) -> M:
+def _recipe(path: str, seed: Planted | Seat) -> Recipe:
+    """Return what a seed is built from, with the names that its submodules have in the network that is saved.
+
+    That network may be a part of the one that grew, or around it.
+    """
+    recipe = seed.recipe
+    if recipe is None:
+        raise InputError(f"nobody knows what the seed behind {path!r} was built from; plant seeds by esper.Growth")
+    site = recipe.site
+    if path == site.after:
+        return recipe
+    outer = path.removesuffix(site.after) if path.endswith(site.after) else ""
+    inner = site.after.removesuffix(path) if site.after.endswith(path) else ""
+    if not (outer or inner) or not site.around.startswith(inner) or seed.tap == Tap.INPUT:
+        raise InputError(
+            f"the seed behind {path!r} was grown behind {site.after!r} of another network, of which it reads more than is saved; "
+            "save that network"
+        )
+    around = outer + site.around.removeprefix(inner)
+    return recipe._replace(site=Site(site.name, path, around, site.stream, site.causal))
+
+
+def attach(model: M, folder: Path | str, *, other_host: bool = False) -> M:
     """Attach the seeds that `Growth.save_adapter` wrote to another copy of the host, in place; return the model.
 
     The attached seeds compute what they computed in the network that they were grown in, and their parameters are among
-    those of the model. Raises InputError if the folder holds no adapter, or one for a host with other submodules or
-    widths.
+    those of the model.
+
+    other_host: whether the host may have other weights than the one that the seeds were grown in, with which they may do harm.
+
+    Raises InputError if the folder holds no adapter, or one for a host with other submodules, widths or weights.
     """
     folder = find_folder(Path(folder))
     for name in (WEIGHTS, DESCRIPTION):
@@ -119,80 +201,99 @@ def attach(model: M, folder: Path | str) -> M:
     with open_regular(folder / WEIGHTS, _AGAIN) as file:
         files = {
             WEIGHTS: file.read(),
-            DESCRIPTION: read_kept(folder / DESCRIPTION, _LARGEST, _AGAIN),
+            DESCRIPTION: read_kept(folder / DESCRIPTION, LARGEST, _AGAIN),
         }
-    return attach_files(model, files, folder)
+    return attach_files(model, files, folder, other_host=other_host)
 
 
-def attach_files(model: M, files: Mapping[str, bytes], folder: Path) -> M:
+def attach_files(model: M, files: Mapping[str, bytes], folder: Path, *, other_host: bool = False) -> M:
     """Attach the seeds of the files that `adapter_files` returned, as `attach`; `folder` is named in errors."""
-    described = _described(files[DESCRIPTION], folder / DESCRIPTION)
+    described = parse_saved(_SavedAdapter, FORMAT, files[DESCRIPTION], folder / DESCRIPTION, _AGAIN)
     try:
         tensors = load(files[WEIGHTS])
     except SafetensorError as error:
         raise InputError(f"{folder / WEIGHTS} is damaged: {error}; {_AGAIN}") from None
     if not described.seeds:
         raise InputError(f"the adapter in {folder} has no seeds, as none was kept when it was saved")
-    sites = {
-        seed.site: Site(seed.site, seed.after, seed.around, STREAMS[seed.kind](seed.width), seed.causal)
-        for seed in described.seeds
-    }
-    paths = dict(model.named_modules())
-    for seed in described.seeds:
-        if seed.after in paths and seed.around in paths:  # graft raises InputError for a submodule that is missing
-            _check_host(seed, _shapes(model, sites[seed.site]))
+    check_hosts(model, described.seeds)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    made = {seed.site: _planted(seed, tensors, folder).to(like.device, like.dtype) for seed in described.seeds}
-    graft(model, sites)
+    made = {}
+    for seed in described.seeds:
+        first = f"{seed.site}/"
+        own = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
+        planted = built(seed, own, folder / WEIGHTS, _AGAIN)
+        planted.alpha.fill_(seed.alpha)
+        made[seed.site] = planted.to(like.device, like.dtype)
+    known = {seed.after for seed in described.seeds}.issubset(path for path, _ in model.named_modules())
+    if known and not other_host and (mine := host_digest(model, ())) != described.host:
+        raise InputError(
+            f"the adapter in {folder} was grown on a host whose weights have digest {described.host}, and those of this one have "
+            f"{mine}; attach it to the host as it was trained then, or give other_host=True"
+        )
+    graft(model, {seed.site: site_of(seed) for seed in described.seeds})
     for name, planted in made.items():
         plant(model, name, planted.train(model.training))
     trim(model)
     return model
 
 
-def _check_host(seed: _SavedSeed, mine: Mapping[str, list[int]]) -> None:
-    """Raise InputError if a submodule has other widths than the one that a seed was grown in."""
-    for name in (*seed.host, *mine):
-        if mine.get(name) != seed.host.get(name):
-            raise InputError(
-                f"the adapter was grown on a host whose {name} has shape {seed.host.get(name)}, and this one has "
-                f"{mine.get(name)}; attach it to a copy of its own host"
-            )
+def site_of(seed: SavedSeed) -> Site:
+    """Return the site of a seed."""
+    return Site(seed.site, seed.after, seed.around, STREAMS[seed.kind](seed.width), seed.causal)
 
 
-def _planted(seed: _SavedSeed, tensors: Mapping[str, Tensor], folder: Path) -> Planted:
-    """Build a seed with the weights of the file. Raises InputError if the file holds other parameters than the blueprint has."""
+def check_hosts(model: nn.Module, seeds: Iterable[SavedSeed]) -> None:
+    """InputError if a submodule has other widths than the one that a seed was grown in."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
+    paths = dict(model.named_modules())
+    for seed in seeds:
+        if seed.after not in paths or seed.around not in paths:
+            continue  # graft raises InputError for a submodule that is missing
+        mine = _shapes(model, site_of(seed))
+        for name in (*seed.host, *mine):
+            if mine.get(name) != seed.host.get(name):
+                raise InputError(
+                    f"the adapter was grown on a host whose {name} has shape {seed.host.get(name)}, and this one has "
+                    f"{mine.get(name)}; attach it to a copy of its own host"
+                )
+
+
+def built(seed: SavedSeed, weights: Mapping[str, Tensor], path: Path, again: str) -> Planted:
+    """Build a seed with weights from a file. InputError if they are not those that the blueprint has."""
     entry = get_blueprint(seed.blueprint, seed.kind)
     with drawn_with(0):
         planted = Planted(
             Seed(entry.build(seed.reads, seed.width), seed.reads), entry.tap, Blend[seed.blend], seed.kind
         )
-    first = f"{seed.site}/"
-    own = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
-    planted.to(next(iter(own.values())).dtype)
+    dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+    planted.to(dtype)
     try:
-        planted.seed.load_state_dict(own)
+        planted.seed.load_state_dict(weights)
     except RuntimeError:  # the message of load_state_dict lists every parameter
         raise InputError(
-            f"{folder / WEIGHTS} has other parameters than blueprint {seed.blueprint!r} of this version; {_AGAIN}"
+            f"{path} has other parameters than blueprint {seed.blueprint!r} of this version; {again}"
         ) from None
-    planted.mode = Mode.ON
-    planted.alpha.fill_(seed.alpha)
+    planted.mode, planted.attached = Mode.ON, seed.attached
+    planted.recipe = Recipe(site_of(seed), seed.blueprint, seed.reads)
     return planted
 
 
-def _described(content: bytes, path: Path) -> _SavedAdapter:
-    """Parse the content of adapter.json. Raises InputError if it is damaged, or of another format."""
-    tree = parse_json(content, path, _AGAIN)
+S = TypeVar("S", bound=Saved)
+
+
+def parse_saved(kind: type[S], format_: int, data: bytes, path: Path, again: str) -> S:
+    """Return a description from a file. InputError if it is damaged, or of another format."""
+    tree = parse_json(data, path, again)
     found = tree.get("format") if isinstance(tree, dict) else None
-    if found != FORMAT:
-        raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {FORMAT}")
+    if found != format_:
+        raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {format_}")
     try:
-        return _SavedAdapter.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; {_AGAIN}") from None
+        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; {again}") from None
 
 
 def _shapes(network: nn.Module, site: Site) -> dict[str, list[int]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blending import Proximal, Rule, sigmoid
-from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.planted import Mode, Planted, Recipe
 from esper.kasmina.slot import Seed
 from esper.leyline.actions import Blend
 from esper.leyline.slots import Tap
@@ -24,8 +24,8 @@ ON, STRAIGHT, ATTACHED, GATE, MULTIPLY = range(5)
 class Seat(nn.Module):
     """The place of a seed of one blueprint. With equal weights it computes what a `Planted` does, value by value.
 
-    taken: whether a seed is planted here; a seat that is free leaves the stream as it is. mode, attached, learns: as those of a
-    `Planted`; they are kept in `switch` as well, where a pass reads them.
+    taken: whether a seed is planted here; a seat that is free leaves the stream as it is. mode, attached, learns, recipe: as
+    those of a `Planted`; the first two are kept in `switch` as well, where a pass reads them.
 
     switch (5,): bool, whether the seed acts, whether it learns straight-through, whether its gradient reaches what it reads, and
     whether its blend is GATE or MULTIPLY; a buffer that is not saved, like `pull` ().
@@ -41,6 +41,7 @@ class Seat(nn.Module):
         like = next(seed.parameters())
         self.seed, self.tap, self.kind, self.reads = seed, tap, kind, tap.value
         self.blend, self.taken, self.learns = Blend.ADD, False, False
+        self.recipe: Recipe | None = None
         self._mode, self._attached = Mode.OFF, True
         self.register_buffer("alpha", like.detach().new_zeros(()))
         self.register_buffer("pull", like.detach().new_zeros(()), persistent=False)
@@ -119,7 +120,7 @@ class Seat(nn.Module):
     def planted(self) -> Planted:
         """The seed on its own, with the same parameters."""
         planted = Planted(self.seed, self.tap, self.blend, self.kind).train(self.training)
-        planted.mode, planted.attached = self._mode, self._attached
+        planted.mode, planted.attached, planted.recipe = self._mode, self._attached, self.recipe
         planted.alpha.copy_(self.alpha)
         return planted
 

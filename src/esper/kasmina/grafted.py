@@ -22,7 +22,7 @@ from esper.kasmina.grown import (
     swap,
     wire_between,
 )
-from esper.kasmina.planted import Planted
+from esper.kasmina.planted import Mode, Planted
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
 from esper.leyline.streams import STREAMS, Stream
@@ -123,6 +123,22 @@ def planted_at(module: nn.Module, name: str) -> Planted | Seat | None:
     after, point = _at(module, name)
     found: Planted | Bank | None = getattr(after, CHILD) if point.planted else None
     return found.taken() if isinstance(found, Bank) else found
+
+
+def holders(module: nn.Module) -> dict[str, Planted | Bank]:
+    """By the dotted name of a submodule the seed behind it, or the seats; a submodule with several names has several entries."""
+    named = module.named_modules(remove_duplicate=False)
+    return {path: held for path, part in named if isinstance(held := getattr(part, CHILD, None), Planted | Bank)}
+
+
+def acting(module: nn.Module) -> dict[str, Planted | Seat]:
+    """The seeds that change what a network computes, those of earlier growths too, by the first name of their submodule."""
+    found: dict[str, Planted | Seat] = {}
+    for path, held in holders(module).items():
+        seed = held.taken() if isinstance(held, Bank) else held
+        if seed is not None and seed.mode == Mode.ON and not any(seed is other for other in found.values()):
+            found[path] = seed
+    return found
 
 
 def bank_at(module: nn.Module, name: str) -> Bank | None:

@@ -1,6 +1,7 @@
 """The seed at a site of a grafted module: what it reads, how it acts now, and how it incubates. B examples."""
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from esper.kasmina.blending import Proximal, Straight
 from esper.kasmina.slot import Seed, slot_change, slot_output
 from esper.leyline.actions import Blend
+from esper.leyline.sites import Site
 from esper.leyline.slots import Tap
 from esper.leyline.streams import STREAMS, Kind
 
@@ -26,6 +28,20 @@ class Mode(StrEnum):
     ON = "on"
 
 
+class Recipe(NamedTuple):
+    """What a seed is built from again when its network is loaded.
+
+    Attributes:
+        site (Site): the site that it was planted at, in the network that was grafted
+        blueprint (str): name of its blueprint
+        reads (int): width of what it reads
+    """
+
+    site: Site
+    blueprint: str
+    reads: int
+
+
 _BLENDS = {blend.name: blend for blend in Blend}
 
 
@@ -37,6 +53,7 @@ class Planted(nn.Module):
     that are the same object for one thing, and does not notice when one of the two places gets another member.
 
     reads: the value of the tap. kind: of the stream. attached: whether the gradient of the seed reaches what it reads.
+    recipe: what it is built from again; None where nobody knows.
     alpha (): the dose in mode ON, a buffer.
     pull (): weight of |c|^2 / |h|^2 in the objective of a seed in mode STRAIGHT, a buffer that is not saved.
     """
@@ -51,6 +68,7 @@ class Planted(nn.Module):
         if blend != Blend.GATE:
             del self.seed.gate  # a parameter that no loss depends on
         self.kind, self.attached = kind, True
+        self.recipe: Recipe | None = None
         self.reads, self._blend, self._mode = tap.value, blend.name, Mode.OFF.value
         self.register_buffer("alpha", like.detach().new_zeros(()))
         self.register_buffer("pull", like.detach().new_zeros(()), persistent=False)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from esper.leyline.errors import InputError
+from esper.store.disk import Content
 from esper.store.reading import open_regular, read_kept
 
 SUMS = "SHA256SUMS"
@@ -13,9 +14,15 @@ _LARGEST = 2**16  # largest SHA256SUMS that is read, in bytes
 _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
 
-def sums_of(files: Mapping[str, bytes]) -> bytes:
+def sums_of(files: Mapping[str, Content]) -> bytes:
     """Return the content of SHA256SUMS for files by name."""
-    return "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items()).encode()
+    lines = []
+    for name, content in files.items():
+        digest = hashlib.sha256()
+        for part in (content,) if isinstance(content, bytes) else content:
+            digest.update(part)
+        lines.append(f"{digest.hexdigest()}  {name}\n")
+    return "".join(lines).encode()
 
 
 def check_sum(path: Path) -> None:

@@ -22,6 +22,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "graft": "kasmina.grafted",
         "ungraft": "kasmina.grafted",
         "attach": "kasmina.adapter",
+        "load_grown": "kasmina.saving",
     },
     "Grown networks": {
         "load": "api",

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.grafted import graft, plant, trim
-from esper.kasmina.grown import CHILD, is_grafted
-from esper.kasmina.planted import Planted
+from esper.kasmina.grown import is_grafted
 from esper.kasmina.sharding import gather_on_cpu, in_parts, reshard
 from esper.leyline.errors import InputError
 from esper.leyline.view import Seeds
@@ -50,17 +50,14 @@ def _plant_kept(live: LivePopulation, seeds: Seeds, network: nn.Module) -> None:
     if any(tensor.is_meta for tensor in network.state_dict().values() if isinstance(tensor, Tensor)):
         raise InputError("gather was given a model on the meta device; give one with weights")
     kept = live.grafts.kept(seeds)
-    slots = {}
-    for slot, site in enumerate(live.sites):
-        own = getattr(live.network.get_submodule(site.after), CHILD, None)
-        if site.name in kept and isinstance(own, Planted):
-            slots[slot] = own
+    slots = {slot: own for slot, site in enumerate(live.sites) if (own := kept.get(site.after)) is not None}
     if not slots:
         return
     graft(network, {live.sites[slot].name: live.sites[slot] for slot in slots})
     like = next(network.parameters())
     for slot, own in slots.items():
-        entry, _ = kept[live.sites[slot].name]
+        assert own.recipe is not None, "growth knows what it planted"
+        entry = get_blueprint(own.recipe.blueprint, own.kind)
         made = live.grafts.made(slot, entry, own.blend, 0).to(like.device)
         made.mode, made.attached = own.mode, own.attached
         plant(network, live.sites[slot].name, made.train(network.training))

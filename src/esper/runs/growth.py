@@ -13,6 +13,7 @@ from esper.kasmina.adapter import save_adapter
 from esper.kasmina.freezing import Freeze, Frozen
 from esper.kasmina.grafted import bank_at, graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
+from esper.kasmina.saving import save_grown
 from esper.kasmina.sharding import fill, is_sharded, reshard
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.objective import objective
@@ -125,6 +126,7 @@ class Growth:
             )
         self.every, self.calls, self.finished = whole("every", every), 0, False
         self.model, self.mode = network, mode
+        self.folded: list[str] = []  # sites whose seeds `finish` made part of a layer
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
         measured, share = Probe(probe, loss, device), share_of(budget)
         groups = Groups(optimizer, scheduler, network)
@@ -217,6 +219,7 @@ class Growth:
                 population.free(site.name)
         for site in population.sites:
             if planted_at(self.model, site.name) is not None and population.fold(site.name):
+                self.folded.append(site.name)
                 population.free(site.name)
         population.grafts.settle()
         self.frozen.release()
@@ -247,17 +250,32 @@ class Growth:
     def save_adapter(self, folder: Path | str) -> None:
         """Write the seeds that were kept to a folder, for `esper.attach` on another copy of the host.
 
-        The host is not written: of one that was trained meanwhile, save the model. Of several processes, each calls this and the
-        first writes. InputError after `finish`, which may have made seeds part of the host.
+        The host is not written, but a digest of its weights, with which alone `esper.attach` takes the seeds: where the host was
+        trained too, save it as well, or everything by `save`. Of several processes, each calls this and the first writes.
+        InputError if `finish` made a seed part of the host.
         """
-        if self.finished:
+        if self.folded:
             raise InputError(
-                "the network is finished, and its seeds may be part of it; call save_adapter before finish"
+                f"finish made the seeds at {', '.join(map(repr, self.folded))} part of the model, so that no adapter can hold "
+                "them; call growth.save(folder), which writes the whole model, or save_adapter before finish"
             )
         population = self.population
+        reshard(self.model)
         save_adapter(
-            self.model, population.grafts.kept(self.engine.state.seeds), folder if population.ranks.first else None
+            self.model,
+            population.grafts.kept(self.engine.state.seeds),
+            [site.after for site in population.sites],
+            folder if population.ranks.first else None,
         )
+
+    def save(self, folder: Path | str) -> None:
+        """Write the network as it computes now to a folder, for `esper.load_grown` on a fresh copy of the model.
+
+        The folder holds every weight and buffer, and the seeds that act: before `finish` also those on trial, at their present
+        dose. It replaces an earlier one. Of several processes, each calls this and the first writes.
+        """
+        reshard(self.model)
+        save_grown(self.model, folder if self.population.ranks.first else None)
 
     def summary(self) -> dict[str, Any]:
         """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.

@@ -191,7 +191,9 @@ def _grown(case: Case, sites: FoundSites, places: list[Place], budget: float, ra
     healed = copy.deepcopy(case.host)
     adapter = dict[str, bytes]()
     if summary["keeps"]:
-        adapter = adapter_files(network, growth.population.grafts.kept(growth.engine.state.seeds))
+        adapter = adapter_files(
+            network, growth.population.grafts.kept(growth.engine.state.seeds), [site.after for site in sites.values()]
+        )
         healed = attach_files(healed, adapter, Path("adapter"))
     planted = _kept_seeds(summary, space)
     growth.finish()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from esper.kasmina.arena import Bank, Seat
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.grafted import bank_at, plant, planted_at, prefix, uproot
+from esper.kasmina.grafted import bank_at, holders, plant, planted_at, prefix, uproot
 from esper.kasmina.grown import sites_of
-from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.planted import Mode, Planted, Recipe
 from esper.kasmina.sharding import is_sharded, reshard, shard_like
 from esper.kasmina.slot import Seed
 from esper.kasmina.survey import Reading
@@ -129,6 +129,7 @@ class Grafts:
         with drawn_with(key):
             seed = Seed(entry.build(reads, site.stream.width), reads)
         made = Planted(seed, entry.tap, blend, site.stream.kind)
+        made.recipe = Recipe(site, entry.name, reads)
         return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
 
     def free(self, name: str) -> None:
@@ -182,13 +183,14 @@ class Grafts:
                 each.mode = mode
                 each.alpha.copy_(alpha)
 
-    def kept(self, seeds: Seeds) -> dict[str, tuple[Blueprint, int]]:
-        """By site, the blueprint of each seed that is part of the network for good, and the width that it reads."""
-        found = {}
+    def kept(self, seeds: Seeds) -> dict[str, Planted | Seat]:
+        """By submodule, each seed that is part of the network for good, also behind `trim`, but not those that were folded."""
+        held, found = holders(self.network), dict[str, Planted | Seat]()
         for slot, site in enumerate(self.sites):
-            if seeds.stage[0, slot] == Stage.FOSSILIZED:
-                entry = self.menu[int(seeds.blueprint[0, slot])]
-                found[site.name] = entry, self.readings[slot].widths[entry.tap]
+            here = held.get(site.after)
+            seed = here.taken() if isinstance(here, Bank) else here
+            if seeds.stage[0, slot] == Stage.FOSSILIZED and seed is not None:
+                found[site.after] = seed
         return found
 
     def tensors(self) -> dict[str, Tensor]:
@@ -273,6 +275,7 @@ class Grafts:
         for entry in menu:
             made = self.made(slot, entry, Blend.GATE, 0)
             seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind).train(made.training)
+            seats[entry.name].recipe = made.recipe
         bank = Bank(seats)
         copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
         self._seats.add(bank.all(), [seat for each in copies for seat in each.all()])

@@ -1,0 +1,250 @@
+"""A grown network in a folder, and in a fresh copy of the model that it grew from."""
+
+import json
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import esper
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.grafted import graft, is_grafted
+from esper.kasmina.saving import DESCRIPTION, WEIGHTS
+from esper.kasmina.sums import SUMS
+from esper.leyline.actions import Op
+from esper.leyline.errors import InputError
+from esper.leyline.sites import Site
+from esper.leyline.streams import Vector
+from esper.runs.growth import Growth
+from loops import equal, stages
+from populations import Script
+
+WIDTH, EVERY = 6, 2
+LIFE = {  # at 'wide' a seed that folds, at 'inner' one that does not, at 'last' one that is still on trial
+    (0, 0): (Op.GERMINATE, 0, 0, 0, 1, 3),
+    (1, 0): (Op.GERMINATE, 1, 1, 1, 1, 2),
+    (2, 0): (Op.ADVANCE, 0),
+    (3, 0): (Op.ADVANCE, 1),
+    (4, 0): (Op.FOSSILIZE, 0),
+    (5, 0): (Op.FOSSILIZE, 1),
+    (6, 0): (Op.GERMINATE, 2, 1, 2, 2, 1),
+    (8, 0): (Op.ADVANCE, 2),
+}
+
+
+class Host(nn.Module):
+    """A host with running statistics, a tied weight and a layer that is used under two names."""
+
+    def __init__(self, width=WIDTH, dtype=torch.float32):
+        super().__init__()
+        with drawn_with(0):
+            self.wide, self.norm = nn.Linear(4, width, dtype=dtype), nn.BatchNorm1d(width, dtype=dtype)
+            self.inner, self.last = nn.Linear(width, width, dtype=dtype), nn.Linear(width, width, dtype=dtype)
+            self.head, self.tied = nn.Linear(width, 3, dtype=dtype), nn.Linear(width, 3, dtype=dtype)
+        self.tied.weight, self.again = self.head.weight, self.inner
+
+    def forward(self, x):
+        h = torch.relu(self.norm(self.wide(x)))
+        h = self.last(torch.relu(self.again(h)))
+        return self.head(h) + self.tied(h)
+
+
+SITES = {
+    "wide": Site("wide", "wide", "wide", Vector(WIDTH)),
+    "inner": Site("inner", "inner", "norm", Vector(WIDTH)),
+    "last": Site("last", "last", "last", Vector(WIDTH)),
+}
+
+
+def data(key, examples=12):
+    with drawn_with(key):
+        x = torch.randn(examples, 4)
+        return x, (x.sum(1) > 0).long()
+
+
+def grown(mode="live", script=LIFE, model=None, decisions=10, **options):
+    """A growth that has taken its decisions, and the loop goes on from there."""
+    model = graft(Host(), SITES) if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    settings = {
+        "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0},
+        "lifecycle": {"max_training_seeds": 3},
+        "blueprints": ["bypass-linear", "bypass-mlp"],
+    }
+    usual = {"probe": [data(1), data(2)], "loss": F.cross_entropy, "every": EVERY, "budget": 9.0, "settings": settings}
+    growth = Growth(model, optimizer, controller=Script(script), mode=mode, **(usual | options))
+    for step in range(EVERY * decisions):
+        x, y = data(100 + step)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step()
+    return growth
+
+
+def outputs(model, training=False):
+    return model.train(training)(data(7)[0])
+
+
+@pytest.mark.parametrize("mode", ["live", "reserve"])
+def test_a_saved_network_computes_the_same_bits_in_a_fresh_copy_before_and_after_the_end(mode, tmp_path):
+    growth = grown(mode)
+    assert stages(growth)[:2] == ["FOSSILIZED", "FOSSILIZED"]
+    assert stages(growth)[2] in ("BLENDING", "HOLDING")
+    growth.save(tmp_path / "before")
+    loaded = esper.load_grown(tmp_path / "before", Host())
+    assert torch.equal(outputs(loaded), outputs(growth.model))
+    network = growth.finish()
+    growth.save(tmp_path / "after")
+    again = esper.load_grown(tmp_path / "after", Host())
+    assert torch.equal(outputs(again), outputs(network))
+    assert growth.folded == ["wide"]
+    assert type(again.wide) is nn.Linear
+    assert not torch.equal(outputs(again), outputs(loaded))  # the seed on trial is gone
+    assert equal(again.state_dict(), network.state_dict())
+    assert again.tied.weight is again.head.weight
+    assert {path.name for path in (tmp_path / "after").iterdir()} == {WEIGHTS, DESCRIPTION, SUMS}
+    assert torch.equal(outputs(again, training=True), outputs(network, training=True))
+
+
+def test_the_state_dict_of_a_finished_network_goes_into_one_that_was_loaded(tmp_path):
+    growth = grown()
+    network = growth.finish()
+    growth.save(tmp_path / "grown")
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    F.cross_entropy(outputs(network, training=True), data(7)[1]).backward()
+    optimizer.step()
+    torch.save(network.state_dict(), tmp_path / "later.pt")
+    loaded = esper.load_grown(tmp_path / "grown", Host())
+    loaded.load_state_dict(torch.load(tmp_path / "later.pt"))
+    assert torch.equal(outputs(loaded), outputs(network))
+    assert torch.equal(outputs(pickle.loads(pickle.dumps(loaded))), outputs(network))
+
+
+def test_a_network_whose_seeds_all_folded_is_an_ordinary_state_dict_of_its_class(tmp_path):
+    growth = grown(script={key: value for key, value in LIFE.items() if value[1] == 0})
+    network = growth.finish()
+    assert growth.folded == ["wide"]
+    plain = Host()
+    plain.load_state_dict(network.state_dict())
+    assert torch.equal(outputs(plain), outputs(network))
+    assert type(network) is Host
+    growth.save(tmp_path / "grown")
+    assert torch.equal(outputs(esper.load_grown(tmp_path / "grown", Host())), outputs(network))
+    assert json.loads((tmp_path / "grown" / DESCRIPTION).read_text())["seeds"] == []
+
+
+def test_a_network_that_was_loaded_grows_further_and_is_saved_with_its_earlier_seeds(tmp_path):
+    first = grown()
+    first.finish()
+    first.save(tmp_path / "first")
+    model = esper.load_grown(tmp_path / "first", Host())
+    further = {key: (op, 0, *rest) for key, (op, slot, *rest) in LIFE.items() if slot == 1}
+    second = grown(model=graft(model, {"last": SITES["last"]}), script=further)
+    network = second.finish()
+    second.save(tmp_path / "second")
+    loaded = esper.load_grown(tmp_path / "second", Host())
+    assert torch.equal(outputs(loaded), outputs(network))
+    assert loaded.last.esper
+    assert loaded.inner.esper
+    second.save_adapter(tmp_path / "adapter")
+    with pytest.raises(InputError, match="digest"):
+        esper.attach(Host(), tmp_path / "adapter")
+
+
+def test_a_seed_is_saved_under_the_names_of_the_network_that_holds_it(tmp_path):
+    growth = grown(model=graft(nn.ModuleDict({"net": Host()})["net"], SITES))
+    inner = growth.finish()
+    whole = nn.Sequential(OrderedDict(net=inner, out=nn.Linear(3, 3)))
+    growth = Growth(
+        graft(whole, {"out": Site("out", "out", "out", Vector(3))}),
+        torch.optim.SGD(whole.parameters()),
+        probe=[data(1), data(2)],
+        loss=F.cross_entropy,
+        budget=9.0,
+    )
+    growth.save(tmp_path / "grown")
+    fresh = nn.Sequential(OrderedDict(net=Host(), out=nn.Linear(3, 3)))
+    assert torch.equal(outputs(esper.load_grown(tmp_path / "grown", fresh)), outputs(whole))
+
+
+def test_an_adapter_is_refused_after_seeds_were_folded_and_names_what_saves_the_whole(tmp_path):
+    growth = grown()
+    growth.save_adapter(tmp_path / "adapter")
+    growth.finish()
+    with pytest.raises(
+        InputError, match=r"seeds at 'wide' part of the model, .*; call growth\.save\(folder\), which writes"
+    ):
+        growth.save_adapter(tmp_path / "adapter")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    growth = grown()
+    growth.finish()
+    growth.save(tmp_path_factory.mktemp("saved") / "grown")
+    return tmp_path_factory.getbasetemp() / "saved0" / "grown"
+
+
+def described(folder, **changes):
+    tree = json.loads((folder / DESCRIPTION).read_text()) | changes
+    (folder / SUMS).unlink()
+    (folder / DESCRIPTION).write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    ("damage", "build", "said"),
+    [
+        (
+            lambda folder: (folder / WEIGHTS).unlink(),
+            Host,
+            f"has no file {WEIGHTS}; give a folder that growth.save wrote",
+        ),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), Host, "is damaged: its sha256"),
+        (lambda folder: described(folder, format=9), Host, "has format 9, but this version of Esper reads format 1"),
+        (lambda folder: described(folder, seeds=None), Host, "is damaged at 'seeds'"),
+        (lambda folder: described(folder, shared={"a": "b"}), Host, "is damaged: it lacks 'b'"),
+        (lambda folder: None, lambda: Host(5), r"0?.*has shape \[6, 4\]|has shape \[6, 6\], and this one has \[5"),
+        (lambda folder: None, lambda: Host(dtype=torch.float64), "as torch.float32, where the model has torch.float64"),
+        (
+            lambda folder: None,
+            lambda: nn.Sequential(nn.Linear(4, 3)),
+            "where the model has None; give a model that is built",
+        ),
+        (lambda folder: None, lambda: graft(Host(), SITES), "is grafted; give one as it was before esper.graft"),
+        (lambda folder: None, lambda: Host().to("meta"), "is on the meta device; give a model with weights"),
+        (lambda folder: None, lambda: "host", "the model is a str; give an nn.Module"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_and_the_model_stays_as_it_was(saved, tmp_path, damage, build, said):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in saved.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    damage(folder)
+    model = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()} if isinstance(model, nn.Module) else {}
+    grafted = bool(before) and is_grafted(model)
+    with pytest.raises(InputError, match=said):
+        esper.load_grown(folder, model)
+    if before and not next(iter(before.values())).is_meta:
+        assert equal(model.state_dict(), before)
+        assert is_grafted(model) == grafted
+
+
+def test_what_a_folder_without_pickle_cannot_hold_is_refused(tmp_path):
+    class Counting(Host):
+        def get_extra_state(self):
+            return {"calls": 3}
+
+        def set_extra_state(self, state):
+            pass
+
+    growth = grown(model=graft(Counting(), SITES), decisions=0)
+    with pytest.raises(
+        InputError, match="holds '_extra_state', a dict, and the folder holds tensors alone; save the network"
+    ):
+        growth.save(tmp_path / "grown")
