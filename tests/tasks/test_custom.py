@@ -214,7 +214,7 @@ ONE_HOST = mlp()()
             "host is a SegmentedHost; give a function that returns a fresh one",
         ),
         (lambda: task_from("t", X, Y, host=lambda: ONE_HOST), "the host factory returned the same module twice"),
-        (lambda: task_from("t", X, Y, host=lambda: nn.Linear(4, 3)), "the host factory returned a Linear"),
+        (lambda: task_from("t", X, Y, host=lambda: nn.Linear(4, 3)), "the host, a Linear, has no place for a slot"),
         (lambda: task_from(5, X, Y, host=mlp()), "the task's name is 5; give it one in quotes"),
         (
             lambda: task_from("t", X, Y, classes="2", host=mlp()),

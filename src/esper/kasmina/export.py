@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.body import Body
+from esper.kasmina.cut import CutHost
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network import Graft, GrownNetwork
 from esper.kasmina.regrow import RegrownHost, as_host
@@ -51,6 +52,7 @@ MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
 """Names of the files that the folder of a network may contain."""
 _LARGEST_TOPOLOGY = 2**20  # largest topology.json that is read, in bytes
+_LARGEST_EXAMPLE = 2**26  # numbers in the examples with which a host is cut into segments
 _LARGEST_HEADER = 2**22  # largest header (names and shapes) of model.safetensors that is read, in bytes
 
 
@@ -316,10 +318,11 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     original = base.original if isinstance(base, GrownNetwork) else _named(host)
     if isinstance(base, GrownNetwork):
         base = as_host(base)
+    if isinstance(base, nn.Module) and not isinstance(base, SegmentedHost):
+        example = example_of(folder, topology, _LARGEST_EXAMPLE)
+        base = CutHost(host, example.float() if topology["standardize"] and isinstance(example, Tensor) else example)()
     if not isinstance(base, SegmentedHost):
-        raise InputError(
-            f"the host factory returned a {type(base).__name__}; return an esper.SegmentedHost, or a grown network"
-        )
+        raise InputError(f"the host factory returned a {type(base).__name__}; return an nn.Module, or a grown network")
     modules, grafts, slots = [], [], {slot.after: slot for slot in base.slots}
     scaled = [shape for name in ("standardize", "restore") if (shape := topology.get(name)) is not None]
     parameters = count(base) + sum(2 * math.prod(shape) for shape in scaled)

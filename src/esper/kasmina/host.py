@@ -125,7 +125,7 @@ def check_host(
     that the objective takes with y.
     """
     if not isinstance(host, SegmentedHost):
-        raise InputError(f"the host factory returned a {type(host).__name__}; return an esper.SegmentedHost")
+        raise InputError(f"the host factory returned a {type(host).__name__}; return an nn.Module")
     _check_initialised(host)
     _check_places(host)
     if host.slots[0].kind == Kind.MAP and isinstance(x, Tensor) and x.is_floating_point() and x.dim() != 4:

@@ -15,7 +15,7 @@ from esper.leyline.arguments import known_as
 from esper.leyline.config import build_config, merge_settings
 from esper.leyline.errors import DataWarning, InputError, warn
 from esper.leyline.task import Label, Objective, Scaling, Task
-from esper.tasks.custom_host import as_the_host_takes, check_custom_host, draw_host, read_host
+from esper.tasks.custom_host import as_the_host_takes, check_custom_host, cut_host, draw_host, read_host
 from esper.tasks.custom_objective import (
     CustomObjective,
     StandardizedObjective,
@@ -79,7 +79,8 @@ def task_from(
     x, y: features (N, ...), and labels or floating-point targets (N, ...), as tensors, arrays, data frames or lists; x may be a
     tuple or a mapping of them, with which the host is called. Or x alone: a map-style `torch.utils.data.Dataset` of pairs, or
     tokens, whole numbers (N,) or (W, L + 1) or bytes, in which the label of every position is the token behind it.
-    host: a function without arguments that returns a fresh `SegmentedHost`, or a grown network: `lambda: esper.load(folder)`.
+    host: a function without arguments that returns a fresh `SegmentedHost`, an `nn.Sequential` or another module, which is cut
+    into segments, or a grown network: `lambda: esper.load(folder)`.
     kind: 'classification' or 'regression'; None infers it from y, and an ambiguous y raises InputError.
     classes: number of classes, or their names in the order of the outputs; None takes the sorted distinct labels.
     menu: names of the blueprints that may be planted; None takes those of the built-in tasks for such slots.
@@ -167,6 +168,7 @@ def _goal(
             "leave it out, and scale the features in the Dataset"
         )
     scaling, target_scaling = _scalings(splits, host, standardize)
+    host = cut_host(host, splits, scaling)
     wanted = wanted_outputs(splits, data.classes, base.outputs)
     check_custom_host(host, splits, base, scaling, target_scaling, wanted)
     if data.classes is not None:

@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.cut import CutHost
 from esper.kasmina.host import SegmentedHost, check_host, dtype_of
 from esper.leyline.arguments import required_arguments
 from esper.leyline.batches import Batch, cast, leaves, map_leaves, picked, run
@@ -73,6 +75,15 @@ def draw_host(host: Callable[[], SegmentedHost]) -> SegmentedHost:
     """The host that a factory returns. The caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         return host()
+
+
+def cut_host(host: Callable[[], Any], splits: Splits, scaling: Scaling | None) -> Callable[[], SegmentedHost]:
+    """The factory itself, or a `CutHost` where it returns a module that is no `SegmentedHost`."""
+    made: Any = draw_host(host)
+    if not isinstance(made, nn.Module) or isinstance(made, SegmentedHost):
+        return host
+    few = picked(splits.train.x, slice(2))
+    return CutHost(host, few if scaling is None else scaling.read(one_tensor(few, "scaling")))
 
 
 def _check_arguments(host: Callable[[], nn.Module]) -> None:
