@@ -109,6 +109,14 @@ def test_an_absent_baseline_is_named_with_its_reason_and_no_figures():
     assert "same-size: 1 of 3 environments kept no seed; there it is the twin" in told(SUMMARY)
 
 
+def test_the_constant_prediction_is_the_last_row_without_parameters_or_time():
+    text = printed(SUMMARY, constant={"test_accuracy": [0.5, 0.5, 0.5]})
+    assert cells(text, "constant ").split() == ["constant", "0.5000", "±", "0.0000", "+0.367", "[+0.223,", "+0.510]"]
+    assert text.index("constant ") > text.index("plain ")
+    assert "constant: the most frequent class of the train split" in told(SUMMARY, constant={})
+    assert "constant" not in printed(SUMMARY)
+
+
 def test_the_table_fits_into_80_columns():
     million = SUMMARY["baselines"] | {
         "plain": {"test_accuracy": [-0.5, -0.25, 0.1], "params": [12_345_678] * 2 + [23_456_789], "seconds": 12345.6}

@@ -68,7 +68,7 @@ def test_the_final_table_is_the_one_that_the_run_prints_and_the_image_has_a_box_
         assert " ".join(filter(None, row)) in printed
     assert (
         [row[0] for row in table.rows]
-        == ["grown", "twin"]
+        == ["grown", "twin", "constant"]
         == [str(c) for c in comparison_table(summary).columns[0].cells]
     )
     ((name, (height, width, colours), x),) = kept.runs["iris"]["images"]

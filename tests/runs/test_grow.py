@@ -162,6 +162,14 @@ def test_the_summary_has_the_promised_keys(finished):
             assert [len(pair[kind]) for kind in ("host", "grown")] == [3, 3]
     assert summary["env_steps_per_second"] > 0
     assert summary["seconds"] > 0
+    assert summary["verdict"].startswith(("Growth paid: ", "Growth did not pay here: ", "Not resolved"))
+    assert list(summary["compared"]) == ["twin"]
+
+
+def test_the_constant_prediction_is_that_of_the_train_split_on_the_test_split(finished, task):
+    _, summary = finished
+    most = task.instance(0).train.y.bincount().argmax()
+    assert summary["constant"]["test_accuracy"] == pytest.approx([float((task.test.y == most).double().mean())] * 3)
 
 
 def test_every_seed_has_one_fate(finished):

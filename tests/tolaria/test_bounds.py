@@ -4,7 +4,7 @@ import torch
 
 from esper.leyline.task import Split
 from esper.tasks.objectives import Classification, Regression
-from esper.tolaria.bounds import bounds
+from esper.tolaria.bounds import bounds, constant_metric
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 
@@ -12,6 +12,16 @@ from populations import blobs, small_config
 def test_the_floor_of_accuracy_is_the_share_of_the_most_frequent_class_and_its_ceiling_is_1():
     y = torch.tensor([0] * 97 + [1] * 3)
     assert bounds(Classification(2), Split(torch.zeros(100, 2), y)) == pytest.approx((0.97, 1.0))
+
+
+def test_a_constant_prediction_is_fitted_to_one_split_and_scored_on_another(monkeypatch):
+    train, test = torch.tensor([1, 1, 1, 0, 2]), torch.tensor([1, 0, 0, 2] * 25)
+    for at_once in (1, 7, 2**20):
+        monkeypatch.setattr("esper.tolaria.bounds.AT_ONCE", at_once)
+        assert constant_metric(Classification(3), train, Split(test, test)) == pytest.approx(0.25)
+    y, held = torch.tensor([1.0, 3.0]), torch.tensor([0.0, 2.0, 7.0])
+    assert constant_metric(Regression(1), y, Split(held, held)) == pytest.approx(1 - 29 / 26)  # the mean of y is 2
+    assert np.isnan(constant_metric(Classification(2), train, Split(test, test))), "labels that are no classes"
 
 
 @pytest.mark.parametrize("shape", [(50,), (50, 3)])

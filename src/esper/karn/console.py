@@ -149,6 +149,9 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
             continue
         paired = spread(differences(grown, values), "+.3f")
         _add(table, name, estimate(values, ".4f"), paired, static["params"], static["seconds"])
+    if "constant" in summary:
+        values = summary["constant"][f"test_{metric}"]
+        _add(table, "constant", estimate(values, ".4f"), spread(differences(grown, values), "+.3f"), [], None)
     return table
 
 
@@ -194,6 +197,10 @@ def table_notes(summary: Mapping[str, Any]) -> list[str]:
         )
     else:
         lines.append("no static network was trained for comparison; --baselines (the key baselines) names some")
+    if "constant" in summary:
+        lines.append(
+            "constant: the most frequent class of the train split, or its mean target, as the prediction for everything"
+        )
     if summary["metric"] == "r2":
         lines.append(
             "r2: the share of the variance that is explained; 1 is perfect, 0 is as good as predicting the mean"

@@ -7,11 +7,12 @@ import numpy as np
 
 from esper.kasmina.regrow import RegrownHost
 from esper.leyline.config import Config
-from esper.leyline.task import AnyTask, Split, Task
+from esper.leyline.task import AnyTask, Mixture, Split, Task, nonfinite
 from esper.leyline.view import Floats
 from esper.nissa.rows import EvaluationRow
 from esper.runs.split_sizes import split_sizes
 from esper.simic.rewards import objective
+from esper.tolaria.bounds import constant_metric
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked import StackedPopulation
 
@@ -40,6 +41,7 @@ def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
         **{f"validation_{name}": pair for name, pair in validation.items()},
+        **_constant(task, engine.space.instance.tolist(), name),
     }
     return figures | {"best": _best(figures, config)}
 
@@ -72,6 +74,23 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Seque
         value, added, host_params, config.reward.rent, config.reward.rent_size
     ) - engine.state.compute.price(engine.config)
     return {name: _pair(metric, config), "loss": _pair(loss, config), "objective": _pair(worth, config)}
+
+
+def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:
+    """Return what the most frequent class, or the mean target, of each train split comes to on its test split.
+
+    Nothing where the objective takes no constant prediction.
+    """
+    shared = None if isinstance(task, Mixture) else instance[0]
+    values: dict[int, float | None] = {}
+    for key in set(instance) if shared is None else [shared]:
+        problem, test = task.instance(key), task.test_split(key)
+        assert test is not None
+        fitted, held = (split.y[~nonfinite(split)] for split in (problem.train, test))
+        value = constant_metric(task.objective, fitted, Split(held, held), problem.target_scaling)
+        values[key] = None if np.isnan(value) else value
+    constant = [values[key if shared is None else shared] for key in instance]
+    return {"constant": {f"test_{name}": constant}} if set(constant) != {None} else {}
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:

@@ -11,6 +11,10 @@ CERTAIN = 30.0
 """Logit of the predicted class; the logits of the others are 0. The probability is 1 in float32."""
 
 
+AT_ONCE = 2**24
+"""Largest number of outputs of a constant prediction that are in memory at a time."""
+
+
 class Bounds(NamedTuple):
     """The range of a metric on one split; nan where a value is not finite, or the objective takes no such prediction.
 
@@ -31,20 +35,42 @@ def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -
     scaling: scaling of the targets if hosts return them standardized.
     """
     y = split.y.cpu()
+    constant = _constant(objective, y, scaling)
+    if constant is None:
+        return Bounds(float("nan"), float("nan"))
+    right = _target(y, scaling) if y.is_floating_point() else _logits(y.long(), objective.outputs)
+    return Bounds(_metric(objective, constant.expand_as(right), y), _metric(objective, right, y))
+
+
+def constant_metric(objective: Objective, known: Tensor, split: Split, scaling: Scaling | None = None) -> float:
+    """Return the metric on a split of the best constant prediction for the targets `known` (N, ...) of another split.
+
+    That is the most frequent class at each position, or the mean target; nan where `bounds` has nan.
+    """
+    y, constant = split.y.cpu(), _constant(objective, known.cpu(), scaling)
+    if constant is None:
+        return float("nan")
+    size = len(y) if y.is_floating_point() else max(1, AT_ONCE // constant.numel())
+    parts = [
+        (_metric(objective, constant.expand(len(part), *constant.shape), part), len(part)) for part in y.split(size)
+    ]
+    return sum(value * count for value, count in parts) / len(y)
+
+
+def _constant(objective: Objective, y: Tensor, scaling: Scaling | None) -> Tensor | None:
+    """Return the best constant prediction (..., C) of targets (N, ...); None if they are whole numbers and no classes."""
     if y.is_floating_point():
-        target = y[:, None] if y.dim() == 1 else y
-        if scaling is not None:
-            target = scaling.read(target)
-        constant, right = target.mean(0).expand_as(target), target
-    else:
-        labels = y.long()
-        if (
-            labels.min() < 0 or labels.max() >= objective.outputs
-        ):  # targets that an objective interprets, and not classes
-            return Bounds(float("nan"), float("nan"))
-        right = _logits(labels, objective.outputs)
-        constant = _shares(labels, objective.outputs).expand_as(right)
-    return Bounds(_metric(objective, constant, y), _metric(objective, right, y))
+        return _target(y, scaling).mean(0)
+    labels = y.long()
+    if labels.min() < 0 or labels.max() >= objective.outputs:  # targets that an objective interprets, and not classes
+        return None
+    return _shares(labels, objective.outputs)
+
+
+def _target(y: Tensor, scaling: Scaling | None) -> Tensor:
+    """Return targets (N, ...) as hosts return them, (N, C)."""
+    target = y[:, None] if y.dim() == 1 else y
+    return target if scaling is None else scaling.read(target)
 
 
 def _logits(labels: Tensor, classes: int) -> Tensor:
