@@ -77,7 +77,7 @@ esper.grow("iris", settings, controller="random-valid", outputs=[Refusals()])
 goes on without the object. `esper.nissa.events.encode(row)` is the row as a line of JSON.
 
 `esper events RUN` prints the rows, `--kind step` those of one kind, `--follow` also those to come. `--format csv` and
-`--format parquet` write a table of one kind to `--out FILE`; parquet and data frames need
+`--format parquet` write a table of one kind to `--out FILE`, which gets its name when it is whole; parquet and data frames need
 `pip install 'esper-grow[frames]'`.
 
 `esper export-events RUN --to tensorboard`, or `wandb`, `mlflow` or `trackio`, exports [curves](exporters.md) that are made
