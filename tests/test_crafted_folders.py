@@ -4,17 +4,24 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
-from esper.api import grow, load
+import esper
+from esper.api import load
 from esper.cli import main
+from esper.karn.comparison import read_comparison, result_rows
 from esper.karn.console import print_summary
 from esper.karn.evaluation import draw_evaluation, print_evaluation
+from esper.karn.report import compared
+from esper.karn.report.model import read_model
+from esper.karn.report.page import content_of
 from esper.kasmina.export import MODEL, TOPOLOGY
 from esper.kasmina.sums import SUMS, sums_of
 from esper.leyline.config import build_config, parse_setting
@@ -37,7 +44,7 @@ def ran(tmp_path_factory):
     config = small_config(
         task="iris", envs=2, steps=2, data={"batch_size": 16}, checkpoint={"every_steps": 1}, models="best"
     )
-    grow(get_task("iris"), config, controller="never", run=folder)
+    esper.grow(get_task("iris"), config, controller="never", run=folder)
     return folder
 
 
@@ -59,7 +66,7 @@ def network(run):
     return next((run / "models").iterdir())
 
 
-def esper(*arguments):
+def esper_command(*arguments):
     with pytest.raises(SystemExit) as left:
         main([str(argument) for argument in arguments])
     return int(left.value.code or 0)
@@ -68,7 +75,7 @@ def esper(*arguments):
 def sentence(capsys, *arguments):
     """What a command that is refused says."""
     capsys.readouterr()
-    assert esper(*arguments) == 2
+    assert esper_command(*arguments) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
 
@@ -101,7 +108,7 @@ def test_a_summary_that_is_none_is_worked_out_again(run, capsys, summary):
     known = json.loads((run / "summary.json").read_text())
     crafted = summary if summary == {"status": "finished"} else known | summary
     (run / "summary.json").write_text(json.dumps(crafted))
-    assert esper("resume", run) == 0
+    assert esper_command("resume", run) == 0
     assert "run folder: " in capsys.readouterr().out
     assert json.loads((run / "summary.json").read_text())["test_accuracy"] == known["test_accuracy"]
 
@@ -109,7 +116,7 @@ def test_a_summary_that_is_none_is_worked_out_again(run, capsys, summary):
 def test_a_deeply_nested_state_with_a_valid_checksum_is_not_used(stopped, capsys):
     nested = json.loads("[" * 600 + "]" * 600)
     rewrite(stopped, lambda facts: facts["state"].update(seq=nested))
-    assert esper("resume", stopped) in (0, 2)
+    assert esper_command("resume", stopped) in (0, 2)
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -168,6 +175,158 @@ def test_a_config_with_a_number_to_the_base_60_is_refused(stopped, capsys):
     for size, words in ((50_000, "seed is '1:1:1"), (450_000, "has more than 131,072 bytes")):
         (stopped / "config.yaml").write_text(text.replace("seed: 0", f"seed: {'1:' * size}1"))
         assert words in sentence(capsys, "resume", stopped)
+
+
+# Files that were edited, as the report and the comparison read them.
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory):
+    """A run whose rows are of every kind that a growth writes."""
+    folder = tmp_path_factory.mktemp("recorded") / "r"
+    settings = {"envs": 2, "steps": 4, "data": {"batch_size": 16}, "telemetry": {"level": "debug"}, "models": "none"}
+    settings |= {"baselines": ["twin", "same-size"], "report": False}
+    esper.grow("iris", settings, controller="random-valid", run=folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def edited(recorded, tmp_path):
+    shutil.copytree(recorded, tmp_path / "edited")
+    return tmp_path / "edited"
+
+
+def edits(value):
+    """What a value may be replaced by."""
+    yield from (None, -1, 10**30, "x", [])
+    if isinstance(value, list) and value:
+        yield from (value[:-1], [*value, value[0]])
+        yield from (
+            [inner, *value[1:]] for inner in (-1, 7, "x", [], value[0][:-1] if isinstance(value[0], list) else {})
+        )
+    elif isinstance(value, dict):
+        yield from ({**value, key: inner} for key in list(value)[:3] for inner in (-1, "x", [], None))
+        yield from ({key: inner for key, inner in value.items() if key != name} for name in list(value)[:3])
+
+
+def each_edited(content):
+    """A mapping without one of its keys, or with another value there."""
+    for name, value in content.items():
+        yield {key: inner for key, inner in content.items() if key != name}
+        yield from ({**content, name: other} for other in edits(value))
+
+
+def read_all(folder, other):
+    """Read a folder as its report and a comparison with another run do; gives the sentence if it is refused."""
+    try:
+        comparison = read_comparison([folder, other])
+        content_of(comparison.runs[0].model, "r")
+        compared.content_of(comparison)
+        result_rows(comparison.runs)
+    except InputError as refusal:
+        return str(refusal)
+    return None
+
+
+def test_an_edited_row_is_read_or_named_with_its_line(edited, recorded):
+    path, refused, kinds = edited / "events.jsonl", 0, set()
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        row = json.loads(line)
+        if row["kind"] in kinds:
+            continue
+        kinds.add(row["kind"])
+        for other in [*each_edited(row)][::2]:
+            path.write_bytes(b"".join([*lines[:number], json.dumps(other).encode() + b"\n", *lines[number + 1 :]]))
+            said = read_model_of(edited)
+            refused += said is not None
+            assert said is None or re.match(r"line \d+ of \S+events\.jsonl: |\S+events\.jsonl holds rows of ", said), (
+                said
+            )
+    assert refused > 250
+    assert len(kinds) >= 10
+
+
+def read_model_of(folder):
+    """The sentence if the rows of a folder are refused."""
+    try:
+        read_model(esper.open_run(folder))
+    except InputError as refusal:
+        return str(refusal)
+    return None
+
+
+@pytest.mark.parametrize("name", ["summary.json", "environment.json", "config.yaml"])
+def test_an_edited_file_is_read_or_named_with_its_key(edited, recorded, name):
+    path, refused = edited / name, 0
+    content = yaml.safe_load(path.read_text())  # JSON is YAML
+    sections = [{**content, key: other} for key in ("gates", "seeds") for other in each_edited(content.get(key, {}))]
+    every = [[], "x", {}, *[*sections, *each_edited(content)][:: 5 if name == "config.yaml" else 2]]
+    for place, other in enumerate(every):
+        path.write_text(json.dumps(other))
+        said = read_of(edited, name)
+        refused += said is not None
+        if said is None and place % 8 == 0:  # what is of the schema can be shown
+            said = read_all(edited, recorded)
+        assert said is None or said.startswith(str(path)), said
+    assert refused > 5
+
+
+def read_of(folder, name):
+    """The sentence if a file of a folder is refused."""
+    run = esper.open_run(folder)
+    try:
+        getattr(run, {"config.yaml": "checked_config"}.get(name, name.partition(".")[0]))
+    except InputError as refusal:
+        return str(refusal)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "sentence"),
+    [
+        ("lifecycle", {"env": 7}, "env is 7, and the run has 2 environments"),
+        ("lifecycle", {"slot": "cellar"}, "slot is 'cellar', and the run has the slots block0, block1"),
+        ("lifecycle", {"to": "ASLEEP"}, "Invalid enum value 'ASLEEP' - at `$.to`"),
+        ("step", {"stages": [[0, 9], [0, 0]]}, "Expected `int` <= 7 - at `$.stages[0][1]`"),
+        ("step", {"metrics": [0.5]}, "metrics has 1 entry where the run has 2 environments"),
+        ("step", {"alphas": [[0.0], [0.0]]}, "alphas has 1 entry where the run has 2 slots"),
+    ],
+)
+def test_the_commands_name_the_line_of_a_row_that_is_not_of_its_run(edited, recorded, capsys, kind, change, sentence):
+    path = edited / "events.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    number = next(index for index, row in enumerate(rows) if row["kind"] == kind)
+    rows[number] |= change
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for command in (("report", edited), ("compare", recorded, edited), ("events", edited)):
+        line = said_by(capsys, *command)
+        assert f"line {number + 1} of {path}: " in line
+        assert sentence in line
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[]", "is not the summary of a run: Expected `object`, got `array`"),
+        ('{"grown_params": []}', "is not the summary of a run: Object missing required field"),
+        ("{", "is not valid JSON"),
+    ],
+)
+def test_the_commands_name_a_summary_that_is_none(edited, recorded, capsys, content, sentence):
+    (edited / "summary.json").write_text(content)
+    for command in (("report", edited), ("compare", recorded, edited)):
+        assert f"{edited / 'summary.json'} {sentence}" in said_by(capsys, *command)
+
+
+def said_by(capsys, *command):
+    """The one line on stderr of a command that is refused."""
+    capsys.readouterr()
+    assert esper_command(*command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
 
 
 # Numbers of YAML.
@@ -232,7 +391,7 @@ def test_a_sentence_of_an_error_steers_no_terminal():
 def test_a_lock_of_others_steers_no_terminal(stopped, capsys):
     owner = {"pid": 1, "host": CLEAR, "started": None, "since": CLEAR, "command": [CLEAR]}
     (stopped / "lock").write_text(json.dumps(owner))
-    assert esper("resume", stopped) == 0
+    assert esper_command("resume", stopped) == 0
     said = capsys.readouterr()
     assert f"process 1 on {CLEARED}" in said.err
     assert "\x1b" not in said.err + said.out
@@ -244,7 +403,7 @@ def test_a_topology_of_others_steers_no_terminal(run, network, tmp_path, capsys)
     (network / TOPOLOGY).write_text(json.dumps(facts | {"seeds": [seed]}))
     named = [path for path in network.iterdir() if path.name != SUMS]
     (network / SUMS).write_bytes(sums_of({path.name: path.read_bytes() for path in named}))
-    esper("export", run, "--out", tmp_path / "out")
+    esper_command("export", run, "--out", tmp_path / "out")
     said = capsys.readouterr()
     assert CLEARED in said.out + said.err
     assert "\x1b" not in said.out + said.err

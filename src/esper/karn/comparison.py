@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from esper.karn.console import estimate
-from esper.karn.reader import open_run
+from esper.karn.reader import fitting_files, open_run
 from esper.karn.report.model import RunModel, read_model
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import t_factor, t_interval
@@ -120,7 +120,8 @@ def read_comparison(folders: Sequence[str | PathLike[str]]) -> Comparison:
             raise InputError(f"{path} is named more than once; name each run once")
     names = [path.name if [each.name for each in paths].count(path.name) == 1 else str(path) for path in paths]
     runs = [Compared(name, read_model(run)) for name, run in zip(names, opened, strict=True)]
-    return Comparison(runs, [verdict(first, second) for first, second in combinations(runs, 2)])
+    with fitting_files(paths[-1]):
+        return Comparison(runs, [verdict(first, second) for first, second in combinations(runs, 2)])
 
 
 def verdict(first: Compared, second: Compared) -> Verdict:

@@ -1,7 +1,8 @@
 """Reads run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import numpy as np
 
+from esper.karn.schema import check_config, check_environment, check_summary
 from esper.leyline.arguments import to_path
 from esper.leyline.distribution import pip_install
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, typed_line
 from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.nissa.analytics import BlueprintAnalytics, Tally
-from esper.nissa.events import decode_lines, read_events, record
+from esper.nissa.events import RunShape, decode_lines, read_events, record
 from esper.nissa.rows import ROWS, Row, RunRow
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
@@ -44,6 +46,7 @@ class Tail:
         self._seen = 0  # complete rows
         self._last = b""  # the last of them, to recognise a file that was cut and written again
         self._place = 0  # bytes up to its end
+        self._shape = RunShape()
 
     def read(self, most: int | None = None) -> list[Row]:
         """The complete rows since the last call, in order; all of them after a restart. InputError if a line is not a row.
@@ -55,7 +58,7 @@ class Tail:
         with open_regular(self.path, _MEND) as file:
             file.seek(max(self._place - len(self._last), 0))
             if file.read(len(self._last)) != self._last:
-                self._seen, self._last, self._place = 0, b"", 0
+                self._seen, self._last, self._place, self._shape = 0, b"", 0, RunShape()
                 self.restarts += 1
                 file.seek(0)
             data = file.read() if most is None else file.read(most) + file.readline()
@@ -64,7 +67,7 @@ class Tail:
             lines.pop()
         if not lines:
             return []
-        rows = list(decode_lines(self.path, lines, self._seen))
+        rows = list(decode_lines(self.path, lines, self._seen, self._shape))
         self._seen, self._last = self._seen + len(lines), lines[-1]
         self._place += sum(map(len, lines))
         return rows
@@ -94,14 +97,21 @@ class OpenRun:
         return content
 
     @property
+    def checked_config(self) -> dict[str, Any]:
+        """As `config`. InputError if a key of this version has a value that it cannot have."""
+        content = self.config
+        check_config(content, self.folder / CONFIG, _MEND)
+        return content
+
+    @property
     def environment(self) -> Any:
-        """The machine, the versions and the command line; None if environment.json is missing."""
-        return self._json(ENVIRONMENT)
+        """The machine, the versions and the command line; None if environment.json is missing. InputError if it is damaged."""
+        return self._json(ENVIRONMENT, check_environment)
 
     @property
     def summary(self) -> Any:
-        """The final figures; None until the run has ended."""
-        return self._json(SUMMARY)
+        """The final figures; None until the run has ended. InputError if summary.json is damaged."""
+        return self._json(SUMMARY, check_summary)
 
     @property
     def changes(self) -> Any:
@@ -209,9 +219,25 @@ class OpenRun:
 
         return head_of(read_model(self), self.folder.resolve().name)
 
-    def _json(self, name: str) -> Any:
+    def _json(self, name: str, check: Callable[[Any, Path, str], None] | None = None) -> Any:
         path = self.folder / name
-        return parse_json(read_kept(path, _LARGEST_JSON, _MEND), path, _MEND) if path.exists() else None
+        if not path.exists():
+            return None
+        content = parse_json(read_kept(path, _LARGEST_JSON, _MEND), path, _MEND)
+        if check is not None:
+            check(content, path, _MEND)
+        return content
+
+
+@contextmanager
+def fitting_files(folder: Path) -> Iterator[None]:
+    """Raise InputError if the body fails on what the files of a run folder hold, each of which is of its schema."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the files of {folder} do not fit together ({typed_line(error)}); {_MEND}") from error
 
 
 def open_run(folder: str | PathLike[str]) -> OpenRun:

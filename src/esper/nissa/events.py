@@ -2,7 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.errors import InputError
 from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.text import counted
 from esper.leyline.verdicts import Vital
 from esper.leyline.view import Bools, Floats, Outcome, Scores, Seeds, Space, Transitions, View
 from esper.nissa.rows import (
@@ -21,9 +23,11 @@ from esper.nissa.rows import (
     AnomalyRow,
     EpisodeRow,
     LifecycleRow,
+    PlayedRow,
     RewardRow,
     RollbackRow,
     Row,
+    RunRow,
     StepRow,
 )
 from esper.store.reading import open_regular
@@ -219,17 +223,74 @@ def digits(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
 
 
+class RunShape:
+    """Checks that rows are of one run: lists have the lengths that their fields name, and environments and slots exist.
+
+    The first `run` row says how many environments and slots there are. In a training these differ from population to population,
+    so that lists of a row are compared with each other only.
+    """
+
+    def __init__(self) -> None:
+        self._head: RunRow | None = None
+
+    def check(self, row: Row) -> None:
+        """InputError if the next row is none of this run."""
+        head = self._head
+        if isinstance(row, RunRow):
+            if head is not None and (row.envs, row.slots) != (head.envs, head.slots):
+                raise InputError("envs or slots differ from those of the first row of kind run")
+            if len(set(row.slots)) < len(row.slots):
+                raise InputError("slots holds a name twice")
+            self._head = head = head or row
+        if isinstance(row, PlayedRow) and row.cohort is not msgspec.UNSET:
+            head = None
+        sizes = {} if head is None else {"E": head.envs, "S": len(head.slots)}
+        for name, axes in _SHAPES[type(row)]:
+            value = getattr(row, name)
+            if value is None or (isinstance(row, RunRow) and not value):  # a training has no hosts of its own
+                continue
+            for key, part in value.items() if isinstance(value, dict) else [("", value)]:
+                _check_lengths(f"{name}[{key!r}]" if key else name, part, axes, sizes)
+        if head is not None:
+            for name in _ENVS[type(row)]:
+                value = getattr(row, name)
+                for env in value if isinstance(value, list) else [value]:
+                    if env >= head.envs:
+                        raise InputError(f"{name} is {env}, and the run has {counted(head.envs, 'environment')}")
+            for name in _SLOTS[type(row)]:
+                value = getattr(row, name)
+                for slot in value if isinstance(value, list | dict) else [value]:
+                    if slot is not None and slot not in head.slots:
+                        raise InputError(f"{name} is {slot!r}, and the run has the slots {', '.join(head.slots)}")
+
+
+def _check_lengths(name: str, values: Any, axes: Sequence[str], sizes: dict[str, int]) -> None:
+    """InputError if nested lists are not as long as `sizes`, by axis; an axis that is not yet known there gets their length."""
+    size = sizes.setdefault(axes[0], len(values))
+    if len(values) != size:
+        raise InputError(
+            f"{name} has {counted(len(values), 'entry', 'entries')} where the run has {size} {_AXES[axes[0]]}"
+        )
+    for inner in values if len(axes) > 1 else ():
+        if inner is not None:
+            _check_lengths(name, inner, axes[1:], sizes)
+
+
 def read_events(path: Path) -> Iterator[Row]:
     """The rows of an events.jsonl, in order. A last line without a newline, which is still being written, is left out.
 
-    InputError if the file cannot be read, has another version, or has a line that is not a row.
+    InputError if the file cannot be read, has another version, or has a line that is not a row of its run.
     """
     with open_regular(path, "name the events.jsonl of a run folder") as file:
         yield from decode_lines(path, file)
 
 
-def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0) -> Iterator[Row]:
-    """The rows of lines of an events.jsonl, the first of which is line `first`, counted from 0. Raises as `read_events`."""
+def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunShape | None = None) -> Iterator[Row]:
+    """The rows of lines of an events.jsonl, the first of which is line `first`, counted from 0. Raises as `read_events`.
+
+    `shape` is that of the rows before; the file begins with these lines if it is None.
+    """
+    shape = shape or RunShape()
     for number, line in enumerate(lines, first):
         if number == 0 and (version := _version(line)) not in (None, *READABLE):
             raise InputError(
@@ -238,9 +299,11 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0) -> Iterator
             )
         if line.endswith(b"\n"):
             try:
-                yield decode(line)
+                row = decode(line)
+                shape.check(row)
             except InputError as error:
                 raise InputError(f"line {number + 1} of {path}: {error}") from None
+            yield row
 
 
 def _version(line: bytes) -> int | None:
@@ -313,6 +376,30 @@ def _depths(row: type[Row]) -> tuple[tuple[str, int], ...]:
 
 _DEPTHS = {row: _depths(row) for row in ROWS}
 """Fields that hold lists of numbers, each with the depth of its lists, by kind of row."""
+
+_AXES = {"E": "environments", "S": "slots", "F": "sensors"}
+_AXIS = re.compile(rf"\(([{''.join(_AXES)}](?:, [{''.join(_AXES)}])*),?\)")
+
+
+def _shapes(row: type[Row]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The fields of a kind of rows that hold lists, each with the axes that its description names."""
+    found = msgspec.inspect.type_info(row)
+    assert isinstance(found, msgspec.inspect.StructType)
+    shapes = []
+    for field in found.fields:
+        assert isinstance(field.type, msgspec.inspect.Metadata)
+        named = _AXIS.search((field.type.extra_json_schema or {})["description"])
+        if named is not None:
+            shapes.append((field.name, tuple(named[1].split(", "))))
+    return tuple(shapes)
+
+
+_SHAPES = {row: _shapes(row) for row in ROWS}
+_ENVS, _SLOTS = (
+    {row: tuple(name for name in names if name in row.__struct_fields__) for row in ROWS}
+    for names in (("env", "failed_envs", "failed_twins"), ("slot", "pruned", "unfinished", "grown"))
+)
+"""Fields that name environments, and fields that name slots, by kind of row."""
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 _decoder: msgspec.json.Decoder[Row] = msgspec.json.Decoder(functools.reduce(operator.or_, ROWS))

@@ -3,15 +3,19 @@
 A value that was not measured is nan in an array and null in the file. Fields with one value per environment take arrays,
 which the writer converts to lists. A field that has its default is left out of the file. A field name has the same type in all
 kinds of rows, so that the file can be read as one table; an array therefore has another name than the number of one environment.
+
+The types are the schema by which a line is read, and the shape in a description, as (E, S), is that which the reader checks.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
+
+from esper.leyline.stages import Stage
 
 if TYPE_CHECKING:
     Numbers = Sequence[float | None] | NDArray[np.floating[Any]]
@@ -19,12 +23,20 @@ if TYPE_CHECKING:
     Integers = Sequence[int] | NDArray[np.integer[Any]]
     Table = Sequence[Sequence[int]] | NDArray[np.integer[Any]]
     Flags = Sequence[bool] | NDArray[np.bool_]
+    Count: TypeAlias = int
+    Whole: TypeAlias = int
+    StageNumber: TypeAlias = int
+    StageName: TypeAlias = str
     Cube = Sequence[Sequence[Sequence[float | None]]] | NDArray[np.floating[Any]]
 else:  # the types in the file, where null stands for a list of nulls
+    Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    StageNumber = Annotated[int, Meta(ge=int(min(Stage)), le=int(max(Stage)))]
+    StageName = Literal[tuple(Stage.__members__)]
     Numbers = list[float | None]
     Matrix = list[list[float | None] | None]
-    Integers = list[int]
-    Table = list[list[int]]
+    Integers = list[Count]
+    Table = list[list[StageNumber]]
     Flags = list[bool]
     Cube = list[list[list[float | None] | None] | None]
 
@@ -38,20 +50,20 @@ READABLE = (3, SCHEMA)
 class Row(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
     """Fields of every row, beside `kind`."""
 
-    seq: Annotated[int, Meta(description="place in the file, from 0, without a gap")] = -1
+    seq: Annotated[Whole, Meta(description="place in the file, from 0, without a gap")] = -1
     time: Annotated[float, Meta(description="when the row was written [seconds since 1970]")] = 0.0
 
 
 class RunRow(Row, tag="run", kw_only=True):
     """The first and the last row of a run. A run that is resumed with a changed config has one more at that place."""
 
-    schema: Annotated[int, Meta(description="version of the rows")] = msgspec.field(default_factory=lambda: SCHEMA)
+    schema: Annotated[Count, Meta(description="version of the rows")] = msgspec.field(default_factory=lambda: SCHEMA)
     status: Annotated[Literal["running", "finished", "interrupted", "failed"], Meta(description="of the run")]
     task: Annotated[str, Meta(description="name of the task")]
     controller: Annotated[str, Meta(description="name of the controller; ppo in a training")]
-    envs: Annotated[int, Meta(description="environments, twins not counted")]
-    steps: Annotated[int, Meta(description="steps of an episode")]
-    seed: Annotated[int, Meta(description="run seed")]
+    envs: Annotated[Count, Meta(description="environments, twins not counted")]
+    steps: Annotated[Count, Meta(description="steps of an episode")]
+    seed: Annotated[Count, Meta(description="run seed")]
     device: Annotated[str, Meta(description="device of the networks")]
     slots: Annotated[Sequence[str], Meta(description="(S,) names of the slots")]
     blueprints: Annotated[Sequence[str], Meta(description="names of the menu")]
@@ -74,10 +86,10 @@ class PlayedRow(Row, kw_only=True):
     ] = msgspec.UNSET
     task: Annotated[str | msgspec.UnsetType, Meta(description="name of the population's task")] = msgspec.UNSET
     round: Annotated[
-        int | msgspec.UnsetType, Meta(description="round of the training; rounds of imitation are below 0")
+        Whole | msgspec.UnsetType, Meta(description="round of the training; rounds of imitation are below 0")
     ] = msgspec.UNSET
     first_env: Annotated[
-        int | msgspec.UnsetType,
+        Count | msgspec.UnsetType,
         Meta(
             description="where `shards` is above 1: number of the shard's first environment; environment e of the row is "
             "environment first_env + e of the task"
@@ -88,8 +100,8 @@ class PlayedRow(Row, kw_only=True):
 class StepRow(PlayedRow, tag="step", kw_only=True):
     """One step of every environment, to 5 digits. An environment without a `decision` row at this step chose WAIT."""
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
     metrics: Annotated[Numbers, Meta(description="(E,) task metric on the probe split, after the step")]
     losses: Annotated[Numbers, Meta(description="(E,) loss on the probe split, after the step")]
     train_losses: Annotated[Numbers, Meta(description="(E,) mean loss over the batches of the step")]
@@ -106,12 +118,12 @@ class StepRow(PlayedRow, tag="step", kw_only=True):
 class LifecycleRow(PlayedRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
     """One change of stage of one slot of one environment."""
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
-    env: Annotated[int, Meta(description="environment")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
+    env: Annotated[Count, Meta(description="environment")]
     slot: Annotated[str, Meta(description="name of the slot")]
-    from_stage: Annotated[str, Meta(description="stage before")]
-    to_stage: Annotated[str, Meta(description="stage after")]
+    from_stage: Annotated[StageName, Meta(description="stage before")]
+    to_stage: Annotated[StageName, Meta(description="stage after")]
     blueprint: Annotated[str | None, Meta(description="blueprint of the seed; null where the slot held none")] = None
     alpha: Annotated[float, Meta(description="dose after the change")]
     why: Annotated[
@@ -132,9 +144,9 @@ class LifecycleRow(PlayedRow, tag="lifecycle", kw_only=True, rename={"from_stage
 class RollbackRow(PlayedRow, tag="rollback", kw_only=True):
     """One environment, or its twin, failed in a step and was restored to its last healthy snapshot."""
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
-    env: Annotated[int, Meta(description="environment")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
+    env: Annotated[Count, Meta(description="environment")]
     twin: Annotated[
         bool, Meta(description="true if the never-grow twin failed, false if the environment itself failed")
     ]
@@ -142,7 +154,7 @@ class RollbackRow(PlayedRow, tag="rollback", kw_only=True):
     metric: Annotated[float | None, Meta(description="task metric on the probe split, before the restoration")]
     loss: Annotated[float | None, Meta(description="loss on the probe split, before the restoration")]
     pruned: Annotated[Sequence[str], Meta(description="slots whose seed is not in the snapshot")]
-    slot_stages: Annotated[Sequence[int], Meta(description="(S,) stage of every slot, after the restoration")]
+    slot_stages: Annotated[Sequence[StageNumber], Meta(description="(S,) stage of every slot, after the restoration")]
 
 
 class DecisionRow(PlayedRow, tag="decision", kw_only=True):
@@ -151,26 +163,26 @@ class DecisionRow(PlayedRow, tag="decision", kw_only=True):
     Decisions to WAIT have rows at level debug only.
     """
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
-    env: Annotated[int, Meta(description="environment")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
+    env: Annotated[Count, Meta(description="environment")]
     op: Annotated[str, Meta(description="operation that the controller chose")]
     slot: Annotated[
         str | None, Meta(description="name of the slot; null where the controller named none that exists")
     ] = None
-    stage: Annotated[str | None, Meta(description="stage of the slot before the decision")] = None
+    stage: Annotated[StageName | None, Meta(description="stage of the slot before the decision")] = None
     blueprint: Annotated[
         str | None,
         Meta(description="blueprint to be planted, or of the seed in the slot; null where the slot is empty"),
     ] = None
     blend: Annotated[str | None, Meta(description="how the seed enters the stream; null where there is no seed")] = None
-    tempo: Annotated[int | None, Meta(description="length of the ramp; null where the operation has none [steps]")] = (
-        None
-    )
+    tempo: Annotated[
+        Count | None, Meta(description="length of the ramp; null where the operation has none [steps]")
+    ] = None
     target: Annotated[
         float | None, Meta(description="dose at the end of the ramp; null where the operation has none")
     ] = None
-    price: Annotated[int | None, Meta(description="parameters of the seed; null where there is no seed")] = None
+    price: Annotated[Count | None, Meta(description="parameters of the seed; null where there is no seed")] = None
     carried_out: Annotated[bool, Meta(description="whether the decision was carried out")]
     refusal: Annotated[str | None, Meta(description="why it was not carried out; null where it was")] = None
     why: Annotated[str | None, Meta(description="reason that the controller gives; null where it gives none")] = None
@@ -195,7 +207,7 @@ class DecisionRow(PlayedRow, tag="decision", kw_only=True):
         Meta(description="by name: the sensors of the slot that the controller's rule looked at; absent for a policy"),
     ] = msgspec.field(default_factory=dict)
     choice_counts: Annotated[
-        Sequence[int],
+        Sequence[Count],
         Meta(
             description="(6,) number of choices that the mask left for operation, slot, blueprint, blend, tempo and target, "
             "given the choices before; 0 where the operation does not read the head"
@@ -219,9 +231,9 @@ class DecisionRow(PlayedRow, tag="decision", kw_only=True):
 class GateRow(PlayedRow, tag="gate", kw_only=True):
     """The gate that a seed must pass next gave another answer after the step than before it, or it is the first answer."""
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
-    env: Annotated[int, Meta(description="environment")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
+    env: Annotated[Count, Meta(description="environment")]
     slot: Annotated[str, Meta(description="name of the slot")]
     gate: Annotated[str, Meta(description="advance, which ends TRAINING, or fossilize, which ends HOLDING")]
     passed: Annotated[bool, Meta(description="whether the seed passes")]
@@ -239,8 +251,8 @@ class MeasurementRow(PlayedRow, tag="measurement", kw_only=True):
     A step at which no seed was measured has no row.
     """
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
     contribution_means: Annotated[
         Matrix | None,
         Meta(
@@ -277,8 +289,8 @@ class SensorsRow(PlayedRow, tag="sensors", kw_only=True):
     `telemetry.sensor_rows_every` says how often they are due.
     """
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
     sensors: Annotated[Sequence[str], Meta(description="(F,) names of the sensors")]
     readings: Annotated[Cube, Meta(description="(E, S, F) the sensors of every slot; null where a sensor has no value")]
 
@@ -286,9 +298,9 @@ class SensorsRow(PlayedRow, tag="sensors", kw_only=True):
 class PhasesRow(PlayedRow, tag="phases", kw_only=True):
     """Where the time of the last steps went. `telemetry.sensor_rows_every` says how many steps a row covers."""
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="last of the steps, counted from 0")]
-    covered: Annotated[int, Meta(description="number of steps that the row covers")] = msgspec.field(
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="last of the steps, counted from 0")]
+    covered: Annotated[Count, Meta(description="number of steps that the row covers")] = msgspec.field(
         default_factory=lambda: 1
     )
     phase_seconds: Annotated[
@@ -299,7 +311,7 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
         ),
     ]
     device_reads: Annotated[
-        int,
+        Count,
         Meta(
             description="reads of the device in all of these steps: 1 a step, and 1 more where an environment was restored"
         ),
@@ -309,8 +321,8 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
 class RewardRow(PlayedRow, tag="reward", kw_only=True):
     """The rewards that a training paid for a step, to 5 digits."""
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
     rewards: Annotated[Numbers, Meta(description="(E,) sum of the components")]
     components: Annotated[
         Mapping[str, Numbers], Meta(description="by name of the component (`esper docs training`): (E,)")
@@ -325,8 +337,8 @@ class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
     not finite. They are left out in a step that raises the level to debug, because it was trained before, and by `esper.Growth`.
     """
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
     host_gradients: Annotated[Numbers, Meta(description="(E,) gradient norm of the host, mean over the step")]
     seed_gradients: Annotated[
         Matrix, Meta(description="(E, S) gradient norm of the seed, mean over the step; null where no seed trained")
@@ -347,31 +359,31 @@ class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
 class AnomalyRow(PlayedRow, tag="anomaly", kw_only=True):
     """A vital sign failed in a step. The level of the telemetry rises for some steps, if a higher one writes more."""
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="counted from 0")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="counted from 0")]
     reason: Annotated[str, Meta(description="the vital sign that failed")]
-    failed_envs: Annotated[Sequence[int], Meta(description="environments in which it failed")]
-    failed_twins: Annotated[Sequence[int], Meta(description="environments in whose never-grow twin it failed")] = ()
+    failed_envs: Annotated[Sequence[Count], Meta(description="environments in which it failed")]
+    failed_twins: Annotated[Sequence[Count], Meta(description="environments in whose never-grow twin it failed")] = ()
     raised_level: Annotated[
         str | None, Meta(description="level that holds from this step on; null if it did not rise")
     ] = None
-    raised_steps: Annotated[int, Meta(description="steps for which it holds, this one included")] = 0
+    raised_steps: Annotated[Count, Meta(description="steps for which it holds, this one included")] = 0
 
 
 class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
     """One environment at the end of an episode. The figures are those of the network that is exported."""
 
-    episode: Annotated[int, Meta(description="counted from 0")]
-    step: Annotated[int, Meta(description="steps taken")]
-    env: Annotated[int, Meta(description="environment")]
+    episode: Annotated[Count, Meta(description="counted from 0")]
+    step: Annotated[Count, Meta(description="steps taken")]
+    env: Annotated[Count, Meta(description="environment")]
     metric: Annotated[float | None, Meta(description="task metric on the probe split")]
     loss: Annotated[float | None, Meta(description="loss on the probe split")]
-    host_params: Annotated[int, Meta(description="parameters of the host")]
-    added_params: Annotated[int, Meta(description="parameters of the seeds that were kept")]
-    fossilized: Annotated[int, Meta(description="seeds that were kept")]
+    host_params: Annotated[Count, Meta(description="parameters of the host")]
+    added_params: Annotated[Count, Meta(description="parameters of the seeds that were kept")]
+    fossilized: Annotated[Count, Meta(description="seeds that were kept")]
     grown: Annotated[dict[str, str], Meta(description="blueprint by slot, of the seeds that were kept")]
     unfinished: Annotated[Sequence[str], Meta(description="slots whose seed was not kept and is left out")]
-    rollbacks: Annotated[int, Meta(description="restorations of the environment in the episode")]
+    rollbacks: Annotated[Count, Meta(description="restorations of the environment in the episode")]
 
 
 class EvaluationRow(PlayedRow, tag="evaluation", kw_only=True):
@@ -389,9 +401,9 @@ class EvaluationRow(PlayedRow, tag="evaluation", kw_only=True):
 class CheckpointRow(Row, tag="checkpoint", kw_only=True):
     """A checkpoint was written. The row follows when it is complete, at the latest at the end of the run."""
 
-    steps: Annotated[int, Meta(description="steps that were taken before it; in a training those of all rounds")]
+    steps: Annotated[Count, Meta(description="steps that were taken before it; in a training those of all rounds")]
     file: Annotated[str, Meta(description="its folder within the run folder")]
-    bytes: Annotated[int, Meta(description="size of its files [bytes]")]
+    bytes: Annotated[Count, Meta(description="size of its files [bytes]")]
     seconds: Annotated[
         float | None,
         Meta(description="duration of the writing, beside the run; null where the run was resumed from it [seconds]"),
@@ -406,7 +418,7 @@ class EnvironmentRow(Row, tag="environment", kw_only=True):
     platform: Annotated[str, Meta(description="operating system and processor")]
     device: Annotated[str, Meta(description="device of the networks")]
     device_name: Annotated[str, Meta(description="name of the device")]
-    threads: Annotated[int, Meta(description="threads of torch")]
+    threads: Annotated[Count, Meta(description="threads of torch")]
     git_revision: Annotated[str | None, Meta(description="commit of the working directory; null outside a repository")]
     command: Annotated[Sequence[str], Meta(description="command line")]
 
@@ -414,7 +426,7 @@ class EnvironmentRow(Row, tag="environment", kw_only=True):
 class RoundRow(Row, tag="round", kw_only=True):
     """One round of a controller's training."""
 
-    round: Annotated[int, Meta(description="counted from 0; rounds of imitation are below 0")]
+    round: Annotated[Whole, Meta(description="counted from 0; rounds of imitation are below 0")]
     seconds: Annotated[float, Meta(description="duration of the round [seconds]")]
     figures: Annotated[
         Mapping[str, float | None], Meta(description="by name (`esper docs training`); null where not measured")

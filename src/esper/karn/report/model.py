@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import UNSET
 
-from esper.karn.reader import OpenRun, Status
+from esper.karn.reader import OpenRun, Status, fitting_files
 from esper.karn.report.keeps import DecisionLog, Decisions
 from esper.karn.report.records import NO_SEED, Floats, Population, SeedMark, Sensed, Stay, Times, Worths
 from esper.leyline.stages import Stage
@@ -185,7 +185,7 @@ class Gathered:
         return RunModel(
             run.status_after(heads[-1].status if heads else None),
             head,
-            run.config,
+            run.checked_config,
             run.summary,
             run.environment,
             population,
@@ -222,9 +222,10 @@ class Gathered:
 def read_model(run: OpenRun) -> RunModel:
     """The model of a run folder. InputError if a file of it is damaged."""
     gathered = Gathered()
-    for row in run.rows():
-        gathered.write(row)
-    return gathered.model(run)
+    with fitting_files(run.folder):
+        for row in run.rows():
+            gathered.write(row)
+        return gathered.model(run)
 
 
 def _population(head: RunRow, steps: Sequence[StepRow], changes: Iterable[LifecycleRow]) -> Population:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from esper.karn import console
 from esper.karn.examples import split_lines
-from esper.karn.reader import open_run
+from esper.karn.reader import fitting_files, open_run
 from esper.karn.report import evaluated
 from esper.karn.report.decided import decisions_section, faults_section
 from esper.karn.report.figures import Curves, Series
@@ -90,7 +90,8 @@ def read_content(folder: Path) -> Content:
     if evaluated.is_evaluation(folder):
         return evaluated.evaluation_content(folder)
     opened = open_run(folder)
-    return content_of(read_model(opened), opened.folder.resolve().name)
+    with fitting_files(folder):
+        return content_of(read_model(opened), opened.folder.resolve().name)
 
 
 def report_at_end(folder: Path) -> None:
