@@ -63,7 +63,7 @@ def stopped(run):
 
 @pytest.fixture
 def network(run):
-    return next((run / "models").iterdir())
+    return next((run / "models").glob("env-*"))
 
 
 def esper_command(*arguments):
@@ -159,7 +159,7 @@ def test_a_sparse_model_is_refused_by_its_size(network, capsys):
 def test_a_sparse_model_on_an_own_host_is_not_exported(ran, tmp_path, capsys):
     run = tmp_path / "r"
     shutil.copytree(ran, run)
-    (network,) = (run / "models").iterdir()
+    (network,) = (run / "models").glob("env-*")
     topology = json.loads((network / TOPOLOGY).read_text())
     (network / TOPOLOGY).write_text(json.dumps(topology | {"host": None, "parameters": 2**39}))
     (network / SUMS).unlink()

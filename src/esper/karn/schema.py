@@ -111,6 +111,7 @@ class Grown(Summary):
     """summary.json of a growth that came to its end."""
 
     status: Status
+    verdict: NotRequired[str]
     task: str
     controller: str
     envs: Annotated[int, Meta(ge=1, le=2**31)]
@@ -127,6 +128,7 @@ class Grown(Summary):
     grown_params: list[Count]
     best: _Best
     baselines: NotRequired[dict[str, _Static]]
+    constant: NotRequired[dict[str, list[Value]]]
     seeds: _Fates
     grown: list[dict[str, str]]
     best_step: _Steps | None
@@ -193,6 +195,9 @@ def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for part in ("host", "grown"):
             if pair[part] is not None:
                 yield f"{name}.{part}", pair[part]
+    if "constant" in summary:
+        msgspec.convert(summary["constant"].get(names[0]), list[Value])
+        yield f"constant.{names[0]}", summary["constant"][names[0]]
     for name, static in summary.get("baselines", {}).items():
         if name not in BASELINES:
             raise msgspec.ValidationError(f"Invalid enum value {name!r} - at `key in $.baselines`")
