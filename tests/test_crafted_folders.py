@@ -419,6 +419,7 @@ def test_names_of_others_are_printed_as_they_are_and_rendered_by_nothing(run, na
     summary = json.loads((run / "summary.json").read_text())
     key = f"test_{summary['metric']}"
     summary |= {"metric": name, f"test_{name}": summary.pop(key), "task": name, "controller": name, "device": name}
+    summary["constant"] = {f"test_{name}": summary["constant"][key]}
     summary["grown"] = [{name: name}] * 2
     output = io.StringIO()
     print_summary(summary, Console(file=output, force_terminal=True, width=200), name)
