@@ -82,7 +82,7 @@ def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list
     absent = [
         f"{name}: absent: {each['absent']}" for name, each in summary.get("baselines", {}).items() if "absent" in each
     ]
-    warnings = [line for line in split_lines(summary) if line.startswith("warning")]
+    warnings = [*(line for line in split_lines(summary) if line.startswith("warning")), *rare_class_lines(summary)]
     rest = "everything else: " + (
         "summary.json and `esper report`" if folder is None else f"esper report {shlex.quote(folder)}"
     )
@@ -262,6 +262,19 @@ def grown_lines(summary: Mapping[str, Any]) -> list[str]:
     if seeds["discarded"]:
         left_out += "; discarded ones were fossilized after the best step"
     return [*lines, f"seeds: {fates}{left_out}"]
+
+
+def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
+    """A line with the balanced accuracy where a class is rare, because the accuracy hardly counts that class."""
+    found = summary.get("rare_classes")
+    if found is None:
+        return []
+    shown, rest = found["rare"][:SHOWN_GROWN], len(found["rare"]) - SHOWN_GROWN
+    names = ", ".join(map(str, shown)) + (f" and {rest} more" if rest > 0 else "")
+    line = f"rare classes ({names}): balanced accuracy {estimate(found['grown']['balanced_accuracy'], '.4f')} grown"
+    if found["host"] is not None:
+        line += f", {estimate(found['host']['balanced_accuracy'], '.4f')} twin"
+    return [f"{line}; F1, ROC AUC and confusion matrix are in the report"]
 
 
 def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:

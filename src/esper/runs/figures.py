@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from esper.kasmina.regrow import RegrownHost
 from esper.leyline.config import Config
@@ -42,6 +44,7 @@ def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
         **{f"test_{name}": pair for name, pair in test.items()},
         **{f"validation_{name}": pair for name, pair in validation.items()},
         **_constant(task, engine.space.instance.tolist(), name),
+        **_rare_classes(engine, task, config),
     }
     return figures | {"best": _best(figures, config)}
 
@@ -91,6 +94,75 @@ def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:
         values[key] = None if np.isnan(value) else value
     constant = [values[key if shared is None else shared] for key in instance]
     return {"constant": {f"test_{name}": constant}} if set(constant) != {None} else {}
+
+
+RARE = 0.5
+"""A class is rare if it has less than this part of the examples that it would have if all classes were of one size."""
+CONFUSED = 64
+"""Largest number of classes of which the summary holds a confusion matrix."""
+
+
+def _rare_classes(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
+    """Return figures that rare classes do not vanish in, of every grown network and twin, where a class is rare.
+
+    A class is `RARE` by the labels of the train, probe and validation splits. Nothing for a mixture, whose environments have
+    classes of their own, and where an example has several labels or none that is a class.
+    """
+    if isinstance(task, Mixture):
+        return {}
+    problem, test = task.instance(int(engine.space.instance[0])), task.test
+    assert test is not None
+    known = torch.cat(
+        [split.y[~nonfinite(split)].cpu() for split in (problem.train, problem.probe, problem.validation)]
+    )
+    if known.is_floating_point() or known.dim() != 1 or known.min() < 0 or known.max() >= problem.outputs:
+        return {}
+    counts = known.bincount(minlength=problem.outputs).numpy()
+    occurring = counts > 0
+    rare = np.flatnonzero(occurring & (counts * occurring.sum() < RARE * len(known)))
+    if not len(rare):
+        return {}
+    outputs, truth = engine.outputs(test), test.y[~nonfinite(test)].cpu().numpy()
+    if outputs.shape[1:] != (len(truth), problem.outputs):  # an objective of one's own, whose outputs are no classes
+        return {}
+    names = [*(problem.classes or range(problem.outputs))]
+    return {
+        "rare_classes": {
+            "classes": names,
+            "rare": [names[index] for index in rare.tolist()],
+            "grown": class_figures(truth, outputs[: config.envs]),
+            "host": class_figures(truth, outputs[config.envs :]) if config.twin else None,
+        }
+    }
+
+
+def class_figures(truth: NDArray[np.int64], outputs: Floats) -> Summary:
+    """Return what networks (E,) with outputs (E, N, C) come to when every class counts alike, however rare it is.
+
+    `balanced_accuracy`, `f1_macro` and `roc_auc` have E values each: the means over the classes of `truth` (N,) of recall, of F1
+    and of the area under the curve of the class against the others; None where an output is not finite, and without a second
+    class. `confusion` (C, C) counts the examples of all networks, by their classes and by the predicted ones; None for more than
+    `CONFUSED` classes.
+    """
+    from sklearn.metrics import confusion_matrix, f1_score, recall_score, roc_auc_score  # takes 1 s
+
+    classes, found = outputs.shape[2], np.unique(truth)
+    figures: Summary = {"balanced_accuracy": [], "f1_macro": [], "roc_auc": []}
+    confused = np.zeros((classes, classes), np.int64)
+    for output in outputs:
+        if len(found) < 2 or not np.isfinite(output).all():
+            for values in figures.values():
+                values.append(None)
+            continue
+        predicted, odds = output.argmax(1), np.exp(output - output.max(1, keepdims=True))
+        shares = odds / odds.sum(1, keepdims=True)
+        areas = [roc_auc_score(truth == each, shares[:, each]) for each in found.tolist()]
+        recall = recall_score(truth, predicted, labels=found, average="macro", zero_division=0)
+        f1 = f1_score(truth, predicted, labels=found, average="macro", zero_division=0)
+        for values, value in zip(figures.values(), (recall, f1, np.mean(areas)), strict=True):
+            values.append(float(value))
+        confused += confusion_matrix(truth, predicted, labels=np.arange(classes))
+    return {**figures, "confusion": confused.tolist() if classes <= CONFUSED else None}
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:

@@ -508,6 +508,13 @@ class VectorizedEngine(Engine[StackedPopulation]):
         metric, loss = self.population.evaluate(self.state.seeds, split)
         return metric[: self.rows], loss[: self.rows]
 
+    def outputs(self, split: Split) -> Floats:
+        """Return the outputs (rows, N, ...) of the networks as exported now for a split: environments, then twins.
+
+        N are the finite examples of the split.
+        """
+        return self.population.outputs(self.state.seeds, split)[: self.rows]
+
     def exported_params(self) -> Indices:
         """Return (rows,) the parameters of the networks as exported now."""
         added = self.population.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ from esper.tolaria.population import (
     row_environments,
 )
 from esper.tolaria.precision import check_modules, resolve_amp
-from esper.tolaria.probe import Probed, probe, sense
+from esper.tolaria.probe import Probed, passed, probe, sense
 from esper.tolaria.resident import ResidentData
 from esper.tolaria.runtime import (
     hold_freed_memory,
@@ -274,12 +275,18 @@ class StackedPopulation:
         split: one split that all environments share, or one for each environment. Raises InputError if a split is
         longer than the rows of a mixture can hold.
         """
-        splits, row = (
-            ([split], np.zeros_like(self.environment)) if isinstance(split, Split) else (split, self.environment)
-        )
-        probed = self._final(seeds, self.data.stacked(self.data.sound(splits), row, "held"))
+        probed = self._final(seeds, self._held(split))
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric, loss
+
+    @torch.no_grad()
+    def outputs(self, seeds: Seeds, split: Split) -> Floats:
+        """Return the outputs (R, N, ...) of the networks as exported now for the finite examples of a split."""
+        self.body.train(False)
+        nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
+        output, _, _ = passed(self.body, exported(seeds), self._held(split), nothing.branches, signs=False)
+        (packed,) = read_packet((output,))
+        return packed
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are
@@ -289,6 +296,13 @@ class StackedPopulation:
         return grown_network(problem.host, self.body, seeds, env, problem.interface)
 
     # Private methods.
+
+    def _held(self, split: Split | Sequence[Split]) -> Examples:
+        """Return the examples of one split for all environments, or of one for each, without those that are not finite."""
+        splits, row = (
+            ([split], np.zeros_like(self.environment)) if isinstance(split, Split) else (split, self.environment)
+        )
+        return self.data.stacked(self.data.sound(splits), row, "held")
 
     def _final(self, seeds: Seeds, examples: Examples) -> Probed:
         """Return metric and loss of the networks as exported, on the device."""

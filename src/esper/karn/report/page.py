@@ -293,6 +293,7 @@ def _result(model: RunModel) -> Section:
         *console.grown_lines(summary),
         *console.trouble_lines(summary),
         *console.early_stopping_lines(summary),
+        *console.rare_class_lines(summary),
         *console.explanation_lines(summary),
     ]
     caption = "Grown networks beside static ones, on the test split"
@@ -301,9 +302,34 @@ def _result(model: RunModel) -> Section:
         "result",
         "What came out",
         lines,
-        [table_of(caption, console.comparison_table(summary)), _by_environment(model)],
+        [table_of(caption, console.comparison_table(summary)), *_rare_classes(summary), _by_environment(model)],
         notes=notes,
     )
+
+
+def _rare_classes(summary: Mapping[str, Any]) -> list[Table]:
+    """Figures in which every class counts alike, and the confusion matrices, where a class is rare."""
+    found = summary.get("rare_classes")
+    if found is None:
+        return []
+    kinds = {name: found[key] for name, key in (("grown", "grown"), ("twin", "host")) if found[key] is not None}
+    figures = {"balanced accuracy": "balanced_accuracy", "F1": "f1_macro", "ROC AUC": "roc_auc"}
+    rows = [(name, *(console.estimate(each[key], ".4f") for key in figures.values())) for name, each in kinds.items()]
+    names = [printable(name) for name in found["classes"]]
+    rare = ", ".join(map(printable, found["rare"]))
+    caption = f"Every class counts alike, as some are rare ({rare}): means over classes, on the test split"
+    tables = [Table(caption, ("", *figures), rows)]
+    for name, each in kinds.items():
+        if each["confusion"] is None or len(names) > MOST_CLASSES:
+            continue
+        counts = [(own, *(f"{count:,}" for count in row)) for own, row in zip(names, each["confusion"], strict=True)]
+        title = f"Confusion matrix, {name}: test examples by class (row) and prediction (column), over all environments"
+        tables.append(Table(title, ("class", *names), counts))
+    return tables
+
+
+MOST_CLASSES = 20
+"""Largest number of classes of which the page shows a confusion matrix; the summary has larger ones too."""
 
 
 def _by_environment(model: RunModel) -> Table:
