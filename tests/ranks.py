@@ -60,6 +60,7 @@ class Case(NamedTuple):
         average: whether there is a moving average of the model
         scaled: whether a GradScaler scales the loss
         frozen: whether the host is
+        thrown: whether a pass is thrown away in front of those of each step, which then all synchronise
     """
 
     shadow: bool = False
@@ -76,6 +77,7 @@ class Case(NamedTuple):
     average: bool = False
     scaled: bool = False
     frozen: bool = False
+    thrown: bool = False
 
 
 STOPS = (3, 5, 7, 9, 24)
@@ -89,6 +91,7 @@ CASES = {
     "norm, static": Case(norm=True, wrap="static"),
     **{f"norm from {step}": Case(norm=True, start=step) for step in STOPS},
     "spoilt": Case(spoilt=18),
+    "thrown": Case(thrown=True, parts=2),
 }
 SHARDED = {
     "before": Case(wrap="before"),
@@ -105,6 +108,8 @@ SHARDED = {
     "bare, folded": Case(wrap="bare", blueprint=0, clip=False, looks=True, scaled=True),
     "wrapped": Case(clip=False),
     "frozen": Case(wrap="bare", frozen=True),
+    "thrown": Case(wrap="after", thrown=True, parts=2),
+    "bare, thrown": Case(wrap="bare", clip=False, thrown=True, parts=2),
 }
 
 
@@ -253,15 +258,17 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
         growth.load_state_dict(torch.load(folder / f"{name}.pt"))
         memory = held(growth)
     for step in range(case.start, STEPS):
-        for part in range(case.parts):
+        for part in range(-case.thrown, case.parts):
             with drawn_with(100 + step + 1000 * part):
                 x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
             x, y = x[rank::size], y[rank::size]
             if step == case.spoilt and case.spoilt and rank == size - 1:
                 x = x * torch.inf
             last = part == case.parts - 1
-            with nullcontext() if last or size == 1 else unsynchronised(wrapped):
+            with nullcontext() if last or size == 1 or case.thrown else unsynchronised(wrapped):
                 scaler.scale(F.cross_entropy(wrapped(x), y) / case.parts).backward()
+            if part < 0:
+                optimizer.zero_grad()
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)

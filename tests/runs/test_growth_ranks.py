@@ -8,7 +8,7 @@ from loops import STAGES, equal
 
 SEVERAL = {2: list(ranks.CASES), 3: ["shadow", "parts", "spoilt"]}
 EVERYWHERE = [(size, name) for size, names in SEVERAL.items() for name in names]
-COMPARABLE = ["plain", "shadow", "parts", "spoilt"]
+COMPARABLE = ["plain", "shadow", "parts", "spoilt", "thrown"]
 """Cases that come to the same in one process: batch normalisation takes its statistics from a part of the batch."""
 
 

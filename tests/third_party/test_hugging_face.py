@@ -101,9 +101,11 @@ def test_the_optimizer_holds_what_was_grown_with_the_rate_of_the_schedule(tmp_pa
     assert model is trainer.model
     held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
     assert all(id(parameter) in held for parameter in model.parameters())
-    (seed,) = [group for group in trainer.optimizer.param_groups if OWNER in group]
-    assert seed["lr"] == trainer.optimizer.param_groups[0]["lr"] == 0.0
-    assert seed["initial_lr"] == 5e-3
+    matrices, vectors = (group for group in trainer.optimizer.param_groups if OWNER in group)
+    assert matrices["lr"] == vectors["lr"] == trainer.optimizer.param_groups[0]["lr"] == 0.0
+    assert matrices["initial_lr"] == vectors["initial_lr"] == 5e-3
+    assert {parameter.dim() for parameter in matrices["params"]} == {2}
+    assert {parameter.dim() for parameter in vectors["params"]} == {1}
     before = model.eval()(**batch(7)).loss
     grown = growing.growth.finish()
     assert grown is model
