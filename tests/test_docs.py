@@ -42,6 +42,7 @@ RUN_ELSEWHERE = [
     "duckdb.md",
     "exporters.md",
     "gym.md",
+    "saving.md",
     "sites.md",
     "trainers.md",
     *(page.name for page in WALKTHROUGHS),

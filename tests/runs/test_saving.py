@@ -15,7 +15,7 @@ from esper.kasmina.grafted import graft, is_grafted
 from esper.kasmina.saving import DESCRIPTION, WEIGHTS
 from esper.kasmina.sums import SUMS
 from esper.leyline.actions import Op
-from esper.leyline.errors import InputError
+from esper.leyline.errors import GrowthWarning, InputError
 from esper.leyline.sites import Site
 from esper.leyline.streams import Vector
 from esper.runs.growth import Growth
@@ -248,3 +248,57 @@ def test_what_a_folder_without_pickle_cannot_hold_is_refused(tmp_path):
         InputError, match="holds '_extra_state', a dict, and the folder holds tensors alone; save the network"
     ):
         growth.save(tmp_path / "grown")
+
+
+class Published(Host):
+    """A network that writes itself to a folder and is made from it, as those of Hugging Face are."""
+
+    def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, **kwargs):
+        save_directory.mkdir(exist_ok=True)
+        torch.save([type(self).__name__, self.state_dict()], save_directory / "model.pt")
+
+    @classmethod
+    def from_pretrained(cls, folder):
+        name, state = torch.load(folder / "model.pt")
+        assert name == cls.__name__
+        model = cls()
+        model.load_state_dict(state, strict=False)
+        return model
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Published()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("build", [Published, Holder])
+@pytest.mark.parametrize("end", [False, True])
+def test_save_pretrained_writes_the_seeds_beside_the_host_and_says_so(build, end, tmp_path):
+    inside = "" if build is Published else "net."
+    sites = {name: Site(name, inside + site.after, inside + site.around, site.stream) for name, site in SITES.items()}
+    growth = grown(model=graft(build(), sites))
+    model = growth.finish() if end else growth.model
+    network = model if build is Published else model.net
+    with pytest.warns(
+        GrowthWarning, match=r"load both by esper\.attach\(Published\.from_pretrained\(folder\), folder \+ '/esp"
+    ):
+        network.save_pretrained(tmp_path / "hub")
+    host = Published.from_pretrained(tmp_path / "hub")
+    assert not torch.equal(outputs(host), outputs(model))
+    assert torch.equal(outputs(esper.attach(host, tmp_path / "hub" / "esper")), outputs(model))
+    with pytest.raises(InputError, match=r"would upload the host without its seeds; call model\.push_to"):
+        network.save_pretrained(tmp_path / "hub", push_to_hub=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_save_pretrained_of_a_network_whose_seeds_all_folded_is_its_own(tmp_path):
+    (tmp_path / "esper").mkdir()
+    growth = grown(model=graft(Published(), SITES), script={k: value for k, value in LIFE.items() if value[1] == 0})
+    network = growth.finish()
+    assert type(network) is Published
+    network.save_pretrained(tmp_path)
+    assert torch.equal(outputs(Published.from_pretrained(tmp_path)), outputs(network))

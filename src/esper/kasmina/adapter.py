@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from esper.kasmina.arena import Seat
 from esper.kasmina.blueprints import drawn_with, get_blueprint
-from esper.kasmina.grafted import graft, plant, trim
+from esper.kasmina.grafted import acting, graft, holders, plant, trim
 from esper.kasmina.grown import CHILD
 from esper.kasmina.planted import Mode, Planted, Recipe
 from esper.kasmina.sharding import gather
 from esper.kasmina.slot import Seed
 from esper.kasmina.sums import SUMS, check_sum, sums_of
 from esper.leyline.actions import Blend
-from esper.leyline.errors import InputError
+from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.parsing import parse_json
 from esper.leyline.sites import Site
 from esper.leyline.slots import Tap
 from esper.leyline.streams import STREAMS, Kind
-from esper.store.disk import find_folder, write_folder
+from esper.store.disk import find_folder, remove, write_folder
 from esper.store.reading import open_regular, read_kept
 from esper.store.tensors import bytes_of
 
@@ -97,6 +97,24 @@ def adapter_files(network: nn.Module, seeds: Mapping[str, Planted | Seat], sites
     whole = _SavedAdapter(format=FORMAT, host=host_digest(network, sites), seeds=described).model_dump(mode="json")
     files = {WEIGHTS: save(tensors), DESCRIPTION: json.dumps(whole, indent=1).encode()}
     return {**files, SUMS: sums_of(files)}
+
+
+def save_beside(network: nn.Module, directory: Path | str) -> None:
+    """Write the seeds that act in a network to the subfolder `esper` of a folder with its weights, and warn that they are there.
+
+    An adapter that was there before is removed if no seed acts.
+    """
+    folder, seeds = Path(directory) / CHILD, acting(network)
+    if seeds:
+        write_own(folder, adapter_files(network, seeds, holders(network)))
+        name = getattr(type(network), "_esper_original", type(network)).__name__
+        warn(
+            f"from_pretrained makes a {name} without the seeds that grew in it; save_pretrained has written them to the "
+            f"subfolder {CHILD!r}: load both by esper.attach({name}.from_pretrained(folder), folder + '/{CHILD}')",
+            GrowthWarning,
+        )
+    elif (folder / DESCRIPTION).is_file():
+        remove(folder)
 
 
 def write_own(folder: Path | str, files: Mapping[str, Any]) -> None:

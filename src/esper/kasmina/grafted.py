@@ -14,6 +14,7 @@ from esper.kasmina.grown import (
     CHILD,
     POINT,
     Point,
+    has_own_files,
     is_grafted,
     restore,
     root_of,
@@ -86,6 +87,9 @@ def graft(
             encloses = not site.around or site.after.startswith(f"{site.around}.")
             source = swap(around)
             point.before = wire_between(source, source if encloses else root)
+    for path, part in _with_own_files(module):
+        if any(site.after == path or site.after.startswith(f"{path}." if path else "") for site in sites.values()):
+            swap(part)
     return module
 
 
@@ -163,8 +167,14 @@ def prefix(module: nn.Module, name: str) -> str:
 
 
 def trim(module: nn.Module) -> None:
-    """Take the free sites of a network away: every submodule without a part in what a seed computes gets its own class again."""
+    """Take the free sites of a network away: every submodule without a part in what a seed computes gets its own class again.
+
+    A part that has a `save_pretrained` keeps the grown class while it holds a seed, so that it saves the seed too.
+    """
     root_of(module).sites = None
+    saving = {
+        id(part) for _, part in _with_own_files(module) if any(isinstance(inner, Planted) for inner in part.modules())
+    }
     for part in list(module.modules()):
         point: Point | None = part.__dict__.get(POINT)
         if point is not None:
@@ -172,8 +182,17 @@ def trim(module: nn.Module) -> None:
                 point.site = point.before = point.input = None
             point.records = tuple(wire for wire in point.records if wire.readers)
             point.clears = tuple(wire for wire in point.clears if wire.readers)
-            if not (point.planted or point.records or point.clears):
+            if not (point.planted or point.records or point.clears or id(part) in saving):
                 restore(part)
+
+
+def _with_own_files(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost parts of a network that have a `save_pretrained`, by name."""
+    found: list[tuple[str, nn.Module]] = []
+    for path, part in module.named_modules():
+        if has_own_files(type(part)) and not any(path.startswith(f"{outer}." if outer else "") for outer, _ in found):
+            found.append((path, part))
+    return found
 
 
 # What is refused.

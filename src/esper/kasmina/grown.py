@@ -9,6 +9,7 @@ by a network that is compiled already, and a wrapper would rename the parameters
 import copy
 import copyreg
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol
@@ -267,10 +268,45 @@ def grown_class(original: type[nn.Module]) -> type[nn.Module]:
         }
         if not hasattr(original, "sites"):
             body["sites"] = property(_sites)
+        if has_own_files(original):
+            body["save_pretrained"] = _save_pretrained_of(original)
         if issubclass(original, nn.Sequential):
             body |= {"__iter__": _own_children, "__len__": _count_children, "__getitem__": _child}
         _CLASSES[original] = type(f"Grown{original.__name__}", (original,), body)
     return _CLASSES[original]
+
+
+def has_own_files(kind: type[nn.Module]) -> bool:
+    """Whether networks of a class write themselves to a folder, as those of Hugging Face do, from which the class loads them."""
+    return hasattr(kind, "save_pretrained")
+
+
+def _save_pretrained_of(original: type[nn.Module]) -> Callable[..., Any]:
+    """Make the `save_pretrained` of a grown class: `from_pretrained` knows no seeds, so they are written beside the host."""
+    save: Callable[..., Any] = original.save_pretrained  # type: ignore[attr-defined]
+
+    @functools.wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        from esper.kasmina.adapter import save_beside  # which imports this module
+
+        given = inspect.signature(save).bind(self, *args, **kwargs).arguments
+        if given.get("push_to_hub"):
+            raise InputError(
+                "save_pretrained(push_to_hub=True) would upload the host without its seeds; call model.push_to_hub, or upload "
+                "the folder that save_pretrained has written"
+            )
+        kind = type(self)
+        if kind is grown_class(original):
+            self.__class__ = original  # its name is written to the folder
+        try:
+            returned = save(self, *args, **kwargs)
+        finally:
+            self.__class__ = kind
+        if given.get("is_main_process", True):
+            save_beside(self, list(given.values())[1])
+        return returned
+
+    return save_pretrained
 
 
 def _sites(self: nn.Module) -> Mapping[str, Site]:
