@@ -208,7 +208,7 @@ def test_the_tasks_of_esper_take_raw_features_and_name_their_classes():
         ({"standardize": None}, "does not fit the network of topology.json"),
         ({"input": [0]}, "is damaged at 'input"),
         ({"target": "x"}, "is damaged at 'target'"),
-        ({"format": 1}, "has format 1, but this version of Esper reads the formats 2 and 3"),
+        ({"format": 1}, "has format 1, but this version of Esper reads the formats 2, 3, 4"),
         ({"input": [[3], [2]]}, "has examples of shape [[3], [2]] and dtype float32"),
         (
             {"input": {"a": [3]}, "example": {"b": "float32"}},

@@ -251,7 +251,7 @@ def test_a_frame_of_numbers_is_read_by_column() -> None:
         ({"sex": ["f", "m"] * 45}, "column 'sex' of x holds "),
         (
             {"sex": pd.Categorical(["f", "m"] * 45)},
-            "column 'sex' of x holds 'f', a str; give numbers alone, for example one",
+            "column 'sex' of x holds 'f', a str; give numbers alone, or make the task with",
         ),
         ({"day": pd.date_range("2020", periods=N)}, "column 'day' of x holds dates, such as "),
         ({"n": [None, *range(1, N)]}, "the features hold NaN or infinite values, in example 0 (1 of 90)"),

@@ -111,14 +111,15 @@ T = X[:, :1].clone()
             nan_at(7),
             Y,
             3,
-            "the features hold NaN or infinite values, in example 7 (1 of 120); drop those examples, fill in the values, or",
+            "the features hold NaN or infinite values, in example 7 (1 of 120); drop those examples, fill in the values with "
+            "preprocess=SimpleImputer().fit(x) of scikit-learn (docs/tasks.md#text-and-missing-values), or",
         ),
         (
             nan_at(*range(3, 10)),
             Y,
             3,
             "the features hold NaN or infinite values, in examples 3, 4, 5, 6, 7, ... (7 of 120); "
-            "drop those examples, fill in the values, or",
+            "drop those examples, fill in the values with preprocess=SimpleImputer().fit(x) of scikit-learn",
         ),
         (
             X,

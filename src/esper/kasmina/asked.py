@@ -18,6 +18,8 @@ def read_examples(x: Any, taken: Interface, dtype: torch.dtype) -> Batch:
     Byte tensors stay bytes where the network standardizes its input itself. Raises InputError if the features have
     another structure, shape or kind of number than the network takes, hold no example, or are not finite.
     """
+    if taken.preprocess is not None:
+        x = taken.preprocess.apply(x)
     inputs, names, whole = taken.inputs, leaf_names(taken.inputs), _whole(taken)
     if isinstance(inputs, dict):
         if not isinstance(x, Mapping) or set(x) != set(inputs):

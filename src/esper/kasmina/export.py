@@ -39,15 +39,17 @@ from esper.leyline.batches import (
 )
 from esper.leyline.errors import InputError
 from esper.leyline.parsing import parse_json
+from esper.leyline.preprocess import preprocess_from_json
 from esper.leyline.stages import IN_BUDGET, Stage
 from esper.leyline.task import Interface, Label, Scaling
 from esper.leyline.view import Seeds
 from esper.store.disk import Retry, find_folder, write_folder, write_once
 from esper.store.reading import read_kept
 
-FORMATS = (2, 3)
-"""Formats of topology.json that are read. The lowest one that can describe the network is written: 2 if an example is one
-tensor of floating-point numbers, or of bytes that the network standardizes, and has one label or any targets; else 3."""
+FORMATS = (2, 3, 4)
+"""Formats of topology.json that are read. The lowest one that can describe the network is written: 4 if `predict` takes raw
+features, which a transformer of the user makes numbers of; else 2 if an example is one tensor of floating-point numbers, or of
+bytes that the network standardizes, and has one label or any targets; else 3."""
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
 """Names of the files that the folder of a network may contain."""
@@ -97,6 +99,7 @@ class _SavedTopology(_Saved):
     target: list[PositiveInt]  # shape of one example's y
     columns: list[str] | None  # names of the features
     restore: list[PositiveInt] | None = None  # the same for targets; None if they are raw
+    preprocess: dict[str, Any] | None = None  # what `predict` does with raw features first
     example: _Dtype | list[_Dtype] | dict[str, _Dtype]  # dtype of one example, or of each of its tensors
     parameters: int
     host_parameters: int
@@ -157,11 +160,15 @@ def grown_network(
     }
     if interface.target_scaling is not None:
         topology["restore"] = list(interface.target_scaling.mean.shape)
+    if interface.preprocess is not None:
+        topology["preprocess"] = interface.preprocess.model_dump(mode="json")
     return network, topology
 
 
 def _format(interface: Interface) -> int:
     """Return the lowest format version that can describe what a network takes and returns."""
+    if interface.preprocess is not None:
+        return 4
     several = leaf_names(interface.inputs) != ["x"]
     whole = interface.whole is not None and interface.scaling is None
     return 3 if several or whole or (interface.classes is not None and interface.target) else 2
@@ -392,7 +399,19 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     )
     classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
     whole = tuple(None if dtype.is_floating_point else dtype for dtype in _dtypes(topology))
-    return Interface(shapes, scaling, classes, tuple(target), columns, target_scaling, whole if any(whole) else None)
+    before = topology.get("preprocess")
+    return Interface(
+        shapes,
+        scaling,
+        classes,
+        tuple(target),
+        columns,
+        target_scaling,
+        whole if any(whole) else None,
+        None
+        if before is None
+        else preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY)),
+    )
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:
@@ -441,7 +460,7 @@ def read_topology(folder: Path) -> dict[str, Any]:
     topology = parse_json(data, path, "export the network again")
     if not isinstance(topology, dict) or topology.get("format") not in FORMATS:
         found = topology.get("format") if isinstance(topology, dict) else None
-        known = " and ".join(map(str, FORMATS))
+        known = ", ".join(map(str, FORMATS))
         raise InputError(f"{path} has format {found!r}, but this version of Esper reads the formats {known}")
     try:
         _SavedTopology.model_validate(topology)

@@ -81,9 +81,9 @@ class GrownNetwork(nn.Module):
     """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, ..., C).
 
     It is called as the first segment of its host is: network(x), network(*batch) or network(**batch), with the batches
-    of the task. It takes features as the task was given them. If the task standardizes features, the first module,
-    `standardize`, does so. It returns targets as the task was given them. If hosts return standardized targets, the
-    last module, `restore`, undoes the standardization.
+    of the task. It takes features as the task was given them, or as its `preprocess` made them. If the task
+    standardizes features, the first module, `standardize`, does so. It returns targets as the task was given them. If
+    hosts return standardized targets, the last module, `restore`, undoes the standardization.
 
     inputs: shape of one example, or of each of its tensors if there are several.
     classes: the labels as the task was given them, in the order of the outputs; None if the outputs are values.
@@ -133,8 +133,8 @@ class GrownNetwork(nn.Module):
         the targets.
 
         x: (B, ...) features as the task was given them, in a tensor, an array, a list or a data frame, whose columns
-        are taken by name; a tuple or a mapping of these if the task's examples are one. Dropout is off, and the network
-        stays in its mode.
+        are taken by name; a tuple or a mapping of these if the task's examples are one; raw where the task had a `preprocess`.
+        Dropout is off, and the network stays in its mode.
 
         Raises InputError if x does not fit the network, or is not finite.
         """

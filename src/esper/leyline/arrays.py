@@ -39,7 +39,7 @@ def numeric_array(value: Any, what: str) -> NDArray[Any]:
             raise InputError(
                 f"{what} has several columns of one name among {names}; give every column a name of its own"
             )
-        columns = [_column(np.asarray(value[name]), f"column {name!r} of {what}") for name in names]
+        columns = [_column(np.asarray(value[name]), f"column {name!r} of {what}", name) for name in names]
         return np.stack(columns, 1) if columns else np.empty((len(value.to_numpy()), 0))
     return _column(to_array(value, what), what)
 
@@ -86,21 +86,32 @@ def is_missing(value: object) -> bool:
     )
 
 
-def _column(values: NDArray[Any], what: str) -> NDArray[Any]:
+def _column(values: NDArray[Any], what: str, name: object = None) -> NDArray[Any]:
     """An array of numbers unchanged; an array of objects as float64. InputError if an entry is not a number."""
     if values.dtype.kind in "biufc":
         return values
     if values.dtype.kind != "O":
         first = f", such as {values.flat[0].item()!r}" if values.size else ""
-        raise InputError(f"{what} holds {_KINDS.get(values.dtype.kind, str(values.dtype))}{first}; {_MEND}")
+        raise InputError(f"{what} holds {_KINDS.get(values.dtype.kind, str(values.dtype))}{first}; {_mend(name)}")
     flat = values.ravel().tolist()
     for index, entry in enumerate(flat):
         if is_missing(entry):
             flat[index] = np.nan
         elif not isinstance(entry, Real):
-            raise InputError(f"{what} holds {str(entry)[:40]!r}, a {type(entry).__name__}; {_MEND}")
+            raise InputError(f"{what} holds {str(entry)[:40]!r}, a {type(entry).__name__}; {_mend(name)}")
     return np.array(flat, np.float64).reshape(values.shape)
 
 
 _KINDS = {"U": "text", "T": "text", "S": "bytes of text", "M": "dates", "m": "durations"}
-_MEND = "give numbers alone, for example one column of 0 and 1 for every category, as pandas.get_dummies makes them"
+
+
+def _mend(name: object) -> str:
+    """What to do about a column of this name that holds no numbers; None for what is no column of a frame."""
+    if name is None:
+        return (
+            "give numbers alone, for example one column of 0 and 1 for every category, as pandas.get_dummies makes them"
+        )
+    return (
+        f"give numbers alone, or make the task with preprocess=make_column_transformer((OneHotEncoder(), [{name!r}]), "
+        "remainder='passthrough').fit(x) of scikit-learn (docs/tasks.md#text-and-missing-values)"
+    )

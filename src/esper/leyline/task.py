@@ -12,6 +12,7 @@ from esper.leyline.batches import Batch, Shapes, cast, leaves, picked, shapes
 from esper.leyline.brief import brief
 from esper.leyline.errors import DataWarning, InputError, warn
 from esper.leyline.opponents import DEFAULT, Opponents
+from esper.leyline.preprocess import Preprocess
 from esper.leyline.source import Source
 
 _LISTED = 5  # examples that a sentence names
@@ -145,6 +146,7 @@ class Interface(NamedTuple):
         target_scaling (Scaling or None): undone by the network itself, so that it returns targets as they came
         whole (dtypes or None): of each leaf in order, its dtype where it holds whole numbers or truth values, and None where it
             is floating point; None where all are
+        preprocess (Preprocess or None): what `predict` does with raw features first, to make the inputs
     """
 
     inputs: Shapes
@@ -154,6 +156,7 @@ class Interface(NamedTuple):
     columns: tuple[str, ...] | None = None
     target_scaling: Scaling | None = None
     whole: tuple[torch.dtype | None, ...] | None = None
+    preprocess: Preprocess | None = None
 
 
 class Objective(Protocol):
@@ -194,6 +197,7 @@ class Instance(NamedTuple):
         source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
         intact (callable or None): returns a network of the host's shape before it was damaged, and the inputs of the train split
             as that network reads them; the sensor `drift` compares the host with it
+        preprocess (Preprocess or None): what made the splits of raw features
     """
 
     host: Callable[[], nn.Module]
@@ -209,6 +213,7 @@ class Instance(NamedTuple):
     target_scaling: Scaling | None = None
     source: Source | None = None
     intact: Callable[[], tuple[nn.Module, Batch]] | None = None
+    preprocess: Preprocess | None = None
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
         """Examples of a split as a host reads them: leaves (N, ...), the floating-point ones in a dtype where it is given."""
@@ -228,7 +233,14 @@ class Instance(NamedTuple):
         whole = tuple(None if leaf.is_floating_point() else leaf.dtype for leaf in leaves(self.train.x))
         inputs, target = shapes(self.train.x), tuple(y.shape[1:])
         return Interface(
-            inputs, scaling, classes, target, self.columns, self.target_scaling, whole if any(whole) else None
+            inputs,
+            scaling,
+            classes,
+            target,
+            self.columns,
+            self.target_scaling,
+            whole if any(whole) else None,
+            self.preprocess,
         )
 
 
@@ -287,6 +299,7 @@ class Task:
         target_scaling (Scaling or None): of targets that hosts return standardized; the splits hold them as they came
         source (Source or None): what the optimizer reads instead of `train`, which then holds the first `SENSED` of its examples
         opponents (Opponents): what an evaluation adds
+        preprocess (Preprocess or None): what made the splits of raw features, and is saved with grown networks
     """
 
     name: str
@@ -309,6 +322,7 @@ class Task:
     target_scaling: Scaling | None = None
     source: Source | None = None
     opponents: Opponents = DEFAULT
+    preprocess: Preprocess | None = None
 
     def sealed(self) -> "Task":
         """The same task without its test split: all that an engine is given."""
@@ -348,6 +362,7 @@ class Task:
             self.columns,
             self.target_scaling,
             self.source,
+            preprocess=self.preprocess,
         )
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.host import SegmentedHost
@@ -14,6 +15,7 @@ from esper.kasmina.regrow import RegrownHost
 from esper.leyline.arguments import known_as
 from esper.leyline.config import build_config, merge_settings
 from esper.leyline.errors import DataWarning, InputError, warn
+from esper.leyline.preprocess import Preprocess, preprocess_from
 from esper.leyline.task import Label, Objective, Scaling, Task
 from esper.tasks.custom_host import as_the_host_takes, check_custom_host, cut_host, draw_host, read_host
 from esper.tasks.custom_objective import (
@@ -73,6 +75,7 @@ def task_from(
     length: int | None = None,
     stream: bool = False,
     plain: Callable[[int], Callable[[], SegmentedHost]] | None = None,
+    preprocess: Any = None,
 ) -> Task:
     """Make a task from examples and a host factory. `esper docs tasks` explains each argument with examples.
 
@@ -98,15 +101,45 @@ def task_from(
     length: positions of a window of tokens; None takes that of a transformer host.
     stream: True leaves training examples in the Dataset or memmap, to be read when a batch needs them.
     plain: plain(parameters) returns a factory of hosts of at least that size, for the baseline `plain`; None derives one.
+    preprocess: a transformer of scikit-learn, fitted on training examples, that makes numbers of x; it is saved with grown
+    networks, whose `predict` takes raw features.
 
     Raises InputError for arguments that cannot be used. Issues a `DataWarning` for what is probably a mistake.
     """
     _check_settings(name, menu, splits, fractions, seed, standardize)
+    before = None if preprocess is None else preprocess_from(preprocess, _raw(x, splits))
+    if before is not None:
+        x, splits = _transformed(before, x, splits)
     skip = build_config(defaults or {}).data.nonfinite == "skip"
     given = Given(x, y, splits, fractions, seed, kind, classes, sample_weights, workers, stream, skip)
     data = prepare(given, host, length)
     goal = _goal(data, read_host(host), loss, metric, class_weights, standardize)
-    return _task(_About(name, summary, menu, defaults, plain), data, goal)
+    return _task(_About(name, summary, menu, defaults, plain, before), data, goal)
+
+
+def _raw(x: Any, splits: Mapping[str, Any] | None) -> Any:
+    """The raw features with which a transformer is compared: x, or that of the train split. InputError if it takes no such."""
+    pair = splits.get("train") if x is None and splits is not None else None
+    found = pair[0] if isinstance(pair, tuple | list) and len(pair) == 2 else x
+    if found is None or isinstance(found, Dataset | Mapping | tuple):
+        given = "no pairs (x, y)" if found is None else f"a {type(found).__name__}"
+        raise InputError(
+            f"preprocess was given, but the examples are {given}; "
+            "give x as one frame or array, or leave preprocess out and transform the examples yourself"
+        )
+    return found
+
+
+def _transformed(before: Preprocess, x: Any, splits: Mapping[str, Any] | None) -> tuple[Any, Mapping[str, Any] | None]:
+    """The features of x, or those of the four splits, as a transformer makes them."""
+    if x is not None or splits is None:
+        return before.apply(x), splits
+    return None, {
+        name: (before.apply(pair[0], f"the {name} split"), pair[1])
+        if isinstance(pair, tuple | list) and len(pair) == 2
+        else pair
+        for name, pair in splits.items()
+    }
 
 
 class _About(NamedTuple):
@@ -117,6 +150,7 @@ class _About(NamedTuple):
     menu: Sequence[str] | None
     defaults: Mapping[str, Any] | None
     plain: Callable[[int], Callable[[], SegmentedHost]] | None
+    preprocess: Preprocess | None
 
 
 def _task(about: _About, data: Prepared, goal: "_Goal") -> Task:
@@ -137,6 +171,7 @@ def _task(about: _About, data: Prepared, goal: "_Goal") -> Task:
         plain=about.plain,
         target_scaling=goal.target_scaling,
         source=goal.source,
+        preprocess=about.preprocess,
     )
 
 
