@@ -97,6 +97,7 @@ def test_nothing_that_is_sent_makes_the_server_log_or_end(runs, silent):
             head(address, "GET", "/", "Connection: upgrade", "Upgrade: websocket") + b"\xff" * 50,
             head(address, "PUT", "/", "Transfer-Encoding: chunked") + b"zz\r\n",  # answered before its body
             chunked + b"zz\r\n",
+            head(address, "HEAD", "/", "Transfer-Encoding: chunked") + b"zz\r\n",
             chunked + b"3\r\nabc\r\n" + b"zz\r\n",
             chunked + b"ffffff\r\n" + b"x" * 100_000,
             head(address, "GET", "/") + b"nothing\r\n\r\n",

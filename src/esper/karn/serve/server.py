@@ -9,6 +9,7 @@ import ipaddress
 import resource
 import socket
 import threading
+from http import HTTPStatus
 from types import FrameType
 
 import h11
@@ -89,9 +90,10 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True  # a route that is at work on the request is not heard any more
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             own = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-            answer = h11.Response(status_code=status, headers=[*self.server_state.default_headers, *own])
-            for event in (answer, h11.Data(data=sentence.encode()), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            lines = [b"%s: %s" % header for header in (*self.server_state.default_headers, *own)]
+            start = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()
+            # Without h11, which refuses to send a body behind half a request that began with HEAD.
+            self.transport.write(b"\r\n".join([start, *lines, b"", sentence.encode()]))
         self.transport.close()
 
     def _stop_clock(self) -> None:
