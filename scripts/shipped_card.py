@@ -279,9 +279,10 @@ Sensors are measured every 4 steps where `heuristic` reads them, and once in a r
 
 ## When it is the default
 
-{nowhere} `esper grow` without `--controller` prints which
-controller it took and why, and reads that from the facts of the version, not from code. `shipped` is the default on a kind
-of hosts if two conditions hold. First, with whole families left out of what was chosen on training cases, the interval of its
+{nowhere} The first line of the result of `esper grow` names the controller. Without
+`--controller` the run reads it from the facts of the version, not from code, and says why where it takes `shipped`.
+`shipped` is the default on a kind of hosts if two conditions hold.
+First, with whole families left out of what was chosen on training cases, the interval of its
 gain over the rule lies above 0, for families of data and for kinds of damage. Second, a run can recognise such hosts. It cannot
 tell an untrained MLP of four blocks from other hosts of vectors that train, on which the skip was not measured. The default
 there is therefore `heuristic`.
