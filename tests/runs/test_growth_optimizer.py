@@ -135,6 +135,15 @@ def test_an_optimizer_that_the_loop_no_longer_steps_is_noticed_at_the_next_decis
     assert growth.summary()["explanations"] == [], "the optimizer stepped since the last decision"
 
 
+def test_an_optimizer_replaced_shortly_before_a_decision_is_noticed_there():
+    model = grafted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    growth = grow(optimizer, model, every=50)
+    train(model, optimizer, growth, 0, 30)
+    with pytest.warns(GrowthWarning, match="no step in the last 20 calls"):
+        train(model, torch.optim.AdamW(model.parameters(), lr=0.01), growth, 30, 50)
+
+
 def test_steps_that_a_scaler_skips_are_not_taken_for_an_optimizer_that_is_gone():
     model, scaler = grafted(), torch.amp.GradScaler("cpu", init_scale=2.0**30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

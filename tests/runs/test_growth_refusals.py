@@ -99,6 +99,7 @@ def test_a_probe_that_changes_while_a_network_grows_is_refused():
 
     def train():
         for _ in range(40):
+            growth.population.groups.optimizer.step()
             growth.step()
 
     with pytest.raises(InputError, match="probe has other batches than before"):

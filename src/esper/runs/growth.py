@@ -38,6 +38,8 @@ from esper.tolaria.ranks import Ranks, SharedGradients, processes
 
 M = TypeVar("M", bound=nn.Module)
 
+_IDLE = 20
+"""Calls of `Growth.step` without a step of the optimizer that are worth a word: more than a few skipped batches."""
 _UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
 """Growths whose seeds are in a model and an optimizer."""
 
@@ -421,7 +423,7 @@ class Growth:
         groups, idle = self.population.groups, self.population.incubation.idle
         optimizer, findings = type(groups.optimizer).__name__, {}
         loss, scale, before = float(self.engine.state.scores.loss[0]), _scale_of(self._scaler), self._scale
-        if idle >= self.every and scale >= before:  # a GradScaler lowers its scale when it skips steps
+        if idle >= min(self.every, _IDLE) and scale >= before:  # a GradScaler lowers its scale when it skips steps
             findings["steps"] = (
                 f"the {optimizer} that Growth was given has taken no step in the last {idle} calls of growth.step(), so no seed "
                 "learns; call growth.step() after each step of this optimizer, or, where the loop has made another one, call "

@@ -158,8 +158,8 @@ class Incubation:
         self._passes[name, place] = self._passes.get((name, place), 0) + 1
         if self.alone:
             return
-        gradient = parameter.grad
-        assert gradient is not None, "the hook runs after the gradient is computed"
+        assert parameter.grad is not None, "the hook runs after the gradient is computed"
+        gradient = parameter.grad.detach()  # of a pass with create_graph=True, whose graph nothing here needs
         parameter.grad = None
         if self.scale is not None:
             gradient = gradient / self.scale(gradient.new_ones(()))
