@@ -208,6 +208,25 @@ def test_a_controller_that_cannot_load_its_memory_leaves_the_growth_as_it_was():
     assert equal(fresh.state_dict(), before)
 
 
+def test_a_state_stays_as_large_as_it_is_however_many_seeds_come_and_go(monkeypatch):
+    monkeypatch.setattr("esper.runs.growth.LISTED", 4)
+    script = {(step, 0): (Op.GERMINATE, 0, 0, 0, 1, 3) for step in range(0, 60, 4)}
+    script |= {(step + 1, 0): (Op.PRUNE, 0, 0, 0, 0, 0) for step, _ in script}
+    settings = {"lifecycle": {"embargo": 1}}
+    grown = growth(controller=Script(script), settings=settings)
+    sizes = []
+    for _ in range(2):
+        train(grown, EVERY * 24)
+        sizes.append(sum(1 for _ in entries(grown[0].state_dict())))
+    summary = grown[0].summary()
+    assert sizes[0] == sizes[1]
+    assert (len(summary["plantings"]), len(summary["prunes"]), len(summary["keeps"])) == (4, 4, 0)
+    again, _ = growth(controller=Script(script), settings=settings)
+    again.load_state_dict(grown[0].state_dict())
+    assert again.summary() == summary
+    assert summary["unlisted"] == {"plantings": 8, "keeps": 0, "prunes": 8}
+
+
 # Damage.
 
 

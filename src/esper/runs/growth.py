@@ -36,6 +36,9 @@ from esper.tolaria.live_probe import Batches, Loss, Probe
 from esper.tolaria.play import decide
 from esper.tolaria.ranks import Ranks, SharedGradients, processes
 
+LISTED = 500
+"""Seeds that a summary lists as planted, kept or removed: a training without an end would make its saved state ever larger."""
+
 M = TypeVar("M", bound=nn.Module)
 
 _IDLE = 20
@@ -167,6 +170,7 @@ class Growth:
         )
         self.engine = Engine(population, config)
         self.engine.reset()
+        self.engine.fates.most = LISTED
         self.attempts = Attempts.none(1)
         self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
         self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
@@ -284,7 +288,8 @@ class Growth:
 
         `verdict` says in one line what is known of whether growth paid. `loss` is that on the probe at the last decision, and
         `objective` is J (`esper.leyline.objective`): minus the loss, less rent for `added_params`, which are the parameters of
-        the seeds that act. `trained_params` require a gradient, seats that are free left out.
+        the seeds that act. `trained_params` require a gradient, seats that are free left out. Each list has its last 500
+        entries, and `unlisted` counts the earlier ones.
         """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
@@ -321,6 +326,7 @@ class Growth:
             "trained_params": population.grafts.trained_params(),
             "rollbacks": self.engine.governor.record.counts()["rollbacks"],
             **lists,
+            "unlisted": dict(self.engine.fates.unlisted),
             "explanations": self._explanations(),
         }
 

@@ -27,10 +27,13 @@ class Fates:
     """Lists of the seeds that were planted, kept and removed, in order.
 
     The entries have the keys env, slot, blueprint, step and reason. `bases` holds the bases of decisions that have not taken
-    effect, by environment and slot.
+    effect, by environment and slot. `most` is how many entries of each list stay, the last ones; None keeps all. `unlisted`
+    counts the others.
     """
 
     def __init__(self) -> None:
+        self.most: int | None = None
+        self.unlisted = {"plantings": 0, "keeps": 0, "prunes": 0}
         self.plantings: list[dict[str, Any]] = []
         self.keeps: list[dict[str, Any]] = []
         self.prunes: list[dict[str, Any]] = []
@@ -83,14 +86,14 @@ class Fates:
         self, changes: Transitions, before: Seeds, after: Seeds, space: Space, step: int
     ) -> dict[tuple[int, int], Basis]:
         """List the seeds that were planted, kept or removed between two states. Returns the bases by environment and slot."""
-        lists = {Stage.GERMINATED: self.plantings, Stage.FOSSILIZED: self.keeps, Stage.PRUNED: self.prunes}
+        lists = {Stage.GERMINATED: "plantings", Stage.FOSSILIZED: "keeps", Stage.PRUNED: "prunes"}
         bases = {}
         for env, slot, _, target in np.stack(changes, 1).tolist():
             if target not in lists or (env, slot) not in self.bases:
                 continue
             basis = bases[env, slot] = self.bases.pop((env, slot))
             seeds = after if target == Stage.GERMINATED else before
-            lists[Stage(target)].append(_entry(env, slot, seeds, space, step, basis.why))
+            self._add(lists[Stage(target)], _entry(env, slot, seeds, space, step, basis.why))
         return bases
 
     def roll_back(self, found: NDArray[np.int8], before: Seeds, after: Seeds, space: Space, step: int) -> None:
@@ -100,7 +103,7 @@ class Fates:
             name = Vital(int(found[env])).name.lower()
             for slot in np.flatnonzero(gone).tolist():
                 why = f"rolled back by the governor ({name}), which removes seeds that were not kept"
-                self.prunes.append(_entry(env, slot, before, space, step, why))
+                self._add("prunes", _entry(env, slot, before, space, step, why))
             self.bases = {key: basis for key, basis in self.bases.items() if key[0] != env}
 
     def lists(self) -> dict[str, list[dict[str, Any]]]:
@@ -109,7 +112,8 @@ class Fates:
 
     def state(self) -> dict[str, Any]:
         """Return the lists and the bases, as plain values."""
-        return {**self.lists(), "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()]}
+        unlisted = {"unlisted": dict(self.unlisted)} if any(self.unlisted.values()) else {}
+        return {**self.lists(), "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()], **unlisted}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
@@ -117,6 +121,15 @@ class Fates:
             [dict(entry) for entry in state[name]] for name in ("plantings", "keeps", "prunes")
         )
         self.bases = {(int(env), int(slot)): Basis(**basis) for env, slot, basis in state["bases"]}
+        self.unlisted |= state.get("unlisted", dict.fromkeys(self.unlisted, 0))
+
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        """Add an entry to a list, in place of the first one where the list is full."""
+        entries = self.lists()[name]
+        entries.append(entry)
+        if self.most is not None and len(entries) > self.most:
+            del entries[0]
+            self.unlisted[name] += 1
 
 
 def _entry(env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> dict[str, Any]:
