@@ -15,8 +15,10 @@ PRINTED = {
     "own_blueprint": r"grown \[\{'middle': 'my-gated'\}.*\nnot grown \[",
     "own_controller": r"grew: bypass-mlp at block",
     "own_data": r"should be \['a 0', 'a 1', 'a 2'\]",
+    "own_frame": r"^grown \[[\s\S]*test accuracy \[[\s\S]*city +age +bought\n0 +Oslo +70.0 +yes",
     "own_loop": r"without growth: 750 parameters.*\n(kept a .*\n)+with growth: [\d,]+ parameters",
     "own_reward": r"^3 rounds, best validation J \S+\nreward of an episode, by round: \[",
+    "save_and_load": r"kept \['[\s\S]*computes the same: True\nexported program differs by at most (0e\+00|\de-0[5-9])",
 }
 """What each example prints, as a regular expression."""
 
