@@ -171,7 +171,7 @@ def test_a_module_that_cannot_be_cut_is_one_sentence(build, said):
     with pytest.raises(InputError, match=said) as caught:
         esper.task("t", x, x[:, 0] > 0, host=build)
     if "cannot run" not in said:
-        assert "esper.Growth (docs/growth.md)" in str(caught.value)
+        assert "esper.Growth (`esper docs growth`)" in str(caught.value)
 
 
 @pytest.mark.parametrize("build", [plain, Residual])

@@ -112,7 +112,7 @@ T = X[:, :1].clone()
             Y,
             3,
             "the features hold NaN or infinite values, in example 7 (1 of 120); drop those examples, fill in the values with "
-            "preprocess=SimpleImputer().fit(x) of scikit-learn (docs/tasks.md#text-and-missing-values), or",
+            "preprocess=SimpleImputer().fit(x) of scikit-learn (`esper docs tasks`), or",
         ),
         (
             nan_at(*range(3, 10)),

@@ -54,7 +54,7 @@ from esper.leyline.view import Bools, Floats, Seeds
 
 LEAST, MOST = 0.7, 0.95
 """Bounds of the share w of a budget, and the smallest chance of a certificate at which a seed is looked at (chosen in
-docs/benchmarks/certificates.md)."""
+`esper docs benchmarks/certificates`)."""
 
 BETS = 0.9 * 2.0 ** -np.arange(7)
 """(L,) shares of the largest bet at which no example can take the whole wealth."""

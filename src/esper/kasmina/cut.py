@@ -33,7 +33,7 @@ class CutHost:
         self.factory, name = factory, type(module).__name__
         mend = (
             "give an nn.Sequential or an esper.SegmentedHost, or grow it in a loop of your own with esper.Growth "
-            "(docs/growth.md)"
+            "(`esper docs growth`)"
         )
         x = cast(_drawn(example), dtype_of(module))
         module.eval()

@@ -113,5 +113,5 @@ def _mend(name: object) -> str:
         )
     return (
         f"give numbers alone, or make the task with preprocess=make_column_transformer((OneHotEncoder(), [{name!r}]), "
-        "remainder='passthrough').fit(x) of scikit-learn (docs/tasks.md#text-and-missing-values)"
+        "remainder='passthrough').fit(x) of scikit-learn (`esper docs tasks`)"
     )
