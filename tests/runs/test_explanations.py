@@ -20,7 +20,7 @@ from populations import GROW, Script, blobs, small_config
 def grown(controller, *layers, task=None, folder=None, **top):
     config = small_config({"models": "none"}, *layers, top)
     client = get_controller(controller, config) if isinstance(controller, str) else controller
-    return grow(task or blobs(), config, client, folder)
+    return grow(task or blobs(examples=400), config, client, folder)
 
 
 def explained(*arguments, **options):
@@ -39,7 +39,7 @@ class Last(nn.Module):
 
 
 def sequences(menu):
-    x, y = torch.randn(80, 3, 2, generator=torch.Generator().manual_seed(1)), torch.arange(80) % 2
+    x, y = torch.randn(240, 3, 2, generator=torch.Generator().manual_seed(1)), torch.arange(240) % 2
 
     def host():
         return esper.SegmentedHost([Last(), nn.Linear(4, 2)], [esper.SlotSpec("state", 0, 4)])
@@ -269,3 +269,16 @@ def test_what_can_explain_itself_is_known_by_its_methods(name):
     client = get_controller(name, small_config()) if name == "heuristic" else plan(planting("block0"))
     assert isinstance(client, Explains)
     assert not isinstance(get_controller("never", small_config()), Explains)
+
+
+def test_figures_that_rest_on_few_examples_or_on_one_class_are_a_sentence_each():
+    x, y = blobs(examples=400).train
+    many = {
+        name: (x[part], y[part]) for name, part in zip(("train", "validation"), torch.arange(240).chunk(2), strict=True)
+    }
+    few = {"probe": (-x[:40], y[:40]), "test": (-x[40:160][y[40:160] == 1][:20], torch.ones(20, dtype=torch.int64))}
+    task = esper.task("few", splits=many | few, host=blobs().host, classes=3)
+    assert explained("never", task=task, steps=1)[-2:] == [
+        "the test split has 20 examples, so a single example moves figures by up to 5%; bring 30 or more",
+        "every label of the test split is 1: its figures say nothing about other classes",
+    ]

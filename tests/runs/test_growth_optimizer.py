@@ -132,7 +132,8 @@ def test_an_optimizer_that_the_loop_no_longer_steps_is_noticed_at_the_next_decis
     assert "no step in the last 16 calls of growth.step()" in growth.summary()["explanations"][0]
     train(model, optimizer, growth, 20, 21)
     train(model, replaced, growth, 21, 22)
-    assert growth.summary()["explanations"] == [], "the optimizer stepped since the last decision"
+    sentences = growth.summary()["explanations"]
+    assert not any("no step" in sentence for sentence in sentences), "the optimizer stepped since the last decision"
 
 
 def test_an_optimizer_replaced_shortly_before_a_decision_is_noticed_there():

@@ -18,7 +18,7 @@ import esper
 from esper.cli import main
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.find_sites import find_sites
-from esper.leyline.errors import InputError
+from esper.leyline.errors import DataWarning, InputError
 from esper.runs.healing import _permanent
 from esper.runs.healing_data import examples_of, split, usual_loss
 from esper.runs.healing_places import directions, drift, ranked
@@ -532,3 +532,17 @@ def test_the_rank_of_adapters_is_at_most_that_of_their_matrices():
 def test_the_command_prints_its_summary_as_json(folder, capsys):
     assert not code_of("heal", "network.pt2", "--data", "mine_data.py:pair", "--budget", 0.3, "--steps", 24, "--json")
     assert json.loads(capsys.readouterr().out)["planted"]
+
+
+def test_copies_in_the_parts_of_a_healing_and_few_that_are_held_back_are_told(healed):
+    _, model, _ = healed
+    x, y = examples(30)
+    with pytest.warns(DataWarning) as told:
+        result = esper.heal(model, (x.repeat(4, 1), y.repeat(4)), steps=24)
+    sentences = [str(warning.message) for warning in told]
+    assert len(sentences) == 1
+    assert (
+        "of 18 that are held back for the table, are equal in x and y to examples that train or choose" in sentences[0]
+    )
+    few = "what was held back for the table has 18 examples, so a single example moves figures by up to 6%; bring 30 or more"
+    assert few in result.explanations

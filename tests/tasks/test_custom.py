@@ -374,3 +374,42 @@ def test_behind_a_narrow_segment_a_task_of_ones_own_plants_a_hidden_layer_unless
     assert build_config(task.defaults).heuristic.narrow_blueprints == ("bypass-mlp", "bypass-conv-3x3")
     linear = {"heuristic": {"narrow_blueprints": ["bypass-linear"]}}
     assert build_config(task.defaults, linear).heuristic.narrow_blueprints == ("bypass-linear",)
+
+
+def test_copies_across_splits_are_one_warning_with_their_number() -> None:
+    x, y = tensors()
+    with pytest.warns(DataWarning) as told:
+        task = task_from("d", x.repeat(2, 1), y.repeat(2), host=mlp())
+    (sentence,) = [str(warning.message) for warning in told]
+    splits = [getattr(task, name) for name in SPLITS]
+    known, copies = {row.numpy().tobytes() for row in splits[0].x}, []
+    for split in splits[1:]:
+        rows = [row.numpy().tobytes() for row in split.x]
+        copies.append(sum(row in known for row in rows))
+        known.update(rows)
+    assert sentence.startswith(
+        f"{sum(copies)} examples of one split are also in an earlier one of train, probe, validation"
+    )
+    for name, copied, split in zip(("probe", "validation", "test"), copies, splits[1:], strict=True):
+        assert f"{copied} of {len(split.y)} in {name}" in sentence
+
+
+def test_the_same_examples_as_train_and_test_are_warned_of_and_other_labels_of_equal_features_are_not() -> None:
+    x, y = tensors()
+    parts = dict(zip(("train", "probe", "validation"), torch.arange(len(y)).chunk(3), strict=True))
+    same = {name: (x[part], y[part]) for name, part in parts.items()}
+    n = len(parts["train"])
+    with pytest.warns(DataWarning, match=rf"{n} examples of one split .*: {n} of {n} in test; what"):
+        task_from("d", splits=same | {"test": same["train"]}, host=mlp())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task_from("d", splits=same | {"test": (x[:n], (y[:n] + 1) % 3)}, host=mlp())
+
+
+def test_of_a_stream_the_first_examples_are_compared() -> None:
+    data = Pairs(list(zip(torch.randn(700, D), (torch.arange(700) % 3).tolist(), strict=True)))
+    parts = {"train": 560, "probe": 40, "validation": 60, "test": 40}
+    splits = dict(zip(parts, torch.arange(700).split(list(parts.values())), strict=True))
+    twice = Pairs([data[index if index < 600 else index - 600] for index in range(700)])
+    with pytest.warns(DataWarning, match=r"of 60 in validation.* \(of train, the first 256 examples were compared\)"):
+        task_from("d", twice, classes=3, splits=splits, host=mlp(), stream=True)

@@ -1,4 +1,4 @@
-"""Sentences that explain why nothing was planted, and why seeds were not kept. E environments."""
+"""Sentences that explain why nothing was planted, why seeds were not kept, and what figures rest on. E environments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,13 @@ from esper.leyline.config import GatesConfig
 from esper.leyline.gates import judge
 from esper.leyline.protocols import Explains, PolicyClient
 from esper.leyline.stages import Stage, among
+from esper.leyline.task import AnyTask, Task
 from esper.leyline.text import counted, nothing_planted
 from esper.leyline.verdicts import Refusal
 from esper.leyline.view import Bools, Space, View
+
+FEW = 30
+"""Fewest examples of a split on which figures can rest without a word: below, one example is over 3 % of them."""
 
 REFUSED: Mapping[Refusal, str] = {
     Refusal.MASKED: "the masks forbade it; choose among what view.masks allows",
@@ -136,6 +140,29 @@ def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> l
             why = f"failed the gate to {op.name} ({', '.join(failed)}); lower {keys}, or raise steps"
             sentences.append(_left(int(stopped.sum()), why))
     return sentences
+
+
+def thin_splits(task: AnyTask) -> list[str]:
+    """Return sentences about probe and test splits that are too small, or of one class, for their figures to say much."""
+    if not isinstance(task, Task):
+        return []
+    splits = {name: split for name, split in (("probe", task.probe), ("test", task.test)) if split is not None}
+    sentences = few_examples({f"the {name} split": len(split.y) for name, split in splits.items()})
+    for name, split in splits.items():
+        if not split.y.is_floating_point() and len(split.y.unique()) == 1:
+            label = int(split.y.flatten()[0])
+            only = repr(task.classes[label]) if task.classes else label
+            sentences.append(f"every label of the {name} split is {only}: its figures say nothing about other classes")
+    return sentences
+
+
+def few_examples(counts: Mapping[str, int]) -> list[str]:
+    """Return a sentence if a part has so few examples that its figures say little. counts: examples by the name of a part."""
+    few = {what: count for what, count in counts.items() if count < FEW}
+    if not few:
+        return []
+    held = " and ".join(f"{what} has {counted(count, 'example')}" for what, count in few.items())
+    return [f"{held}, so a single example moves figures by up to {1 / min(few.values()):.0%}; bring {FEW} or more"]
 
 
 def _left(count: int, why: str) -> str:

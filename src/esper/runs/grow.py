@@ -29,7 +29,7 @@ from esper.nissa.outputs import Output
 from esper.nissa.rows import RunRow
 from esper.runs.baselines import Trained, as_record, cut_off, grown_of, train_baselines
 from esper.runs.environment import describe_environment
-from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
+from esper.runs.explanations import Attempts, as_tree, explanations, thin_splits, unfinished
 from esper.runs.failure import Failure, RolledBack, failed_row
 from esper.runs.figures import Summary, compute_figures, evaluation_rows, final_figures, pass_figures, test_splits
 from esper.runs.interrupt import Interrupt, after_growth, beside
@@ -406,6 +406,7 @@ def _explanations(growth: Growth, episode: Episode, played: Played) -> list[str]
     return [
         *explanations(episode.attempts, growth.engine.space, growth.client, growth.config.controller),
         *unfinished(episode.view, growth.config.gates, episode.attempts.allowed_last),
+        *thin_splits(growth.task),
     ]
 
 

@@ -15,11 +15,13 @@ from esper.kasmina.grafted import bank_at, graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
 from esper.kasmina.saving import save_grown
 from esper.kasmina.sharding import fill, is_sharded, reshard
+from esper.leyline.duplicates import Overlap
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.objective import objective
 from esper.leyline.protocols import PolicyClient, Resumable
 from esper.leyline.stages import ADDED, Stage
-from esper.runs.explanations import Attempts, as_tree, explanations, unfinished
+from esper.leyline.text import counted
+from esper.runs.explanations import Attempts, as_tree, explanations, few_examples, unfinished
 from esper.runs.gathering import gather_grown
 from esper.runs.growth_settings import growth_config, growth_menu, share_of, whole, within_budget
 from esper.runs.growth_state import check_made_with, check_whole, loaded_tree, made_with, saved_tree, signed
@@ -43,6 +45,10 @@ M = TypeVar("M", bound=nn.Module)
 
 _IDLE = 20
 """Calls of `Growth.step` without a step of the optimizer that are worth a word: more than a few skipped batches."""
+
+LOOKED_AT, ONE_IN = 256, 16
+"""Batches of the loop that are compared with the probe: the first so many, then one in so many."""
+
 _UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
 """Growths whose seeds are in a model and an optimizer."""
 
@@ -64,6 +70,7 @@ class Growth:
 
     step() trains an incubating seed by the gradients of the loop's own backward passes. step(x, y), with the batch of this step,
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
+    Examples of the probe that are among such batches are one GrowthWarning with their number.
 
     Args:
         model: the module that grows, or a DistributedDataParallel of it, whose processes then grow alike. Where `esper.graft` has
@@ -173,6 +180,7 @@ class Growth:
         self.engine.fates.most = LISTED
         self.attempts = Attempts.none(1)
         self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
+        self.overlap: Overlap | None = Overlap(measured.batches())  # of the probe with what the loop trains on
         self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
         self._decide()
         _UNFINISHED.add(self)
@@ -195,6 +203,8 @@ class Growth:
             )
         _check_mode("growth.step()")
         self.calls += 1
+        if batch and self.overlap is not None and (self.calls <= LOOKED_AT or self.calls % ONE_IN == 0):
+            self.overlap.show(batch)
         self.population.incubate((batch[0], batch[1]) if batch else None)
         if self.calls % self.every or self.engine.state.opened is None:
             return False
@@ -440,6 +450,12 @@ class Growth:
                 f"the {optimizer} maximizes, and the loss on the probe has risen from {self._first_loss:.4g} to {loss:.4g}; if "
                 "loss= is what the loop maximizes, give minus that, because Growth takes a smaller loss as the better one"
             )
+        if self.overlap is not None and (shown := self.overlap.count()):
+            are, whole = "is" if shown == 1 else "are", counted(self.overlap.examples, "example")
+            findings["duplicates"] = (
+                f"{shown} of the {whole} of the probe {are} also among those that growth.step(x, y) was given, equal in input "
+                "and target, so what the network learns by heart counts as gain; give a probe that is not trained on"
+            )
         for subject, sentence in findings.items():
             if subject not in self._findings:
                 warn(sentence, GrowthWarning)
@@ -450,7 +466,8 @@ class Growth:
         """What is amiss in the loop, why nothing was planted, and after `finish` why seeds were neither kept nor pruned."""
         view, gates = self.engine.view(), self.engine.config.gates
         sentences = explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
-        sentences = [*self._findings.values(), *sentences]
+        count = 0 if self.overlap is None else self.overlap.examples
+        sentences = [*self._findings.values(), *(few_examples({"the probe": count}) if count else ()), *sentences]
         return [*sentences, *(unfinished(view, gates, self.attempts.allowed_last) if self.finished else ())]
 
 

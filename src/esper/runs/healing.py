@@ -14,9 +14,11 @@ from torch.nn.utils import prune
 from esper.kasmina.adapter import adapter_files, attach_files
 from esper.kasmina.find_sites import FoundSites, NoSiteError, find_sites
 from esper.kasmina.grafted import free_sites, graft
-from esper.leyline.errors import InputError, typed_line
+from esper.leyline.duplicates import example_digests, repeated
+from esper.leyline.errors import DataWarning, InputError, typed_line, warn
 from esper.leyline.streams import Kind
 from esper.leyline.view import Space
+from esper.runs.explanations import few_examples
 from esper.runs.growth import Growth
 from esper.runs.healed import Healed, HealingSeed
 from esper.runs.healing_data import Parts, examples_of, split, usual_loss
@@ -90,6 +92,7 @@ def heal(
     _check_numbers(model, steps, batch_size, seed)
     check_weights(model, "the model")
     parts = split(examples_of(data).like(model), seed)
+    _warn_of_duplicates(parts)
     host, masks = _permanent(model)
     sites = _sites(host, parts.train.at(slice(2)).x)
     case = settled(Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed))
@@ -122,9 +125,21 @@ def _rivals(case: Case, sites: FoundSites, size: int, watch: Callable[[str], Non
     return {name: min(trained, key=rank) for name, trained in rivals.items() if trained}
 
 
+def _warn_of_duplicates(parts: Parts) -> None:
+    """Issue a DataWarning where examples that choose, or are held back, are equal to others."""
+    probe, held = repeated([example_digests(*part) for part in parts])
+    if probe or held:
+        warn(
+            f"{probe} of {len(parts.probe)} examples that choose rates and open gates, and {held} of {len(parts.held)} that are "
+            "held back for the table, are equal in x and y to examples that train or choose, so the table also rewards what was "
+            "learnt by heart; leave the copies out of data",
+            DataWarning,
+        )
+
+
 def _remarks(parts: Parts, networks: Mapping[str, Trained]) -> list[str]:
     """What a reader of the table has to know."""
-    remarks, y = [], parts.held.y
+    remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y
     if "uniform adapters" not in networks:
         remarks.append("uniform adapters: absent: no layer at or in a site has a weight that LoRA can be added to")
     if isinstance(y, Tensor) and not y.is_floating_point() and len(y.unique()) == 1:
@@ -182,6 +197,7 @@ def _grown(case: Case, sites: FoundSites, places: list[Place], budget: float, ra
             "lifecycle": {"max_seeds": SEEDS, "max_training_seeds": SEEDS},
         },
     )
+    growth.overlap = None  # the examples of all parts were compared before
     space = growth.population.space
     controller.plantings = plan(
         space, {name: MENU[site.stream.kind] for name, site in sites.items()}, places, budget * _size(case.host)

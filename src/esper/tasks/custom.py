@@ -30,7 +30,7 @@ from esper.tasks.objectives import Classification, NextByte, NextToken, Regressi
 from esper.tasks.prepared import Given, Prepared, prepare
 from esper.tasks.splits import Splits, check_targets, scaling_of
 from esper.tasks.streamed import DatasetSource
-from esper.tasks.suspicions import wanted_outputs, warn_of_single_examples, warn_of_softmax
+from esper.tasks.suspicions import wanted_outputs, warn_of_duplicates, warn_of_single_examples, warn_of_softmax
 
 FRACTIONS = (0.6, 0.15, 0.1, 0.15)
 """Fractions of the examples in train, probe, validation and test."""
@@ -206,6 +206,7 @@ def _goal(
     host = cut_host(host, splits, scaling)
     wanted = wanted_outputs(splits, data.classes, base.outputs)
     check_custom_host(host, splits, base, scaling, target_scaling, wanted)
+    warn_of_duplicates(splits, sampled=data.source is not None)
     if data.classes is not None:
         if data.source is None and data.tokens is None:
             warn_of_single_examples(splits, data.classes)

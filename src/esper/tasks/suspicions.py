@@ -1,4 +1,4 @@
-"""Sentences and warnings about labels and hosts that are probably mistakes."""
+"""Sentences and warnings about splits, labels and hosts that are probably mistakes."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.host import SegmentedHost
+from esper.leyline.duplicates import example_digests, repeated
 from esper.leyline.errors import DataWarning, warn
 from esper.leyline.task import Label
 from esper.leyline.text import counted
@@ -39,6 +40,28 @@ def warn_of_single_examples(splits: Splits, classes: Sequence[Label]) -> None:
         warn(
             f"{has} a single example, which is in one split alone, so the class cannot be both learnt and tested; give more "
             "examples, or correct the label",
+            DataWarning,
+        )
+
+
+def warn_of_duplicates(splits: Splits, *, sampled: bool) -> None:
+    """Issue a DataWarning where examples of one split are equal, in x and y, to examples of another.
+
+    sampled: whether the train split holds a part of its examples alone, as the others are read batch by batch.
+    """
+    copies = repeated([example_digests(*split) for split in splits])
+    found = [
+        f"{count} of {len(split.y)} in {name}"
+        for name, split, count in zip(Splits._fields[1:], splits[1:], copies, strict=True)
+        if count
+    ]
+    if found:
+        part = f" (of train, the first {len(splits.train.y)} examples were compared)" if sampled else ""
+        total, are = sum(copies), "is" if sum(copies) == 1 else "are"
+        warn(
+            f"{counted(total, 'example')} of one split {are} also in an earlier one of train, probe, validation and test, equal "
+            f"in x and y: {', '.join(found)}{part}; what a network learns by heart raises the "
+            "figures of these splits, so leave out the copies, or give splits= that keep equal examples together",
             DataWarning,
         )
 
