@@ -19,6 +19,7 @@ from esper.kasmina.grafted import graft, is_grafted, planted_at
 from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
 from esper.leyline.sites import Site
+from esper.leyline.stages import Stage
 from esper.leyline.streams import Vector
 from esper.runs.growth import Growth
 from loops import LIFE as KEPT_AND_REMOVED
@@ -191,6 +192,18 @@ def test_a_life_passes_through_its_stages_at_the_decisions_of_the_script():
     params = sum(parameter.numel() for parameter in planted_at(growing.model, "stem").parameters())
     assert summary["verdict"].startswith(f"Not resolved whether growth paid: 1 seed with {params:,} parameters, ")
     assert "no network without growth was trained beside this one" in summary["verdict"]
+
+
+def test_a_controller_reads_what_a_kept_seed_contributed_in_the_step_of_fossilize_and_ever_after():
+    growing = loop()
+    growing.run(0, EVERY * 8)
+    outcomes = growing.growth.controller.outcomes
+    kept = [step for step, outcome in enumerate(outcomes) if outcome.seeds.stage[0, 0] == Stage.FOSSILIZED]
+    trial = outcomes[kept[0] - 1].contribution_loss.mean[0, 0]
+    assert np.isfinite(trial)
+    assert outcomes[kept[0]].actions.op[0] == Op.FOSSILIZE
+    assert [outcomes[step].contribution_loss.mean[0, 0] for step in kept] == [trial] * len(kept)
+    assert [outcomes[step].contribution_age[0, 0] for step in kept] == list(range(1, len(kept) + 1))
 
 
 def test_a_seed_that_acts_is_trained_by_the_loop_and_a_doomed_one_is_not():

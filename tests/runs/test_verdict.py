@@ -115,9 +115,14 @@ def test_one_environment_resolves_nothing():
 def test_where_nothing_was_kept_growth_did_not_pay_and_the_plain_network_stands_beside():
     line = said(LOW, {"twin": (LOW, HOST), "plain": (HIGH, HOST)}, kept=[0] * 4)
     assert line == (
-        "Growth did not pay here: no seed was kept, so the grown network is the host as it is, with accuracy 0.805; "
+        "Growth did not pay here: no seed was kept, so the grown network is the host alone, with accuracy 0.805; "
         "a network of this size from the start (plain) has 0.910."
     )
+
+
+def test_a_host_that_trained_beside_seeds_that_were_all_pruned_is_told_from_one_that_never_had_any():
+    line = said(LOW, {"twin": ([0.82] * 4, HOST)}, kept=[0] * 4)
+    assert line.endswith("is the host alone, with accuracy 0.805; the host as it is (twin) has 0.820.")
 
 
 def test_a_regression_and_the_loss_are_named_as_what_they_are():

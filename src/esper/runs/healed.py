@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import stdtrit  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from esper.leyline.config_input import show
 from esper.leyline.errors import InputError, RunWarning, typed_line, warn
+from esper.leyline.intervals import t_factor
 from esper.store.disk import Retry, remove, sync_folder, write_folder, write_once, write_synced
 from esper.store.lock import is_lock, locked_folder
 
@@ -49,7 +49,7 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
 
 def half_width(values: NDArray[np.float64]) -> float:
     """Half the width of the 95 % t interval of the mean of (N,) values, N >= 2."""
-    return float(stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / len(values) ** 0.5)
+    return t_factor(len(values)) * float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 class HealingSeed(NamedTuple):

@@ -72,10 +72,11 @@ def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
     if not kept:
         name = summary["metric"]
         own = rounded(mean_and_error(summary[metric]["grown"])[0], ".3f")
-        clauses = [f"no seed was kept, so the grown network is the host as it is, with {name} {own}"]
-        plain = summary["baselines"].get("plain", {}).get(metric)
-        if plain is not None and plain != summary[metric]["grown"]:
-            clauses.append(f"{RIVALS['plain']} has {rounded(mean_and_error(plain)[0], '.3f')}")
+        clauses = [f"no seed was kept, so the grown network is the host alone, with {name} {own}"]
+        for rival in ("twin", "plain"):  # a seed that acted and was pruned has changed how the host trained
+            values = summary["baselines"].get(rival, {}).get(metric)
+            if values is not None and values != summary[metric]["grown"]:
+                clauses.append(f"{RIVALS[rival]} has {rounded(mean_and_error(values)[0], '.3f')}")
         return f"Growth did not pay here: {'; '.join(clauses)}."
     seeds = f"{kept} of {many} kept a seed"
     if not rivals:
@@ -122,7 +123,7 @@ def verdict_of_loop(kept: int, added: int, host: int, *, finished: bool) -> str:
     kept: seeds that were kept, with `added` parameters together. host: parameters of the model.
     """
     if not kept:
-        found = "no seed was kept, so the network is the model as the loop trained it"
+        found = "no seed was kept, so the network is the model alone, as the loop trained it"
         return (
             f"Growth did not pay here: {found}."
             if finished
