@@ -1,6 +1,6 @@
 """Faults that real runs meet, many times over: campaigns that go on where they were left, and the page of their results.
 
-    kill       SIGKILL of `esper train`, `esper grow` and `esper resume`, in chains, until every run finishes
+    kill       SIGKILL of `esper train`, `grow`, `resume`, `stream`, `heal` and `eval`, and of one's own loop, until each ends
     corrupt    damage to every file of a checkpoint and a controller, and what is made of it
     disk       a disk that becomes full, at each kind of write
     nan        NaN in the data, a loss, a gradient or a parameter of one environment, and whether another is touched
@@ -8,7 +8,8 @@
     cost       bytes and seconds of checkpoints, after many rounds too, and the throughput of a training with them
     page       the page of all results that there are
 
-    python scripts/campaign_faults.py [PART ...] [--count N] [--jobs N] [--quick] [--out DIR] [--page FILE]
+    python scripts/campaign_faults.py [PART ...] [--count N] [--only NAME] [--jobs N] [--quick] [--out DIR] [--page FILE]
+    python scripts/campaign_faults.py kill --kills 12 --only stream
 
 What was found is kept as JSON lines in --out, a file a campaign; another call makes only what is missing of --count. A change of
 the code is not noticed: name another folder.
@@ -46,7 +47,8 @@ def main() -> None:
     """Run the campaigns that are asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} or page; all where none is named")
-    parser.add_argument("--count", type=int, help="cases of the campaign; kill 200, corrupt 1,000, nan 100")
+    parser.add_argument("--count", "--kills", type=int, help="cases of the campaign; kill 200, corrupt 1,000, nan 100")
+    parser.add_argument("--only", metavar="NAME", default="", help="kill only commands whose name begins so, as stream")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and places")
     parser.add_argument("--quick", action="store_true", help="few cases of short runs, to see that it runs")
@@ -60,7 +62,10 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if "kill" in parts:
         count = arguments.count or (2 if quick else 200)
-        commands = kill.QUICK if quick else kill.VICTIMS
+        every = kill.QUICK if quick else kill.VICTIMS
+        commands = [command for command in every if command.name.startswith(arguments.only)]
+        if not commands:
+            parser.error(f"no command is called {arguments.only}; there are {', '.join(each.name for each in every)}")
         kill.Campaign(out, commands, count, 1 if quick else count // 10, arguments.seed).run(arguments.jobs)
     if "corrupt" in parts:
         count, resumed = arguments.count or (40 if quick else 1000), 1 if quick else 20

@@ -150,6 +150,14 @@ def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(stopped, capsys, n
     assert f"{path} is not a regular file" in sentence(capsys, "resume", stopped)
 
 
+@pytest.mark.parametrize("name", ["summary.json", "environment.json", "changes.json"])
+def test_a_folder_in_the_place_of_a_file_is_refused_and_stays(stopped, capsys, name):
+    (stopped / name).unlink(missing_ok=True)
+    (stopped / name / "mine").mkdir(parents=True)
+    assert f"{stopped / name} is a folder; remove it" in sentence(capsys, "resume", stopped)
+    assert (stopped / name / "mine").is_dir()
+
+
 def test_a_sparse_model_is_refused_by_its_size(network, capsys):
     os.truncate(network / MODEL, 2**40)
     with pytest.raises(InputError, match=r"it has 1,099,511,627,776 bytes, and the network takes at most 4,"):

@@ -1,15 +1,17 @@
-"""SIGKILL, at any moment, of runs that are taken up by `esper resume` and may be killed again until they finish.
+"""SIGKILL, at any moment, of runs that are taken up by `esper resume`, and of commands that are given again, until they finish.
 
-The first moment of a run is uniform between the appearance of config.yaml and the time at which the straight run ended. The
-process that takes the run up has its own moment, uniform over as long from its start, so its start-up is hit too; where it
-comes to its end before that, the run is finished. *Aimed* kills wait, from such a moment, for the next checkpoint folder to be
-begun, and come within AIM of that, as writing takes too small a part of the time to be hit often by chance.
+The first moment of a run is uniform between the appearance of config.yaml, or of the folder of another command, and the time at
+which the straight run ended. The process that goes on has its own moment, uniform over as long from its start, so its start-up is
+hit too; where it comes to its end before that, the run is finished. A command that is given again is killed at most CHAIN times,
+as one that begins anew would never end. *Aimed* kills wait, from such a moment, for the next temporary file, and come within AIM
+of that, as writing takes too small a part of the time to be hit often by chance.
 """
 
 import itertools
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -22,12 +24,37 @@ from typing import NamedTuple
 import numpy as np
 
 from esper.store.checkpoint import LATEST
-from esper.store.files import CHECKPOINTS, CONFIG, MODELS
+from esper.store.files import CHECKPOINTS, MODELS
 from faults.records import Record, append, records, table
-from faults.runs import PATIENCE, Command, differences, left_over, reached, refusals, resume_line, start, straight
+from faults.runs import (
+    PATIENCE,
+    Command,
+    differences,
+    left_over,
+    outcome_differences,
+    reached,
+    refusals,
+    start,
+    straight,
+)
 
 OFTEN = ("--set", "checkpoint.every_seconds=2")
 LEARN = ("--set", "ppo={imitation_rounds: 2, validate_every: 2, validate_envs: 16}")
+HERE = Path(__file__).parents[1]
+ESPER = (sys.executable, "-m", "esper")
+FEW = (
+    "--instances",
+    "2",
+    "--seeds",
+    "1",
+    "--search-episodes",
+    "8",
+    "--baselines",
+    "same-size",
+    "--opponents",
+    "uniform",
+)
+PRUNED = HERE / "faults" / "pruned.py"
 VICTIMS = (
     Command("train repair", ("train", "repair", "--envs", "16", "--rounds", "3", *LEARN, *OFTEN)),
     Command(
@@ -39,6 +66,14 @@ VICTIMS = (
         "grow repair",
         ("grow", "repair", "--envs", "32", "--steps", "80", "--controller", "random-valid", "--models", "best", *OFTEN),
     ),
+    Command(
+        "train iris --workers 2",
+        ("train", "iris", "--envs", "8", "--steps", "12", "--rounds", "4", "--workers", "2", *LEARN, *OFTEN),
+    ),
+    Command("stream", (*ESPER, "stream", "adamw", "reset-blocks", "--streams", "4", "--updates", "1200"), True),
+    Command("heal", (*ESPER, "heal", f"{PRUNED}:network", "--data", f"{PRUNED}:images", "--budget", "0.2"), True),
+    Command("eval", (*ESPER, "eval", "--tasks", "iris", *FEW, "--set", "steps=12"), True),
+    Command("own loop with a moving average", (sys.executable, str(HERE / "faults" / "own_loop.py")), True),
 )
 QUICKLY = ("--set", "checkpoint.every_seconds=0.2")
 QUICK = (
@@ -51,6 +86,8 @@ QUICK = (
     ),
     Command("grow iris", ("grow", "iris", "--envs", "4", "--steps", "60", "--models", "best", *QUICKLY)),
 )
+CHAIN = 3
+"""Most kills of one command that is given again."""
 AIM = 0.03
 """An aimed kill comes up to so many seconds after a checkpoint folder was begun."""
 STARTING, WRITING, EXPORTING = (
@@ -105,7 +142,8 @@ class Campaign:
     def __init__(self, out: Path, commands: Sequence[Command], uniform: int, aimed: int, seed: int) -> None:
         self.out, self.commands, self.seed = out, commands, seed
         self.done = records(out / FILE)
-        kills = Counter(kill["aimed"] for row in self.done for kill in row["kills"])
+        names = {command.name for command in commands}
+        kills = Counter(kill["aimed"] for row in self.done if row["victim"] in names for kill in row["kills"])
         self.budget = Budget(max(uniform - kills[False], 0), max(aimed - kills[True], 0))
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._stopped = threading.Event()
@@ -150,15 +188,17 @@ class Campaign:
     def _victim(self, number: int, command: Command, folder: Path, known: Path, seconds: float) -> Record:
         """One run, killed until it finishes or the kills are spent."""
         run, rng, kills = folder / "run", np.random.default_rng((self.seed, number)), []
+        scratch = folder / "temporary"
+        scratch.mkdir()
         begin = time.monotonic()
         while not self._stopped.is_set():
-            kill = self.budget.take(rng, seconds)
-            stale = scratch_of(run)
-            resuming = (run / CONFIG).exists()
+            spared = command.again and len(kills) == CHAIN
+            kill = None if spared else self.budget.take(rng, seconds)
+            stale, resuming = scratch_of(run), command.begun(run)
             with open(folder / f"told-{len(kills)}", "wb") as told:
-                process = start(resume_line(run) if resuming else command.line(run), told)
+                process = start(command.next(run), told, scratch)
                 self._processes.add(process)
-                code = shot(process, run, stale, kill)
+                code = shot(process, command, run, stale, kill)
                 self._processes.discard(process)
             heard = (folder / f"told-{len(kills)}").read_text()
             if code != -signal.SIGKILL or kill is None:
@@ -169,8 +209,8 @@ class Campaign:
                 {
                     "aimed": kill.aimed,
                     "after": round(kill.after, 3),
-                    "during": what_was_on(run, stale, resuming, heard),
-                    "refused": refusals(run),
+                    "during": what_was_on(command, run, stale, resuming, heard),
+                    "refused": [] if command.again else refusals(run),
                 }
             )
         return {
@@ -179,17 +219,19 @@ class Campaign:
             "kills": kills,
             "code": code,
             "told": heard[-500:] if code else "",
-            "differences": differences(run, known),
-            "left_over": left_over(run),
+            "differences": (outcome_differences if command.again else differences)(run, known),
+            "left_over": [*left_over(run), *(path.name for path in scratch.iterdir())],
             "seconds": round(time.monotonic() - begin, 1),
         }
 
 
-def shot(process: subprocess.Popen[bytes], run: Path, stale: frozenset[tuple[str, int]], kill: Kill | None) -> int:
+def shot(
+    process: subprocess.Popen[bytes], command: Command, run: Path, stale: frozenset[tuple[str, int]], kill: Kill | None
+) -> int:
     """Wait for the moment of the kill, or for the end of the process; returns its exit code."""
     if kill is None:
         return process.wait(PATIENCE)
-    while not (run / CONFIG).exists() and process.poll() is None:
+    while not command.begun(run) and process.poll() is None:
         time.sleep(0.005)
     try:
         return process.wait(kill.after)
@@ -204,9 +246,9 @@ def shot(process: subprocess.Popen[bytes], run: Path, stale: frozenset[tuple[str
 
 
 def scratch_of(run: Path) -> frozenset[tuple[str, int]]:
-    """What stands under a temporary name among the checkpoints, by name and inode."""
+    """What stands under a temporary name in the folder or among the checkpoints, by name and inode."""
     found = set()
-    for path in (run / CHECKPOINTS).glob(".*"):
+    for path in (*run.glob(".*"), *run.glob("*/.*"), *run.glob("*.new")):
         try:
             found.add((path.name, path.stat().st_ino))
         except FileNotFoundError:  # it has just got its name
@@ -214,8 +256,10 @@ def scratch_of(run: Path) -> frozenset[tuple[str, int]]:
     return frozenset(found)
 
 
-def what_was_on(run: Path, stale: frozenset[tuple[str, int]], resuming: bool, heard: str) -> str:
+def what_was_on(command: Command, run: Path, stale: frozenset[tuple[str, int]], resuming: bool, heard: str) -> str:
     """What a process was about when it was killed, by what it left and said."""
+    if command.again:
+        return WRITING if scratch_of(run) - stale else STEPPING if heard.strip() else STARTING
     if resuming and "going on after step" not in heard and "starting again" not in heard:
         return STARTING
     numbers = [int(path.name.removeprefix("step-")) for path in (run / CHECKPOINTS).glob("step-*")]
@@ -228,7 +272,8 @@ def what_was_on(run: Path, stale: frozenset[tuple[str, int]], resuming: bool, he
 
 def well(record: Record) -> bool:
     """Whether a victim came to the numbers of the straight run and nothing had to be refused."""
-    return not (record["code"] or record["differences"] or any(kill["refused"] for kill in record["kills"]))
+    wrong = record["code"] or record["differences"] or record["left_over"]
+    return not (wrong or any(kill["refused"] for kill in record["kills"]))
 
 
 def line(record: Record) -> str:
@@ -248,7 +293,7 @@ def section(out: Path) -> list[str]:
         kills = [kill for row in own for kill in row["kills"]]
         lines.append(
             [
-                f"`esper {name}`" if name else "all",
+                name if name.startswith("own") else f"`esper {name}`" if name else "all",
                 len(own),
                 sum(not kill["aimed"] for kill in kills),
                 sum(kill["aimed"] for kill in kills),
@@ -265,11 +310,16 @@ def section(out: Path) -> list[str]:
         "",
         "SIGKILL of the process of `esper train` or `esper grow`, and of the `esper resume` that takes the run up, until the run "
         "finishes. The moments are uniform from the appearance of `config.yaml`, or the start of `esper resume`, over as long as "
-        "the run takes undisturbed; *aimed* ones come within "
-        f"{AIM * 1000:.0f} ms of the beginning of a checkpoint folder. After every kill the checkpoints are read with the "
-        "library's reader. A run *differs* where a file of its networks or its controller, a tensor of its last checkpoint "
-        "(parameters, moments, rollouts), the summary or the events but for times are not those of the run that was never "
-        "killed, bit for bit, or `seq` has a gap.",
+        f"the run takes undisturbed; *aimed* ones come within {AIM * 1000:.0f} ms of the beginning of a checkpoint folder or "
+        "another temporary file. After every kill the checkpoints are read with the library's reader. A run *differs* where a "
+        "file of its networks or its controller, a tensor of its last checkpoint (parameters, moments, rollouts), the summary or "
+        "the events but for times are not those of the run that was never killed, bit for bit, or `seq` has a gap.",
+        "",
+        "`esper stream`, `heal` and `eval`, and a loop of one's own with `esper.Growth`, an `AveragedModel` and a state that it "
+        f"saves itself, are killed up to {CHAIN} times and given again with the same folder: `stream` goes on from the batches "
+        "that it has played, `eval` from the networks that it has grown, the loop from its file, and `heal` begins anew. They "
+        "*differ* where a file is missing or more, or where records, arrays or networks, but for times, are not those of the "
+        "command that was never killed. *Temporary files* are those in the folder and in TMPDIR after the end.",
         "",
         *table(
             [

@@ -2,12 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
 
 from esper.leyline.config import CheckpointConfig
 from esper.leyline.errors import InputError
@@ -26,14 +30,25 @@ PATIENCE = 600
 
 
 class Command(NamedTuple):
-    """A run of `esper`, but for its folder."""
+    """A command, but for its folder: a run of `esper`, or another one that is given again after a kill."""
 
     name: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # of esper; with `again`, all of the command line but for the folder
+    again: bool = False  # whether the same command, with --out, goes on or begins anew after a kill
 
     def line(self, run: Path) -> list[str]:
         """The command line that starts it."""
+        if self.again:
+            return [*self.arguments, "--out", str(run)]
         return [sys.executable, "-m", "esper", *self.arguments, "--run", str(run), "--json"]
+
+    def next(self, run: Path) -> list[str]:
+        """The command line that starts it, or that goes on after a kill."""
+        return resume_line(run) if not self.again and self.begun(run) else self.line(run)
+
+    def begun(self, run: Path) -> bool:
+        """Whether the first file or the folder of the command is there."""
+        return run.exists() if self.again else (run / CONFIG).exists()
 
 
 def resume_line(run: Path) -> list[str]:
@@ -41,9 +56,14 @@ def resume_line(run: Path) -> list[str]:
     return [sys.executable, "-m", "esper", "resume", str(run), "--json"]
 
 
-def start(line: list[str], told: IO[bytes]) -> subprocess.Popen[bytes]:
-    """The process of a command, in a group of its own, so that Ctrl-C reaches the campaign alone."""
+def start(line: list[str], told: IO[bytes], scratch: Path | None = None) -> subprocess.Popen[bytes]:
+    """The process of a command, in a group of its own, so that Ctrl-C reaches the campaign alone.
+
+    scratch: its folder of temporary files; torch's cache of compiled code is beside it.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if scratch is not None:
+        environment |= {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(scratch.with_name("inductor"))}
     return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=told, env=environment, start_new_session=True)
 
 
@@ -59,8 +79,9 @@ def straight(command: Command, out: Path) -> tuple[Path, float]:
         return run, known["seconds"]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "told", "wb") as told:
-        process = start([*command.line(run), "--overwrite"], told)
-        while not (run / CONFIG).exists() and process.poll() is None:
+        shutil.rmtree(run, ignore_errors=True)
+        process = start(command.line(run), told)
+        while not command.begun(run) and process.poll() is None:
             time.sleep(0.01)
         begin = time.monotonic()
         code = process.wait(PATIENCE)
@@ -101,6 +122,46 @@ def refusals(run: Path) -> list[str]:
     if named and found is None:
         told.append(f"{LATEST} is there and names nothing that can be read")
     return [note for note in told if named or f"{LATEST} cannot be read" not in note]
+
+
+def outcome_differences(run: Path, known: Path) -> list[str]:
+    """Where the folder of a command that is given again is not the other one; nothing where it is.
+
+    Compared are the names of all files, JSON and arrays but for times, tensors of torch files and of exported networks, and
+    all other files byte for byte. Pictures and pages have times in them, and only their names are compared.
+    """
+    ours, theirs = (
+        {str(path.relative_to(each)): path for path in each.rglob("*") if path.is_file()} for each in (run, known)
+    )
+    both = sorted(ours.keys() & theirs.keys())
+    return [
+        *sorted(ours.keys() ^ theirs.keys()),
+        *(name for name in both if content(ours[name]) != content(theirs[name])),
+    ]
+
+
+def content(path: Path) -> Any:
+    """What of a file does not depend on the machine."""
+    match path.suffix:
+        case ".json":
+            return timeless(json.loads(path.read_text()))
+        case ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: arrays[name].tobytes() for name in arrays if name not in TIMES}
+        case ".pt":
+            return plain(torch.load(path, weights_only=True))
+        case ".pt2":
+            return plain(torch.export.load(path).state_dict)
+        case ".png" | ".html":
+            return None
+    return path.read_bytes()
+
+
+def plain(value: Any) -> Any:
+    """Tensors as bytes."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
 def differences(run: Path, known: Path) -> list[str]:

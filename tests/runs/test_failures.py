@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import esper
 from esper.leyline.actions import Actions
-from esper.leyline.errors import OutOfMemory, RunWarning
+from esper.leyline.errors import OutOfMemory, RunWarning, UserCodeError
 from esper.leyline.progress import Silent
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow
@@ -22,7 +23,8 @@ from esper.runs.train import train
 from esper.simic.rewards import get_reward
 from esper.store.checkpoint import Checkpoints
 from esper.store.lock import Lock
-from esper.tamiyo.baselines import Never
+from esper.tamiyo.baselines import Never, RandomValid
+from esper.tasks.hosts import MLP
 from populations import blobs, small_config
 
 ENVS, STEPS = 3, 6
@@ -183,6 +185,64 @@ def test_an_error_of_a_hosts_forward_ends_the_run_as_failed(tmp_path):
     with pytest.raises(Broken):
         grow(replace(task, host=host), config_of(mapping="loop"), Never(), tmp_path / "run")
     assert_failed(tmp_path / "run", "Broken", "forward")
+
+
+class Lost(Dataset):
+    """Examples of which one cannot be read for a while."""
+
+    def __init__(self):
+        self.x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
+        self.lost = self.left = None
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("the disk with the examples is gone")
+        return self.x[index], self.x[index, :3].argmax().item()
+
+
+def streamed(data):
+    return esper.task("mine", data, classes=3, host=MLP(inputs=6, width=8, hidden=(3, 5), outputs=3), stream=True)
+
+
+def test_an_error_of_a_dataset_leaves_a_checkpoint_of_the_last_whole_step_and_the_message_names_it(tmp_path):
+    data = Lost()
+    task, config = streamed(data), config_of(task="mine", checkpoint={"every_steps": 0, "every_seconds": 0})
+    straight = grow(task, config, RandomValid(), tmp_path / "straight")
+    data.left = 500
+    with pytest.raises(UserCodeError) as raised:
+        grow(task, config, RandomValid(), tmp_path / "run")
+    store = Checkpoints(tmp_path / "run", config.checkpoint)
+    step = store.read(pytest.fail).number
+    assert 0 < step < STEPS
+    assert f"; esper resume {tmp_path / 'run'} continues after step {step}, that of the last checkpoint" in str(
+        raised.value
+    )
+    assert "example " in str(raised.value)
+    assert_failed(tmp_path / "run", "UserCodeError", str(raised.value).partition("; esper resume")[0])
+    data.left = None
+    resumed = grow(task, config, RandomValid(), tmp_path / "run", opening=Opening(resume=True))
+    assert {name: resumed[name] for name in ("test_accuracy", "plantings", "grown")} == {
+        name: straight[name] for name in ("test_accuracy", "plantings", "grown")
+    }
+
+
+def test_a_folder_that_is_renamed_in_mid_run_is_named_and_continued_under_its_new_name(tmp_path):
+    class Renaming(RandomValid):
+        def act(self, view):
+            if view.step == 4 and not (tmp_path / "new").exists():
+                (tmp_path / "run").rename(tmp_path / "new")
+            return super().act(view)
+
+    config = config_of(checkpoint={"every_steps": 2, "every_seconds": 0})
+    with pytest.raises(OSError, match=r"the folder \S+/run was renamed or removed; .* its new name to `esper resume`"):
+        grow(blobs(), config, Renaming(), tmp_path / "run")
+    resumed = grow(blobs(), config, RandomValid(), tmp_path / "new", opening=Opening(resume=True))
+    assert resumed["test_accuracy"] == grow(blobs(), config, RandomValid())["test_accuracy"]
 
 
 def test_a_shortage_within_a_phase_is_one_sentence_with_its_cause(tmp_path):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from esper.leyline.errors import DataFault, InputError, OutOfMemory
+from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError
 from esper.leyline.resuming import resume_call, resume_command
 from esper.nissa.rows import RunRow
 from esper.runs.run_folder import RunFolder
@@ -47,7 +47,7 @@ class Failure(NamedTuple):
         """
         try:
             yield
-        except (OutOfMemory, DataFault) as error:
+        except (OutOfMemory, DataFault, UserCodeError) as error:
             self.run.fail(self.row("failed"), self.asked(), error)
             if self.run.path is None:
                 raise

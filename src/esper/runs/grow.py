@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.export import PROGRAM, save_network
@@ -37,7 +37,7 @@ from esper.runs.resume import NEW, Opening, fitting
 from esper.runs.run_folder import RunFolder, emit_checkpoints
 from esper.runs.stopping import stopping_figures
 from esper.runs.verdict import compared_networks, verdict
-from esper.store.checkpoint import Checkpoints
+from esper.store.checkpoint import Checkpoints, flatten, unflatten
 from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
 from esper.tamiyo.catalog import with_sensors
@@ -216,18 +216,36 @@ class Episode(Observer):
         self.seconds += step.seconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keeper(Observer):
-    """Writes the checkpoints of an episode. Without a store it writes none."""
+    """Writes the checkpoints of an episode. Without a store it writes none.
+
+    `whole` is a copy of the state after the last step, if examples are read by batch: reading may fail within a step.
+    """
 
     store: Checkpoints | None
     growth: Growth
     episode: Episode
+    whole: tuple[int, tuple[dict[str, Tensor], Any]] | None = None  # steps, and what `flatten` returned
 
     def going(self, view: View) -> bool:
         """Write a checkpoint if one is due."""
         self.when_due()
+        if self.store is not None and self.growth.engine.population.data.problems[0].source is not None:
+            self.whole = self.episode.steps, flatten(self._state())
         return True
+
+    def broken(self) -> None:
+        """Write a checkpoint of the last whole step, if it is known."""
+        if self.whole is None or self.store is None or self.whole[0] == self.store.last:
+            return
+        steps, copied = self.whole
+        try:
+            self.growth.run.hub.flush()
+            self.store.begin(steps, unflatten(*copied))
+            self.store.join()
+        except Exception as error:
+            self.growth.watch.note(f"no checkpoint could be written after a step failed: {error}")
 
     def failed(self, view: View) -> None:
         """Write a checkpoint of the steps so far; the controller's error is raised again afterwards."""
@@ -246,13 +264,17 @@ class Keeper(Observer):
         episode, store = self.episode, self.store
         if store is None or episode.steps == store.last:
             return
-        client, engine, run = self.growth.client, self.growth.engine, self.growth.run
-        assert isinstance(client, Resumable)
+        hub = self.growth.run.hub
         store.join()
-        emit_checkpoints(run.hub, store)
-        run.hub.flush()
-        state = {
-            **run.hub.state(),
+        emit_checkpoints(hub, store)
+        hub.flush()
+        store.begin(episode.steps, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        episode, client = self.episode, self.growth.client
+        assert isinstance(client, Resumable)
+        return {
+            **self.growth.run.hub.state(),
             "episode": {
                 "steps": episode.steps,
                 "germinated": episode.germinated,
@@ -261,9 +283,8 @@ class Keeper(Observer):
             },
             "attempts": as_tree(episode.attempts),
             "client": client.state(),
-            "engine": engine.snapshot(),
+            "engine": self.growth.engine.snapshot(),
         }
-        store.begin(episode.steps, state)
 
     def at_end(self) -> None:
         """Write the last checkpoint and wait until it is complete.

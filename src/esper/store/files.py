@@ -47,6 +47,8 @@ def check_links(folder: Path) -> None:
             )
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise InputError(f"{path} is not a regular file; remove it, or restore the original file")
+        if stat.S_ISDIR(mode) and path.name in (SUMMARY, CHANGES, ENVIRONMENT):
+            raise InputError(f"{path} is a folder; remove it, or restore the original file")
 
 
 def is_run(folder: Path) -> bool:

@@ -80,6 +80,11 @@ class DiskRetry:
     def _unwritable(self, path: Path, error: OSError) -> OSError:
         if isinstance(error, DiskFull | Unwritable):
             return error
+        if error.errno == errno.ENOENT and not self.run.is_dir():
+            return Unwritable(
+                f"cannot write {path}: the folder {self.run} was renamed or removed; give it its name back, or its new name to "
+                "`esper resume`, which continues after the last checkpoint"
+            )
         mend = "raise the limit on the size of files (ulimit -f)" if error.errno == errno.EFBIG else "repair that"
         return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
 

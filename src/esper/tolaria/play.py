@@ -65,6 +65,9 @@ class Observer:
         raised again.
         """
 
+    def broken(self) -> None:
+        """Called if a step of the engine raised an error, of which a part may have been done. The error is raised again."""
+
 
 class Until(Observer):
     """End the playing when a function asks for it; `stopped` says whether it did."""
@@ -146,10 +149,15 @@ def play(
             engine.sensing = client.sensing()
         decided = time.perf_counter()
         more: list[tuple[Actions, NDArray[np.int8]]] = []
-        if isinstance(client, Extends):
-            after, outcome = engine.step(decision.actions, decision.reasons, _further(client, more))
-        else:
-            after, outcome = engine.step(decision.actions, decision.reasons)
+        try:
+            if isinstance(client, Extends):
+                after, outcome = engine.step(decision.actions, decision.reasons, _further(client, more))
+            else:
+                after, outcome = engine.step(decision.actions, decision.reasons)
+        except Exception:  # of the data, the loss or the metric of the user, which is raised again below
+            for observer in observers:
+                observer.broken()
+            raise
         told = time.perf_counter()
         client.store(outcome)
         end = time.perf_counter()
