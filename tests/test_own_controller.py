@@ -94,6 +94,7 @@ def test_a_run_of_a_controller_by_its_place_is_resumed_only_with_the_place(esper
     asked = ["spirals-narrow", *GROW, "--set", "checkpoint={every_steps: 1, every_seconds: 0}"]
     _, straight, _ = esper("grow", *asked, "--controller", "study.py:Resumed", "--run", "straight")
     esper("grow", *asked, "--controller", "study.py:Resumed", "--run", "r", "--steps", "3")
+    assert list(json.loads(Path("r/environment.json").read_text())["code"]) == ["study.py:Resumed"]
     Path("study.py").write_text((STUDY + MORE).replace("import esper", "import esper\nopen('imported', 'w')"))
     code, _, err = esper("resume", "r", "--set", "steps=6")
     assert (code, err.count("\n")) == (2, 1)
@@ -101,6 +102,7 @@ def test_a_run_of_a_controller_by_its_place_is_resumed_only_with_the_place(esper
     assert "give esper resume r --controller study.py:Resumed" in err
     assert not Path("imported").exists()
     code, out, err = esper("resume", "r", "--set", "steps=6", "--controller", "study.py:Resumed", "--json")
+    assert re.search(r"continues under other versions \(study\.py:Resumed [0-9a-f]{16} -> [0-9a-f]{16}\)", err)
     assert (code, "going on after step 3" in err) == (0, True)
     assert timeless(out) == timeless(straight)
 
@@ -238,6 +240,15 @@ def test_a_folder_starts_no_code_that_its_config_names(esper):
         assert esper("resume", "r")[0] == 2
         shutil.rmtree("r")
     assert not Path("imported").exists()
+
+
+def test_a_file_of_settings_starts_no_code_that_it_names(esper):
+    Path("study.py").write_text("open('imported', 'w')\n" + STUDY)
+    Path("c.yaml").write_text("controller: 'study.py:Eager'\n")
+    code, _, err = esper("grow", "spirals-narrow", *GROW, "--config", "c.yaml")
+    assert (code, Path("imported").exists()) == (2, False)
+    assert "if you trust it, give --controller study.py:Eager" in err
+    assert esper("grow", "spirals-narrow", *GROW, "--config", "c.yaml", "--controller", "study.py:Eager")[0] == 0
 
 
 def test_the_same_reference_is_run_once_until_its_file_is_edited():

@@ -84,7 +84,7 @@ def grow(
     from esper.tasks.catalog import get_task
 
     chosen = get_task(task)
-    from_file = _read_file(config_file, task)
+    from_file = _read_file(config_file, task, controller)
     options: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
     options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
     options |= {"baselines": baselines, "twin": twin, "compile": compile_}
@@ -100,13 +100,20 @@ def grow(
     finish(summary, folder, json_, print_summary)
 
 
-def _read_file(config_file: Path | None, task: str) -> Mapping[str, Any]:
-    """Read a file of settings. Raises InputError if it is of another task."""
+def _read_file(config_file: Path | None, task: str, controller: str | None) -> Mapping[str, Any]:
+    """Read a file of settings. Raises InputError if it is of another task, or names code that the command does not name."""
+    from esper.leyline.resuming import is_own_controller
     from esper.runs.configuration import load_config_file
 
     found = {} if config_file is None else load_config_file(str(config_file))
     if found.get("task", task) != task:
         raise InputError(f"--config {config_file} is of task {found['task']!r}, not {task!r}; name the one you mean")
+    named = found.get("controller")
+    if controller is None and isinstance(named, str) and is_own_controller(named):
+        raise InputError(
+            f"--config {config_file} names the controller {named!r}, whose code a file of settings may not start; if you "
+            f"trust it, give --controller {named}"
+        )
     return found
 
 

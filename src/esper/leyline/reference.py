@@ -55,6 +55,16 @@ def find_reference(reference: str, what: str) -> Any:
     return getattr(module, name)
 
 
+def digest_of(reference: str) -> str | None:
+    """First 16 hexadecimal digits of the sha256 of the file that a reference names; None if it was not imported."""
+    place = reference.rpartition(":")[0]
+    content, _ = _READ.get(Path(place).resolve(), (None, None))
+    file = getattr(sys.modules.get(place), "__file__", None)
+    if content is None and file is not None and Path(file).is_file():
+        content = Path(file).read_bytes()
+    return None if content is None else sha256(content).hexdigest()[:16]
+
+
 def digest_of_sources() -> str:
     """Digest of the source files of all imported modules that belong neither to Esper, nor to Python, nor to a package.
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.parsing import parse_json
+from esper.leyline.reference import digest_of
+from esper.leyline.resuming import is_reference, own_code
 from esper.leyline.task import AnyTask, Mixture
 from esper.runs.environment import describe_versions
 from esper.store.changes import read_trail
@@ -20,6 +22,8 @@ from esper.store.tensors import bytes_of
 
 DATA = "data"
 """The key of environment.json that holds the fingerprints of the tasks by name."""
+CODE = "code"
+"""The key of environment.json that holds digests of the files of code that the config refers to, by reference."""
 
 _COMPARED = ("esper", "torch", "numpy", "python")
 _SPLITS = ("train", "source", "probe", "validation", "test")
@@ -40,7 +44,8 @@ class Origin(NamedTuple):
     """The quantities on which the numbers of a run depend, in addition to its config and its seed.
 
     Attributes:
-        versions (mapping): versions of Esper, torch, numpy and Python
+        versions (mapping): versions of Esper, torch, numpy and Python, and for each function of the user's own that the config
+            refers to, the digest of its file
         data (mapping): fingerprints of the tasks by name
     """
 
@@ -48,9 +53,15 @@ class Origin(NamedTuple):
     data: dict[str, Fingerprint]
 
 
-def origin_of(tasks: Sequence[AnyTask]) -> Origin:
-    """Return the origin of a run on these tasks in this process. The fingerprint of a sealed task lacks the test split."""
-    return Origin(describe_versions(_COMPARED), {task.name: fingerprint(task) for task in tasks})
+def origin_of(tasks: Sequence[AnyTask], controller: str = "") -> Origin:
+    """Return the origin of a run on these tasks in this process. The fingerprint of a sealed task lacks the test split.
+
+    controller: that of the config.
+    """
+    own = own_code(controller)
+    references = [*(task.name for task in tasks if is_reference(task.name)), *([] if own is None else [own[1]])]
+    code = {name: known for name in references if (known := digest_of(name)) is not None}
+    return Origin({**describe_versions(_COMPARED), **code}, {task.name: fingerprint(task) for task in tasks})
 
 
 def fingerprint(task: AnyTask) -> Fingerprint:
@@ -125,9 +136,9 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     except InputError:
         content = None
     if isinstance(content, dict):
-        layers.append(
-            {"versions": {name: content[name] for name in _COMPARED if name in content}, DATA: content.get(DATA)}
-        )
+        code = content.get(CODE)
+        versions_then = {name: content[name] for name in _COMPARED if name in content}
+        layers.append({"versions": versions_then | (code if isinstance(code, dict) else {}), DATA: content.get(DATA)})
     layers += [entry.origin for entry in read_trail(folder).entries if entry.origin is not None]
     versions: dict[str, Any] = {}
     data: dict[str, Any] = {}

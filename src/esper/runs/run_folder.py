@@ -9,6 +9,7 @@ from typing import Any, Self
 from esper.leyline.config import Config
 from esper.leyline.config_text import dump_config
 from esper.leyline.errors import describe_error
+from esper.leyline.resuming import is_reference
 from esper.leyline.task import AnyTask
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import Guarded, JsonLines, Output
@@ -18,7 +19,7 @@ from esper.runs.contents import check_folder, create_folder, make_folder, sweep
 from esper.runs.environment import environment_row
 from esper.runs.exporting import Exporter, check_exporters
 from esper.runs.interrupt import Interrupt
-from esper.runs.origin import DATA, Difference, compare_origin, origin_of
+from esper.runs.origin import CODE, DATA, Difference, compare_origin, origin_of
 from esper.runs.resume import NEW, Opening, change_config, fitting, reopen_run, take_up
 from esper.store.changes import read_trail, record_origin
 from esper.store.checkpoint import Checkpoint, Checkpoints
@@ -68,7 +69,7 @@ class RunFolder:
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
         self.mark: Mark | None = None  # position in the events at the checkpoint that was found
-        self.origin = origin_of(tasks) if path is not None else None
+        self.origin = origin_of(tasks, config.controller) if path is not None else None
         self.differs: Difference | None = None  # differences from the versions and data that the run began with
 
     def __enter__(self) -> Self:
@@ -184,8 +185,10 @@ class RunFolder:
             self._write(path / CONFIG, dump_config(self.config))
             self.store = Checkpoints(path, self.config.checkpoint, self.retry)
         if not (path / ENVIRONMENT).exists():  # the process may have been killed before it was written
-            data = {} if self.origin is None else self.origin.data
-            self._write(path / ENVIRONMENT, to_json({**environment(), DATA: data}))
+            versions, data = ({}, {}) if self.origin is None else self.origin
+            code = {name: known for name, known in versions.items() if is_reference(name)}
+            recorded = {**environment(), DATA: data, **({CODE: code} if code else {})}
+            self._write(path / ENVIRONMENT, to_json(recorded))
 
     def _write(self, path: Path, content: str) -> None:
         self.retry(path, lambda: write_atomic(path, content))
