@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages beside docs/ become pages of the site, and the site loads nothing from another host."""
+"""Hooks of mkdocs.yml: pages and examples beside docs/ become part of the site, and the site loads nothing from another host."""
 
 import os
 import re
@@ -46,10 +46,12 @@ details { margin-bottom: 24px; }
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from the root of the repository, and the style sheet of the code."""
+    """Add the pages from the root of the repository, the examples that they link to, and the style sheet of the code."""
     root = Path(config.config_file_path).parent
     for name, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=from_root((root / name).read_text(encoding="utf-8"))))
+    for example in sorted((root / "examples").glob("*.py")):
+        files.append(File(f"examples/{example.name}", str(root), config.site_dir, use_directory_urls=False))
     style = HtmlFormatter(style="default").get_style_defs(".highlight") + LAYOUT
     files.append(File.generated(config, "assets/site.css", content=style))
     return files
