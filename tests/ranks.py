@@ -291,6 +291,7 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
     trained = {key: gather(value).clone() for key, value in model.state_dict().items()}
     if case.wrap in ("before", "after", "bare") and folder is not None:
         growth.save_adapter(folder / f"adapter of {name}")
+        growth.save(folder / f"grown of {name}")
     if case.looks:
         with torch.no_grad():
             wrapped(x)

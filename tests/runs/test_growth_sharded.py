@@ -11,6 +11,7 @@ import torch
 import ranks
 from esper.kasmina.adapter import attach
 from esper.kasmina.grafted import ungraft
+from esper.kasmina.saving import load_grown
 from loops import equal
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
@@ -140,6 +141,13 @@ def test_an_adapter_of_a_sharded_network_is_whole(found, folder):
     seeds = {key: value for key, value in found[0]["after"]["finished"].items() if ".esper." in key}
     assert seeds
     assert all(torch.equal(value, network.state_dict()[key]) for key, value in seeds.items())
+
+
+def test_a_sharded_network_is_saved_whole_and_loaded_by_one_process(found, folder):
+    network = load_grown(folder / "grown of after", ungraft(ranks.host(ranks.Case())))
+    trained = found[0]["after"]["trained"]
+    assert any(".esper." in key for key in network.state_dict())
+    assert all(torch.equal(value, trained[key]) for key, value in network.state_dict().items())
 
 
 def test_what_cannot_grow_is_refused_by_name_in_every_process(found):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import esper
 from esper.kasmina.blueprints import drawn_with
@@ -181,6 +182,26 @@ def test_an_adapter_is_refused_after_seeds_were_folded_and_names_what_saves_the_
         growth.save_adapter(tmp_path / "adapter")
 
 
+def test_a_folder_without_a_name_is_refused(tmp_path):
+    growth = grown(decisions=0)
+    for call in (growth.save, growth.save_adapter, lambda name: esper.load_grown(name, Host())):
+        for name in (None, 3, ""):
+            with pytest.raises(InputError, match=f"the folder is {name!r}; give its name, as a text or a pathlib.Path"):
+                call(name)
+
+
+@pytest.mark.parametrize("script", [LIFE, {}])
+def test_the_moving_average_goes_into_a_network_that_was_loaded(script, tmp_path):
+    model = graft(Host(), SITES)
+    ema = AveragedModel(model)
+    growth = grown(model=model, script=script, ema=ema)
+    growth.finish()
+    growth.save(tmp_path / "grown")
+    loaded = esper.load_grown(tmp_path / "grown", Host())
+    loaded.load_state_dict(ema.module.state_dict())
+    assert torch.equal(outputs(loaded), outputs(ema.module))
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     growth = grown()
@@ -233,6 +254,47 @@ def test_what_cannot_be_loaded_is_refused_and_the_model_stays_as_it_was(saved, t
     if before and not next(iter(before.values())).is_meta:
         assert equal(model.state_dict(), before)
         assert is_grafted(model) == grafted
+
+
+def entries(tree):
+    """Every place of a tree: the container, and the key of an entry."""
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from entries(tree[key])
+
+
+@pytest.mark.parametrize("kind", ["adapter", "grown"])
+def test_a_description_without_an_entry_or_with_another_one_is_refused_or_computes_the_same(kind, tmp_path):
+    growth = grown(freeze="host")
+    growth.finish()
+    (growth.save if kind == "grown" else growth.save_adapter)(tmp_path)
+    path = tmp_path / f"{kind}.json"
+    (tmp_path / SUMS).unlink()
+    load = (
+        (lambda host: esper.load_grown(tmp_path, host))
+        if kind == "grown"
+        else lambda host: esper.attach(host, tmp_path)
+    )
+    tree, refused = json.loads(path.read_text()), 0
+    assert torch.equal(outputs(load(Host())), outputs(growth.model))
+    seed = json.loads(json.dumps(tree["seeds"][0]))
+    for container, key in list(entries(tree)):
+        held = container[key]
+        for change in (KeyError, "x", -1, [], [seed, seed]):
+            if change is not KeyError:
+                container[key] = change
+            elif isinstance(container, dict):
+                del container[key]
+            path.write_text(json.dumps(tree))
+            try:
+                found = load(Host())
+            except InputError:
+                refused += 1
+            else:
+                assert torch.equal(outputs(found), outputs(growth.model)), (key, change)
+        container[key] = held
+    assert refused > 50
 
 
 def test_what_a_folder_without_pickle_cannot_hold_is_refused(tmp_path):

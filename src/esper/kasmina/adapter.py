@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -119,7 +120,7 @@ def save_beside(network: nn.Module, directory: Path | str) -> None:
 
 def write_own(folder: Path | str, files: Mapping[str, Any]) -> None:
     """Write a folder, or replace one that holds no other files than these. InputError if there is something else."""
-    folder = Path(folder).resolve()
+    folder = folder_of(folder).resolve()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; give the name of a folder")
     others = sorted(path.name for path in folder.iterdir() if path.name not in files) if folder.is_dir() else []
@@ -127,6 +128,13 @@ def write_own(folder: Path | str, files: Mapping[str, Any]) -> None:
         raise InputError(f"{folder} holds {others[0]!r}, which would be removed; give a folder that is new or empty")
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_folder(folder, files)
+
+
+def folder_of(folder: Any) -> Path:
+    """Return a folder that the user names. InputError if it is no name."""
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise InputError(f"the folder is {folder!r}; give its name, as a text or a pathlib.Path")
+    return Path(folder)
 
 
 def host_digest(network: nn.Module, sites: Iterable[str]) -> str:
@@ -209,7 +217,7 @@ def attach(model: M, folder: Path | str, *, other_host: bool = False) -> M:
 
     Raises InputError if the folder holds no adapter, or one for a host with other submodules, widths or weights.
     """
-    folder = find_folder(Path(folder))
+    folder = find_folder(folder_of(folder))
     for name in (WEIGHTS, DESCRIPTION):
         if not (folder / name).is_file():
             raise InputError(
@@ -260,10 +268,13 @@ def site_of(seed: SavedSeed) -> Site:
     return Site(seed.site, seed.after, seed.around, STREAMS[seed.kind](seed.width), seed.causal)
 
 
-def check_hosts(model: nn.Module, seeds: Iterable[SavedSeed]) -> None:
+def check_hosts(model: nn.Module, seeds: Sequence[SavedSeed]) -> None:
     """InputError if a submodule has other widths than the one that a seed was grown in."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
+    names = [seed.site for seed in seeds]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"the folder describes two seeds at site {twice[0]!r}; save it again")
     paths = dict(model.named_modules())
     for seed in seeds:
         if seed.after not in paths or seed.around not in paths:

@@ -17,6 +17,7 @@ from esper.kasmina.adapter import (
     check_hosts,
     described_seeds,
     every_name,
+    folder_of,
     parse_saved,
     site_of,
     write_own,
@@ -90,7 +91,7 @@ def load_grown(folder: Path | str, model: M) -> M:
 
     Raises InputError if the folder holds no grown network, or one of another model; the model then stays as it was.
     """
-    folder = find_folder(Path(folder))
+    folder = find_folder(folder_of(folder))
     for name in (WEIGHTS, DESCRIPTION):
         if not (folder / name).is_file():
             raise InputError(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.adapter import save_adapter
+from esper.kasmina.adapter import folder_of, save_adapter
 from esper.kasmina.freezing import Freeze, Frozen
 from esper.kasmina.grafted import bank_at, graft, planted_at, trim
 from esper.kasmina.grown import is_grafted, sites_of
@@ -275,7 +275,7 @@ class Growth:
                 f"finish made the seeds at {', '.join(map(repr, self.folded))} part of the model, so that no adapter can hold "
                 "them; call growth.save(folder), which writes the whole model, or save_adapter before finish"
             )
-        population = self.population
+        population, folder = self.population, folder_of(folder)
         reshard(self.model)
         save_adapter(
             self.model,
@@ -290,6 +290,7 @@ class Growth:
         The folder holds every weight and buffer, and the seeds that act: before `finish` also those on trial, at their present
         dose. It replaces an earlier one. Of several processes, each calls this and the first writes.
         """
+        folder = folder_of(folder)
         reshard(self.model)
         save_grown(self.model, folder if self.population.ranks.first else None)
 

@@ -19,6 +19,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.protocols import PolicyClient
 from esper.runs.origin import digest
 from esper.store.tensors import bytes_of
+from esper.tamiyo.catalog import CONTROLLERS
 from esper.tolaria.live import LivePopulation
 
 FORMAT = 4
@@ -58,7 +59,7 @@ def made_with(
     controller: as it was given, and the object. arguments: budget, freeze, every, steps, seed and mode of `esper.Growth`.
     """
     given, client = controller
-    named = isinstance(given, str) and not Path(given).exists()
+    named = isinstance(given, str) and (given in CONTROLLERS or not Path(given).exists())
     settings = config.model_dump(mode="json", include=set(_SECTIONS))
     return {
         "sites": {name: repr(site) for name, site in zip(population.space.slots, population.sites, strict=True)},
