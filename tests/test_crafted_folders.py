@@ -327,6 +327,20 @@ def test_the_commands_name_a_summary_that_is_none(edited, recorded, capsys, cont
         assert f"{edited / 'summary.json'} {sentence}" in said_by(capsys, *command)
 
 
+@pytest.mark.parametrize(
+    ("entry", "value", "sentence"),
+    [
+        ("verdict", 5, "Expected `str`, got `int` - at `$.verdict`"),
+        ("compared", {"twin": 7}, "Expected `object`, got `int` - at `$.compared[...]`"),
+        ("rare_classes", {"rare": 3}, "Expected `array`, got `int` - at `$.rare_classes.rare`"),
+    ],
+)
+def test_the_commands_name_an_entry_of_the_summary_that_is_of_another_type(edited, capsys, entry, value, sentence):
+    path = edited / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {entry: value}))
+    assert f"{path} is not the summary of a run: {sentence}" in said_by(capsys, "report", edited)
+
+
 def said_by(capsys, *command):
     """The one line on stderr of a command that is refused."""
     capsys.readouterr()

@@ -270,7 +270,7 @@ def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
     if found is None:
         return []
     shown, rest = found["rare"][:SHOWN_GROWN], len(found["rare"]) - SHOWN_GROWN
-    names = ", ".join(map(str, shown)) + (f" and {rest} more" if rest > 0 else "")
+    names = ", ".join(map(printable, shown)) + (f" and {rest} more" if rest > 0 else "")
     line = f"rare classes ({names}): balanced accuracy {estimate(found['grown']['balanced_accuracy'], '.4f')} grown"
     if found["host"] is not None:
         line += f", {estimate(found['host']['balanced_accuracy'], '.4f')} twin"

@@ -81,6 +81,29 @@ class _Static(TypedDict, total=False):
     seconds: Value
 
 
+class _Compared(TypedDict):
+    """J of static networks, and the difference of the grown networks to it; without an interval, its ends are None."""
+
+    test_objective: list[Value]
+    difference: Value
+    low: Value
+    high: Value
+
+
+class _ClassFigures(TypedDict):
+    balanced_accuracy: list[Value]
+    f1_macro: list[Value]
+    roc_auc: list[Value]
+    confusion: list[list[Count]] | None
+
+
+class _RareClasses(TypedDict):
+    classes: list[str | int | float | bool]
+    rare: list[str | int | float | bool]
+    grown: _ClassFigures
+    host: _ClassFigures | None
+
+
 class _Failure(TypedDict):
     type: str
     message: str
@@ -128,7 +151,9 @@ class Grown(Summary):
     grown_params: list[Count]
     best: _Best
     baselines: NotRequired[dict[str, _Static]]
+    compared: NotRequired[dict[str, _Compared]]
     constant: NotRequired[dict[str, list[Value]]]
+    rare_classes: NotRequired[_RareClasses]
     seeds: _Fates
     grown: list[dict[str, str]]
     best_step: _Steps | None
