@@ -3,7 +3,11 @@ import threading
 
 import pytest
 
+from esper.leyline.progress import Silent
+from esper.runs.grow import grow
 from esper.runs.interrupt import Interrupt
+from esper.tamiyo.baselines import Never
+from populations import blobs, small_config
 
 
 def test_the_first_signal_asks_and_the_second_interrupts():
@@ -24,6 +28,56 @@ def test_rearmed_it_lets_one_more_signal_ask_and_the_next_interrupts():
         assert interrupt.ending
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_the_run_does_not_answer_gets_a_word(monkeypatch):
+    monkeypatch.setattr("esper.runs.interrupt.WORD_AFTER", 0.01)
+    said, came = [], threading.Event()
+    with Interrupt(lambda line: (said.append(line), came.set())) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert came.wait(60)
+        assert interrupt.asked
+    assert said == ["interrupted: the run ends after the step that is under way; another Ctrl-C ends it at once"]
+
+
+def test_ctrl_c_within_a_long_step_gets_a_word_before_the_step_ends(monkeypatch):
+    monkeypatch.setattr("esper.runs.interrupt.WORD_AFTER", 0.01)
+    said, came = [], threading.Event()
+
+    class Heard(Silent):
+        def answer(self, text):
+            said.append(text)
+            came.set()
+
+    class Long(Never):
+        def act(self, view):
+            if view.step == 1:
+                signal.raise_signal(signal.SIGINT)
+                assert came.wait(60)
+            return super().act(view)
+
+    summary = grow(blobs(), small_config({"steps": 4, "models": "none", "baselines": ["twin"]}), Long(), watch=Heard())
+    assert (summary["status"], summary["steps_done"]) == ("interrupted", 2)
+    assert said[0].startswith("interrupted: the run ends after the step that is under way; another Ctrl-C")
+    assert said[1].startswith("interrupted after 2 of 4 steps")
+
+
+def test_a_signal_that_the_run_answers_gets_no_other_word(monkeypatch):
+    said = []
+    with Interrupt(said.append) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        interrupt.answered()
+        (waiting,) = [thread for thread in threading.enumerate() if thread.name == "interrupt"]
+        waiting.join(60)
+    assert not waiting.is_alive()
+    assert said == []
+
+
+def test_a_run_without_a_signal_leaves_no_thread():
+    with Interrupt(pytest.fail):
+        (waiting,) = [thread for thread in threading.enumerate() if thread.name == "interrupt"]
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_the_second_hangup_of_a_closed_terminal_asks_for_nothing_more():

@@ -58,6 +58,7 @@ def test_an_interrupted_comparison_goes_on_to_the_same_record(record, tmp_path, 
 
     class Asks:
         asked = True
+        __init__ = lambda self, say: None  # noqa: E731
         __enter__ = lambda self: self  # noqa: E731
         __exit__ = lambda self, *error: None  # noqa: E731
 

@@ -75,7 +75,10 @@ def grow(
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
         get_blueprint(name)  # the task need not have it in its menu, but it must exist
-    with Interrupt() as interrupt, RunFolder(folder, config, watch.note, interrupt, opening, [task], outputs) as run:
+    with (
+        Interrupt(watch.answer) as interrupt,
+        RunFolder(folder, config, watch.note, interrupt, opening, [task], outputs) as run,
+    ):
         engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
         growth = Growth(task, config, client, engine, Journal(engine, run.hub), run, watch, interrupt, started)
         engine.population.data.sound(test_splits(engine, task))  # checked now, so that the run does not fail at its end
@@ -87,6 +90,7 @@ def grow(
         with _closing_row(run, engine, watch), failure.recorded(), engine.timer.memory("between steps", users=False):
             played = _play(growth, episode)
             if played.status == "interrupted":
+                interrupt.answered()
                 if beside(config):
                     interrupt.rearm()
                 watch.answer(after_growth(played.steps, config))

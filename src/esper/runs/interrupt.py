@@ -2,8 +2,9 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Self
 
@@ -12,6 +13,8 @@ from esper.leyline.text import counted
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that request an end."""
+WORD_AFTER = 0.5
+"""How long a run may take to answer a signal by itself before a line says what it waits for [seconds]."""
 
 
 class Interrupt:
@@ -26,9 +29,18 @@ class Interrupt:
     Python delivers signals to the main thread. In another thread the context manager does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        """`say` shows a line. It is called if a signal has come and `answered` was not called within `WORD_AFTER`.
+
+        A thread calls it, because a step may compile a graph for a minute, and because a signal handler must not print: it
+        may interrupt a print.
+        """
         self.asked = False  # whether any signal has come
         self._rearmed = self._again = False
+        self._say = say
+        self._events: SimpleQueue[bool] = (
+            SimpleQueue()
+        )  # True: a signal has come; False: it is answered, or the run is over
 
     @property
     def ending(self) -> bool:
@@ -48,14 +60,31 @@ class Interrupt:
             ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             asking = [number for number in ASKING if not (ignored and number == signal.SIGHUP)]
             self._previous = {number: signal.signal(number, self._ask) for number in asking}
+            if self._say is not None:
+                threading.Thread(target=self._wait, args=(self._say,), name="interrupt", daemon=True).start()
         return self
+
+    def answered(self) -> None:
+        """Say no line about a signal that has come, because the run says one now."""
+        self._events.put(False)
+
+    def _wait(self, say: Callable[[str], None]) -> None:
+        if not self._events.get():
+            return
+        try:
+            self._events.get(timeout=WORD_AFTER)
+        except Empty:
+            say("interrupted: the run ends after the step that is under way; another Ctrl-C ends it at once")
 
     def __exit__(self, *error: object) -> None:
         if self._installed:
             for number, previous in self._previous.items():
                 signal.signal(number, previous)
+        self.answered()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if not self.asked:
+            self._events.put(True)
         self.asked = True
         if self._rearmed and number != signal.SIGHUP:
             self._again = True

@@ -110,12 +110,12 @@ def stream(
     drawn = _own(data, asked) if data is not None else drawn_streams(asked)
     ready = ready or (lambda record: None)
     if out is None:
-        ready(record := _compared(asked, drawn, None, write_once, Interrupt(), watch))
+        ready(record := _compared(asked, drawn, None, write_once, Interrupt(watch), watch))
         return record
     folder = to_path(out, "out")
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder")
-    note, interrupt = watch or (lambda line: None), Interrupt()
+    note, interrupt = watch or (lambda line: None), Interrupt(watch)
     again = "give the same command again, which continues the comparison"
     retry = full_disk.DiskRetry(full_disk.PATIENCE, note, folder, lambda: interrupt.asked, further=again)
     with locked_folder(folder, note, retry):

@@ -80,7 +80,7 @@ def train(
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID_BY}{name_of_reward(reward)}")
     sealed = [task.sealed() for task in tasks]
     opened = partial(RunFolder, folder, kept, watch.note)
-    with Interrupt() as interrupt, opened(interrupt, opening, sealed, outputs) as run, ExitStack() as stack:
+    with Interrupt(watch.note) as interrupt, opened(interrupt, opening, sealed, outputs) as run, ExitStack() as stack:
         shards = [cohorts_of(task, each, 1 if asked.any else None) for task, each in zip(sealed, configs, strict=True)]
         spaces = [each[0].engine.space for each in shards]
         policy = _fresh_policy(config, spaces)
@@ -205,6 +205,7 @@ def _rounds(
         try:
             figures = teach(number, interrupt, keeper)
         except Stop:
+            interrupt.answered()
             watch.note("interrupted; the best controller so far is kept")
             return "interrupted"
         failed = school.all_rolled_back()
