@@ -171,8 +171,9 @@ class Certifier:
 
     def _share(self) -> None:
         """Find the budget of every row: one for all rows with an example in common, and a new one for examples that are new."""
-        group, budget = self.state.group.copy(), self.state.budget
-        for row, fresh in enumerate(self.population.fresh):
+        group, budget = self.state.group.copy(), self.state.budget.copy()
+        rows = self.population.fresh
+        for fresh in {id(each): each for each in rows}.values():  # rows of one problem have one array
             examples = fresh.tolist()
             shared = sorted({self.known[example] for example in examples if example in self.known})
             if not shared:
@@ -183,5 +184,5 @@ class Certifier:
                 self.known = {example: first if at in shared else at for example, at in self.known.items()}
                 group[np.isin(group, shared)] = first
             self.known.update(dict.fromkeys(examples, first))
-            group[row] = first
+            group[[each is fresh for each in rows]] = first
         self.state = self.state._replace(group=group, budget=budget)
