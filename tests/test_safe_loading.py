@@ -49,7 +49,6 @@ NAMES = {
 
 ALLOWED = {
     "runs/actor_work.py": ["pickle"],  # what a process sends to those that it starts
-    "runs/evaluation_work.py": ["pickle"],
     "runs/processes.py": ["pickle"],
     "commands/healing.py": ["torch.export.load"],  # the program that the user names to be healed
 }

@@ -213,6 +213,10 @@ ONE_HOST = mlp()()
             lambda: task_from("t", X, Y, host=ONE_HOST),
             "host is a SegmentedHost; give a function that returns a fresh one",
         ),
+        (
+            lambda: task_from("t", X, Y, host=nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))),
+            "host is a Sequential; give a function that returns a fresh one, as lambda: nn.Sequential(...)",
+        ),
         (lambda: task_from("t", X, Y, host=lambda: ONE_HOST), "the host factory returned the same module twice"),
         (lambda: task_from("t", X, Y, host=lambda: nn.Linear(4, 3)), "the host, a Linear, has no place for a slot"),
         (lambda: task_from(5, X, Y, host=mlp()), "the task's name is 5; give it one in quotes"),

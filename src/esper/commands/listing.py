@@ -71,8 +71,11 @@ def controller(
     from esper.tamiyo.shipped import NAME, card_of, is_shipped, resolved, versions
 
     if name is None:
+        own = "a function or class of your own that makes a controller (docs/own-controller.md)"
         tried = "tries the first choices of participation, collapse, inner-use or tree in copies of the network"
-        print_columns([("controller", "summary"), *CONTROLLERS.items(), (f"{TRIALS}RULE", tried)])
+        print_columns(
+            [("controller", "summary"), *CONTROLLERS.items(), (f"{TRIALS}RULE", tried), ("path.py:function", own)]
+        )
         return
     version = resolved(name)
     if not is_shipped(version):

@@ -3,7 +3,6 @@
 What a part is follows from the evaluation, and not from the number of actors, so the results do not depend on it.
 """
 
-import pickle
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +25,7 @@ from esper.runs.crews import Asked, hire
 from esper.runs.interrupt import Interrupt
 from esper.runs.kept import Kept
 from esper.runs.origin import fingerprint
-from esper.runs.processes import pickled
+from esper.runs.processes import pickled, unpickled
 from esper.runs.static_contenders import Arrays
 from esper.store.checkpoint import Tree
 from esper.tolaria.play import Observer
@@ -81,7 +80,7 @@ class EvaluationPlayer:
     def play(self, part: Tree, *observers: Observer) -> Tree:
         """Compute a part. Returns its arrays, or the reason why it is absent, and its duration [seconds]."""
         begin = time.perf_counter()
-        config, compute = pickle.loads(part["content"].tobytes())  # from the process that started this one
+        config, compute = unpickled(part["content"].tobytes())  # from the process that started this one
         if self._device is not None:
             config = config.model_copy(update={"device": self._device})
         made = compute(self._tasks[part["task"]], config, *observers)

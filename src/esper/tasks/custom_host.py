@@ -89,9 +89,10 @@ def cut_host(host: Callable[[], Any], splits: Splits, scaling: Scaling | None) -
 def _check_arguments(host: Callable[[], nn.Module]) -> None:
     """Raise InputError if a host factory cannot be called without arguments."""
     if isinstance(host, nn.Module) or not callable(host):
-        raise InputError(
-            f"host is a {type(host).__name__}; give a function that returns a fresh one, as lambda: MyHost()"
-        )
+        name = type(host).__name__
+        made = f"nn.{name}(...)" if type(host).__module__.startswith("torch.nn") else f"{name}(...)"
+        shown = made if isinstance(host, nn.Module) else "MyHost()"
+        raise InputError(f"host is a {name}; give a function that returns a fresh one, as lambda: {shown}")
     if needed := required_arguments(host):
         called = getattr(host, "__name__", "<lambda>")
         called = type(host).__name__ if called == "<lambda>" and not inspect.isfunction(host) else called
