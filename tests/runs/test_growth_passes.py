@@ -29,11 +29,13 @@ def data(key, examples=12):
 class Loop:
     """A host with a seed that incubates, or without one, and the pieces that loops are made of."""
 
-    def __init__(self, *, grown, freeze="none", fused=False, scaled=False):
+    def __init__(self, *, grown, freeze="none", fused=False, scaled=False, unused=False):
         with drawn_with(0):
             self.model = nn.Sequential(
                 nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
             )
+        if unused:
+            self.model.register_parameter("unused", nn.Parameter(torch.ones(3)))
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, enabled=scaled)
         if grown:
             graft(self.model, {"2": Site("2", "2", "2", Vector(WIDTH))})
@@ -170,6 +172,19 @@ def test_a_pass_is_thrown_away_in_any_of_many_ways(way, freeze):
     assert all(bool(value.isfinite().all()) for value in seed(growing).values())
     assert growing.growth.summary()["rollbacks"] == {}
     assert freeze == "host" or equal(growing.host(), plain.host())
+
+
+def test_a_seed_learns_where_passes_reach_nothing_else_that_trains():
+    def reaching(unused):
+        loop = Loop(grown=True, freeze=["0", "2", "4"], unused=unused)
+        for _ in range(2):
+            loop.step()  # the seed learns from the first decision on; before it, no loss requires a gradient
+        for step in range(STEPS):
+            accumulate(loop, 100 + step, thrown=False)
+        return loop
+
+    assert equal(seed(reaching(True)), seed(reaching(False)))
+    assert not equal(seed(reaching(True)), seed(Loop(grown=True)))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -1,7 +1,7 @@
 """The training of seeds behind a host that the user's own loop trains; the host's numbers stay the same, bit for bit."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,7 +38,8 @@ class Incubation:
     the optimizer, and no seed learns from it.
 
     Where nothing of the host trains, there is nothing to protect and nothing to look at: the gradients of straight-through seeds
-    then stay on their parameters, and the loop's own step trains them.
+    then stay on their parameters, and the loop's own step trains them. Where parameters train that no pass of the seeds reaches,
+    these show nothing either, and a seed learns from every pass since the last step.
 
     straight: whether seeds train straight-through. alone: the parameters of those that do, if nothing else trains. idle: calls of
     `train` since the loop's optimizer last took a step.
@@ -58,14 +59,13 @@ class Incubation:
         self._usual = 1  # number of backward passes of an optimizer step
         self._norms: dict[str, tuple[Tensor, int]] = {}  # sum of the norms, and their number
         self._host: list[nn.Parameter] = []  # whose gradients show what the loop keeps
+        self._reached: set[int] = set()  # ids of parameters that were seen with a gradient
         self._watch: list[Any] = []  # handles of the hooks that notice the beginning of a backward pass
         self._pass = -1  # number of the backward pass that last reached parameters in parts
         self._parts: dict[int, weakref.ref[Tensor]] = {}  # by id of a parameter in parts: its gradient after that pass
         self._before: list[tuple[nn.Parameter, Tensor]] = []  # parameters as they were before the last optimizer step
         self._stepped = False  # whether the optimizer took a step since the last call of `train`
-        self._overflow: Tensor | None = (
-            None  # () above 0 where that step found that gradients overflowed, and changed nothing
-        )
+        self._overflow: Tensor | None = None  # () above 0 if gradients overflowed, so that this step changed nothing
         self._steps = (
             groups.optimizer.register_step_pre_hook(lambda *_: self._on_step()),
             groups.optimizer.register_step_post_hook(lambda *_: self._on_stepped()),
@@ -156,6 +156,8 @@ class Incubation:
         if in_parts(parameter):
             self._part_arrived(parameter)
         self._passes[name, place] = self._passes.get((name, place), 0) + 1
+        if not self._host_shows():
+            self._note_reached(self._host)
         if self.alone:
             return
         assert parameter.grad is not None, "the hook runs after the gradient is computed"
@@ -186,6 +188,7 @@ class Incubation:
         self._host = [p for p in held if p.requires_grad and id(p) in network and id(p) not in seeds]
         if not self._host:
             self._host = self.alone = own
+        self._reached &= {id(parameter) for parameter in (*self._host, *own)}
         if any(map(in_parts, own)):
             self._watch = [p.register_post_accumulate_grad_hook(self._part_arrived) for p in self._host]
             return
@@ -218,6 +221,18 @@ class Incubation:
                 continue
             if own_part(gradient).any():
                 return
+        if self._host_shows():
+            self._forget_passes()
+
+    def _host_shows(self) -> bool:
+        """Whether passes reach any of the parameters whose gradients show what the loop keeps."""
+        return any(id(parameter) in self._reached for parameter in self._host)
+
+    def _note_reached(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._reached.update(id(parameter) for parameter in parameters if parameter.grad is not None)
+
+    def _forget_passes(self) -> None:
+        """Take what the next pass gives for the first."""
         self._taken.clear()
         self._passes.clear()
 
@@ -235,6 +250,9 @@ class Incubation:
         self._overflow = getattr(self.groups.optimizer, "found_inf", None)
         self._used = {name: dict(taken) for name, taken in self._taken.items()}
         self._usual = max(self._passes.values(), default=self._usual)
+        self._note_reached(p for group in self.groups.optimizer.param_groups for p in group["params"])
+        if not self._host_shows():
+            self._forget_passes()
         for name in self.names if self.alone else ():
             self._note_norm(name, [parameter.grad for parameter in self._seed(name).trained()])
 
