@@ -71,7 +71,7 @@ def controller(
     from esper.tamiyo.shipped import NAME, card_of, is_shipped, resolved, versions
 
     if name is None:
-        own = "a function or class of your own that makes a controller (docs/own-controller.md)"
+        own = "a function or class of your own that makes a controller (`esper docs own-controller`)"
         tried = "tries the first choices of participation, collapse, inner-use or tree in copies of the network"
         print_columns(
             [("controller", "summary"), *CONTROLLERS.items(), (f"{TRIALS}RULE", tried), ("path.py:function", own)]
