@@ -81,6 +81,13 @@ def test_a_gain_whose_interval_holds_0_is_not_resolved():
     assert plain.startswith("Not resolved by 4 environments whether growth paid: ")
 
 
+def test_a_gain_that_is_not_resolved_did_not_pay_where_a_plain_network_is_better_in_the_mean():
+    better = [0.96, 0.90, 0.97, 0.86]
+    line = said(MIXED, {"twin": (LOW[::-1], HOST), "plain": (better, WHOLE)})
+    assert line.startswith("Growth did not pay here: ")
+    assert "yet the host without it may be as good" in line
+
+
 def test_a_gain_in_the_metric_that_is_not_worth_the_rent_did_not_pay_and_that_is_said():
     line = said([0.803, 0.804, 0.823, 0.804], {"twin": (LOW, HOST)})
     assert line.startswith("Growth did not pay here: ")

@@ -54,8 +54,8 @@ def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
 
     It paid if J of the grown networks is above J of the twin and of the plain networks, each with its whole interval, and not
     below J of the same-size networks. It did not pay if no seed was kept, if one of the three is above the grown networks with
-    its whole interval, or if the mean of the twin is at least theirs: the host as it is costs nothing. Everything else is not
-    resolved.
+    its whole interval, or if they are not resolved from the twin and the mean of the twin or of the plain networks is at least
+    theirs: the host as it is costs nothing. Everything else is not resolved.
     """
     if summary["status"] == "failed":
         return "No verdict: the run failed, so its figures do not say whether growth pays."
@@ -91,15 +91,17 @@ def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
     )
     clauses = [", ".join([f"{worth} is {rounded(mean_and_error(grown)[0], '.3f')} with growth", *others])]
     twin, plain = rivals.get("twin"), rivals.get("plain")
-    if any(gain.below for gain in rivals.values()) or (twin is not None and twin.size > 1 and twin.mean <= 0):
+    unresolved = twin is not None and twin.size > 1 and not twin.above
+    as_good = unresolved and any(gain.mean <= 0 for gain in (twin, plain) if gain is not None)
+    if as_good or any(gain.below for gain in rivals.values()):
         head = "Growth did not pay here"
     elif twin is not None and twin.above and (plain is None or plain.above):
         head = "Growth paid"
     else:
         head = f"Not resolved by {many} whether growth paid"
     if twin is not None and not twin.above:
-        as_good = "is as good" if twin.size > 1 and twin.mean <= 0 else "may be as good"
-        without = "is better" if twin.below else as_good
+        equal = "is as good" if twin.size > 1 and twin.mean <= 0 else "may be as good"
+        without = "is better" if twin.below else equal
         clauses.append(f"{seeds}, yet the host without it {without}")
         gap = t_interval(differences(summary[metric]["grown"], summary["baselines"]["twin"][metric]))
         if gap.above and reward.objective == "metric":
