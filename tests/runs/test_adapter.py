@@ -126,7 +126,7 @@ def altered(folder, **fields):
 @pytest.mark.parametrize(
     ("alter", "said"),
     [
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "is damaged: its sha256"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "is damaged: its sha256 .*; save the adapter again"),
         (lambda folder: (folder / WEIGHTS).unlink(), f"has no file {WEIGHTS}"),
         (lambda folder: [(folder / SUMS).unlink(), (folder / WEIGHTS).write_bytes(b"x")], "is damaged: .*header"),
         (lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text("{")], "is not valid JSON"),

@@ -224,7 +224,11 @@ def described(folder, **changes):
             Host,
             f"has no file {WEIGHTS}; give a folder that growth.save wrote",
         ),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), Host, "is damaged: its sha256"),
+        (
+            lambda folder: (folder / WEIGHTS).write_bytes(b"x"),
+            Host,
+            "is damaged: its sha256 .*; save the network again",
+        ),
         (lambda folder: described(folder, format=9), Host, "has format 9, but this version of Esper reads format 1"),
         (lambda folder: described(folder, seeds=None), Host, "is damaged at 'seeds'"),
         (lambda folder: described(folder, shared={"a": "b"}), Host, "is damaged: it lacks 'b'"),

@@ -223,7 +223,7 @@ def attach(model: M, folder: Path | str, *, other_host: bool = False) -> M:
             raise InputError(
                 f"{folder} holds no adapter, because it has no file {name}; give a folder that save_adapter wrote"
             )
-        check_sum(folder / name)
+        check_sum(folder / name, _AGAIN)
     with open_regular(folder / WEIGHTS, _AGAIN) as file:
         files = {
             WEIGHTS: file.read(),

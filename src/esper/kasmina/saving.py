@@ -97,7 +97,7 @@ def load_grown(folder: Path | str, model: M) -> M:
             raise InputError(
                 f"{folder} holds no grown network, because it has no file {name}; give a folder that growth.save wrote"
             )
-        check_sum(folder / name)
+        check_sum(folder / name, _AGAIN)
     data = read_kept(folder / DESCRIPTION, LARGEST, _AGAIN)
     described = parse_saved(_SavedNetwork, FORMAT, data, folder / DESCRIPTION, _AGAIN)
     try:

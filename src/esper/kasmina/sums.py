@@ -25,7 +25,7 @@ def sums_of(files: Mapping[str, Content]) -> bytes:
     return "".join(lines).encode()
 
 
-def check_sum(path: Path) -> None:
+def check_sum(path: Path, mend: str = "export the network again") -> None:
     """Raise InputError if the sha256 of a file differs from that in SHA256SUMS beside it. A folder without SHA256SUMS
     is not checked.
 
@@ -34,14 +34,14 @@ def check_sum(path: Path) -> None:
     listed = path.parent / SUMS
     if not listed.exists() and not listed.is_symlink():
         return
-    text = read_kept(listed, _LARGEST, "export the network again").decode("utf-8", "replace")
+    text = read_kept(listed, _LARGEST, mend).decode("utf-8", "replace")
     lines = [_LINE.fullmatch(line) for line in text.splitlines()]
     known = {line[2]: line[1] for line in lines if line is not None}
     if len(known) < len(lines) or path.name not in known:
-        raise InputError(f"{listed} does not list {path.name}, or is damaged; export the network again")
-    with open_regular(path, "export the network again") as file:
+        raise InputError(f"{listed} does not list {path.name}, or is damaged; {mend}")
+    with open_regular(path, mend) as file:
         digest = hashlib.sha256()
         while block := file.read(2**20):
             digest.update(block)
     if digest.hexdigest() != known[path.name]:
-        raise InputError(f"{path} is damaged: its sha256 is not the one in {SUMS}; export the network again")
+        raise InputError(f"{path} is damaged: its sha256 is not the one in {SUMS}; {mend}")
