@@ -4,6 +4,8 @@ import copy
 import inspect
 import io
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -302,7 +304,102 @@ def test_a_wire_is_empty_behind_a_pass():
     points = [part.__dict__["_esper_point"] for part in model.modules() if "_esper_point" in part.__dict__]
     wires = [wire for point in points for wire in point.records]
     assert len(wires) == 3
-    assert all(wire.value is None for wire in wires)
+    assert all((wire.held.get(), wire.only, wire.carried, wire.passes) == ((-1, None), None, None, 0) for wire in wires)
+
+
+def wired(build=Net):
+    """A network in evaluation mode with a seed that reads the input of an earlier block, and one that reads the network's."""
+    with drawn_with(0):
+        model = build().eval()
+    graft(model, {name: SITES[name] for name in ("span", "two")})
+    plant(model, "span", seed("bypass-mlp", Tap.BEFORE))
+    plant(model, "two", seed("skip-mlp", Tap.INPUT, reads=5))
+    return model
+
+
+def test_two_threads_in_one_network_read_each_its_own_input():
+    model, both = wired(), threading.Barrier(2)
+    given = [batch(), 3 * batch()[:4]]
+    expected = [model(x) for x in given]
+
+    def meet(*_):
+        both.wait(60)  # every wire has been written to by then
+
+    model.blocks[0].register_forward_hook(meet)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(map(torch.equal, pool.map(model, given), expected))
+
+
+def test_a_pass_that_fails_leaves_nothing_to_a_call_of_a_part():
+    model, x = wired(), torch.randn(6, WIDTH)
+    handle = model.head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch())
+    handle.remove()
+    for part in (model.blocks[1], model.blocks[1].fall):
+        model.blocks[0](x)  # of no pass of the network
+        with pytest.raises(InputError, match="is called outside the forward pass of the network"):
+            part(x if part is model.blocks[1] else torch.randn(6, 12))
+
+
+def test_a_pass_within_a_pass_has_a_value_of_its_own():
+    model = wired()
+    expected, inner = model(batch()), []
+
+    def again(*_):
+        if not inner:
+            inner.append(None)
+            inner.append(model(3 * batch()))
+
+    model.blocks[0].register_forward_hook(again)
+    assert torch.equal(model(batch()), expected)
+    assert torch.equal(inner[1], model(3 * batch()))
+
+
+class Broken(Net):
+    """A network whose pass dynamo cannot compile as one graph."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return self.head(x)
+
+
+class Recomputing(Net):
+    """A network that computes its blocks again in the backward pass, together."""
+
+    def blocks_of(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return self.head(checkpoint(self.blocks_of, self.stem(x), use_reentrant=False))
+
+
+@pytest.mark.parametrize("parts", ["whole", "broken", "both blocks", "source", "site"])
+def test_what_a_seed_reads_from_elsewhere_reaches_it_in_a_compiled_network_and_between_compiled_parts(parts):
+    torch.compiler.reset()
+    model = wired(Broken if parts == "broken" else Net)
+    expected = [model(x) for x in (batch(), 3 * batch())]
+    compiled = {"both blocks": (0, 1), "source": (0,), "site": (1,)}.get(parts, ())
+    for index in compiled:
+        model.blocks[index].compile(backend="eager", fullgraph=True)
+    run = model if compiled else torch.compile(model, backend="eager", fullgraph=parts == "whole")
+    assert all(torch.allclose(run(x), y, atol=1e-6) for x, y in zip((batch(), 3 * batch()), expected, strict=True))
+
+
+def test_a_checkpoint_around_what_is_read_and_its_seed_has_the_gradients_of_none():
+    gradients = []
+    for build in (Net, Recomputing):
+        with drawn_with(0):
+            model = build()
+        graft(model, {"span": SITES["span"]})
+        plant(model, "span", seed("bypass-mlp", Tap.BEFORE))
+        gradients.append(trained(model, batch())[1])
+    assert all(torch.allclose(gradients[0][name], gradient, atol=1e-6) for name, gradient in gradients[1].items())
 
 
 def test_a_site_in_a_sequential_and_a_sequential_as_a_site():

@@ -181,8 +181,8 @@ def trim(module: nn.Module) -> None:
             if not point.planted:
                 point.site = point.before = point.input = None
             point.records = tuple(wire for wire in point.records if wire.readers)
-            point.clears = tuple(wire for wire in point.clears if wire.readers)
-            if not (point.planted or point.records or point.clears or id(part) in saving):
+            point.bounds = tuple(wire for wire in point.bounds if wire.readers)
+            if not (point.planted or point.records or point.bounds or id(part) in saving):
                 restore(part)
 
 

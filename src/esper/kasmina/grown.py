@@ -11,7 +11,9 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -42,12 +44,61 @@ class Tape(Protocol):
         """Called after the forward with its output, in front of any seed."""
 
 
-class Wire:
-    """Carries the input of one submodule to the site that reads it, within one forward pass."""
+_OUTSIDE, _AMONG, _ALONE = -1, -2, -3
+"""Where a thread is: outside of any pass, in a forward pass, or in the one whose value is in `only`; >= 0 in a backward pass."""
+_LOCK = Lock()
+"""Held while a wire counts its passes."""
 
-    def __init__(self) -> None:
-        self.value: Tensor | None = None
-        self.readers = 0  # number of seeds that read it
+
+class Wire:
+    """Carries the input of one submodule to the seeds that read it, within one forward pass of one thread.
+
+    A pass opens a wire when it enters the submodule that bounds it, and closes it when it leaves, also by an exception
+    (`_forward_of`). A pass within a pass has a value of its own. What `torch.utils.checkpoint` computes again in a backward
+    pass, outside of any forward pass, is there for that backward pass alone.
+
+    Dynamo follows attributes, but neither threads nor context variables. While it traces a pass from the opening to the
+    closing, the value is in `carried`, for which the graph has the tensor itself. A part of a pass that is compiled by itself
+    uses `only`, which belongs to one pass: the one that was opened while there was no other. Once there are others, it uses
+    `held`, which breaks its graph.
+
+    readers: number of seeds that read it. held: of each thread, where it is, as the number of its backward pass or one of those
+    above, and the value. passes: number of open forward passes. shared: whether another pass was opened since there was none.
+    traced: whether a pass is open in a trace.
+    """
+
+    def __init__(self, readers: int = 0) -> None:
+        self.readers = readers
+        self.held: ContextVar[tuple[int, Tensor | None]] = ContextVar("held", default=(_OUTSIDE, None))
+        self.passes, self.shared, self.traced = 0, False, False
+        self.only: Tensor | None = None
+        self.carried: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type["Wire"], tuple[int]]:
+        """A copy has as many readers, and is in no pass."""
+        return Wire, (self.readers,)
+
+    def put(self, value: Tensor | None) -> None:
+        """Take the input of the submodule; outside of any pass there is nothing to take it for."""
+        if self.traced:
+            self.carried = value
+        elif (torch.compiler.is_dynamo_compiling() and not self.shared) or (place := self.held.get()[0]) == _ALONE:
+            self.only = value
+        elif place == _AMONG:
+            self.held.set((_AMONG, value))
+        elif (number := torch._C._current_graph_task_id()) != _OUTSIDE:
+            self.held.set((number, value))
+
+    def get(self) -> Tensor | None:
+        """The value of this pass; None if there is none."""
+        if self.traced:
+            return self.carried
+        if torch.compiler.is_dynamo_compiling() and not self.shared:
+            return self.only
+        place, value = self.held.get()
+        if place == _ALONE:
+            return self.only
+        return value if place in (_AMONG, torch._C._current_graph_task_id()) else None
 
 
 class Point:
@@ -55,7 +106,7 @@ class Point:
 
     site: the name of the site behind it, or None. planted: whether a seed is there. before: the wire with what
     `Tap.BEFORE` reads; None for its own input. input: the wire with the network's input; None at the network itself.
-    records: the wires that take its input when it is called. clears: the wires that are emptied when it has returned.
+    records: the wires that take its input when it is called. bounds: the wires that hold within one call of it.
     sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured.
     asked: the mode that the submodule was last set to while it is held in evaluation mode; None if it is not held.
     anchor: a leaf () that its outputs depend on if nothing else of them requires a gradient.
@@ -67,7 +118,7 @@ class Point:
         self.before: Wire | None = None
         self.input: Wire | None = None
         self.records: tuple[Wire, ...] = ()
-        self.clears: tuple[Wire, ...] = ()
+        self.bounds: tuple[Wire, ...] = ()
         self.sites: Mapping[str, Site] | None = None
         self.tape: Tape | None = None
         self.asked: bool | None = None
@@ -82,11 +133,13 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
 def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make the `forward` of a grown class. It has the argument names of the original."""
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, _esper_opened: bool = False, **kwargs: Any) -> Any:
         point: Point = self._esper_point  # type: ignore[assignment]
+        if point.bounds and not _esper_opened and any(wire.readers for wire in point.bounds):
+            return bounded(self, point, args, kwargs)
         for wire in point.records:
             if wire.readers:
-                wire.value = first_tensor(args, kwargs)
+                wire.put(first_tensor(args, kwargs))
         if point.tape is not None:
             point.tape.begin(first_tensor(args, kwargs))
         output = original(self, *args, **kwargs)
@@ -94,14 +147,46 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
             point.tape.end(output)
         if point.planted:
             output = _grown(self, point, first_tensor(args, kwargs), output)
-        for wire in point.clears:
-            wire.value = None
         if point.anchor is not None and torch.is_grad_enabled():
             output = pytree.tree_map_only(Tensor, functools.partial(_anchored, point.anchor), output)
         return output
 
+    def bounded(self: nn.Module, point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Apart from `forward`, because dynamo compiles no part of a function that has a `finally`.
+        wires = [wire for wire in point.bounds if wire.readers]
+        if torch.compiler.is_dynamo_compiling():
+            outer = [(wire, wire.traced, wire.carried) for wire in wires]
+            for wire in wires:
+                wire.traced, wire.carried = True, None
+            try:
+                return forward(self, *args, _esper_opened=True, **kwargs)
+            finally:
+                for wire, traced, carried in outer:
+                    wire.traced, wire.carried = traced, carried
+        # Nothing is called here that dynamo could compile by itself, as if there were no other threads.
+        tokens = []
+        for wire in wires:
+            with _LOCK:
+                wire.shared = shared = wire.passes > 0
+                wire.passes += 1
+            if wire.held.get()[0] > _OUTSIDE:
+                wire.held.set((_OUTSIDE, None))  # that backward pass is over
+            tokens.append(wire.held.set((_AMONG if shared else _ALONE, None)))
+            if not shared:
+                wire.only = None
+        try:
+            return forward(self, *args, _esper_opened=True, **kwargs)
+        finally:
+            for wire, token in zip(wires, tokens, strict=True):
+                if wire.held.get()[0] == _ALONE:
+                    wire.only = None
+                wire.held.reset(token)
+                with _LOCK:
+                    wire.passes -= 1
+
     # torch.compile counts what it compiled by code object, and gives up at a limit that all classes would share.
-    forward.__code__ = forward.__code__.replace(co_name=f"forward of {original.__qualname__}")
+    for function in (bounded, forward):
+        function.__code__ = function.__code__.replace(co_name=f"forward of {original.__qualname__}")
     return functools.update_wrapper(forward, original)
 
 
@@ -124,7 +209,7 @@ def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
     if tap == _HERE:
         return h
     wire = source_of(point, tap)
-    read = own if wire is None else wire.value
+    read = own if wire is None else wire.get()
     if read is None:
         raise InputError(
             f"the seed at site {point.site!r} reads tap {tap!r}, which this pass has not computed: either the "
@@ -391,11 +476,11 @@ def _without_growth(kind: type[nn.Module], grown: type[nn.Module]) -> type[nn.Mo
 
 
 def wire_between(source: Point, until: Point) -> Wire:
-    """Return the wire from a point, which is emptied when the point `until` has returned; one for each pair."""
+    """Return the wire from a point, which holds within one call of the point `until`; one for each pair."""
     for wire in source.records:
-        if wire in until.clears:
+        if wire in until.bounds:
             return wire
     wire = Wire()
     source.records += (wire,)
-    until.clears += (wire,)
+    until.bounds += (wire,)
     return wire
