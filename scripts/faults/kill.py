@@ -55,6 +55,7 @@ FEW = (
     "uniform",
 )
 PRUNED = HERE / "faults" / "pruned.py"
+SHARDS = ("--set", "shards=2")
 VICTIMS = (
     Command("train repair", ("train", "repair", "--envs", "16", "--rounds", "3", *LEARN, *OFTEN)),
     Command(
@@ -68,7 +69,7 @@ VICTIMS = (
     ),
     Command(
         "train iris --workers 2",
-        ("train", "iris", "--envs", "8", "--steps", "12", "--rounds", "4", "--workers", "2", *LEARN, *OFTEN),
+        ("train", "iris", "--envs", "16", "--steps", "12", "--rounds", "4", "--workers", "2", *SHARDS, *LEARN, *OFTEN),
     ),
     Command("stream", (*ESPER, "stream", "adamw", "reset-blocks", "--streams", "4", "--updates", "1200"), True),
     Command("heal", (*ESPER, "heal", f"{PRUNED}:network", "--data", f"{PRUNED}:images", "--budget", "0.2"), True),
@@ -213,6 +214,9 @@ class Campaign:
                     "refused": [] if command.again else refusals(run),
                 }
             )
+            if command.whole(run):
+                code = 0
+                break
         return {
             "number": number,
             "victim": command.name,

@@ -16,7 +16,8 @@ import torch
 from esper.leyline.config import CheckpointConfig
 from esper.leyline.errors import InputError
 from esper.store.checkpoint import LATEST, TENSORS, Checkpoints
-from esper.store.files import CHECKPOINTS, CONFIG, EVENTS, MODELS, SUMMARY
+from esper.store.files import CHECKPOINTS, CONFIG, EVALUATION, EVENTS, MODELS, SUMMARY
+from esper.store.lock import LOCK
 from esper.tamiyo.catalog import FOLDER
 
 TIMES = ("seconds", "time", "env_steps_per_second", "phase_seconds", "controller_share")
@@ -45,6 +46,10 @@ class Command(NamedTuple):
     def next(self, run: Path) -> list[str]:
         """The command line that starts it, or that goes on after a kill."""
         return resume_line(run) if not self.again and self.begun(run) else self.line(run)
+
+    def whole(self, run: Path) -> bool:
+        """Whether the record that a command writes last is there, after which it is refused: a kill came at its exit."""
+        return self.again and any((run / name).exists() for name in ("healing.json", EVALUATION))
 
     def begun(self, run: Path) -> bool:
         """Whether the first file or the folder of the command is there."""
@@ -131,7 +136,8 @@ def outcome_differences(run: Path, known: Path) -> list[str]:
     all other files byte for byte. Pictures and pages have times in them, and only their names are compared.
     """
     ours, theirs = (
-        {str(path.relative_to(each)): path for path in each.rglob("*") if path.is_file()} for each in (run, known)
+        {str(path.relative_to(each)): path for path in each.rglob("*") if path.is_file() and path.name != LOCK}
+        for each in (run, known)
     )
     both = sorted(ours.keys() & theirs.keys())
     return [
@@ -144,7 +150,9 @@ def content(path: Path) -> Any:
     """What of a file does not depend on the machine."""
     match path.suffix:
         case ".json":
-            return timeless(json.loads(path.read_text()))
+            record = json.loads(path.read_text())
+            record.pop("environment", None)  # which names the folder, in the command
+            return timeless(record)
         case ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return {name: arrays[name].tobytes() for name in arrays if name not in TIMES}
