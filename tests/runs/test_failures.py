@@ -187,6 +187,18 @@ def test_an_error_of_a_hosts_forward_ends_the_run_as_failed(tmp_path):
     assert_failed(tmp_path / "run", "Broken", "forward")
 
 
+def test_memory_that_runs_out_at_set_up_is_named_and_the_run_is_resumed_when_there_is_room(tmp_path):
+    task, config = blobs(), config_of()
+    starved = replace(task, host=lambda: torch.empty(2**60))
+    with pytest.raises(
+        OutOfMemory, match="memory ran out while the data and the networks were set up, with 3 networks"
+    ) as e:
+        grow(starved, config, Never(), tmp_path / "run")
+    assert "lower envs, give fewer examples, or a Dataset with stream=True; esper resume" in str(e.value)
+    assert_failed(tmp_path / "run", "OutOfMemory", str(e.value).partition("; esper resume")[0])
+    assert grow(task, config, Never(), tmp_path / "run", opening=Opening(resume=True))["status"] == "finished"
+
+
 class Lost(Dataset):
     """Examples of which one cannot be read for a while."""
 

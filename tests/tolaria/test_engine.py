@@ -429,6 +429,15 @@ def test_memory_is_counted_by_rows_parameters_and_moments():
     needed = 20 * (
         parameters * 4 * (4 + 3) + 64 * 64 * 4
     )  # value, gradient, moments; the snapshot of all but gradients
+    needed += sum((len(split.y) * (64 * 4 + 8)) for split in (task.train, task.probe))
     check_memory(task, config, needed)
     with pytest.raises(InputError, match="lower envs"):
         check_memory(task, config, needed - 1)
+
+
+def test_data_that_do_not_fit_into_memory_are_refused_with_what_reads_them_by_batch():
+    task, config = get_task("digits-narrow"), build_config({"envs": 1, "twin": False, "data": {"batch_size": 1}})
+    with pytest.raises(
+        InputError, match=r"envs is 1, and the data take at least .*; give fewer examples, or a Dataset with"
+    ):
+        check_memory(task, config, 10**5)

@@ -17,7 +17,7 @@ from esper.kasmina.export import PROGRAM, save_network
 from esper.kasmina.static import Absent
 from esper.leyline.batches import map_leaves
 from esper.leyline.config import Config
-from esper.leyline.errors import InputError, describe_error
+from esper.leyline.errors import InputError, OutOfMemory, describe_error
 from esper.leyline.length import epochs_of
 from esper.leyline.progress import Silent, Watch
 from esper.leyline.protocols import PolicyClient, Resumable
@@ -46,6 +46,7 @@ from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
+from esper.tolaria.runtime import PhaseTimer, resolve_device
 
 
 def grow(
@@ -79,10 +80,20 @@ def grow(
         Interrupt(watch.answer) as interrupt,
         RunFolder(folder, config, watch.note, interrupt, opening, [task], outputs) as run,
     ):
-        engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
-        growth = Growth(task, config, client, engine, Journal(engine, run.hub), run, watch, interrupt, started)
-        engine.population.data.sound(test_splits(engine, task))  # checked now, so that the run does not fail at its end
-        episode = _episode(growth)
+        try:
+            with _setting_up(config):
+                engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
+                growth = Growth(task, config, client, engine, Journal(engine, run.hub), run, watch, interrupt, started)
+                # checked now, so that the run does not fail at its end
+                engine.population.data.sound(test_splits(engine, task))
+                episode = _episode(growth)
+        except OutOfMemory:
+            # the folder is made, so that the same run can be started by `esper resume` when there is room
+            row = partial(_run_row, None, config)
+            run.begin(lambda: describe_environment(resolve_device(config.device)), row("running"))
+            names = {"task": config.task, "controller": config.controller, "envs": config.envs, "seed": config.seed}
+            with Failure(run, row, lambda: {**names, "steps": config.steps, "steps_done": 0}).recorded():
+                raise
         run.begin(lambda: describe_environment(engine.device), _run_row(engine, config, "running"))
         for note in notes:
             watch.note(note)
@@ -97,6 +108,15 @@ def grow(
             summary = _close(growth, episode, played)
         run.end(failed_row(_run_row(engine, config, summary["status"]), summary), summary)
     return summary
+
+
+@contextmanager
+def _setting_up(config: Config) -> Iterator[None]:
+    """Raise OutOfMemory if memory runs out while the data and the networks are set up."""
+    what = f"{counted(config.envs * (1 + config.twin), 'network')} at data.batch_size {config.data.batch_size}"
+    lower = "envs, give fewer examples, or a Dataset with stream=True"
+    with PhaseTimer(resolve_device(config.device), what).memory("while the data and the networks were set up", lower):
+        yield
 
 
 class Growth(NamedTuple):
@@ -479,7 +499,8 @@ def _exported(config: Config, best: int) -> list[int]:
     return {"none": [], "best": [best], "all": list(range(config.envs))}[config.models]
 
 
-def _run_row(engine: VectorizedEngine, config: Config, status: Any) -> RunRow:
+def _run_row(engine: VectorizedEngine | None, config: Config, status: Any) -> RunRow:
+    """Return a row of a run; without an engine, which did not fit into memory, its slots and hosts are not known."""
     return RunRow(
         status=status,
         task=config.task,
@@ -487,8 +508,8 @@ def _run_row(engine: VectorizedEngine, config: Config, status: Any) -> RunRow:
         envs=config.envs,
         steps=config.steps,
         seed=config.seed,
-        device=str(engine.device),
-        slots=engine.space.slots,
-        blueprints=[blueprint.name for blueprint in engine.space.blueprints],
-        host_param_counts=engine.population.body.table.host_params[: config.envs],
+        device=str(resolve_device(config.device) if engine is None else engine.device),
+        slots=() if engine is None else engine.space.slots,
+        blueprints=() if engine is None else [blueprint.name for blueprint in engine.space.blueprints],
+        host_param_counts=() if engine is None else engine.population.body.table.host_params[: config.envs],
     )

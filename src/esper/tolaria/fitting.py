@@ -8,21 +8,22 @@ from numpy.typing import NDArray
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
 from esper.kasmina.body import Body, runs_by_row
-from esper.kasmina.host import SegmentedHost
-from esper.leyline.batches import shape_leaves
+from esper.kasmina.host import SegmentedHost, dtype_of
+from esper.leyline.batches import leaves, shape_leaves
 from esper.leyline.config import Config
 from esper.leyline.errors import InputError
-from esper.leyline.task import AnyTask
+from esper.leyline.task import AnyTask, Task
 from esper.leyline.text import counted
 from esper.tolaria.optimizer import StackedOptimizer
 from esper.tolaria.runtime import resolve_device
 
 
 def check_memory(task: AnyTask, config: Config, available: int) -> None:
-    """Raise InputError if a population alone would take more memory than is available.
+    """Raise InputError if a population and its data alone would take more memory than is available.
 
     The estimate is a lower bound: value, gradient and moments of every host's parameters, the snapshots of the governor
-    and of early stopping, and one batch of inputs.
+    and of early stopping, one batch of inputs, and a copy of the examples in memory. The problems of a mixture are not known
+    yet, and are left out.
     """
     rows = config.envs * (1 + config.twin) + needs_ghost(task, config)
     moments = len(StackedOptimizer(config.optimizer).rule.moments)
@@ -32,11 +33,19 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
     inputs = config.data.batch_size * numbers * torch.get_default_dtype().itemsize
     snapshots = config.governor.enabled + config.early_stopping.enabled
     copies = 2 + moments + snapshots * (1 + moments)
-    needed = rows * (host * copies + inputs)
+    data = 0
+    if isinstance(task, Task):
+        splits = [task.train, task.probe, *([task.validation] if config.early_stopping.enabled else [])]
+        parts = [part for split in splits for part in (*leaves(split.x), split.y)]
+        wide = dtype_of(task.largest()).itemsize
+        data = sum(part.numel() * (wide if part.is_floating_point() else part.element_size()) for part in parts)
+    needed = rows * (host * copies + inputs) + data
     if needed > available:
+        whose = f"whose {counted(rows, 'network')} take" if data < needed / 2 else "and the data take"
+        mend = "lower envs" if data < needed / 2 else "give fewer examples, or a Dataset with stream=True"
         raise InputError(
-            f"envs is {config.envs:,}, whose {counted(rows, 'network')} take at least {needed / 2**30:,.1f} GiB, but "
-            f"{available / 2**30:,.1f} GiB of memory are available; lower envs"
+            f"envs is {config.envs:,}, {whose} at least {needed / 2**30:,.1f} GiB, but "
+            f"{available / 2**30:,.1f} GiB of memory are available; {mend}"
         )
 
 
