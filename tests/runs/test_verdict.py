@@ -43,6 +43,8 @@ def said(grown, baselines, *, kept=None, reward=RENT, metric="accuracy", **over)
             for name, (values, _) in baselines.items()
         },
         "compared": compared_networks(worth.tolist(), static, hosts, reward),
+        "plantings": [],
+        "prunes": [],
     }
     return verdict(summary | over, reward)
 
@@ -122,9 +124,19 @@ def test_one_environment_resolves_nothing():
 def test_where_nothing_was_kept_growth_did_not_pay_and_the_plain_network_stands_beside():
     line = said(LOW, {"twin": (LOW, HOST), "plain": (HIGH, HOST)}, kept=[0] * 4)
     assert line == (
-        "Growth did not pay here: no seed was kept, so the grown network is the host alone, with accuracy 0.805; "
+        "Growth did not pay here: no seed was planted, so the grown network is the host alone, with accuracy 0.805; "
         "a network of this size from the start (plain) has 0.910."
     )
+
+
+def test_where_nothing_was_kept_the_line_names_the_condition_that_removed_most_seeds():
+    reasons = ["it did not pass its gate; gain -0.1", "it did not pass its gate; gain -0.2", "the run ended; gain 0"]
+    lists = {"plantings": [{}] * 4, "prunes": [{"reason": reason} for reason in reasons]}
+    line = said(LOW, {"twin": (LOW, HOST)}, kept=[0] * 4, **lists)
+    assert (
+        "no seed was kept of 4 planted (2 removed: it did not pass its gate), so the grown network is the host" in line
+    )
+    assert "no seed was kept of 4 planted, so" in said(LOW, {}, kept=[0] * 4, **lists | {"prunes": []})
 
 
 def test_a_host_that_trained_beside_seeds_that_were_all_pruned_is_told_from_one_that_never_had_any():
