@@ -173,9 +173,9 @@ def refusals(rank, size):
     growth = Growth(whole, torch.optim.AdamW(whole.parameters()), probe=[probe], loss=F.cross_entropy, budget=9.0)
     asked = {
         "early": lambda: growth.gather(None),
+        "empty": lambda: growth.load_state_dict({}),
         "other": lambda: growth.finish() and growth.gather(nn.Linear(2, 3) if rank == 0 else None),
         "grafted": lambda: growth.gather(host(Case()) if rank == 0 else None),
-        "empty": lambda: growth.load_state_dict({}),
     }
     for name, ask in asked.items():
         try:

@@ -35,10 +35,17 @@ def make_runs(folder):
     slot = rows[0]["slots"][0]
     for row in rows:
         row.update({key: EVIL for key in ("task", "controller", "why") if row.get(key) is not None})
-        row.update({"slot": EVIL} if row.get("slot") == slot else {})
-        row.update({"slots": [EVIL, *row["slots"][1:]]} if "slots" in row else {})
-    write(events, rows)
+    write(events, [renamed(row, slot, EVIL) for row in rows])
     return folder
+
+
+def renamed(tree, old, new):
+    """A tree in which every entry and every key that is one text is another."""
+    if isinstance(tree, dict):
+        return {renamed(key, old, new): renamed(value, old, new) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [renamed(value, old, new) for value in tree]
+    return new if tree == old else tree
 
 
 def read(events):

@@ -124,7 +124,7 @@ def test_a_run_folder_of_an_earlier_version_without_a_copy_of_the_best_loads_it_
             lambda run: shutil.rmtree(run / "models"),
             "holds no network of its best environment; grow it with models 'best'",
         ),
-        (lambda run: (run / "summary.json").write_text("[]"), "holds no network of its best environment"),
+        (lambda run: (run / "summary.json").write_text("[]"), "summary.json is not the summary of a run"),
     ],
 )
 def test_a_run_folder_without_a_best_network_says_so(finished, tmp_path, damage, said):

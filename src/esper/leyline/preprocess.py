@@ -36,7 +36,12 @@ _LARGEST = 2**19  # characters of JSON
 
 
 class Column(NamedTuple):
-    """A column of a table: the name of the feature that it came from, and its entries (N,)."""
+    """A column of a table.
+
+    Attributes:
+        name (str): name of the feature that the column came from
+        values ((N,) array): entries of the column
+    """
 
     name: str
     values: NDArray[Any]
