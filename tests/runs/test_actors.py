@@ -32,6 +32,8 @@ from esper.runs.resume import Opening, cohort_configs, read_config
 from esper.runs.train import train
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import Rollout
+from esper.store.checkpoint import LATEST, TENSORS
+from esper.store.files import CHECKPOINTS
 from esper.store.wire import pack, unpack
 from esper.tamiyo.controller import WEIGHTS
 from esper.tasks.catalog import get_task
@@ -152,6 +154,47 @@ def test_a_training_is_resumed_with_another_number_of_workers(alone, tmp_path):
     assert summary["status"] == "interrupted"
     assert resumed(tmp_path / "run")["status"] == "finished"
     assert content(tmp_path / "run") == alone
+
+
+@pytest.mark.slow
+def test_a_training_that_is_resumed_with_its_workers_ends_with_the_arrays_of_the_one_that_was_not_interrupted(tmp_path):
+    def interrupt(number):
+        if number == -1:
+            signal.raise_signal(signal.SIGINT)
+
+    straight, left = tmp_path / "straight", tmp_path / "left"
+    trained(straight, Asked(2))
+    assert trained(left, Asked(2), interrupt)[0]["status"] == "interrupted"
+    assert resumed(left, Asked(2))["status"] == "finished"
+    assert content(left) == content(straight)
+    last = [run / CHECKPOINTS / (run / CHECKPOINTS / LATEST).read_text().split()[0] for run in (left, straight)]
+    assert last[0].name == last[1].name
+    assert (last[0] / TENSORS).read_bytes() == (last[1] / TENSORS).read_bytes()
+
+
+KILLED = """
+import os, signal, tempfile
+from esper.runs.processes import Processes
+
+crew = Processes(1, "no work", [None])
+crew.start(0)
+while not crew.receive(1.0):
+    pass
+print(*os.listdir(tempfile.gettempdir()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A process that is killed while it has an actor, which has answered."""
+
+
+def test_a_process_that_is_killed_leaves_no_folder_of_its_actors(tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout.startswith(b"pymp-")
+    until = time.monotonic() + 60
+    while any(tmp_path.iterdir()) and time.monotonic() < until:  # the actor and the fork server end after it
+        time.sleep(0.02)
+    assert not any(tmp_path.iterdir())
 
 
 class Interrupting:

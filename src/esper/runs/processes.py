@@ -1,13 +1,16 @@
 """Actors as processes of this machine, one thread each, and as processes that connect from other machines."""
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
@@ -16,6 +19,15 @@ from esper.leyline.errors import InputError, typed_line
 from esper.runs.actor_work import Answers, Attached, Orphaned, Work
 
 _PATIENCE = 5.0  # seconds that a process is given to end
+
+_SOCKET_FOLDER = (
+    "ESPER_SOCKET_FOLDER"  # the variable that names, to a fork server that starts, the folder of its socket
+)
+
+if _SOCKET_FOLDER in os.environ:
+    # This process is the fork server, which loads this module first. Python leaves the removal of the folder to the process that
+    # started the server, which a SIGKILL ends before it can do so. The server ends only after that process and all actors.
+    atexit.register(shutil.rmtree, os.environ.pop(_SOCKET_FOLDER), ignore_errors=True)
 
 
 class Processes:
@@ -41,7 +53,7 @@ class Processes:
         process = self._context.Process(
             target=serve_pickled, args=(theirs, self._content, device), name=f"actor-{actor}"
         )
-        with _one_thread():
+        with _set_variables({"OMP_NUM_THREADS": "1", _SOCKET_FOLDER: get_temp_dir()}):
             process.start()
         theirs.close()  # so that the end of the process ends the connection
         self.connections[actor], self._processes[actor] = ours, process
@@ -140,14 +152,18 @@ def serve(connection: Connection, make: Callable[[], Work]) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let a process that is started begin with one thread: some libraries make their threads when they are imported."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _set_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for the fork server, if it is started now.
+
+    The number of threads is among them because some libraries make their threads when they are imported.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
