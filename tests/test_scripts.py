@@ -135,6 +135,18 @@ def test_the_operators_of_a_step_are_listed(tmp_path):
     assert "aten::baddbmm" in {row["operator"] for row in operators}
 
 
+def test_a_killed_training_with_workers_goes_on_with_as_many_and_its_waiting_is_a_time(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    victims = runpy.run_path(str(SCRIPTS / "faults" / "kill.py"))["VICTIMS"]
+    (victim,) = (each for each in victims if "--workers" in each.arguments)
+    (tmp_path / "config.yaml").touch()
+    assert victim.next(tmp_path)[-2:] == ["--workers", "2"]
+    timeless = runpy.run_path(str(SCRIPTS / "faults" / "runs.py"))["timeless"]
+    assert timeless({"actors": {"workers": 2, "lost": 0, "waiting_seconds": 1.5}}) == {
+        "actors": {"workers": 2, "lost": 0}
+    }
+
+
 def test_runs_that_are_killed_finish_as_if_they_had_not_been(tmp_path):
     run("campaign_faults.py", "kill", "--count", "1", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "faults" / "kill.jsonl").read_text().splitlines()]

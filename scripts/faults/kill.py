@@ -55,7 +55,7 @@ FEW = (
     "uniform",
 )
 PRUNED = HERE / "faults" / "pruned.py"
-SHARDS = ("--set", "shards=2")
+SHARDS, WORKERS = ("--set", "shards=2"), ("--workers", "2")
 VICTIMS = (
     Command("train repair", ("train", "repair", "--envs", "16", "--rounds", "3", *LEARN, *OFTEN)),
     Command(
@@ -69,7 +69,8 @@ VICTIMS = (
     ),
     Command(
         "train iris --workers 2",
-        ("train", "iris", "--envs", "16", "--steps", "12", "--rounds", "4", "--workers", "2", *SHARDS, *LEARN, *OFTEN),
+        ("train", "iris", "--envs", "16", "--steps", "12", "--rounds", "4", *WORKERS, *SHARDS, *LEARN, *OFTEN),
+        resumed=WORKERS,
     ),
     Command("stream", (*ESPER, "stream", "adamw", "reset-blocks", "--streams", "4", "--updates", "1200"), True),
     Command("heal", (*ESPER, "heal", f"{PRUNED}:network", "--data", f"{PRUNED}:images", "--budget", "0.2"), True),

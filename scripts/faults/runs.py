@@ -20,7 +20,7 @@ from esper.store.files import CHECKPOINTS, CONFIG, EVALUATION, EVENTS, MODELS, S
 from esper.store.lock import LOCK
 from esper.tamiyo.catalog import FOLDER
 
-TIMES = ("seconds", "time", "env_steps_per_second", "phase_seconds", "controller_share")
+TIMES = ("seconds", "time", "env_steps_per_second", "phase_seconds", "controller_share", "waiting_seconds")
 """Figures that tell how fast a machine was, in a summary, an event or a round's figures."""
 PROCESS = ("checkpoint", "environment")
 """Kinds of events that tell of the process that wrote them: where it was interrupted, and on which machine it ran."""
@@ -36,6 +36,7 @@ class Command(NamedTuple):
     name: str
     arguments: tuple[str, ...]  # of esper; with `again`, all of the command line but for the folder
     again: bool = False  # whether the same command, with --out, goes on or begins anew after a kill
+    resumed: tuple[str, ...] = ()  # what `esper resume` is given too: the workers, which no file of a run holds
 
     def line(self, run: Path) -> list[str]:
         """The command line that starts it."""
@@ -45,7 +46,7 @@ class Command(NamedTuple):
 
     def next(self, run: Path) -> list[str]:
         """The command line that starts it, or that goes on after a kill."""
-        return resume_line(run) if not self.again and self.begun(run) else self.line(run)
+        return [*resume_line(run), *self.resumed] if not self.again and self.begun(run) else self.line(run)
 
     def whole(self, run: Path) -> bool:
         """Whether the record that a command writes last is there, after which it is refused: a kill came at its exit."""
