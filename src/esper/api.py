@@ -44,7 +44,7 @@ from esper.runs.train import train as train_run
 from esper.simic.rewards import get_reward, load_reward
 from esper.store.disk import find_folder
 from esper.store.files import BEST, MODELS, check_links, is_run
-from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.catalog import flaw_of_controller, get_controller
 from esper.tamiyo.shipped import resolved
 from esper.tasks.catalog import get_task
 from esper.tasks.hosts import host_from
@@ -97,8 +97,11 @@ def grow(
     config = with_steps(config.model_copy(update=named), task)
     if controller is None or isinstance(controller, str):
         controller = get_controller(config.controller, config)
-    if not isinstance(controller, PolicyClient) or isinstance(controller, type):
-        raise InputError("the controller has no act, store and update; give a name, a schedule file or a PolicyClient")
+    if (flaw := flaw_of_controller(controller)) is not None:
+        raise InputError(
+            f"controller is {flaw}; give an object with the methods act(view), store(outcome) and update(), or the name of a "
+            "controller (`esper docs own-controller`)"
+        )
     with growth_progress(progress, config.steps, task.objective.metric) as watch:
         summary = grow_run(task, config, controller, folder, watch, Opening(overwrite=overwrite), outputs, notes)
     return end_of(summary, folder, on_interrupt)

@@ -76,6 +76,7 @@ def grow(model=None, optimizer=None, **options):
         ({"loss": lambda output, y: y.sum()}, "loss returns torch.int64"),
         ({"loss": lambda output, y: output.logits}, "the loss cannot take .*: AttributeError: 'Tensor' object"),
         ({"probe": [data(1)], "loss": lambda o, y: (o.mean() - y.float().mean()) ** 2}, "probe has one batch, and the loss"),
+        ({"probe": [data(1, 1)]}, "probe holds one example, so that no standard error is known; give two at least"),
         ({"every": 0}, "every is 0; give a whole number"),
         ({"steps": 1.5}, "steps is 1.5"),
         ({"scaler": 2.0}, "scaler is a float; give the torch.amp.GradScaler"),

@@ -46,8 +46,11 @@ def test_the_config_names_the_controller_unless_one_is_given():
     [
         ((3,), "the task is 3; give the name of one of `esper tasks`, or make one with esper.task"),
         ((blobs(), [1]), r"^config is \[1\]; give a mapping of keys to values"),
-        ((blobs(), SMALL, 3), "no act, store and update"),
-        ((blobs(), SMALL, Script), "no act, store and update"),
+        (
+            (blobs(), SMALL, 3),
+            "controller is a int without act and store and update; give an object",
+        ),
+        ((blobs(), SMALL, Script), "controller is a class; give an object with the methods act"),
     ],
 )
 def test_what_is_no_task_config_or_controller_is_refused_in_one_sentence(arguments, sentence):

@@ -23,6 +23,7 @@ from esper.simic.rewards import (
     delta,
     escrow_step,
     get_reward,
+    make_reward,
     objective,
     paid,
     total,
@@ -506,3 +507,11 @@ def test_escrow_measures_contributions_in_the_unit_of_its_objective():
         reward = Escrow(RewardConfig(name="escrow", objective=name))
         reward(step)
         np.testing.assert_array_equal(reward.state()["credit"], np.full(shape, credit))
+
+
+def test_a_function_that_takes_no_config_makes_no_reward():
+    def nothing():
+        raise AssertionError("it is not called")
+
+    with pytest.raises(InputError, match="the reward nothing cannot be called with one argument; give a function that"):
+        make_reward(nothing, RewardConfig())

@@ -206,10 +206,10 @@ def test_the_messages_for_text_and_missing_values_name_the_transformer_that_mend
     with pytest.raises(InputError) as caught:
         esper.task("homes", FRAME[["city", "rooms"]], Y, host=host)
     mend = str(caught.value).partition("preprocess=")[2].partition(" of scikit-learn")[0]
-    fitted = eval(mend, {"x": FRAME[["city", "rooms"]], **globals()})
+    fitted = eval(mend.replace("the training rows of x", "x"), {"x": FRAME[["city", "rooms"]], **globals()})
     assert isinstance(preprocess_from(fitted, FRAME[["city", "rooms"]]), Preprocess)
     with pytest.raises(
-        InputError, match=r"fill in the values with preprocess=SimpleImputer\(\)\.fit\(x\) of scikit-learn"
+        InputError, match=r"with preprocess=SimpleImputer\(\)\.fit\(the training rows of x\) of scikit-learn"
     ):
         esper.task("homes", FRAME[NUMBERS], Y, host=host)
     esper.task("homes", FRAME[NUMBERS], Y, host=host, preprocess=SimpleImputer().fit(FRAME[NUMBERS]))

@@ -361,7 +361,8 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     except Exception as error:  # of safetensors or load_state_dict: the file does not fit
         reason = str(error).splitlines()[-1].strip()
         raise InputError(
-            f"{folder / MODEL} does not fit the network of {TOPOLOGY}: {reason}; export it again"
+            f"{folder / MODEL} does not fit the network of {TOPOLOGY}: {reason}; give the host that it was grown with, or export "
+            "it again"
         ) from None
     return network.eval()
 

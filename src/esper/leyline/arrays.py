@@ -108,10 +108,8 @@ _KINDS = {"U": "text", "T": "text", "S": "bytes of text", "M": "dates", "m": "du
 def _mend(name: object) -> str:
     """What to do about a column of this name that holds no numbers; None for what is no column of a frame."""
     if name is None:
-        return (
-            "give numbers alone, for example one column of 0 and 1 for every category, as pandas.get_dummies makes them"
-        )
+        return "give numbers alone; where they are categories, a column of 0 and 1 for each"
     return (
         f"give numbers alone, or make the task with preprocess=make_column_transformer((OneHotEncoder(), [{name!r}]), "
-        "remainder='passthrough').fit(x) of scikit-learn (`esper docs tasks`)"
+        "remainder='passthrough').fit(the training rows of x) of scikit-learn (`esper docs tasks`)"
     )

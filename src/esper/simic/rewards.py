@@ -319,7 +319,12 @@ def load_reward(reference: str) -> OwnReward:
 
 
 def make_reward(make: Callable[[RewardConfig], Reward], config: RewardConfig) -> Reward:
-    """Make a reward. InputError if what the function of the user returns cannot be called."""
+    """Make a reward. InputError if the user's function does not take a config alone, or returns what cannot be called."""
+    if not takes_one_argument(make):
+        raise InputError(
+            f"the reward {name_of_reward(make)} cannot be called with one argument; give a function that takes an "
+            "esper.RewardConfig and returns the reward, itself a function from an esper.Outcome to named components"
+        )
     made = make(config)
     if not callable(made):
         raise InputError(

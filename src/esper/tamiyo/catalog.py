@@ -120,13 +120,20 @@ def load_controller(reference: str) -> PolicyClient:
     Raises InputError if what it returns is no controller, and as `load_reference` does.
     """
     made = load_reference(reference, "controller", "a controller")
-    if not isinstance(made, PolicyClient) or isinstance(made, type):
-        lacking = [name for name in ("act", "store", "update") if not callable(getattr(made, name, None))]
-        what = "a class" if isinstance(made, type) else f"a {type(made).__name__} without {' and '.join(lacking)}"
+    if (flaw := flaw_of_controller(made)) is not None:
         raise InputError(
-            f"{reference} returned {what}; return an object with the methods act(view), store(outcome) and update()"
+            f"{reference} returned {flaw}; return an object with the methods act(view), store(outcome) and update()"
         )
-    return made
+    controller: PolicyClient = made
+    return controller
+
+
+def flaw_of_controller(made: Any) -> str | None:
+    """Say what an object is that is no controller; None for a controller."""
+    if isinstance(made, type):
+        return "a class"
+    lacking = [name for name in ("act", "store", "update") if not callable(getattr(made, name, None))]
+    return f"a {type(made).__name__} without {' and '.join(lacking)}" if lacking else None
 
 
 def settings_of(name_or_path: str) -> Mapping[str, Any]:

@@ -153,7 +153,7 @@ def _positions(labels: Tensor) -> Tensor:
 def _check_finite(values: Split, what: str) -> None:
     bad = nonfinite(values)
     if bad.any():
-        filled = " with preprocess=SimpleImputer().fit(x) of scikit-learn (`esper docs tasks`)"
+        filled = " with preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn (`esper docs tasks`)"
         raise InputError(
             f"the {what} hold NaN or infinite values, in {which(bad)}; drop those examples, fill in the values"
             f"{filled if what == 'features' else ''}, or give the task defaults={{'data': {{'nonfinite': 'skip'}}}}"

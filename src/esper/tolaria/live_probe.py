@@ -114,6 +114,10 @@ class Probe:
                 f"the loss of the model on the probe is {float(losses.mean())} before it grows; give a probe, a loss and a model "
                 "whose loss is finite"
             )
+        if sum(_examples(*batch) for batch in self.batches()) == 1:
+            raise InputError(
+                "probe holds one example, so that no standard error is known; give two at least, better 30 or more"
+            )
         if len(losses) < 2:
             raise InputError(
                 "probe has one batch, and the loss gives one number for it, so that no standard error is known; give two "
